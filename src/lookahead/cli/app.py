@@ -1,0 +1,174 @@
+"""The `lookahead` command: its subcommands, and how errors and signals become exit codes."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from lookahead.cli import exit_codes
+from lookahead.cli import options as opt
+from lookahead.cli.settings import Settings
+from lookahead.cli.versions import package_version
+from lookahead.errors import LookaheadError
+
+_UsageError: Any = typer.BadParameter.__mro__[1]
+"""Base class of everything typer finds wrong with a command line; typer has no public name for it."""
+
+
+class _Group(TyperGroup):
+    """Keeps broken pipes away from typer, which would turn them into exit code 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            return _broken_pipe()
+
+
+app = typer.Typer(
+    cls=_Group,
+    name="lookahead",
+    help="Lookahead decoding: the same text from a transformers model in fewer steps.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        argv: Arguments without the program's name; those of the process when left out.
+    """
+    _never_fail_on_encoding()
+    try:
+        code = app(args=argv, prog_name="lookahead", standalone_mode=False)
+        sys.stdout.flush()  # a full disk or a closed pipe shows here, not at interpreter exit
+    except BrokenPipeError:
+        return _broken_pipe()
+    except (KeyboardInterrupt, typer.Abort):
+        return exit_codes.INTERRUPTED
+    except _UsageError as error:
+        return _error(error.format_message())
+    except LookaheadError as error:
+        return _error(str(error))
+    except OSError as error:
+        return _error(str(error))
+    return int(code or 0)
+
+
+def _error(message: str) -> int:
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    return exit_codes.ERROR
+
+
+def _broken_pipe() -> int:
+    # Python flushes stdout once more at exit; with nobody reading, that must go nowhere instead of failing.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return exit_codes.BROKEN_PIPE
+
+
+def _never_fail_on_encoding() -> None:
+    """Let a terminal that cannot show a character show `?` instead."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+@app.callback(invoke_without_command=True)
+def _lookahead(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"lookahead {package_version()}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+@app.command()
+def generate(
+    prompt: opt.PromptArgument = None,
+    file: opt.FileOption = None,
+    model: opt.ModelOption = None,
+    preset: opt.PresetOption = None,
+    window_size: opt.WindowSizeOption = None,
+    ngram_size: opt.NgramSizeOption = None,
+    guess_set_size: opt.GuessSetSizeOption = None,
+    pool_from_prompt: opt.PoolFromPromptOption = None,
+    pool_from_output: opt.PoolFromOutputOption = None,
+    seed: opt.SeedOption = None,
+    max_new_tokens: opt.MaxNewTokensOption = opt.DEFAULT_MAX_NEW_TOKENS,
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    device: opt.DeviceOption = None,
+    json: opt.JsonOption = False,
+    no_color: opt.NoColorOption = False,
+) -> int:
+    """Continue a prompt, greedily.
+
+    The prompt comes from the argument, from --file or from standard input. On a terminal the tokens of one
+    step share a colour. The text goes to standard output, statistics go to standard error.
+    """
+    config = opt.lookahead_config(
+        preset=preset,
+        window_size=window_size,
+        ngram_size=ngram_size,
+        guess_set_size=guess_set_size,
+        pool_from_prompt=pool_from_prompt,
+        pool_from_output=pool_from_output,
+        seed=seed,
+    )
+    settings = Settings(prompt, file, model, config, max_new_tokens, dtype.value, device, json, no_color)
+    # Importing torch takes seconds; help texts and refused options must not wait for it.
+    from lookahead.cli.generate import run
+
+    return run(settings)
+
+
+@app.command()
+def compare(
+    prompt: opt.PromptArgument = None,
+    file: opt.FileOption = None,
+    model: opt.ModelOption = None,
+    preset: opt.PresetOption = None,
+    window_size: opt.WindowSizeOption = None,
+    ngram_size: opt.NgramSizeOption = None,
+    guess_set_size: opt.GuessSetSizeOption = None,
+    pool_from_prompt: opt.PoolFromPromptOption = None,
+    pool_from_output: opt.PoolFromOutputOption = None,
+    seed: opt.SeedOption = None,
+    max_new_tokens: opt.MaxNewTokensOption = opt.DEFAULT_MAX_NEW_TOKENS,
+    dtype: opt.DtypeOption = opt.Dtype.float32,
+    device: opt.DeviceOption = None,
+    repeats: opt.RepeatsOption = 3,
+    json: opt.JsonOption = False,
+    no_color: opt.NoColorOption = False,
+) -> int:
+    """Decode a prompt plainly and with lookahead, side by side.
+
+    Without a prompt a built-in one is used. The exit code is 0 if both outputs are identical, 1 if not. In
+    float32 they must be; in shorter types rounding can decide between tokens that are nearly equally likely.
+    """
+    config = opt.lookahead_config(
+        preset=preset,
+        window_size=window_size,
+        ngram_size=ngram_size,
+        guess_set_size=guess_set_size,
+        pool_from_prompt=pool_from_prompt,
+        pool_from_output=pool_from_output,
+        seed=seed,
+    )
+    settings = Settings(prompt, file, model, config, max_new_tokens, dtype.value, device, json, no_color)
+    from lookahead.cli.compare import run  # late, as in `generate`
+
+    return run(settings, repeats)

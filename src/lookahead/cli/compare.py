@@ -1,0 +1,236 @@
+"""`lookahead compare`: plain decoding and lookahead decoding of one prompt, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from lookahead.cli import exit_codes
+from lookahead.cli.decoding import Recording, decode_plainly, decode_with_lookahead
+from lookahead.cli.loading import LoadedModel, load_model, quiet_libraries
+from lookahead.cli.prompt import Prompt, encode_prompt, read_prompt_or
+from lookahead.cli.rendering import Consoles, StepPrinter, print_json
+from lookahead.cli.reports import request_report, run_report
+from lookahead.cli.settings import Settings
+from lookahead.cli.text import Tokenizer, decode
+from lookahead.config import LookaheadConfig
+from lookahead.demo import DEMO_PROMPT
+from lookahead.repetition import repeated_cycle_share
+
+WARM_UP_TOKENS = 8
+
+
+@dataclass
+class Side:
+    """The runs of one way of decoding."""
+
+    runs: list[Recording] = field(default_factory=list)
+
+    @property
+    def cpu_per_token(self) -> float:
+        """Median CPU time of a token, in seconds."""
+        return median(run.cpu_seconds / max(1, run.statistics.tokens) for run in self.runs)
+
+    @property
+    def wall_per_token(self) -> float:
+        """Median wall time of a token, in seconds."""
+        return median(run.wall_seconds / max(1, run.statistics.tokens) for run in self.runs)
+
+    @property
+    def repeated_share(self) -> float:
+        """Share of the output that lies inside a repeated cycle."""
+        return repeated_cycle_share(self.runs[0].tokens)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first position at which two outputs differ; `None` stands for an output that has ended."""
+
+    position: int
+    plain: int | None
+    lookahead: int | None
+
+
+@dataclass
+class Comparison:
+    """Both sides, run for run."""
+
+    plain: Side = field(default_factory=Side)
+    lookahead: Side = field(default_factory=Side)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds in which both sides came to their end."""
+        return len(self.lookahead.runs)
+
+    def difference(self) -> Difference | None:
+        """The first difference between the sides in any round, `None` if there is none."""
+        for plain, other in zip(self.plain.runs, self.lookahead.runs, strict=True):
+            found = first_difference(plain.tokens, other.tokens)
+            if found is not None:
+                return found
+        return None
+
+
+def run(settings: Settings, repeats: int) -> int:
+    """Compare, print, and return the exit code."""
+    consoles = Consoles.create(no_color=settings.no_color)
+    text, is_demo = read_prompt_or(settings, DEMO_PROMPT)
+    if is_demo:
+        consoles.notes.print("note: no prompt was given, so the built-in demonstration prompt is used")
+    with quiet_libraries():
+        loaded = load_model(settings, consoles.notes)
+        prompt = encode_prompt(loaded, text, settings.max_new_tokens, consoles.notes)
+        comparison = Comparison()
+        with suppress(KeyboardInterrupt):
+            _run_rounds(loaded, prompt, settings.config, repeats, comparison, consoles.notes)
+    interrupted = comparison.rounds < repeats
+    if settings.json:
+        report = comparison_report(comparison, loaded.tokenizer) | request_report(settings, loaded, prompt)
+        print_json(
+            consoles.out, report | {"demo_prompt": is_demo, "repeats": repeats, "interrupted": interrupted}
+        )
+    else:
+        _print(consoles, comparison, loaded, repeats)
+    if interrupted:
+        return exit_codes.INTERRUPTED
+    return exit_codes.OK if comparison.difference() is None else exit_codes.DIFFERENT
+
+
+def _run_rounds(
+    loaded: LoadedModel,
+    prompt: Prompt,
+    config: LookaheadConfig,
+    repeats: int,
+    comparison: Comparison,
+    notes: Console,
+) -> None:
+    """Fill `comparison`; the sides take turns, so that a change of the machine's pace meets both."""
+
+    def lookahead_run(prompt: Prompt) -> Recording:
+        recording = Recording()
+        decode_with_lookahead(loaded, prompt, config, recording)
+        return recording
+
+    def plain_run(prompt: Prompt) -> Recording:
+        return decode_plainly(loaded, prompt)
+
+    # Redrawn between runs only: a thread that redraws would add its CPU time to what is measured.
+    with Progress(
+        console=notes, auto_refresh=False, transient=True, disable=not notes.is_terminal
+    ) as progress:
+        task = progress.add_task("warming up", total=2 * repeats + 2)
+
+        def do(run: Callable[[Prompt], Recording], prompt: Prompt, what: str) -> Recording:
+            progress.update(task, description=what, refresh=True)
+            recording = run(prompt)
+            progress.update(task, advance=1, refresh=True)
+            return recording
+
+        short = replace(prompt, max_new_tokens=min(WARM_UP_TOKENS, prompt.max_new_tokens))
+        for warm_up in (plain_run, lookahead_run):
+            do(warm_up, short, "warming up")
+        for number in range(1, repeats + 1):
+            plain = do(plain_run, prompt, f"plain {number}/{repeats}")
+            other = do(lookahead_run, prompt, f"lookahead {number}/{repeats}")
+            comparison.plain.runs.append(plain)
+            comparison.lookahead.runs.append(other)
+
+
+def first_difference(plain: list[int], lookahead: list[int]) -> Difference | None:
+    """Where two outputs part, `None` if they are identical."""
+    if plain == lookahead:
+        return None
+    shorter = min(len(plain), len(lookahead))
+    position = next((i for i in range(shorter) if plain[i] != lookahead[i]), shorter)
+    return Difference(
+        position,
+        plain[position] if position < len(plain) else None,
+        lookahead[position] if position < len(lookahead) else None,
+    )
+
+
+def comparison_report(comparison: Comparison, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The comparison as plain numbers and lists; what no finished round has told is `None`."""
+    if comparison.rounds == 0:
+        return {"identical": None, "first_difference": None, "plain": None, "lookahead": None}
+    difference = comparison.difference()
+    return {
+        "identical": difference is None,
+        "first_difference": None if difference is None else asdict(difference),
+        "plain": _side_report(comparison.plain, tokenizer),
+        "lookahead": _side_report(comparison.lookahead, tokenizer),
+    }
+
+
+def _side_report(side: Side, tokenizer: Tokenizer) -> dict[str, Any]:
+    return run_report(tokenizer, side.runs[0]) | {
+        "cpu_seconds_per_token": side.cpu_per_token,
+        "wall_seconds_per_token": side.wall_per_token,
+        "repeated_cycle_share": side.repeated_share,
+        "cpu_seconds": [run.cpu_seconds for run in side.runs],
+        "wall_seconds": [run.wall_seconds for run in side.runs],
+    }
+
+
+def _print(consoles: Consoles, comparison: Comparison, loaded: LoadedModel, repeats: int) -> None:
+    if comparison.rounds < repeats:
+        consoles.notes.print(f"interrupted after {comparison.rounds} of {repeats} rounds")
+    if comparison.rounds == 0:
+        return
+    printer = StepPrinter(consoles.out, loaded.tokenizer)
+    for tokens in comparison.lookahead.runs[0].tokens_by_step:
+        printer.step(tokens)
+    printer.finish()
+    consoles.out.print()
+    consoles.out.print(comparison_table(comparison))
+    difference = comparison.difference()
+    if difference is not None:
+        consoles.out.print(_difference_line(difference, loaded))
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """The figures of both sides and how they relate."""
+    plain, other = comparison.plain, comparison.lookahead
+    a, b = plain.runs[0].statistics, other.runs[0].statistics
+    table = Table()
+    table.add_column()
+    for name in ("plain", "lookahead", "plain / lookahead"):
+        table.add_column(name, justify="right")
+    table.add_row("tokens", str(a.tokens), str(b.tokens))
+    table.add_row("steps", str(a.steps), str(b.steps), _ratio(a.steps, b.steps))
+    table.add_row("step compression", f"{a.step_compression:.2f}", f"{b.step_compression:.2f}")
+    table.add_row("nodes per step", f"{a.mean_nodes:.1f}", f"{b.mean_nodes:.1f}")
+    for name, before, after in (
+        ("CPU time per token", plain.cpu_per_token, other.cpu_per_token),
+        ("wall time per token", plain.wall_per_token, other.wall_per_token),
+    ):
+        table.add_row(name, f"{1000 * before:.2f} ms", f"{1000 * after:.2f} ms", _ratio(before, after))
+    table.add_row("inside a repeated cycle", f"{plain.repeated_share:.0%}", f"{other.repeated_share:.0%}")
+    table.add_section()
+    table.add_row("outputs identical", "", "yes" if comparison.difference() is None else "no")
+    return table
+
+
+def _ratio(plain: float, lookahead: float) -> str:
+    return f"{plain / lookahead:.2f}x" if lookahead else ""
+
+
+def _difference_line(difference: Difference, loaded: LoadedModel) -> str:
+    def shown(token: int | None) -> str:
+        return "the end" if token is None else f"{token} {decode(loaded.tokenizer, [token])!r}"
+
+    line = (
+        f"first difference at new token {difference.position} (from 0): "
+        f"plain {shown(difference.plain)}, lookahead {shown(difference.lookahead)}"
+    )
+    if loaded.dtype != "float32":
+        line += f"; in {loaded.dtype} rounding can decide between close tokens, compare with --dtype float32"
+    return line

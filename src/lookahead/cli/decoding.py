@@ -1,0 +1,112 @@
+"""Running a model on a prompt, plainly or with lookahead, and keeping what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+
+import lookahead
+from lookahead.cli.loading import LoadedModel
+from lookahead.cli.prompt import Prompt
+from lookahead.config import LookaheadConfig
+from lookahead.statistics import Statistics, StepRecord
+
+
+@dataclass
+class Recording:
+    """What one run did. It grows step by step, so that an interruption loses nothing.
+
+    Attributes:
+        tokens_by_step: The token ids that each step added.
+        statistics: Counted along with the steps; the times by part arrive at the end.
+        complete: Whether the run came to its end.
+        wall_seconds: Wall time of the run.
+        cpu_seconds: CPU time of the run, all threads together.
+    """
+
+    tokens_by_step: list[list[int]] = field(default_factory=list)
+    statistics: Statistics = field(default_factory=Statistics)
+    complete: bool = False
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    @property
+    def tokens(self) -> list[int]:
+        """All generated token ids."""
+        return [token for step in self.tokens_by_step for token in step]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second of wall time."""
+        return self.statistics.tokens / self.wall_seconds if self.wall_seconds else 0.0
+
+    def add(self, step: StepRecord) -> None:
+        """Keep one step."""
+        self.tokens_by_step.append(list(step.tokens))
+        self.statistics.steps += 1
+        self.statistics.record(step)
+
+
+def decode_with_lookahead(
+    loaded: LoadedModel,
+    prompt: Prompt,
+    config: LookaheadConfig,
+    recording: Recording,
+    on_step: Callable[[list[int]], None] | None = None,
+) -> None:
+    """Decode greedily with lookahead into `recording`; `on_step` gets the tokens of every step."""
+
+    def keep(step: StepRecord) -> None:
+        recording.add(step)
+        if on_step is not None:
+            on_step(step.tokens)
+
+    def run() -> None:
+        output = lookahead.generate(
+            loaded.model,
+            lookahead_config=config,
+            on_step=keep,
+            return_dict_in_generate=True,
+            **_arguments(prompt),
+        )
+        recording.statistics.seconds = output.statistics.seconds
+
+    _timed(run, recording)
+
+
+def decode_plainly(loaded: LoadedModel, prompt: Prompt) -> Recording:
+    """Decode greedily with transformers alone; every token is a step of one node."""
+    recording = Recording()
+
+    def run() -> None:
+        sequences = loaded.model.generate(**_arguments(prompt))  # [1, S + new tokens]
+        new_tokens: list[int] = sequences[0, prompt.input_ids.shape[1] :].tolist()
+        for number, token in enumerate(new_tokens, start=1):
+            recording.add(StepRecord(index=0, step=number, tokens=[token], nodes=1))
+
+    _timed(run, recording)
+    return recording
+
+
+def _arguments(prompt: Prompt) -> dict[str, Any]:
+    return {
+        "input_ids": prompt.input_ids,
+        # Without it transformers would take a pad token in the prompt for padding.
+        "attention_mask": torch.ones_like(prompt.input_ids),
+        "max_new_tokens": prompt.max_new_tokens,
+        "do_sample": False,
+    }
+
+
+def _timed(run: Callable[[], None], recording: Recording) -> None:
+    wall, cpu = perf_counter(), process_time()
+    try:
+        run()
+        recording.complete = True
+    finally:
+        recording.wall_seconds = perf_counter() - wall
+        recording.cpu_seconds = process_time() - cpu

@@ -1,0 +1,68 @@
+"""`lookahead generate`: continue a prompt."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict
+
+from rich.console import Console
+
+from lookahead.cli import exit_codes
+from lookahead.cli.decoding import Recording, decode_with_lookahead
+from lookahead.cli.loading import LoadedModel, load_model, quiet_libraries
+from lookahead.cli.prompt import Prompt, encode_prompt, read_prompt
+from lookahead.cli.rendering import Consoles, StepPrinter, print_json
+from lookahead.cli.reports import request_report, run_report
+from lookahead.cli.settings import Settings
+
+
+def run(settings: Settings) -> int:
+    """Generate, print, and return the exit code."""
+    consoles = Consoles.create(no_color=settings.no_color)
+    text = read_prompt(settings)
+    with quiet_libraries():
+        loaded = load_model(settings, consoles.notes)
+        prompt = encode_prompt(loaded, text, settings.max_new_tokens, consoles.notes)
+        if settings.json:
+            recording = _decode(settings, loaded, prompt, None)
+            interrupted = not recording.complete
+            report = run_report(loaded.tokenizer, recording) | request_report(settings, loaded, prompt)
+            print_json(consoles.out, report | {"interrupted": interrupted})
+        else:
+            printer = StepPrinter(consoles.out, loaded.tokenizer)
+            recording = _decode(settings, loaded, prompt, printer)
+            printer.finish()
+            print_statistics(consoles.notes, recording)
+    return exit_codes.OK if recording.complete else exit_codes.INTERRUPTED
+
+
+def _decode(
+    settings: Settings, loaded: LoadedModel, prompt: Prompt, printer: StepPrinter | None
+) -> Recording:
+    recording = Recording()
+    with suppress(
+        KeyboardInterrupt
+    ):  # recording.complete stays False, and what was generated is still printed
+        decode_with_lookahead(
+            loaded, prompt, settings.config, recording, None if printer is None else printer.step
+        )
+    return recording
+
+
+def print_statistics(notes: Console, recording: Recording) -> None:
+    """Print one line about the run."""
+    statistics = recording.statistics
+    parts = [
+        f"{statistics.tokens} tokens in {statistics.steps} steps",
+        f"step compression {statistics.step_compression:.2f}",
+        f"{statistics.mean_nodes:.1f} nodes per step",
+        f"{recording.tokens_per_second:.1f} tokens/s",
+        f"{recording.wall_seconds:.2f} s",
+    ]
+    line = ", ".join(parts)
+    if recording.complete:
+        seconds = asdict(statistics.seconds)
+        line += " (" + ", ".join(f"{part} {time:.2f}" for part, time in seconds.items()) + ")"
+    else:
+        line = f"interrupted: {line}"
+    notes.print(line, style="dim")

@@ -1,0 +1,169 @@
+"""Loading a model from a local folder, quietly and never from the network."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from lookahead.cli.rendering import spinner
+from lookahead.cli.settings import Settings
+from lookahead.demo import demo_model_path
+from lookahead.errors import InvalidArgumentError
+
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.*",
+    "*.tiktoken",
+    "spiece.model",
+)
+
+_SAMPLING_FLAGS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "top_h",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "num_beams",
+)
+"""Settings that a model may ship for sampling or beam search; they have no place in greedy decoding."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its tokenizer."""
+
+    path: Path
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def context_length(self) -> int | None:
+        """Most positions the model knows, `None` when its configuration names no limit."""
+        length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return length if isinstance(length, int) and length > 0 else None
+
+    @property
+    def dtype(self) -> str:
+        """Name of the type the model runs in."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+
+def load_model(settings: Settings, notes: Console) -> LoadedModel:
+    """Load the model that the settings name; a spinner shows that something happens."""
+    device = check_device(settings.device)
+    path = check_model_path(settings.model or demo_model_path())
+    with spinner(notes, f"loading {path.resolve().name}"):
+        return _load(path, settings.dtype, device, notes)
+
+
+def check_model_path(path: Path) -> Path:
+    """Refuse a path that cannot hold a model, and say what is missing."""
+    if not path.exists():
+        raise InvalidArgumentError(
+            f"--model {path}: no such folder; give the path of a local model folder (nothing is downloaded)"
+        )
+    if not path.is_dir():
+        raise InvalidArgumentError(
+            f"--model {path}: not a folder; give the folder that holds the model's config.json"
+        )
+    for kind, patterns in (
+        ("config.json", ("config.json",)),
+        ("weights (*.safetensors or pytorch_model*.bin)", _WEIGHT_FILES),
+        ("tokenizer files (tokenizer.json or tokenizer.model)", _TOKENIZER_FILES),
+    ):
+        if not any(any(path.glob(pattern)) for pattern in patterns):
+            raise InvalidArgumentError(f"--model {path}: not a model folder, it has no {kind}")
+    return path
+
+
+def check_device(name: str | None) -> torch.device:
+    """The device called `name`, or the best one there is; refuses what this machine does not have."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InvalidArgumentError(f"--device {name} is not known; choose {_choices()}") from None
+    counts = _device_counts()
+    if counts.get(device.type, 0) == 0:
+        raise InvalidArgumentError(f"--device {name} is not available here; choose {_choices()}")
+    if (device.index or 0) >= counts[device.type]:
+        raise InvalidArgumentError(
+            f"--device {name} is not available here (devices of type {device.type}: {counts[device.type]}, "
+            f"counted from 0); choose {_choices()}"
+        )
+    return device
+
+
+def _device_counts() -> dict[str, int]:
+    return {
+        "cpu": 1,
+        "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "mps": int(torch.backends.mps.is_available()),
+        "xpu": torch.xpu.device_count() if torch.xpu.is_available() else 0,
+    }
+
+
+def _choices() -> str:
+    names = []
+    for kind, count in _device_counts().items():
+        names += [kind] if count == 1 else [f"{kind}:{index}" for index in range(count)]
+    return " or ".join(names)
+
+
+def _load(path: Path, dtype: str, device: torch.device, notes: Console) -> LoadedModel:
+    # trust_remote_code=False refuses a model that brings its own code instead of asking at the terminal.
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **local)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, output_loading_info=True, **local
+        )
+    except Exception as error:  # whatever a broken file makes transformers raise
+        raise InvalidArgumentError(f"--model {path}: cannot be loaded: {_summary(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        notes.print(
+            f"note: --model {path} lacks {len(missing)} weights ({missing[0]}, …), which start at random"
+        )
+    for flag in _SAMPLING_FLAGS:
+        setattr(model.generation_config, flag, None)
+    model.generation_config.do_sample = False
+    return LoadedModel(path, model.to(device), tokenizer)
+
+
+def _summary(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Keep warnings, logs and progress bars of the libraries below off the terminal for a while."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,150 @@
+"""Where the prompt comes from, and how much room it leaves."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from lookahead.cli.loading import LoadedModel
+from lookahead.cli.settings import Settings
+from lookahead.errors import InvalidArgumentError
+
+_STDIN = "-"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as text and as the model's input.
+
+    Attributes:
+        text: The prompt, exactly as it was given.
+        input_ids: Its tokens on the model's device. Shape [1, S].
+        max_new_tokens: Most tokens to generate after it, within the model's context.
+    """
+
+    text: str
+    input_ids: torch.Tensor
+    max_new_tokens: int
+
+
+def read_prompt(settings: Settings) -> str:
+    """The prompt from its one source: the argument, a file, or standard input."""
+    text = _given_prompt(settings)
+    if text is not None:
+        return _not_empty(text, _source(settings))
+    if stdin_is_piped():
+        return _not_empty(_read_stdin(), "standard input")
+    raise InvalidArgumentError(
+        "no prompt: give it as an argument, as in lookahead generate 'def add(a, b):', with --file PATH, "
+        "or pipe it in"
+    )
+
+
+def read_prompt_or(settings: Settings, default: str) -> tuple[str, bool]:
+    """The prompt, or `default` when there is none; and whether it is the default.
+
+    Standard input that was not asked for and holds nothing, as in a scheduled job, counts as no prompt.
+    """
+    text = _given_prompt(settings)
+    if text is not None:
+        return _not_empty(text, _source(settings)), False
+    text = _read_stdin() if stdin_is_piped() else ""
+    return (text, False) if text else (default, True)
+
+
+def stdin_is_piped() -> bool:
+    """Whether standard input is there and is not a keyboard."""
+    return sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty()
+
+
+def encode_prompt(loaded: LoadedModel, text: str, max_new_tokens: int, notes: Console) -> Prompt:
+    """Tokenize the prompt and clip `max_new_tokens` to what the model's context has left."""
+    encoded = loaded.tokenizer(text, return_tensors="pt", verbose=False)
+    input_ids: torch.Tensor = encoded["input_ids"].to(loaded.model.device)  # [1, S]
+    length = input_ids.shape[1]
+    if length == 0:
+        raise InvalidArgumentError("the prompt has no tokens for this model's tokenizer; give a longer one")
+    room = None if loaded.context_length is None else loaded.context_length - length
+    if room is None or room >= max_new_tokens:
+        return Prompt(text, input_ids, max_new_tokens)
+    if room < 1:
+        raise InvalidArgumentError(
+            f"the prompt has {length} tokens, but the model's context is {loaded.context_length}: "
+            "shorten the prompt so that at least one more token fits"
+        )
+    notes.print(
+        f"note: --max-new-tokens {max_new_tokens} clipped to {room}: the prompt has {length} tokens "
+        f"and the model's context is {loaded.context_length}"
+    )
+    return Prompt(text, input_ids, room)
+
+
+def _given_prompt(settings: Settings) -> str | None:
+    """The prompt from the argument or the file, `None` when neither was given."""
+    if settings.prompt is not None and settings.file is not None:
+        raise InvalidArgumentError(
+            f"two prompts: the argument {_shortened(settings.prompt)} and --file {settings.file}; "
+            "give only one of them"
+        )
+    if settings.prompt == _STDIN or (settings.file is not None and str(settings.file) == _STDIN):
+        return _read_stdin()
+    if settings.file is not None:
+        return _read_file(settings.file)
+    if settings.prompt is not None:
+        return _checked_argument(settings.prompt)
+    return None
+
+
+def _source(settings: Settings) -> str:
+    if settings.prompt == _STDIN or str(settings.file) == _STDIN:
+        return "standard input"
+    return f"--file {settings.file}" if settings.file is not None else "the argument"
+
+
+def _not_empty(text: str, source: str) -> str:
+    if not text:
+        raise InvalidArgumentError(
+            f"the prompt from {source} is empty; give at least one character to continue from"
+        )
+    return text
+
+
+def _checked_argument(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # bytes of the command line that the locale could not decode
+        raise InvalidArgumentError("the prompt argument is not valid UTF-8; write it in UTF-8") from error
+    return text
+
+
+def _read_file(path: Path) -> str:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot read the prompt from --file {path}: {error.strerror}") from error
+    return _decoded(content, f"--file {path}")
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None or sys.stdin.closed:
+        return ""
+    return _decoded(sys.stdin.buffer.read(), "standard input")
+
+
+def _decoded(content: bytes, source: str) -> str:
+    try:
+        return content.decode(
+            "utf-8-sig"
+        )  # a byte order mark says how to read the file; it is no part of the text
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(
+            f"the prompt from {source} is not valid UTF-8 (byte {error.start}); convert it to UTF-8 first"
+        ) from error
+
+
+def _shortened(text: str, most: int = 30) -> str:
+    return repr(text if len(text) <= most else text[: most - 1] + "…")

@@ -1,0 +1,104 @@
+"""How text and figures look on a terminal, on a pipe, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
+
+from lookahead.cli.text import IncrementalText, Tokenizer
+
+STEP_STYLES = (Style(color="cyan"), Style(color="magenta"))
+"""Steps take turns with these; both can be read on a dark and on a light background."""
+
+_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+"""Visible stand-ins, so that a model cannot send escape sequences to the terminal."""
+
+
+class _Console(Console):
+    """Lets a broken pipe through to the caller, where rich would end the process with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # rich calls this while it handles the BrokenPipeError
+
+
+@dataclass(frozen=True)
+class Consoles:
+    """Where results go (`out`), and where everything about them goes (`notes`)."""
+
+    out: Console
+    notes: Console
+
+    @classmethod
+    def create(cls, *, no_color: bool) -> Consoles:
+        """Consoles on standard output and standard error."""
+        return cls(_console(sys.stdout, no_color), _console(sys.stderr, no_color))
+
+
+def _console(stream: TextIO, no_color: bool) -> Console:
+    terminal = stream.isatty()  # asked here, since rich would also listen to environment variables
+    return _Console(
+        file=stream,
+        force_terminal=terminal,
+        color_system="auto" if terminal and not no_color else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        soft_wrap=True,
+    )
+
+
+@contextmanager
+def spinner(notes: Console, message: str) -> Iterator[None]:
+    """Show that something is going on, on a terminal only."""
+    if not notes.is_terminal:
+        yield
+        return
+    with notes.status(message):
+        yield
+
+
+class StepPrinter:
+    """Prints generated text as it arrives, the tokens of one step in one colour."""
+
+    def __init__(self, out: Console, tokenizer: Tokenizer) -> None:
+        self._out = out
+        self._text = IncrementalText(tokenizer)
+        self._steps = 0
+        self._last = "\n"
+
+    def step(self, tokens: Sequence[int]) -> None:
+        """Print what is certain of the text after one more step."""
+        self._print(self._text.push(tokens))
+        self._steps += 1
+
+    def finish(self) -> None:
+        """Print the rest, and end the line."""
+        self._print(self._text.finish())
+        if self._last != "\n":
+            self._print("\n")
+
+    def _print(self, text: str) -> None:
+        if not text:
+            return
+        self._last = text[-1]
+        if self._out.is_terminal:
+            segment = Segment(text.translate(_CONTROL_PICTURES), STEP_STYLES[self._steps % len(STEP_STYLES)])
+            # A bare segment, since rich would wrap words and expand tabs in a text that begins mid-line.
+            self._out.print(Segments([segment]), end="", soft_wrap=True)
+        else:
+            self._out.file.write(text)
+            self._out.file.flush()
+
+
+def print_json(out: Console, result: Mapping[str, Any]) -> None:
+    """Print one JSON object on one line, in ASCII so that no encoding can spoil it."""
+    out.file.write(json.dumps(result) + "\n")
+    out.file.flush()

@@ -1,0 +1,100 @@
+"""What a user may choose about lookahead decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lookahead.errors import InvalidArgumentError
+
+PRESETS = ("paper", "jacobi", "autoregressive")
+
+MAX_NODES_PER_STEP = 4096
+"""Largest token tree that a configuration may ask for, in nodes; far above what any device gains from."""
+
+
+@dataclass(frozen=True)
+class LookaheadConfig:
+    """How tokens are drafted. Nothing in here can change the text that is generated, only the number of steps.
+
+    Args:
+        preset: The drafting method. `"paper"` is lookahead decoding as published (2-D window and n-gram
+            pool, Algorithm 2), `"jacobi"` is Jacobi decoding (Algorithm 1), `"autoregressive"` drafts
+            nothing, so that each step yields one token.
+        window_size: W, columns of the 2-D window: how many positions ahead are guessed in parallel
+            (section 3.1). At least 1.
+        ngram_size: N, length of the n-grams in the pool; the window has N-1 rows (section 3.1). At least 2.
+        guess_set_size: G, how many n-grams the pool keeps for each first token, and so how many candidates
+            a step verifies at most (section 3.2). The paper suggests G = W. At least 1.
+        pool_from_prompt: Fill the pool with the n-grams of the prompt before the first step (the paper's
+            "prompt as reference", Table 3).
+        pool_from_output: Fill the pool with the n-grams of the generated text as it grows.
+        block_size: Jacobi decoding only: m, how many positions are guessed at once (Algorithm 1). At least 1.
+        max_iterations: Jacobi decoding only: after this many steps a block that has not settled is given up
+            and a new one begins. `None` stands for `block_size`, the most that Jacobi iteration can need.
+        seed: Seed of the random prompt tokens that the window and the Jacobi blocks start from. It has
+            nothing to do with sampling.
+
+    Raises:
+        InvalidArgumentError: A value has the wrong type or is out of its range.
+    """
+
+    preset: str = "paper"
+    window_size: int = 15
+    ngram_size: int = 5
+    guess_set_size: int = 15
+    pool_from_prompt: bool = False
+    pool_from_output: bool = False
+    block_size: int = 16
+    max_iterations: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise InvalidArgumentError(f"preset={self.preset!r} is not known; choose one of {', '.join(PRESETS)}")
+        _check_int("window_size", self.window_size, 1, "W, the columns of the window")
+        _check_int("ngram_size", self.ngram_size, 2, "N; an n-gram needs a first token and one that follows it")
+        _check_int("guess_set_size", self.guess_set_size, 1, "G, the n-grams kept for each first token")
+        _check_int("block_size", self.block_size, 1, "the positions that Jacobi decoding guesses at once")
+        if self.max_iterations is not None:
+            _check_int("max_iterations", self.max_iterations, 1, "the steps that a Jacobi block may take")
+        _check_int("seed", self.seed, 0, "the seed of the window's first tokens")
+        for name in ("pool_from_prompt", "pool_from_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.max_nodes > MAX_NODES_PER_STEP:
+            raise InvalidArgumentError(
+                f"preset={self.preset!r} with {self._sizes()} asks for up to {self.max_nodes} nodes in one step; "
+                f"the most is {MAX_NODES_PER_STEP}: choose smaller sizes"
+            )
+
+    @property
+    def max_nodes(self) -> int:
+        """Most nodes that one step may send after the prompt, the root included."""
+        if self.preset == "paper":
+            # During warm-up row 0 is longer, but there are fewer rows, so a full window is the largest.
+            return self.window_size * (self.ngram_size - 1) + self.guess_set_size * (self.ngram_size - 1)
+        if self.preset == "jacobi":
+            return 1 + self.block_size
+        return 1
+
+    def _sizes(self) -> str:
+        if self.preset == "jacobi":
+            return f"block_size={self.block_size}"
+        return f"window_size={self.window_size}, ngram_size={self.ngram_size}, guess_set_size={self.guess_set_size}"
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> LookaheadConfig:
+        """Build a configuration from a dictionary, refusing names that are no field of it."""
+        known = {field.name for field in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise InvalidArgumentError(f"{name!r} is no field of LookaheadConfig; it has {', '.join(sorted(known))}")
+        return cls(**values)
+
+
+def _check_int(name: str, value: object, least: int, meaning: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidArgumentError(f"{name}={value!r} must be a whole number ({meaning})")
+    if value < least:
+        raise InvalidArgumentError(f"{name}={value} is out of range; it must be at least {least} ({meaning})")

@@ -1,0 +1,44 @@
+"""The n-gram pool of lookahead decoding (section 3.2): what the window found, kept by first token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class NGramPool:
+    """At most `guess_set_size` n-grams for each first token; the least recently used one makes room.
+
+    An n-gram is used when it is found again, by the window or in the text. For a vocabulary of V tokens the
+    pool never holds more than V * G n-grams of N-1 tokens each.
+
+    Args:
+        ngram_size: N, tokens in an n-gram, its first token included.
+        guess_set_size: G, n-grams kept for each first token.
+    """
+
+    def __init__(self, ngram_size: int, guess_set_size: int) -> None:
+        self.ngram_size = ngram_size
+        self.guess_set_size = guess_set_size
+        # first token -> the N-1 tokens that followed it, oldest first (a dict keeps order and finds quickly)
+        self._guesses: dict[int, dict[tuple[int, ...], None]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(guesses) for guesses in self._guesses.values())
+
+    def add(self, ngram: Sequence[int]) -> None:
+        """Keep `ngram`, `ngram_size` token ids, as the most recently used one of its first token."""
+        guesses = self._guesses.setdefault(ngram[0], {})
+        guess = tuple(ngram[1:])
+        guesses.pop(guess, None)
+        guesses[guess] = None
+        if len(guesses) > self.guess_set_size:
+            del guesses[next(iter(guesses))]
+
+    def add_text(self, tokens: Sequence[int]) -> None:
+        """Keep every n-gram of a text, from its beginning to its end."""
+        for start in range(len(tokens) - self.ngram_size + 1):
+            self.add(tokens[start : start + self.ngram_size])
+
+    def lookup(self, first: int) -> list[tuple[int, ...]]:
+        """The continuations kept for the token `first`, `ngram_size - 1` token ids each, most recently used first."""
+        return list(reversed(self._guesses.get(first, {})))

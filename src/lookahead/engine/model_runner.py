@@ -1,0 +1,154 @@
+"""Runs an unmodified transformers model on token trees."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from lookahead.engine.masks import MaskBuilder
+from lookahead.engine.position_limit import PositionLimit
+from lookahead.engine.tree_cache import TreeCache
+from lookahead.token_tree import Layout, TokenTree, lay_out
+
+LONGEST_DRAFTED_PREFILL = 1024
+"""Pending tokens up to which a step may also draft. A longer prompt is sent alone, with no mask of ours, as
+transformers sends it: a dense mask grows with the square of its length."""
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """What a forward pass gave for one sequence.
+
+    Attributes:
+        logits: After each node that was read, `[reads, vocabulary]` float32.
+        predictions: Argmax of `logits` for each node, `[nodes]` int64; -1 where nothing was read.
+    """
+
+    logits: torch.Tensor
+    predictions: NDArray[np.int64]
+    _rows: dict[int, int]
+
+    def logits_after(self, node: int) -> torch.Tensor:
+        """Logits of the token after `node`, `[1, vocabulary]` float32."""
+        row = self._rows[node]
+        return self.logits[row : row + 1]
+
+
+class ModelRunner:
+    """One batch of sequences on one model: its cache, and the way in and out of it.
+
+    Args:
+        model: Any transformers causal language model that `check_model` accepts.
+        batch_size: Sequences that run together.
+    """
+
+    def __init__(self, model: PreTrainedModel, batch_size: int) -> None:
+        self.model = model
+        self.cache = TreeCache()
+        self._batch_size = batch_size
+        self._masks = MaskBuilder(model.config)
+        self._limit = PositionLimit(model.config)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._layouts: list[Layout] = []
+
+    @property
+    def context(self) -> int | None:
+        """Positions the model was made for, if its configuration says so."""
+        return self._limit.context
+
+    @property
+    def last_length(self) -> int | None:
+        """Text length at which the model can read no further token, if there is one."""
+        return self._limit.last_length
+
+    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
+        """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens."""
+        cached = self.cache.lengths(self._batch_size)[row]
+        recompute_at = self._limit.recompute_at
+        if recompute_at is not None and cached < recompute_at <= len(text):
+            self.cache.forget(row)
+            cached = 0
+        deepest = self._limit.deepest(len(text) - 1)
+        return TokenTree(text[cached:], None if deepest is None else deepest - cached)
+
+    def wants_draft(self, tree: TokenTree) -> bool:
+        """Whether anything should be drafted onto `tree`, or it is a prompt too long to be sent with a mask."""
+        return tree.root < LONGEST_DRAFTED_PREFILL
+
+    def forward(self, trees: Sequence[TokenTree]) -> list[ForwardResult]:
+        """Run the model on one tree for each sequence; their keys and values wait in the cache for `commit`."""
+        self._layouts = [lay_out(tree) for tree in trees]
+        # Trees of a batch are padded to the largest; reads are the union over its rows.
+        keep = np.unique(np.concatenate([layout.read_slots for layout in self._layouts]))
+        inputs = self._inputs(trees)
+        if self._keeps_logits:
+            inputs["logits_to_keep"] = torch.from_numpy(keep).to(self.model.device)
+        logits = self.model(**inputs, use_cache=True, return_dict=True).logits  # [batch, keep or nodes, vocabulary]
+        if not self._keeps_logits:
+            logits = logits[:, torch.from_numpy(keep).to(logits.device)]
+        # transformers chooses tokens from float32 logits whatever the model's own type
+        logits = logits.float()
+        predictions = logits.argmax(dim=-1).cpu().numpy()  # [batch, keep]
+        return [
+            _result(layout, logits[row], predictions[row], keep) for row, layout in enumerate(self._layouts)
+        ]
+
+    def commit(self, paths: Sequence[Sequence[int] | None], trees: Sequence[TokenTree]) -> None:
+        """Keep each sequence's pending tokens and the accepted nodes of `paths`, and forget the other nodes.
+
+        A sequence whose path is `None` keeps nothing of the step.
+        """
+        slots = [
+            [] if path is None else [*range(tree.root + 1), *layout.slots[list(path)].tolist()]
+            for path, tree, layout in zip(paths, trees, self._layouts, strict=True)
+        ]
+        self.cache.commit(slots)
+
+    def _inputs(self, trees: Sequence[TokenTree]) -> dict[str, object]:
+        layouts, device = self._layouts, self.model.device
+        nodes = max(len(layout.order) for layout in layouts)
+        lengths = self.cache.lengths(self._batch_size)
+        tokens = np.zeros((len(layouts), nodes), dtype=np.int64)
+        positions = np.zeros_like(tokens)
+        for row, layout in enumerate(layouts):
+            tokens[row, : len(layout.order)] = layout.tokens
+            positions[row, : len(layout.order)] = lengths[row] + layout.depths
+        inputs: dict[str, object] = {
+            "input_ids": torch.from_numpy(tokens).to(device),
+            "position_ids": torch.from_numpy(positions).to(device),
+            "past_key_values": self.cache,
+        }
+        # Plain decoding of one sequence needs no mask of ours: transformers' own fast path applies.
+        if len(trees) > 1 or not trees[0].is_chain:
+            inputs["attention_mask"] = self._mask(lengths, positions)
+        return inputs
+
+    def _mask(self, lengths: list[int], positions: NDArray[np.int64]) -> object:
+        batch, nodes = positions.shape
+        scratch = max(lengths)
+        visible = np.zeros((batch, nodes, scratch + nodes), dtype=np.bool_)
+        # A padding node sees itself alone, so that no row of the softmax is empty.
+        visible[:, np.arange(nodes), scratch + np.arange(nodes)] = True
+        for row, layout in enumerate(self._layouts):
+            own = len(layout.order)
+            visible[row, :own, : lengths[row]] = True
+            visible[row, :own, scratch : scratch + own] = layout.ancestor_mask()
+        cached = np.broadcast_to(np.arange(scratch), (batch, scratch))
+        keys = np.concatenate([cached, positions], axis=1)
+        return self._masks.build(visible, positions, keys, self.model.dtype, self.model.device)
+
+
+def _result(
+    layout: Layout, logits: torch.Tensor, predictions: NDArray[np.int64], keep: NDArray[np.int64]
+) -> ForwardResult:
+    by_slot = np.full(len(layout.order), -1, dtype=np.int64)
+    rows = np.searchsorted(keep, layout.read_slots)
+    by_slot[layout.read_slots] = predictions[rows]
+    nodes = layout.order[layout.read_slots]
+    return ForwardResult(logits, by_slot[layout.slots], dict(zip(nodes.tolist(), rows.tolist(), strict=True)))

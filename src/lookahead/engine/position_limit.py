@@ -1,0 +1,68 @@
+"""How far ahead of the text a tree may reach, for models whose positions end or change somewhere."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+_RECOMPUTING = ("phi3", "phimoe", "phi4_multimodal")
+"""Model types whose `prepare_inputs_for_generation` drops the cache once the text passes the original context."""
+
+
+class PositionLimit:
+    """Where the next place is that a model's positions change, so that no step reaches across it.
+
+    Plain decoding sends one position at a time. A tree sends several, and three kinds of models would notice:
+    one with a table of positions cannot look beyond its end; one with long RoPE switches to other frequencies
+    for the whole pass once any position passes the original context; and one with dynamic RoPE scaling changes
+    them at every position beyond it.
+
+    Args:
+        config: The model's configuration.
+
+    Attributes:
+        context: Positions the model was made for, if its configuration says so.
+        last_length: Text length at which a model with a table of positions can read no further token; `None`
+            for models that compute their positions.
+        recompute_at: Text length at which transformers computes the whole cache anew for this model, because
+            its keys were made with the frequencies for short texts (Phi-3 and its kin); `None` for all others.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        text_config = config.get_text_config(decoder=True)
+        context = getattr(text_config, "max_position_embeddings", None)
+        self.context: int | None = context if isinstance(context, int) and context > 0 else None
+        rope = _rope_parameters(text_config)
+        # The token that ends such a text has no position to be read at.
+        self.last_length: int | None = self.context + 1 if self.context is not None and not rope else None
+        self._rope_type = str(rope.get("rope_type", "default"))
+        original = rope.get("original_max_position_embeddings")
+        original = original or getattr(text_config, "original_max_position_embeddings", None) or self.context
+        self._original: int | None = original if isinstance(original, int) else None
+        recomputes = config.model_type in _RECOMPUTING and hasattr(config, "original_max_position_embeddings")
+        self.recompute_at: int | None = self._original + 1 if recomputes and self._original is not None else None
+
+    def deepest(self, root_position: int) -> int | None:
+        """Largest position id that a tree may hold whose root stands at `root_position`; `None` for any.
+
+        Beyond its context a model is on its own, as in transformers; a table of positions fails there.
+        """
+        limits = [self.context - 1] if self.context is not None and root_position < self.context else []
+        if self._original is not None and _changes(self._rope_type):
+            if root_position < self._original:
+                limits.append(self._original - 1)
+            elif self._rope_type != "longrope":
+                limits.append(root_position)
+        return min(limits) if limits else None
+
+
+def _changes(rope_type: object) -> bool:
+    return rope_type == "longrope" or "dynamic" in str(rope_type)
+
+
+def _rope_parameters(text_config: PreTrainedConfig) -> dict[str, object]:
+    """The rotary settings; of a model with several kinds of layers, those of the kind that changes with length."""
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    kinds = [value for value in rope.values() if isinstance(value, dict)]
+    if kinds:
+        return next((kind for kind in kinds if _changes(kind.get("rope_type"))), kinds[0])
+    return dict(rope)

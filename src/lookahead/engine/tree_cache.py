@@ -1,0 +1,126 @@
+"""A key-value cache with room for a token tree behind the decided text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+_FIRST_CAPACITY = 256
+
+
+class TreeLayer(CacheLayerMixin):
+    """Keys and values of one model layer.
+
+    A forward pass writes the nodes of the tree behind the longest row, as scratch. `commit` keeps the
+    accepted ones, each row contiguous from its start, and the next pass overwrites the rest. Rows may have
+    different lengths; what lies behind the end of a row is hidden from it by the attention mask.
+
+    Attributes:
+        keys: `[batch, heads, capacity, head_dim]`; `values` likewise.
+        lengths: Tokens kept, per row; empty before the first pass.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: list[int] = []
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest row: where the scratch begins."""
+        return max(self.lengths, default=0)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take batch size, heads, head sizes, dtype and device from the first states that come."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.lengths = [0] * key_states.shape[0]
+        self.keys = key_states.new_empty((*key_states.shape[:2], 0, key_states.shape[3]))
+        self.values = value_states.new_empty((*value_states.shape[:2], 0, value_states.shape[3]))
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the nodes' states `[batch, heads, nodes, head_dim]` as scratch; return all keys and values so far."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, end = self.longest, self.longest + key_states.shape[2]
+        if end > self.keys.shape[2]:
+            self._grow(end)
+        self.keys[:, :, start:end] = key_states
+        self.values[:, :, start:end] = value_states
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def commit(self, slots: Sequence[Sequence[int]]) -> None:
+        """Keep the states of `slots[row]`, ascending places in the scratch, behind each row's text.
+
+        Only states that lie in the wrong place are copied, so an accepted path that is contiguous costs nothing.
+        """
+        scratch = self.longest
+        for row, kept in enumerate(slots):
+            target = self.lengths[row]
+            self.lengths[row] = target + len(kept)
+            settled = 0
+            while settled < len(kept) and scratch + kept[settled] == target + settled:
+                settled += 1
+            if settled == len(kept):
+                continue
+            source = torch.tensor([scratch + slot for slot in kept[settled:]], device=self.keys.device)
+            place = slice(target + settled, target + len(kept))
+            self.keys[row, :, place] = self.keys[row].index_select(1, source)
+            self.values[row, :, place] = self.values[row].index_select(1, source)
+
+    def get_seq_length(self) -> int:
+        """Tokens kept in the longest row."""
+        return self.longest
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that a query of `query_length` tokens sees, and where they begin."""
+        return self.longest + query_length, 0
+
+    def get_max_length(self) -> int:
+        """There is no maximum."""
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens of every row (a negative number, as in transformers)."""
+        self.lengths = [max(length + min(tokens_to_remove, 0), 0) for length in self.lengths]
+
+    def reset(self) -> None:
+        """Forget everything, keep the memory."""
+        self.lengths = [0] * len(self.lengths)
+
+    def _grow(self, needed: int) -> None:
+        """Get room for at least `needed` tokens; by a constant factor, so that growing costs little per token."""
+        capacity = max(needed, _FIRST_CAPACITY, self.keys.shape[2] * 3 // 2)
+        keys = self.keys.new_empty((*self.keys.shape[:2], capacity, self.keys.shape[3]))
+        values = self.values.new_empty((*self.values.shape[:2], capacity, self.values.shape[3]))
+        kept = self.longest
+        keys[:, :, :kept] = self.keys[:, :, :kept]
+        values[:, :, :kept] = self.values[:, :, :kept]
+        self.keys, self.values = keys, values
+
+
+class TreeCache(Cache):
+    """The cache of a whole model: a `TreeLayer` for each layer, made as the model comes to it."""
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=TreeLayer)
+
+    def lengths(self, batch_size: int) -> list[int]:
+        """Tokens kept, per row."""
+        return list(self.layers[0].lengths) if self.layers else [0] * batch_size
+
+    def commit(self, slots: Sequence[Sequence[int]]) -> None:
+        """Keep the states of `slots[row]` in every layer; see `TreeLayer.commit`."""
+        for layer in self.layers:
+            layer.commit(slots)
+
+    def forget(self, row: int) -> None:
+        """Forget all of one row, so that its text is computed anew."""
+        for layer in self.layers:
+            layer.lengths[row] = 0

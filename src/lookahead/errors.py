@@ -1,0 +1,22 @@
+"""The errors this library raises on purpose.
+
+Every message names the argument, the value it had, and what to do instead.
+"""
+
+from __future__ import annotations
+
+
+class LookaheadError(Exception):
+    """Base class of all errors raised on purpose by this library."""
+
+
+class InvalidArgumentError(LookaheadError, ValueError):
+    """An argument has a value that cannot work; the message says which values do."""
+
+
+class UnsupportedArgumentError(LookaheadError, NotImplementedError):
+    """A legal `generate` argument that lookahead decoding does not support."""
+
+
+class UnsupportedModelError(LookaheadError, TypeError):
+    """A model that cannot be run on token trees; the message says what it lacks."""

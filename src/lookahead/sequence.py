@@ -1,0 +1,50 @@
+"""One sequence that is being decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as TokenSequence
+
+import torch
+
+from lookahead.drafting import Drafter
+from lookahead.verification import Target
+
+
+class Sequence:
+    """The text of one sequence, and who drafts and decides for it.
+
+    Args:
+        prompt: The prompt as the caller gave it, `[1, tokens]` int64, padding included.
+        tokens: The token ids of the prompt that the model reads: `prompt` without padding. At least one.
+        drafter: Proposes tokens for this sequence alone.
+        target: Names the tokens.
+
+    Attributes:
+        tokens: Token ids of the text so far, without padding.
+        finished: Whether the text is complete.
+        steps: Steps this sequence has taken.
+    """
+
+    def __init__(self, prompt: torch.Tensor, tokens: TokenSequence[int], drafter: Drafter, target: Target) -> None:
+        self.tokens = list(tokens)
+        self.drafter = drafter
+        self.target = target
+        self.finished = False
+        self.steps = 0
+        self._length = prompt.shape[1]
+        self._ids = prompt
+        drafter.start(self.tokens)
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """The text so far with its padding, `[1, tokens]` int64; a view, valid until the next token."""
+        return self._ids[:, : self._length]
+
+    def append(self, token: int) -> None:
+        """Add a token to the text."""
+        if self._length == self._ids.shape[1]:
+            room = self._ids.new_empty((1, self._length + 256))
+            self._ids = torch.cat([self._ids, room], dim=1)
+        self._ids[0, self._length] = token
+        self._length += 1
+        self.tokens.append(token)

@@ -1,0 +1,94 @@
+"""What one call of `generate` counted and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any
+
+
+@dataclass
+class StepRecord:
+    """One decoding step of one sequence, as it is handed to an `on_step` callback.
+
+    Attributes:
+        index: Which sequence of the batch.
+        step: Number of the step, from 1; the prefill is step 1.
+        tokens: The token ids that the step added to the text, at least one, in order.
+        nodes: Nodes of the token tree that the step sent, prompt tokens not counted, the root counted.
+    """
+
+    index: int
+    step: int
+    tokens: list[int]
+    nodes: int
+
+
+@dataclass
+class Seconds:
+    """Wall time by part of the step, in seconds, summed over all steps.
+
+    On a GPU kernels run while Python goes on, so the wait for them falls to `verify`, the first part that
+    reads a result.
+    """
+
+    draft: float = 0.0
+    forward: float = 0.0
+    verify: float = 0.0
+    commit: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Sum of the parts."""
+        return self.draft + self.forward + self.verify + self.commit
+
+    @contextmanager
+    def timing(self, part: str) -> Iterator[None]:
+        """Add the time spent in the `with` block to `part`."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, part, getattr(self, part) + perf_counter() - start)
+
+
+@dataclass
+class Statistics:
+    """Counts and times of one call of `generate`.
+
+    Attributes:
+        steps: Forward passes of the model that decoded tokens, the prefill included.
+        tokens: Tokens generated, over all sequences of the batch.
+        nodes_per_step: Nodes that each step sent for one sequence (prompt tokens not counted), one entry per
+            step and sequence, in the order of the steps.
+        accepted_lengths: Tokens that each step added to one sequence, in the same order.
+        seconds: Wall time by part.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    nodes_per_step: list[int] = field(default_factory=list)
+    accepted_lengths: list[int] = field(default_factory=list)
+    seconds: Seconds = field(default_factory=Seconds)
+
+    def record(self, step: StepRecord) -> None:
+        """Count one step of one sequence."""
+        self.tokens += len(step.tokens)
+        self.nodes_per_step.append(step.nodes)
+        self.accepted_lengths.append(len(step.tokens))
+
+    @property
+    def step_compression(self) -> float:
+        """S, the mean number of tokens that a step adds to a sequence (Eq. 6); 1 is plain decoding."""
+        return self.tokens / len(self.accepted_lengths) if self.accepted_lengths else 0.0
+
+    @property
+    def mean_nodes(self) -> float:
+        """Mean number of nodes that a step sends for a sequence."""
+        return sum(self.nodes_per_step) / len(self.nodes_per_step) if self.nodes_per_step else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain numbers and lists, ready for JSON."""
+        return {**asdict(self), "step_compression": self.step_compression, "mean_nodes": self.mean_nodes}

@@ -1,0 +1,65 @@
+"""When a text is complete."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+
+from lookahead.errors import InvalidArgumentError
+from lookahead.sequence import Sequence
+
+
+class StopRule:
+    """Asks transformers' stopping criteria after every token, as plain decoding does.
+
+    The two that every call has, the end-of-sequence token and the largest length, are answered from plain
+    numbers, so that they cost neither a kernel nor a wait for the device.
+
+    Args:
+        criteria: The prepared criteria of the call.
+        last_length: Length at which the model can read no further token, if there is one: generation stops
+            there with a warning, where transformers would fail and lose the text.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, last_length: int | None) -> None:
+        self._eos: set[int] = set()
+        self._max_length: int | None = None
+        self._others = StoppingCriteriaList()
+        self._last_length = last_length
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                self._eos.update(criterion.eos_token_id.flatten().tolist())
+            elif type(criterion) is MaxLengthCriteria and self._max_length is None:
+                self._max_length = criterion.max_length
+            else:
+                self._others.append(criterion)
+
+    def __call__(self, sequence: Sequence) -> bool:
+        """Whether `sequence` is complete with the token it has just got."""
+        ids = sequence.ids
+        done = sequence.tokens[-1] in self._eos
+        done |= self._max_length is not None and ids.shape[1] >= self._max_length
+        scores = None if sequence.target.scores is None else tuple(sequence.target.scores)
+        for criterion in self._others:
+            done |= _answer(criterion, criterion(ids, scores))
+        if not done and self._last_length is not None and len(sequence.tokens) >= self._last_length:
+            warnings.warn(
+                f"generation stopped at {len(sequence.tokens)} tokens: the model has no position for another one",
+                stacklevel=2,
+            )
+            return True
+        return done
+
+
+def _answer(criterion: object, result: object) -> bool:
+    if isinstance(result, torch.Tensor) and result.numel() == 1:
+        return bool(result)
+    if isinstance(result, bool):
+        return result
+    shape = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+    raise InvalidArgumentError(
+        f"stopping_criteria: {type(criterion).__name__} returned {shape}; it must return a bool tensor of shape (1,), "
+        "one entry for each sequence of the text it was given"
+    )

@@ -1,0 +1,190 @@
+"""The token tree: everything that one decoding step sends to the model.
+
+Whatever drafted them, the tokens of a step come after the text decided so far and form a tree. The first
+nodes are the *pending* tokens: decided, but not yet in the KV cache. They form a chain, and its last one is
+the *root*. *Candidate* nodes hang from the root and may be accepted; *window* nodes hang from the root too,
+are read, and never accepted. Position ids and the attention mask (Fig. 2(b) of the paper) follow from the
+parents alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.errors import InvalidArgumentError
+
+
+class NodeKind(IntEnum):
+    """What a node is there for."""
+
+    PENDING = 0
+    """Decided text whose keys and values are not in the cache yet."""
+    CANDIDATE = 1
+    """A guess that verification may accept."""
+    WINDOW = 2
+    """A token of the lookahead window: read for what follows it, never accepted."""
+
+
+class TokenTree:
+    """A tree of tokens, built node by node; a node is named by the number that adding it returned.
+
+    Parents are added before their children, so `parents[i] < i`.
+
+    Args:
+        pending: The decided tokens that are not in the cache yet, in order; the last one is the root.
+        max_depth: Deepest place a node may have (see `depths`); unbounded if not given. A model with a table
+            of 1,024 positions cannot run a node beyond the last of them.
+
+    Attributes:
+        tokens: Token id of each node.
+        parents: Parent of each node; -1 for the first pending token, whose parent is the cached text.
+        kinds: `NodeKind` of each node.
+        depths: Distance of each node from the cached text, 0 for the first pending token. The position id of
+            a node is the length of the cached text plus its depth.
+        reads: Whether the model's prediction after each node is wanted.
+        root: The node of the last decided token.
+
+    Raises:
+        InvalidArgumentError: `pending` is empty.
+    """
+
+    def __init__(self, pending: Sequence[int], max_depth: int | None = None) -> None:
+        if not pending:
+            raise InvalidArgumentError("pending=[] is empty; a token tree needs at least its root")
+        count = len(pending)
+        self.tokens: list[int] = list(pending)
+        self.parents: list[int] = list(range(-1, count - 1))
+        self.kinds: list[NodeKind] = [NodeKind.PENDING] * count
+        self.depths: list[int] = list(range(count))
+        self.reads: list[bool] = [False] * (count - 1) + [True]
+        self.root = count - 1
+        self._max_depth = sys.maxsize if max_depth is None else max_depth
+        self._candidates: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def room(self) -> int:
+        """How many levels of nodes fit below the root."""
+        return self._max_depth - self.depths[self.root]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether nothing was drafted, so that the step is plain decoding of the pending tokens."""
+        return len(self.tokens) == self.root + 1
+
+    def add_candidates(self, tokens: Iterable[int], parent: int | None = None) -> list[int]:
+        """Add a path of candidates under `parent` (the root if not given), sharing nodes that are already there.
+
+        Returns:
+            The nodes of the path in order, new or shared; shorter than `tokens` where the room ends.
+        """
+        node = self.root if parent is None else parent
+        path = []
+        for token in tokens:
+            known = self._candidates.get((node, token))
+            if known is None:
+                if self.depths[node] >= self._max_depth:
+                    break
+                known = self._add(token, node, NodeKind.CANDIDATE, read=True)
+                self._candidates[node, token] = known
+            node = known
+            path.append(node)
+        return path
+
+    def add_window_node(self, token: int, parent: int, read: bool) -> int:
+        """Add a window node; `read` says whether the model's prediction after it is wanted.
+
+        Raises:
+            InvalidArgumentError: The node would be deeper than `max_depth`; ask `room` first.
+        """
+        if self.depths[parent] >= self._max_depth:
+            raise InvalidArgumentError(f"parent={parent} is at the deepest place a node may have: {self._max_depth}")
+        return self._add(token, parent, NodeKind.WINDOW, read)
+
+    def child(self, node: int, token: int) -> int | None:
+        """The candidate under `node` that holds `token`, if there is one."""
+        return self._candidates.get((node, token))
+
+    def _add(self, token: int, parent: int, kind: NodeKind, read: bool) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.kinds.append(kind)
+        self.depths.append(self.depths[parent] + 1)
+        self.reads.append(read)
+        return len(self.tokens) - 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The order in which the nodes of a tree are sent. A node's place in that order is its *slot*.
+
+    Attributes:
+        order: Node in each slot, `[nodes]`.
+        slots: Slot of each node, `[nodes]`, the inverse of `order`.
+        tokens: Token id in each slot, `[nodes]` int64.
+        depths: Depth of the node in each slot, `[nodes]` int64.
+        read_slots: Slots whose prediction is wanted, ascending.
+    """
+
+    order: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    read_slots: NDArray[np.int64]
+    _parent_slots: NDArray[np.int64]
+    _pending: int
+
+    def ancestor_mask(self) -> NDArray[np.bool_]:
+        """Which slots each slot may attend to: its ancestors and itself, `[nodes, nodes]` bool."""
+        nodes, pending = len(self.order), self._pending
+        mask = np.zeros((nodes, nodes), dtype=np.bool_)
+        mask[:pending, :pending] = np.tri(pending, dtype=np.bool_)
+        # A level at a time: what a node sees is what its parent sees, and itself.
+        for depth in range(pending, int(self.depths.max()) + 1):
+            level = np.flatnonzero(self.depths == depth)
+            mask[level] = mask[self._parent_slots[level]]
+            mask[level, level] = True
+        return mask
+
+
+def lay_out(tree: TokenTree) -> Layout:
+    """Choose the order in which the nodes of `tree` are sent.
+
+    Pending tokens come first, then the candidates depth first, each node followed by the child that was added
+    first, then the window. Drafters add the likeliest path first, so the accepted path most often lies
+    directly behind the root, where its keys and values need not be moved.
+    """
+    children: dict[int, list[int]] = {}
+    window = []
+    for node in range(tree.root + 1, len(tree)):
+        if tree.kinds[node] is NodeKind.CANDIDATE:
+            children.setdefault(tree.parents[node], []).append(node)
+        else:
+            window.append(node)
+    ordered = list(range(tree.root + 1))
+    stack = children.get(tree.root, [])[::-1]
+    while stack:
+        node = stack.pop()
+        ordered.append(node)
+        stack.extend(reversed(children.get(node, ())))
+    order = np.array(ordered + window, dtype=np.int64)
+    slots = np.empty_like(order)
+    slots[order] = np.arange(len(order))
+    parents = np.array(tree.parents, dtype=np.int64)[order]
+    return Layout(
+        order=order,
+        slots=slots,
+        tokens=np.array(tree.tokens, dtype=np.int64)[order],
+        depths=np.array(tree.depths, dtype=np.int64)[order],
+        read_slots=np.flatnonzero(np.array(tree.reads)[order]),
+        _parent_slots=np.where(parents < 0, -1, slots[parents]),
+        _pending=tree.root + 1,
+    )

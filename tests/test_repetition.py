@@ -1,0 +1,99 @@
+"""The shares of repeated text, against a reference that follows the definition word by word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import perf_counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lookahead.repetition import final_cycle_share, repeated_cycle_share
+
+# Few different tokens, so that runs of all periods are common; and texts made of a block said often.
+NOISE = st.lists(st.integers(0, 2), max_size=40)
+REPEATED = st.builds(
+    lambda before, block, copies, after: before + block * copies + after,
+    NOISE,
+    st.lists(st.integers(0, 3), min_size=1, max_size=12),
+    st.integers(1, 5),
+    NOISE,
+)
+TEXTS = st.one_of(NOISE, REPEATED)
+
+
+def has_period(text: list[int], period: int) -> bool:
+    return all(text[i] == text[i - period] for i in range(period, len(text)))
+
+
+def cycles_by_definition(tokens: list[int], max_period: int) -> Iterator[tuple[int, int]]:
+    """Every stretch with a period that is long enough; those that are not the longest add nothing."""
+    for start in range(len(tokens)):
+        for end in range(start + 1, len(tokens) + 1):
+            length = end - start
+            for period in range(1, min(max_period, length // 2) + 1):
+                if length >= period + 8 and has_period(tokens[start:end], period):
+                    yield start, end
+
+
+@given(tokens=TEXTS, max_period=st.sampled_from([1, 3, 8, 256]))
+def test_repeated_share_follows_the_definition(tokens: list[int], max_period: int) -> None:
+    covered = {i for cycle in cycles_by_definition(tokens, max_period) for i in range(*cycle)}
+    expected = len(covered) / len(tokens) if tokens else 0.0
+    assert repeated_cycle_share(tokens, max_period=max_period) == pytest.approx(expected)
+
+
+@given(tokens=TEXTS, max_period=st.sampled_from([1, 3, 8, 256]))
+def test_final_share_follows_the_definition(tokens: list[int], max_period: int) -> None:
+    lengths = [end - start for start, end in cycles_by_definition(tokens, max_period) if end == len(tokens)]
+    expected = max(lengths) / len(tokens) if lengths else 0.0
+    assert final_cycle_share(tokens, max_period=max_period) == pytest.approx(expected)
+
+
+@given(tokens=TEXTS)
+def test_final_cycle_is_part_of_all_cycles(tokens: list[int]) -> None:
+    assert 0.0 <= final_cycle_share(tokens) <= repeated_cycle_share(tokens) <= 1.0
+
+
+@given(tokens=TEXTS)
+def test_direction_and_names_of_tokens_do_not_matter(tokens: list[int]) -> None:
+    share = repeated_cycle_share(tokens)
+    assert repeated_cycle_share(tokens[::-1]) == pytest.approx(share)
+    assert repeated_cycle_share([10**9 + 7 * token for token in tokens]) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "repeated", "final"),
+    [
+        ([], 0.0, 0.0),
+        ([5], 0.0, 0.0),
+        (list(range(50)), 0.0, 0.0),
+        ([1] * 8, 0.0, 0.0),  # only seven tokens repeat the one before
+        ([1] * 9, 1.0, 1.0),
+        ([1, 2] * 4, 0.0, 0.0),
+        ([1, 2] * 5, 1.0, 1.0),
+        ([*range(20), *range(20)], 1.0, 1.0),  # both copies count
+        ([*range(20), *range(19)], 0.0, 0.0),  # not yet twice
+        ([*range(20), *range(20), *range(7)], 1.0, 1.0),  # the last copy is cut short
+        ([*range(100, 110), *[7] * 10], 0.5, 0.5),
+        ([*[7] * 10, *range(100, 110)], 0.5, 0.0),
+        ([*[7] * 10, *range(100, 120), *[8, 9] * 5], 0.5, 0.25),
+    ],
+)
+def test_examples(tokens: list[int], repeated: float, final: float) -> None:
+    assert repeated_cycle_share(tokens) == pytest.approx(repeated)
+    assert final_cycle_share(tokens) == pytest.approx(final)
+
+
+def test_long_periods_are_left_out_on_request() -> None:
+    tokens = [*range(20), *range(20)]
+    assert repeated_cycle_share(tokens, max_period=20) == 1.0
+    assert repeated_cycle_share(tokens, max_period=19) == 0.0
+
+
+def test_long_texts_are_no_burden() -> None:
+    tokens = [i * i % 65521 for i in range(100_000)]
+    start = perf_counter()
+    assert repeated_cycle_share(tokens) == 0.0
+    assert perf_counter() - start < 5.0

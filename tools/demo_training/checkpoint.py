@@ -1,0 +1,71 @@
+"""The state of a stopped run, whole or not there at all."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from demo_training.settings import TrainingError, TrainingSettings
+from demo_training.trainer import TrainingRun
+
+CHECKPOINT_NAME = "checkpoint.pt"
+
+
+def save_checkpoint(path: Path, run: TrainingRun, settings: TrainingSettings, data_key: str) -> None:
+    """Write beside the old checkpoint and then take its place, so that a crash cannot leave half a file."""
+    state = {
+        "settings": settings.as_dict(),
+        "data_key": data_key,
+        "model": run.model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
+        "losses": run.losses,
+        "validations": run.validations,
+        "seconds": run.seconds,
+        # Nothing draws random numbers after initialisation today; a dropout added tomorrow would.
+        "rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+    partial = path.with_name(path.name + ".partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with partial.open("wb") as output:
+        torch.save(state, output)
+        output.flush()
+        os.fsync(output.fileno())
+    os.replace(partial, path)
+
+
+def read_checkpoint(path: Path, settings: TrainingSettings) -> dict[str, Any] | None:
+    """The saved state, `None` if there is none; refused if other settings made it."""
+    if not path.exists():
+        return None
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        differences = settings.differences(state["settings"])
+    except (OSError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
+        raise TrainingError(
+            f"--output {path.parent} holds a checkpoint that cannot be read ({error}): give --no-resume to "
+            "train from the start and replace it"
+        ) from error
+    if differences:
+        raise TrainingError(
+            f"--output {path.parent} holds a checkpoint of other settings: {', '.join(differences)}. Give "
+            "the same settings to continue it, another --output to keep it, or --no-resume to train from the "
+            "start and replace it"
+        )
+    return state
+
+
+def restore_checkpoint(run: TrainingRun, state: dict[str, Any]) -> None:
+    run.model.load_state_dict(state["model"])
+    for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    run.losses = state["losses"]
+    run.validations = state["validations"]
+    run.seconds = state["seconds"]
+    torch.set_rng_state(state["rng"])
+    if state["cuda_rng"]:
+        torch.cuda.set_rng_state_all(state["cuda_rng"])

@@ -1,0 +1,48 @@
+"""The byte-level BPE vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from demo_training.settings import TrainingError
+
+END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT_ID = 0
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a vocabulary in which every byte has an entry, so that no text is unknown to it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() < vocab_size:
+        # The model would have embeddings that no text ever uses.
+        raise TrainingError(
+            f"--vocab-size {vocab_size} is more than the source files yield, {tokenizer.get_vocab_size()}: "
+            "choose at most that, or give more source"
+        )
+    return tokenizer
+
+
+def as_transformers_tokenizer(tokenizer: Tokenizer, max_positions: int) -> PreTrainedTokenizerFast:
+    """The form that `AutoTokenizer` loads."""
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        model_max_length=max_positions,
+        clean_up_tokenization_spaces=False,
+    )
+    return cast(PreTrainedTokenizerFast, wrapped)

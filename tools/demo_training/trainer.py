@@ -1,0 +1,185 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from rich.progress import Progress
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from demo_training.optimizers import build_optimizers, learning_rate_factor, set_learning_rates
+from demo_training.settings import TrainingError, TrainingSettings
+from demo_training.token_data import TokenData
+from demo_training.tokenizer import END_OF_TEXT_ID
+
+RECENT_STEPS = 50
+"""A single batch's loss is noise; what is shown and reported is the mean of this many."""
+
+
+@dataclass
+class TrainingRun:
+    """Everything that changes while training, and so everything that a checkpoint keeps."""
+
+    model: LlamaForCausalLM
+    optimizers: list[torch.optim.Optimizer]
+    losses: list[float] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def step(self) -> int:
+        return len(self.losses)
+
+    @property
+    def recent_loss(self) -> float:
+        return sum(self.losses[-RECENT_STEPS:]) / len(self.losses[-RECENT_STEPS:])
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name, tried out now rather than after the data is prepared."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise TrainingError(f"--device {name} cannot be used here ({reason}): try --device cpu") from error
+    return device
+
+
+class StopRequest:
+    """Makes Ctrl-C and SIGTERM wait for the end of a step: half a step could not be resumed exactly."""
+
+    def __init__(self) -> None:
+        self.made = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._make)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _make(self, number: int, frame: FrameType | None) -> None:
+        self.made = True
+        # A second Ctrl-C means it: no more waiting.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def start_run(settings: TrainingSettings, device: torch.device) -> TrainingRun:
+    """A model with fresh weights, drawn on the CPU so that they are the same for every device."""
+    torch.manual_seed(settings.seed)
+    config = LlamaConfig(
+        vocab_size=settings.vocab_size,
+        hidden_size=settings.hidden_size,
+        intermediate_size=settings.intermediate_size,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.heads,
+        max_position_embeddings=settings.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        bos_token_id=END_OF_TEXT_ID,
+        eos_token_id=END_OF_TEXT_ID,
+    )
+    model = LlamaForCausalLM(config).float().to(device)
+    return TrainingRun(model=model, optimizers=build_optimizers(model, settings))
+
+
+def train(
+    run: TrainingRun,
+    data: TokenData,
+    settings: TrainingSettings,
+    progress: Progress,
+    save: Callable[[], None],
+    save_seconds: float,
+) -> bool:
+    """Train until the last step or a stop request; returns whether the run is finished.
+
+    `save` is called about every `save_seconds`, and before a stop.
+    """
+    # Ten times a run, but not so often in a short one that validation takes most of its time.
+    validate_every = max(settings.steps // 10, 4 * -(-settings.validation_tokens // settings.batch_tokens))
+    task = progress.add_task("training", total=settings.steps, completed=run.step, loss="…", rate="…")
+    last_save = time.monotonic()
+    with StopRequest() as stop:
+        while run.step < settings.steps:
+            began = time.monotonic()
+            loss = train_step(run, data.batch(run.step), settings)
+            if not math.isfinite(loss):
+                raise TrainingError(
+                    f"the loss became {loss} in step {run.step + 1}: choose a lower --muon-lr (now "
+                    f"{settings.muon_lr}) or --adamw-lr (now {settings.adamw_lr})"
+                )
+            run.losses.append(loss)
+            rate = settings.batch_tokens / (time.monotonic() - began)
+            if run.step % validate_every == 0 or run.step == settings.steps:
+                _validate(run, data, settings, progress)
+            run.seconds += time.monotonic() - began
+            progress.update(task, completed=run.step, loss=f"{run.recent_loss:.3f}", rate=f"{rate:,.0f}")
+            if stop.made or time.monotonic() - last_save >= save_seconds:
+                save()
+                last_save = time.monotonic()
+            if stop.made:
+                break
+    return run.step == settings.steps
+
+
+def train_step(run: TrainingRun, batch: npt.NDArray[np.int64], settings: TrainingSettings) -> float:
+    """One optimizer step; returns the loss before it. batch: [B, S + 1]"""
+    set_learning_rates(run.optimizers, learning_rate_factor(run.step, settings))
+    loss = _loss(run.model, batch, settings)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+    for optimizer in run.optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss.item()
+
+
+@torch.no_grad()
+def validation_loss(model: LlamaForCausalLM, data: TokenData, settings: TrainingSettings) -> float:
+    """Mean loss per held-out token."""
+    total, windows = 0.0, 0
+    for batch in data.validation_batches():
+        total += _loss(model, batch, settings).item() * len(batch)
+        windows += len(batch)
+    return total / windows
+
+
+def _loss(model: LlamaForCausalLM, batch: npt.NDArray[np.int64], settings: TrainingSettings) -> torch.Tensor:
+    device = model.device
+    tokens = torch.from_numpy(batch).to(device)  # [B, S + 1]
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.dtype == "bfloat16"):
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits  # [B, S, V]
+    return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def _validate(run: TrainingRun, data: TokenData, settings: TrainingSettings, progress: Progress) -> None:
+    held_out = validation_loss(run.model, data, settings)
+    entry = {
+        "step": run.step,
+        "tokens": run.step * settings.batch_tokens,
+        "train_loss": round(run.recent_loss, 4),
+        "validation_loss": round(held_out, 4),
+    }
+    run.validations.append(entry)
+    progress.console.print(
+        f"step {run.step}/{settings.steps}: loss {run.recent_loss:.3f}, held-out loss {held_out:.3f}"
+    )
