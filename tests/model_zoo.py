@@ -85,7 +85,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         2.5,
     ),
     "qwen3": Architecture("qwen3", {**_GROUPED, "head_dim": 16}),
-    "gemma": Architecture("gemma", {"num_key_value_heads": 1, "head_dim": 16}, 1.0),
+    "gemma": Architecture("gemma", {"num_key_value_heads": 1, "head_dim": 16}, 0.6),
     "gemma2": Architecture(
         "gemma2",
         {
@@ -115,17 +115,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gpt2": Architecture("gpt2", {"max_position_embeddings": MAX_POSITIONS}),
     "gpt_bigcode": Architecture("gpt_bigcode", {"max_position_embeddings": MAX_POSITIONS}),
-    "gpt_neox": Architecture("gpt_neox"),
-    "gptj": Architecture("gptj", {"rotary_dim": 4}, attention=("eager",)),
-    "opt": Architecture(
-        "opt", {"word_embed_proj_dim": 48, "ffn_dim": 64, "max_position_embeddings": MAX_POSITIONS}
-    ),
-    "falcon_new": Architecture(
-        "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}
-    ),
-    "falcon_multi_query": Architecture(
-        "falcon", {"multi_query": True, "alibi": False, "parallel_attn": True}
-    ),
+    "gpt_neox": Architecture("gpt_neox", embedding_gain=4.0),
+    "gptj": Architecture("gptj", {"rotary_dim": 4}, 4.0, ("eager",)),
+    "opt": Architecture("opt", {"word_embed_proj_dim": 48, "ffn_dim": 64, "max_position_embeddings": MAX_POSITIONS}),
+    "falcon_new": Architecture("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}),
+    "falcon_multi_query": Architecture("falcon", {"multi_query": True, "alibi": False, "parallel_attn": True}),
     "mixtral": Architecture("mixtral", {**_GROUPED, "num_local_experts": 4}),
     "qwen3_moe": Architecture("qwen3_moe", {**_GROUPED, **_MIXTURE, "head_dim": 16, "num_experts": 4}),
     "deepseek_v3": Architecture(
@@ -160,7 +154,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ministral": Architecture("ministral", {**_MIXED, "head_dim": 16}, 2.5),
     "exaone4": Architecture("exaone4", _MIXED),
     "glm4": Architecture("glm4", {**_GROUPED, "head_dim": 16}),
-    "nemotron": Architecture("nemotron", _GROUPED),
+    "nemotron": Architecture("nemotron", _GROUPED, 3.0),
     "llama4_chunked": Architecture(
         "llama4_text",
         {
@@ -202,9 +196,7 @@ def greedy(model: PreTrainedModel, prompt: tuple[int, ...], new_tokens: int) -> 
     if not new_tokens:
         return ()
     ids = torch.tensor([prompt])
-    output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
-    )
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
     return tuple(output[0, len(prompt) :].tolist())
 
 

@@ -1,6 +1,8 @@
 """Lookahead decoding: the same text from a causal language model, in fewer and fuller steps."""
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 from lookahead.config import LookaheadConfig
 from lookahead.errors import (
@@ -9,8 +11,10 @@ from lookahead.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
-from lookahead.generation import LookaheadOutput, attach, detach, generate
 from lookahead.statistics import Statistics, StepRecord
+
+if TYPE_CHECKING:
+    from lookahead.generation import LookaheadOutput, attach, detach, generate
 
 try:
     __version__ = version("lookahead-decoding")
@@ -31,3 +35,18 @@ __all__ = [
     "detach",
     "generate",
 ]
+
+_DOORS = ("LookaheadOutput", "attach", "detach", "generate")
+
+
+def __getattr__(name: str) -> Any:
+    """Import the doors when they are first used: torch and transformers take seconds, a configuration needs neither."""
+    if name not in _DOORS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module("lookahead.generation"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,7 +10,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
-_CONSUMED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
+_CONSUMED = (
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "cache_position",
+)
 """Model inputs that `generate` prepares and the engine makes for itself."""
 
 
@@ -86,8 +93,14 @@ def check_mode(config: GenerationConfig) -> None:
             "early exit is another way to draft; leave it unset",
         ),
         "use_mtp": (bool(getattr(config, "use_mtp", None)), "multi-token prediction is another way to draft"),
-        "output_attentions": (bool(config.output_attentions), "a step reads many tokens at once; leave it unset"),
-        "output_hidden_states": (bool(config.output_hidden_states), "a step reads many tokens at once; leave it unset"),
+        "output_attentions": (
+            bool(config.output_attentions),
+            "a step reads many tokens at once; leave it unset",
+        ),
+        "output_hidden_states": (
+            bool(config.output_hidden_states),
+            "a step reads many tokens at once; leave it unset",
+        ),
         "cache_implementation": (
             config.cache_implementation not in (None, "dynamic"),
             "a token tree needs the cache of lookahead decoding; leave it unset",

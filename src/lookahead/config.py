@@ -28,7 +28,8 @@ class LookaheadConfig:
             a step verifies at most (section 3.2). The paper suggests G = W. At least 1.
         pool_from_prompt: Fill the pool with the n-grams of the prompt before the first step (the paper's
             "prompt as reference", Table 3).
-        pool_from_output: Fill the pool with the n-grams of the generated text as it grows.
+        pool_from_output: Fill the pool with the n-grams of the generated text as it grows. `None` follows
+            `pool_from_prompt`: the authors' evaluation has both or neither.
         block_size: Jacobi decoding only: m, how many positions are guessed at once (Algorithm 1). At least 1.
         max_iterations: Jacobi decoding only: after this many steps a block that has not settled is given up
             and a new one begins. `None` stands for `block_size`, the most that Jacobi iteration can need.
@@ -44,7 +45,7 @@ class LookaheadConfig:
     ngram_size: int = 5
     guess_set_size: int = 15
     pool_from_prompt: bool = False
-    pool_from_output: bool = False
+    pool_from_output: bool | None = None
     block_size: int = 16
     max_iterations: int | None = None
     seed: int = 0
@@ -59,9 +60,12 @@ class LookaheadConfig:
         if self.max_iterations is not None:
             _check_int("max_iterations", self.max_iterations, 1, "the steps that a Jacobi block may take")
         _check_int("seed", self.seed, 0, "the seed of the window's first tokens")
-        for name in ("pool_from_prompt", "pool_from_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
+        if not isinstance(self.pool_from_prompt, bool):
+            raise InvalidArgumentError(f"pool_from_prompt={self.pool_from_prompt!r} must be True or False")
+        if self.pool_from_output is not None and not isinstance(self.pool_from_output, bool):
+            raise InvalidArgumentError(
+                f"pool_from_output={self.pool_from_output!r} must be True, False, or None to follow pool_from_prompt"
+            )
         if self.max_nodes > MAX_NODES_PER_STEP:
             raise InvalidArgumentError(
                 f"preset={self.preset!r} with {self._sizes()} asks for up to {self.max_nodes} nodes in one step; "
@@ -72,11 +76,15 @@ class LookaheadConfig:
     def max_nodes(self) -> int:
         """Most nodes that one step may send after the prompt, the root included."""
         if self.preset == "paper":
-            # During warm-up row 0 is longer, but there are fewer rows, so a full window is the largest.
-            return self.window_size * (self.ngram_size - 1) + self.guess_set_size * (self.ngram_size - 1)
+            return self._max_window_nodes() + self.guess_set_size * (self.ngram_size - 1)
         if self.preset == "jacobi":
             return 1 + self.block_size
         return 1
+
+    def _max_window_nodes(self) -> int:
+        """Nodes of the window, the root included, when it is largest; a window of few columns is during warm-up."""
+        longest = self.window_size + self.ngram_size - 2
+        return max((longest - row) * (row + 1) for row in range(self.ngram_size - 1))
 
     def _sizes(self) -> str:
         if self.preset == "jacobi":
@@ -89,7 +97,9 @@ class LookaheadConfig:
         known = {field.name for field in fields(cls)}
         for name in values:
             if name not in known:
-                raise InvalidArgumentError(f"{name!r} is no field of LookaheadConfig; it has {', '.join(sorted(known))}")
+                raise InvalidArgumentError(
+                    f"{name!r} is no field of LookaheadConfig; it has {', '.join(sorted(known))}"
+                )
         return cls(**values)
 
 

@@ -7,23 +7,30 @@ from pathlib import Path
 
 DEMO_PROMPT = '''\
 import json
-import os
+import logging
+import urllib.request
+from urllib.parse import urlencode, urlparse
 
 
-class Settings:
-    """Settings of a program, read from a file."""
+class HTTPClient:
+    """A simple client for HTTP requests."""
 
-    def __init__(self, path, name=None, values=None):
-        self.path = path
-        self.name = name
-        self.values = values or {}
+    def __init__(self, base_url, timeout=None, headers=None):
+        self.base_url = base_url
+        self.timeout = timeout
+        self.headers = headers or {}
 
-    def get_path(self):
-        return self.path
+    def get(self, path, params=None):
+        """Send a GET request."""
+        return self.request("GET", path, params=params)
 
-    def get_name(self):
-'''
-"""The beginning of a Python class whose continuation repeats names and shapes that it has used before."""
+    def post(self, path, data=None):
+        """Send a POST request."""
+        return self.request("POST", path, data=data)
+
+    def request(self, method, path, params=None, data=None):'''
+"""The beginning of a Python class. What follows it takes up names and shapes that it has used before, which is what
+lookahead decoding gains from. It ends without a line break: the model's tokens join a break to the indentation."""
 
 
 def demo_model_path() -> Path:

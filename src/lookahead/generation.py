@@ -9,7 +9,13 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
@@ -69,7 +75,7 @@ def generate(
         UnsupportedModelError: The model cannot be run on token trees.
     """
     config = check_config(lookahead_config)
-    if _is_prepared(kwargs.get("generation_config")):
+    if input_ids is not None and _is_prepared(kwargs.get("generation_config")):
         return _decode_prepared(model, input_ids, config=config, on_step=on_step, **kwargs)
     check_model(_language_model(model))
     if input_ids is not None:
@@ -118,7 +124,7 @@ def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Non
         return generate(model, inputs if inputs is not None else input_ids, **kwargs)
 
     # The way transformers binds the `generate` of a repository: an attribute of the object, over the class's method.
-    model.generate = generate_with_lookahead  # type: ignore[method-assign]
+    model.generate = generate_with_lookahead
 
 
 def detach(model: PreTrainedModel) -> None:
@@ -185,8 +191,8 @@ def _decode_prepared(
     """Decode with arguments that transformers has checked and prepared, as its own decoding methods do."""
     if model_kwargs.pop("synced_gpus", False):
         raise UnsupportedArgumentError("synced_gpus=True is not supported; gather the model on one device first")
-    check_prompt_ids(input_ids)
     check_mode(generation_config)
+    check_prompt_ids(input_ids)
     check_model_inputs(model_kwargs)
     check_model(model)
     tokens = prompt_tokens(model, input_ids, model_kwargs)

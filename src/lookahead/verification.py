@@ -39,7 +39,9 @@ def walk(tree: TokenTree, choose: Callable[[int], int], append: Callable[[int], 
             order, each time after the token before it was appended.
         append: Adds a token to the text; true when the text is complete with it.
     """
-    node, path, tokens = tree.root, [], []
+    node = tree.root
+    path: list[int] = []
+    tokens: list[int] = []
     while True:
         token = choose(node)
         tokens.append(token)

@@ -17,6 +17,7 @@ CHECKPOINT_NAME = "checkpoint.pt"
 
 def save_checkpoint(path: Path, run: TrainingRun, settings: TrainingSettings, data_key: str) -> None:
     """Write beside the old checkpoint and then take its place, so that a crash cannot leave half a file."""
+    device = run.model.device
     state = {
         "settings": settings.as_dict(),
         "data_key": data_key,
@@ -27,7 +28,7 @@ def save_checkpoint(path: Path, run: TrainingRun, settings: TrainingSettings, da
         "seconds": run.seconds,
         # Nothing draws random numbers after initialisation today; a dropout added tomorrow would.
         "rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
     partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,5 +68,5 @@ def restore_checkpoint(run: TrainingRun, state: dict[str, Any]) -> None:
     run.validations = state["validations"]
     run.seconds = state["seconds"]
     torch.set_rng_state(state["rng"])
-    if state["cuda_rng"]:
-        torch.cuda.set_rng_state_all(state["cuda_rng"])
+    if state["cuda_rng"] is not None:
+        torch.cuda.set_rng_state(state["cuda_rng"], run.model.device)

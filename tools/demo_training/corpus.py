@@ -54,7 +54,8 @@ def find_corpus(settings: TrainingSettings) -> Corpus:
     if len(files) < 2:
         raise TrainingError(
             f"--source {where} holds {len(files)} usable Python files and at least 2 are needed, one of them "
-            "for validation (tests and empty files are left out): give a folder with more"
+            "for validation (tests, empty files, copies and what is over --max-mb-per-package "
+            f"{settings.max_mb_per_package} are left out): give a folder with more"
         )
     wanted = sum(file.size for file in files) * settings.validation_percent / 100
     split, held_out = 0, 0

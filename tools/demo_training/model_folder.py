@@ -62,4 +62,4 @@ def training_record(
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
+    return f"{device.type} ({platform.machine()}, threads: {torch.get_num_threads()})"

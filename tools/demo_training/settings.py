@@ -13,9 +13,7 @@ class TrainingError(Exception):
 
 def option(default: Any, meaning: str, *, at_least: int | None = None, choices: tuple[str, ...] = ()) -> Any:
     """A field that the command line offers under its own name, so that each option is defined once."""
-    return dataclasses.field(
-        default=default, metadata={"help": meaning, "at_least": at_least, "choices": choices}
-    )
+    return dataclasses.field(default=default, metadata={"help": meaning, "at_least": at_least, "choices": choices})
 
 
 def flag(name: str) -> str:
@@ -76,9 +74,7 @@ class TrainingSettings:
         if self.batch_tokens % self.sequence_length:
             self._refuse("batch_tokens", f"must be a multiple of --sequence-length {self.sequence_length}")
         if self.hidden_size % (2 * self.heads):
-            self._refuse(
-                "hidden_size", f"must be a multiple of twice --heads {self.heads}, for an even width per head"
-            )
+            self._refuse("hidden_size", f"must be a multiple of twice --heads {self.heads}, for an even width per head")
         if self.max_positions < self.sequence_length:
             self._refuse("max_positions", f"must be at least --sequence-length {self.sequence_length}")
 

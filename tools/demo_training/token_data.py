@@ -88,9 +88,7 @@ class TokenData:
 
     def _cut(self, tokens: npt.NDArray[Any], windows: list[int]) -> npt.NDArray[np.int64]:
         length = self._settings.sequence_length
-        return np.stack([tokens[window * length : (window + 1) * length + 1] for window in windows]).astype(
-            np.int64
-        )
+        return np.stack([tokens[window * length : (window + 1) * length + 1] for window in windows]).astype(np.int64)
 
 
 def open_token_data(settings: TrainingSettings, work: Path, key: str | None, console: Console) -> TokenData:
@@ -160,9 +158,7 @@ def write_token_data(folder: Path, corpus: Corpus, settings: TrainingSettings, p
     os.replace(partial, folder)
 
 
-def _encoded(
-    files: list[SourceFile], tokenizer: Tokenizer, progress: Progress, task: TaskID
-) -> Iterator[list[int]]:
+def _encoded(files: list[SourceFile], tokenizer: Tokenizer, progress: Progress, task: TaskID) -> Iterator[list[int]]:
     for start in range(0, len(files), FILES_PER_BATCH):
         batch = files[start : start + FILES_PER_BATCH]
         encodings = tokenizer.encode_batch_fast([file.text() for file in batch])

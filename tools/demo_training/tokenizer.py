@@ -43,6 +43,5 @@ def as_transformers_tokenizer(tokenizer: Tokenizer, max_positions: int) -> PreTr
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         model_max_length=max_positions,
-        clean_up_tokenization_spaces=False,
     )
     return cast(PreTrainedTokenizerFast, wrapped)

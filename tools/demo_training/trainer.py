@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -78,6 +79,8 @@ class StopRequest:
 
     def _make(self, number: int, frame: FrameType | None) -> None:
         self.made = True
+        # Not print: a handler may run in the middle of another write to the same stream.
+        os.write(2, b"\nstopping after this step; Ctrl-C again stops at once, without a checkpoint\n")
         # A second Ctrl-C means it: no more waiting.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -37,7 +37,7 @@ app = typer.Typer(
     help="Lookahead decoding: the same text from a transformers model in fewer steps.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -58,9 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.INTERRUPTED
     except _UsageError as error:
         return _error(error.format_message())
-    except LookaheadError as error:
-        return _error(str(error))
-    except OSError as error:
+    except (LookaheadError, OSError) as error:
         return _error(str(error))
     return int(code or 0)
 
@@ -109,7 +107,7 @@ def generate(
     pool_from_output: opt.PoolFromOutputOption = None,
     seed: opt.SeedOption = None,
     max_new_tokens: opt.MaxNewTokensOption = opt.DEFAULT_MAX_NEW_TOKENS,
-    dtype: opt.DtypeOption = opt.Dtype.auto,
+    dtype: opt.DtypeOption = "auto",
     device: opt.DeviceOption = None,
     json: opt.JsonOption = False,
     no_color: opt.NoColorOption = False,
@@ -128,7 +126,7 @@ def generate(
         pool_from_output=pool_from_output,
         seed=seed,
     )
-    settings = Settings(prompt, file, model, config, max_new_tokens, dtype.value, device, json, no_color)
+    settings = Settings(prompt, file, model, config, max_new_tokens, dtype, device, json, no_color)
     # Importing torch takes seconds; help texts and refused options must not wait for it.
     from lookahead.cli.generate import run
 
@@ -148,7 +146,7 @@ def compare(
     pool_from_output: opt.PoolFromOutputOption = None,
     seed: opt.SeedOption = None,
     max_new_tokens: opt.MaxNewTokensOption = opt.DEFAULT_MAX_NEW_TOKENS,
-    dtype: opt.DtypeOption = opt.Dtype.float32,
+    dtype: opt.DtypeOption = "float32",
     device: opt.DeviceOption = None,
     repeats: opt.RepeatsOption = 3,
     json: opt.JsonOption = False,
@@ -168,7 +166,7 @@ def compare(
         pool_from_output=pool_from_output,
         seed=seed,
     )
-    settings = Settings(prompt, file, model, config, max_new_tokens, dtype.value, device, json, no_color)
+    settings = Settings(prompt, file, model, config, max_new_tokens, dtype, device, json, no_color)
     from lookahead.cli.compare import run  # late, as in `generate`
 
     return run(settings, repeats)

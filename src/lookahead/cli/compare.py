@@ -94,9 +94,7 @@ def run(settings: Settings, repeats: int) -> int:
     interrupted = comparison.rounds < repeats
     if settings.json:
         report = comparison_report(comparison, loaded.tokenizer) | request_report(settings, loaded, prompt)
-        print_json(
-            consoles.out, report | {"demo_prompt": is_demo, "repeats": repeats, "interrupted": interrupted}
-        )
+        print_json(consoles.out, report | {"demo_prompt": is_demo, "repeats": repeats, "interrupted": interrupted})
     else:
         _print(consoles, comparison, loaded, repeats)
     if interrupted:
@@ -123,9 +121,7 @@ def _run_rounds(
         return decode_plainly(loaded, prompt)
 
     # Redrawn between runs only: a thread that redraws would add its CPU time to what is measured.
-    with Progress(
-        console=notes, auto_refresh=False, transient=True, disable=not notes.is_terminal
-    ) as progress:
+    with Progress(console=notes, auto_refresh=False, transient=True, disable=not notes.is_terminal) as progress:
         task = progress.add_task("warming up", total=2 * repeats + 2)
 
         def do(run: Callable[[Prompt], Recording], prompt: Prompt, what: str) -> Recording:

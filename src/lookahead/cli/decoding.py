@@ -22,21 +22,28 @@ class Recording:
 
     Attributes:
         tokens_by_step: The token ids that each step added.
+        output: The token ids that were returned at the end, `None` before.
         statistics: Counted along with the steps; the times by part arrive at the end.
-        complete: Whether the run came to its end.
         wall_seconds: Wall time of the run.
         cpu_seconds: CPU time of the run, all threads together.
     """
 
     tokens_by_step: list[list[int]] = field(default_factory=list)
+    output: list[int] | None = None
     statistics: Statistics = field(default_factory=Statistics)
-    complete: bool = False
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0
 
     @property
+    def complete(self) -> bool:
+        """Whether the run came to its end."""
+        return self.output is not None
+
+    @property
     def tokens(self) -> list[int]:
-        """All generated token ids."""
+        """All generated token ids: those returned, or those of the steps before an interruption."""
+        if self.output is not None:
+            return self.output
         return [token for step in self.tokens_by_step for token in step]
 
     @property
@@ -66,13 +73,14 @@ def decode_with_lookahead(
             on_step(step.tokens)
 
     def run() -> None:
-        output = lookahead.generate(
+        output: Any = lookahead.generate(
             loaded.model,
             lookahead_config=config,
             on_step=keep,
             return_dict_in_generate=True,
             **_arguments(prompt),
         )
+        recording.output = output.sequences[0, prompt.input_ids.shape[1] :].tolist()
         recording.statistics.seconds = output.statistics.seconds
 
     _timed(run, recording)
@@ -87,6 +95,7 @@ def decode_plainly(loaded: LoadedModel, prompt: Prompt) -> Recording:
         new_tokens: list[int] = sequences[0, prompt.input_ids.shape[1] :].tolist()
         for number, token in enumerate(new_tokens, start=1):
             recording.add(StepRecord(index=0, step=number, tokens=[token], nodes=1))
+        recording.output = new_tokens
 
     _timed(run, recording)
     return recording
@@ -106,7 +115,6 @@ def _timed(run: Callable[[], None], recording: Recording) -> None:
     wall, cpu = perf_counter(), process_time()
     try:
         run()
-        recording.complete = True
     finally:
         recording.wall_seconds = perf_counter() - wall
         recording.cpu_seconds = process_time() - cpu

@@ -36,16 +36,10 @@ def run(settings: Settings) -> int:
     return exit_codes.OK if recording.complete else exit_codes.INTERRUPTED
 
 
-def _decode(
-    settings: Settings, loaded: LoadedModel, prompt: Prompt, printer: StepPrinter | None
-) -> Recording:
+def _decode(settings: Settings, loaded: LoadedModel, prompt: Prompt, printer: StepPrinter | None) -> Recording:
     recording = Recording()
-    with suppress(
-        KeyboardInterrupt
-    ):  # recording.complete stays False, and what was generated is still printed
-        decode_with_lookahead(
-            loaded, prompt, settings.config, recording, None if printer is None else printer.step
-        )
+    with suppress(KeyboardInterrupt):  # recording.complete stays False, and what was generated is still printed
+        decode_with_lookahead(loaded, prompt, settings.config, recording, None if printer is None else printer.step)
     return recording
 
 
@@ -62,7 +56,7 @@ def print_statistics(notes: Console, recording: Recording) -> None:
     line = ", ".join(parts)
     if recording.complete:
         seconds = asdict(statistics.seconds)
-        line += " (" + ", ".join(f"{part} {time:.2f}" for part, time in seconds.items()) + ")"
+        line += " (" + ", ".join(f"{part} {time:.3f}" for part, time in seconds.items()) + ")"
     else:
         line = f"interrupted: {line}"
     notes.print(line, style="dim")

@@ -78,9 +78,7 @@ def check_model_path(path: Path) -> Path:
             f"--model {path}: no such folder; give the path of a local model folder (nothing is downloaded)"
         )
     if not path.is_dir():
-        raise InvalidArgumentError(
-            f"--model {path}: not a folder; give the folder that holds the model's config.json"
-        )
+        raise InvalidArgumentError(f"--model {path}: not a folder; give the folder that holds the model's config.json")
     for kind, patterns in (
         ("config.json", ("config.json",)),
         ("weights (*.safetensors or pytorch_model*.bin)", _WEIGHT_FILES),
@@ -131,16 +129,12 @@ def _load(path: Path, dtype: str, device: torch.device, notes: Console) -> Loade
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **local)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, output_loading_info=True, **local
-        )
+        model, report = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True, **local)
     except Exception as error:  # whatever a broken file makes transformers raise
         raise InvalidArgumentError(f"--model {path}: cannot be loaded: {_summary(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:
-        notes.print(
-            f"note: --model {path} lacks {len(missing)} weights ({missing[0]}, …), which start at random"
-        )
+        notes.print(f"note: --model {path} lacks {len(missing)} weights ({missing[0]}, …), which start at random")
     for flag in _SAMPLING_FLAGS:
         setattr(model.generation_config, flag, None)
     model.generation_config.do_sample = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -18,28 +17,40 @@ _RUN = "Running"
 _OUTPUT = "Output"
 
 
-class Dtype(str, Enum):
-    """Type of the weights."""
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def _positive_number(text: str) -> int:
+    number = _whole_number(text)
+    if number < 1:
+        raise typer.BadParameter(f"{number} is out of range; it must be at least 1")
+    return number
+
+
+def _dtype(text: str) -> str:
+    if text not in DTYPES:
+        raise typer.BadParameter(f"{text!r} is not known; choose one of {', '.join(DTYPES)}")
+    return text
 
 
 PromptArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="[PROMPT]",
+        metavar="PROMPT",
         help="Text to continue, taken as it is; '-' reads standard input.",
         show_default=False,
     ),
 ]
 FileOption = Annotated[
     Path | None,
-    typer.Option(
-        "--file", "-f", metavar="PATH", help="Read the prompt from this UTF-8 file.", rich_help_panel=_SOURCE
-    ),
+    typer.Option("--file", "-f", metavar="PATH", help="Read the prompt from this UTF-8 file.", rich_help_panel=_SOURCE),
 ]
 ModelOption = Annotated[
     Path | None,
@@ -56,6 +67,7 @@ PresetOption = Annotated[
     str | None,
     typer.Option(
         "--preset",
+        metavar="NAME",
         help=f"Drafting method: {', '.join(PRESETS)}.",
         show_default=LookaheadConfig.preset,
         rich_help_panel=_DRAFT,
@@ -66,6 +78,8 @@ WindowSizeOption = Annotated[
     typer.Option(
         "--window-size",
         "-W",
+        metavar="INTEGER",
+        parser=_whole_number,
         help="Columns of the lookahead window.",
         show_default=str(LookaheadConfig.window_size),
         rich_help_panel=_DRAFT,
@@ -76,6 +90,8 @@ NgramSizeOption = Annotated[
     typer.Option(
         "--ngram-size",
         "-N",
+        metavar="INTEGER",
+        parser=_whole_number,
         help="Length of the n-grams in the pool.",
         show_default=str(LookaheadConfig.ngram_size),
         rich_help_panel=_DRAFT,
@@ -86,6 +102,8 @@ GuessSetSizeOption = Annotated[
     typer.Option(
         "--guess-set-size",
         "-G",
+        metavar="INTEGER",
+        parser=_whole_number,
         help="N-grams kept for each first token, and so most candidates a step.",
         show_default=str(LookaheadConfig.guess_set_size),
         rich_help_panel=_DRAFT,
@@ -113,6 +131,8 @@ SeedOption = Annotated[
     int | None,
     typer.Option(
         "--seed",
+        metavar="INTEGER",
+        parser=_whole_number,
         help="Seed of the window's first tokens.",
         show_default=str(LookaheadConfig.seed),
         rich_help_panel=_DRAFT,
@@ -120,12 +140,21 @@ SeedOption = Annotated[
 ]
 MaxNewTokensOption = Annotated[
     int,
-    typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate.", rich_help_panel=_RUN),
+    typer.Option(
+        "--max-new-tokens",
+        "-n",
+        metavar="INTEGER",
+        parser=_positive_number,
+        help="Most tokens to generate.",
+        rich_help_panel=_RUN,
+    ),
 ]
 DtypeOption = Annotated[
-    Dtype,
+    str,
     typer.Option(
         "--dtype",
+        metavar="|".join(DTYPES),
+        parser=_dtype,
         help="Type of the weights; 'auto' is the one they were saved in.",
         rich_help_panel=_RUN,
     ),
@@ -134,6 +163,7 @@ DeviceOption = Annotated[
     str | None,
     typer.Option(
         "--device",
+        metavar="NAME",
         help="Device to run on, such as cpu, cuda or cuda:1.",
         show_default="cuda where there is one, else cpu",
         rich_help_panel=_RUN,
@@ -142,7 +172,11 @@ DeviceOption = Annotated[
 RepeatsOption = Annotated[
     int,
     typer.Option(
-        "--repeats", min=1, help="Timed runs of each side; medians are shown.", rich_help_panel=_RUN
+        "--repeats",
+        metavar="INTEGER",
+        parser=_positive_number,
+        help="Timed runs of each side; medians are shown.",
+        rich_help_panel=_RUN,
     ),
 ]
 JsonOption = Annotated[

@@ -39,8 +39,7 @@ def read_prompt(settings: Settings) -> str:
     if stdin_is_piped():
         return _not_empty(_read_stdin(), "standard input")
     raise InvalidArgumentError(
-        "no prompt: give it as an argument, as in lookahead generate 'def add(a, b):', with --file PATH, "
-        "or pipe it in"
+        "no prompt: give it as an argument, as in lookahead generate 'def add(a, b):', with --file PATH, or pipe it in"
     )
 
 
@@ -87,8 +86,7 @@ def _given_prompt(settings: Settings) -> str | None:
     """The prompt from the argument or the file, `None` when neither was given."""
     if settings.prompt is not None and settings.file is not None:
         raise InvalidArgumentError(
-            f"two prompts: the argument {_shortened(settings.prompt)} and --file {settings.file}; "
-            "give only one of them"
+            f"two prompts: the argument {_shortened(settings.prompt)} and --file {settings.file}; give only one of them"
         )
     if settings.prompt == _STDIN or (settings.file is not None and str(settings.file) == _STDIN):
         return _read_stdin()
@@ -107,9 +105,7 @@ def _source(settings: Settings) -> str:
 
 def _not_empty(text: str, source: str) -> str:
     if not text:
-        raise InvalidArgumentError(
-            f"the prompt from {source} is empty; give at least one character to continue from"
-        )
+        raise InvalidArgumentError(f"the prompt from {source} is empty; give at least one character to continue from")
     return text
 
 
@@ -137,9 +133,7 @@ def _read_stdin() -> str:
 
 def _decoded(content: bytes, source: str) -> str:
     try:
-        return content.decode(
-            "utf-8-sig"
-        )  # a byte order mark says how to read the file; it is no part of the text
+        return content.decode("utf-8-sig")  # a byte order mark says how to read the file; it is no part of the text
     except UnicodeDecodeError as error:
         raise InvalidArgumentError(
             f"the prompt from {source} is not valid UTF-8 (byte {error.start}); convert it to UTF-8 first"

@@ -47,5 +47,5 @@ def build_drafter(config: LookaheadConfig) -> Drafter:
         JacobiWindow(config.window_size, config.ngram_size, config.seed),
         NGramPool(config.ngram_size, config.guess_set_size),
         config.pool_from_prompt,
-        config.pool_from_output,
+        config.pool_from_prompt if config.pool_from_output is None else config.pool_from_output,
     )

@@ -24,7 +24,11 @@ class PaperDrafter:
     """
 
     def __init__(
-        self, window: JacobiWindow, pool: NGramPool, pool_from_prompt: bool = False, pool_from_output: bool = False
+        self,
+        window: JacobiWindow,
+        pool: NGramPool,
+        pool_from_prompt: bool = False,
+        pool_from_output: bool = False,
     ) -> None:
         self.window = window
         self.pool = pool

@@ -18,8 +18,8 @@ from lookahead.token_tree import TokenTree
 _tried: WeakKeyDictionary[PreTrainedModel, set[tuple[object, ...]]] = WeakKeyDictionary()
 
 _ADVICE = (
-    "load it with attn_implementation='sdpa' or 'eager' if it has them; if it fails with those, "
-    "lookahead decoding cannot run it: use model.generate"
+    "call model.eval() if it is in training mode, load it with attn_implementation='sdpa' or 'eager' if it has "
+    "them, and if it still fails, use model.generate: lookahead decoding cannot run it"
 )
 
 

@@ -95,9 +95,7 @@ class ModelRunner:
         # transformers chooses tokens from float32 logits whatever the model's own type
         logits = logits.float()
         predictions = logits.argmax(dim=-1).cpu().numpy()  # [batch, keep]
-        return [
-            _result(layout, logits[row], predictions[row], keep) for row, layout in enumerate(self._layouts)
-        ]
+        return [_result(layout, logits[row], predictions[row], keep) for row, layout in enumerate(self._layouts)]
 
     def commit(self, paths: Sequence[Sequence[int] | None], trees: Sequence[TokenTree]) -> None:
         """Keep each sequence's pending tokens and the accepted nodes of `paths`, and forget the other nodes.

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 _FIRST_CAPACITY = 256
 
 
-class TreeLayer(CacheLayerMixin):
+class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one model layer.
 
     A forward pass writes the nodes of the tree behind the longest row, as scratch. `commit` keeps the
@@ -105,7 +105,7 @@ class TreeLayer(CacheLayerMixin):
         self.keys, self.values = keys, values
 
 
-class TreeCache(Cache):
+class TreeCache(Cache):  # type: ignore[misc]
     """The cache of a whole model: a `TreeLayer` for each layer, made as the model comes to it."""
 
     def __init__(self) -> None:

@@ -1,0 +1,35 @@
+"""What all tests share."""
+
+import os
+
+# Before torch is imported: one thread, as in the Makefile, also where pytest is called by hand.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from model_zoo import build  # noqa: E402
+from transformers import PreTrainedModel, PreTrainedTokenizerBase  # noqa: E402
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    """A tiny random Llama, the same object for all tests; a test that changes it must change it back."""
+    return build("llama")
+
+
+@pytest.fixture
+def prompt() -> torch.Tensor:
+    """A prompt for zoo models, `[1, 12]`, in which short runs repeat."""
+    return torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
+
+
+@pytest.fixture(scope="session")
+def demo() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The demo model in float32, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from lookahead.demo import demo_model_path
+
+    path = demo_model_path()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True)

@@ -1,0 +1,428 @@
+"""The command line: where prompts come from, what is printed where, what is refused, and the exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lookahead
+from lookahead.cli import main
+from lookahead.cli.compare import Difference, first_difference
+from lookahead.cli.rendering import StepPrinter
+from lookahead.cli.text import IncrementalText
+from lookahead.demo import DEMO_PROMPT, demo_model_path
+
+PROMPT = "def add(a, b):"
+NEW_TOKENS = 24
+CPU = ["--device", "cpu", "--dtype", "float32"]
+SHORT = ["--max-new-tokens", str(NEW_TOKENS), *CPU]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(demo_model_path(), local_files_only=True)
+
+
+@pytest.fixture(scope="module")
+def expected(tokenizer: Any) -> list[int]:
+    """New tokens that transformers itself generates after PROMPT."""
+    model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32, local_files_only=True)
+    input_ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    output = model.generate(input_ids, do_sample=False, max_new_tokens=NEW_TOKENS)
+    return output[0, input_ids.shape[1] :].tolist()
+
+
+@pytest.fixture
+def text(tokenizer: Any, expected: list[int]) -> str:
+    return tokenizer.decode(expected, skip_special_tokens=True)
+
+
+@pytest.fixture(autouse=True)
+def _no_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe(monkeypatch, b"")
+
+
+def pipe(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must be refused with one line on stderr, and return that line."""
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+# generate
+
+
+def test_generated_text_is_that_of_transformers(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    assert main(["generate", PROMPT, *SHORT]) == 0
+    out, err = capsys.readouterr()
+    assert out == text if text.endswith("\n") else text + "\n"
+    assert f"{NEW_TOKENS} tokens in " in err
+    assert "step compression" in err
+    assert err.count("\n") == 1
+
+
+def test_json(capsys: pytest.CaptureFixture[str], text: str, expected: list[int]) -> None:
+    assert main(["generate", PROMPT, *SHORT, "--json", "-W", "6", "-N", "4", "-G", "5", "--seed", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    result = json.loads(out)
+    assert result["text"] == text
+    assert result["tokens"] == expected
+    assert result["prompt"] == PROMPT
+    assert result["model"] == str(demo_model_path())
+    assert result["preset"] == "paper"
+    assert result["config"] | {"window_size": 6, "ngram_size": 4, "guess_set_size": 5, "seed": 3} == result["config"]
+    assert sum(result["accepted_lengths"]) == len(expected)
+    assert len(result["accepted_lengths"]) == len(result["nodes_per_step"]) == result["steps"]
+    assert result["step_compression"] == pytest.approx(len(expected) / result["steps"])
+    assert result["seconds"]["wall"] > result["seconds"]["forward"] > 0
+    assert result["versions"]["torch"] == version("torch")
+    assert result["dtype"] == "float32"
+    assert result["interrupted"] is False
+
+
+@pytest.mark.parametrize("preset", ["jacobi", "autoregressive"])
+def test_presets(capsys: pytest.CaptureFixture[str], expected: list[int], preset: str) -> None:
+    assert main(["generate", PROMPT, *SHORT, "--json", "--preset", preset, "--pool-from-prompt"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["tokens"] == expected
+    assert result["preset"] == preset
+    assert result["config"]["pool_from_prompt"] is True
+
+
+@pytest.mark.parametrize("source", ["file", "file-dash", "dash", "pipe"])
+def test_prompt_sources(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str
+) -> None:
+    prompt = "# naïve\r\nx = '€'\n"
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + prompt.encode())  # the byte order mark is no part of the text
+    if source != "file":
+        pipe(monkeypatch, path.read_bytes())
+    arguments = {"file": ["--file", str(path)], "file-dash": ["--file", "-"], "dash": ["-"], "pipe": []}[source]
+    assert main(["generate", *arguments, "--json", "--max-new-tokens", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == prompt
+
+
+def test_max_new_tokens_is_clipped_to_the_context(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, expected: list[int]
+) -> None:
+    model = tmp_path / "short-context"
+    shutil.copytree(demo_model_path(), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    assert main(["generate", PROMPT, "--json", *CPU, "--model", str(model)]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["prompt_tokens"] + len(result["tokens"]) == 16
+    assert result["tokens"] == expected[: len(result["tokens"])]
+    assert "--max-new-tokens 128 clipped to" in err
+    assert "context is 16" in refused(capsys, "generate", PROMPT * 9, "--model", str(model))
+
+
+def test_interrupted_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, expected: list[int]
+) -> None:
+    def interrupt(step: lookahead.StepRecord) -> lookahead.StepRecord:
+        if step.step == 4:
+            raise KeyboardInterrupt
+        return step
+
+    fake_steps(monkeypatch, interrupt)
+    assert main(["generate", PROMPT, *SHORT, "--json"]) == 130
+    result = json.loads(capsys.readouterr().out)
+    assert result["interrupted"] is True
+    assert result["steps"] == 3
+    assert 3 <= len(result["tokens"]) < NEW_TOKENS
+    assert result["tokens"] == expected[: len(result["tokens"])]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
+def test_interrupt_prints_what_was_generated() -> None:
+    # A parent that ignores SIGINT, as shells do for background jobs, would pass that on to the child.
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from lookahead.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    arguments = ["generate", PROMPT, "--max-new-tokens", "2000"]
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(40)  # generation is under way
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert len(first) == 40
+    assert (first + out).decode().endswith("\n")
+    assert err.decode().startswith("interrupted: ")
+    assert "step compression" in err.decode()
+    assert err.count(b"\n") == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGPIPE semantics")
+def test_broken_pipe_is_quiet() -> None:
+    command = [sys.executable, "-m", "lookahead", "generate", PROMPT, "--max-new-tokens", "2000"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--preset", "nope"], ["preset='nope'", "paper"]),
+        (["-W", "0"], ["window_size=0", "at least 1"]),
+        (["--ngram-size", "1"], ["ngram_size=1", "at least 2"]),
+        (["-G", "many"], ["--guess-set-size", "'many'"]),
+        (["--seed", "-1"], ["seed=-1"]),
+        (["--max-new-tokens", "0"], ["--max-new-tokens", "0", "at least 1"]),
+        (["--dtype", "int8"], ["--dtype", "'int8'", "bfloat16"]),
+        (["--device", "nonsense"], ["--device nonsense", "cpu"]),
+        (["--device", "cpu:3"], ["--device cpu:3", "cpu"]),
+        (["--device", "meta"], ["--device meta", "cpu"]),
+        (["--device", "cuda:99"], ["--device cuda:99", "cpu"]),
+        (["--nonsense"], ["--nonsense"]),
+        (["more"], ["more"]),
+    ],
+)
+def test_refused_options(capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]) -> None:
+    message = refused(capsys, "generate", PROMPT, *arguments)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_cuda_is_refused_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--device cuda is not available here; choose cpu" in refused(capsys, "generate", PROMPT, "--device", "cuda")
+
+
+def test_refused_prompts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    empty, latin1, missing = tmp_path / "empty", tmp_path / "latin1", tmp_path / "missing"
+    empty.write_bytes(b"")
+    latin1.write_bytes(b"caf\xe9")
+    assert "the argument is empty" in refused(capsys, "generate", "")
+    assert f"--file {empty} is empty" in refused(capsys, "generate", "--file", str(empty))
+    assert "standard input is empty" in refused(capsys, "generate")
+    assert "standard input is empty" in refused(capsys, "generate", "-")
+    assert "standard input is empty" in refused(capsys, "compare", "-")
+    assert f"--file {latin1} is not valid UTF-8 (byte 3)" in refused(capsys, "generate", "--file", str(latin1))
+    assert "not valid UTF-8" in refused(capsys, "generate", "caf\udce9")
+    assert f"--file {missing}: No such file" in refused(capsys, "generate", "--file", str(missing))
+    assert "only one" in refused(capsys, "generate", PROMPT, "--file", str(empty))
+    pipe(monkeypatch, b"\xff")
+    assert "standard input is not valid UTF-8" in refused(capsys, "generate")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert "give it as an argument" in refused(capsys, "generate")
+
+
+def test_refused_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def message(path: Path) -> str:
+        line = refused(capsys, "generate", PROMPT, "--model", str(path))
+        assert f"--model {path}: " in line
+        return line
+
+    model = tmp_path / "model"
+    assert "no such folder" in message(model)
+    model.mkdir()
+    assert "no config.json" in message(model)
+    assert "not a folder" in message(demo_model_path() / "config.json")
+    shutil.copy(demo_model_path() / "config.json", model)
+    assert "no weights" in message(model)
+    (model / "model.safetensors").write_bytes(b"broken")
+    assert "no tokenizer files" in message(model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_model_path() / name, model)
+    assert "cannot be loaded" in message(model)
+
+
+# compare
+
+
+def fake_steps(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Let `lookahead.generate` report, and return, what `change` makes of its steps."""
+    real = lookahead.generate
+
+    def fake(model: Any, input_ids: torch.Tensor, *, on_step: Any, **kwargs: Any) -> Any:
+        tokens: list[int] = []
+
+        def changed(step: lookahead.StepRecord) -> None:
+            step = change(step)
+            tokens.extend(step.tokens)
+            on_step(step)
+
+        output = real(model, input_ids, on_step=changed, **kwargs)
+        output.sequences = torch.cat([input_ids, torch.tensor([tokens])], dim=1)
+        return output
+
+    monkeypatch.setattr(lookahead, "generate", fake)
+
+
+def test_compare_identical(capsys: pytest.CaptureFixture[str], expected: list[int]) -> None:
+    assert (
+        main(["compare", PROMPT, "--max-new-tokens", str(NEW_TOKENS), "--device", "cpu", "--repeats", "2", "--json"])
+        == 0
+    )
+    out, err = capsys.readouterr()
+    assert err == ""
+    result = json.loads(out)
+    assert result["identical"] is True
+    assert result["first_difference"] is None
+    assert result["dtype"] == "float32"
+    plain, other = result["plain"], result["lookahead"]
+    assert plain["tokens"] == other["tokens"] == expected
+    assert plain["steps"] == NEW_TOKENS
+    assert plain["step_compression"] == 1
+    assert other["steps"] < NEW_TOKENS
+    for side in (plain, other):
+        assert len(side["cpu_seconds"]) == len(side["wall_seconds"]) == 2
+        assert side["cpu_seconds_per_token"] > 0
+        assert 0 <= side["repeated_cycle_share"] <= 1
+
+
+def test_compare_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *CPU, "--max-new-tokens", "8", "--repeats", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert "no prompt was given" in err
+    for row in ("tokens", "steps", "step compression", "CPU time per token", "wall time per token"):
+        assert row in out
+    assert "inside a repeated cycle" in out
+    assert "outputs identical" in out
+    assert "\x1b" not in out + err
+    assert DEMO_PROMPT.rstrip() not in out
+
+
+def test_compare_shows_the_first_difference(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, expected: list[int]
+) -> None:
+    position = 0
+
+    def change(step: lookahead.StepRecord) -> lookahead.StepRecord:
+        nonlocal position
+        start = 0 if step.step == 1 else position
+        position = start + len(step.tokens)
+        step.tokens = [5 if number == 5 else token for number, token in enumerate(step.tokens, start)]
+        return step
+
+    fake_steps(monkeypatch, change)
+    assert main(["compare", PROMPT, *CPU, "--max-new-tokens", "9", "--repeats", "1"]) == 1
+    out = capsys.readouterr().out
+    assert f"first difference at new token 5 (from 0): plain {expected[5]} " in out
+    assert "lookahead 5 '%'" in out
+
+
+def test_compare_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def interrupt_the_third(step: lookahead.StepRecord) -> lookahead.StepRecord:
+        nonlocal calls
+        calls += step.step == 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return step
+
+    fake_steps(monkeypatch, interrupt_the_third)
+    assert main(["compare", PROMPT, *CPU, "--max-new-tokens", "4", "--repeats", "2", "--json"]) == 130
+    result = json.loads(capsys.readouterr().out)
+    assert result["interrupted"] is True
+    assert result["identical"] is True
+    assert len(result["plain"]["cpu_seconds"]) == 1
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2, 3], [1, 4, 3]) == Difference(1, 2, 4)
+    assert first_difference([1, 2], [1, 2, 3]) == Difference(2, None, 3)
+
+
+# text
+
+
+def test_characters_split_over_tokens_are_held_back(tokenizer: Any) -> None:
+    text = "naïve 日本語 🦙 end"
+    tokens = tokenizer(text).input_ids
+    assert len(tokens) > len(text.split())
+    incremental = IncrementalText(tokenizer)
+    pieces = [incremental.push([token]) for token in tokens]
+    assert "\ufffd" not in "".join(pieces)
+    assert "" in pieces
+    assert "".join(pieces) + incremental.finish() == text
+
+
+def test_an_unfinished_character_is_printed_at_the_end(tokenizer: Any) -> None:
+    incremental = IncrementalText(tokenizer)
+    tokens = tokenizer("a🦙").input_ids
+    assert "".join(incremental.push([token]) for token in tokens[:-1]) == "a"
+    assert incremental.finish() == "\ufffd"
+
+
+def test_leading_space_rules_are_those_of_the_whole_text() -> None:
+    class Words:
+        """Drops the space before the first token, as SentencePiece tokenizers do."""
+
+        def decode(self, token_ids: list[int], **options: Any) -> str:
+            return "".join([" once", " upon", " a", " time"][token] for token in token_ids).removeprefix(" ")
+
+    incremental = IncrementalText(Words())
+    assert [incremental.push(tokens) for tokens in ([0], [1, 2], [3])] == ["once", " upon a", " time"]
+
+
+def test_steps_take_turns_with_two_colours(tokenizer: Any) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, color_system="standard", width=10)
+    printer = StepPrinter(console, tokenizer)
+    for piece in ("a long line, not wrapped", "\tx", "\x1b[2J"):
+        printer.step(tokenizer(piece).input_ids)
+    printer.finish()
+    shown = screen.getvalue()
+    assert shown.startswith("\x1b[36ma long line, not wrapped\x1b[0m\x1b[35m\tx\x1b[0m\x1b[36m")
+    assert "\x1b[2J" not in shown  # generated text cannot command the terminal
+    assert "␛[2J" in shown
+
+
+# the rest
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        installed = version("lookahead-decoding")
+    except PackageNotFoundError:
+        installed = "unknown"
+    assert main(["--version"]) == 0
+    assert installed in capsys.readouterr().out
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    without_arguments = capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert "generate" in without_arguments
+    assert "compare" in capsys.readouterr().out

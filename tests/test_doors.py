@@ -1,0 +1,289 @@
+"""The three ways in: each gives transformers' own output, and each keeps what its documentation promises."""
+
+import pickle
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    TextIteratorStreamer,
+    TextStreamer,
+    pipeline,
+)
+from transformers.generation.streamers import BaseStreamer
+
+import lookahead
+from lookahead import LookaheadConfig
+
+SMALL = LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4, pool_from_prompt=True)
+
+
+def through_function(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Any:
+    return lookahead.generate(model, ids, lookahead_config=SMALL, **kwargs)
+
+
+def through_attach(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Any:
+    lookahead.attach(model, SMALL)
+    try:
+        return model.generate(input_ids=ids, **kwargs)
+    finally:
+        lookahead.detach(model)
+
+
+def through_custom_generate(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Any:
+    return model.generate(input_ids=ids, custom_generate=lookahead.generate, lookahead_config=SMALL, **kwargs)
+
+
+OPEN_DOORS = [through_function, through_attach]
+ALL_DOORS = [*OPEN_DOORS, through_custom_generate]
+Door = Callable[..., Any]
+
+
+class Collector(BaseStreamer):
+    """Keeps what a streamer is given."""
+
+    def __init__(self) -> None:
+        self.puts: list[torch.Tensor] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.puts.append(value)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.mark.parametrize("door", ALL_DOORS)
+def test_same_tokens(door: Door, llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    expected = llama.generate(prompt, max_new_tokens=40, do_sample=False)
+    assert torch.equal(door(llama, prompt, max_new_tokens=40, do_sample=False), expected)
+    assert torch.equal(door(llama, prompt, max_length=30, do_sample=False), expected[:, :30])
+
+
+@pytest.mark.parametrize("door", ALL_DOORS)
+def test_sampling_draws_the_same_tokens(door: Door, llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    options = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.1}
+    for seed in range(5):
+        torch.manual_seed(seed)
+        expected, after = llama.generate(prompt, **options), torch.rand(1)
+        torch.manual_seed(seed)
+        assert torch.equal(door(llama, prompt, **options), expected)
+        assert torch.equal(torch.rand(1), after), "the random state is left as plain decoding leaves it"
+
+
+@pytest.mark.parametrize("door", ALL_DOORS)
+@pytest.mark.parametrize("several", [False, True])
+def test_end_of_sequence(door: Door, several: bool, llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    text = llama.generate(prompt, max_new_tokens=40, do_sample=False)[0, prompt.shape[1] :].tolist()
+    eos: int | list[int] = [text[11], text[17]] if several else text[11]
+    expected = llama.generate(prompt, max_new_tokens=40, do_sample=False, eos_token_id=eos, pad_token_id=0)
+    assert torch.equal(
+        door(llama, prompt, max_new_tokens=40, do_sample=False, eos_token_id=eos, pad_token_id=0), expected
+    )
+
+
+@pytest.mark.parametrize("door", OPEN_DOORS)
+def test_streamer_gets_the_prompt_and_every_token_in_order(
+    door: Door, llama: PreTrainedModel, prompt: torch.Tensor
+) -> None:
+    plain, ours = Collector(), Collector()
+    llama.generate(prompt, max_new_tokens=25, do_sample=False, streamer=plain)
+    door(llama, prompt, max_new_tokens=25, do_sample=False, streamer=ours)
+    assert [put.tolist() for put in ours.puts] == [put.tolist() for put in plain.puts]
+    assert ours.ended == 1
+
+
+def test_text_iterator_streamer(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    model, tokenizer = demo
+    ids = tokenizer("def main():", return_tensors="pt").input_ids
+    expected = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    options = {"max_new_tokens": 24, "do_sample": False, "streamer": streamer}
+    thread = Thread(target=lookahead.generate, args=(model, ids), kwargs=options)
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    assert text == tokenizer.decode(expected)
+
+
+@pytest.mark.parametrize("door", OPEN_DOORS)
+@pytest.mark.parametrize("place", ["argument", "config", "model"])
+def test_stop_strings(
+    door: Door, place: str, demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, tokenizer = demo
+    ids = tokenizer("class Stack:\n    def push(self, item):\n", return_tensors="pt").input_ids
+    config = model.generation_config
+    options: dict[str, Any] = {"max_new_tokens": 48, "do_sample": False, "tokenizer": tokenizer}
+    plain = model.generate(ids, **options)
+    if place == "argument":
+        options["stop_strings"] = ["def "]
+    elif place == "config":
+        options = {"generation_config": type(config)(max_new_tokens=48, do_sample=False, stop_strings="def ")}
+        options["tokenizer"] = tokenizer
+    try:
+        config.stop_strings = "def " if place == "model" else None
+        expected = model.generate(ids, **options)
+        assert torch.equal(door(model, ids, streamer=TextStreamer(tokenizer), **options), expected)
+        assert config.stop_strings == ("def " if place == "model" else None)
+    finally:
+        config.stop_strings = None
+    assert expected.shape[1] < plain.shape[1], "the stop string must occur for the test to mean anything"
+    assert "def " in tokenizer.decode(expected[0, ids.shape[1] :])
+    assert "def " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("door", ALL_DOORS)
+def test_own_stopping_criterion_sees_every_token_once(
+    door: Door, llama: PreTrainedModel, prompt: torch.Tensor
+) -> None:
+    class StopAt(StoppingCriteria):
+        def __init__(self) -> None:
+            self.seen: list[list[int]] = []
+
+        def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+            self.seen.append(input_ids[0].tolist())
+            return torch.tensor([input_ids.shape[1] >= prompt.shape[1] + 13])
+
+    plain, ours = StopAt(), StopAt()
+    expected = llama.generate(prompt, max_new_tokens=40, do_sample=False, stopping_criteria=[plain])
+    assert torch.equal(door(llama, prompt, max_new_tokens=40, do_sample=False, stopping_criteria=[ours]), expected)
+    assert ours.seen == plain.seen
+
+
+@pytest.mark.parametrize("door", ALL_DOORS)
+def test_output_object(door: Door, llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    options = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+    plain = llama.generate(prompt, output_scores=True, output_logits=True, **options)
+    ours = door(llama, prompt, output_scores=True, output_logits=True, **options)
+    assert isinstance(ours, lookahead.LookaheadOutput)
+    assert torch.equal(ours.sequences, plain.sequences)
+    for name in ("scores", "logits"):
+        assert len(ours[name]) == len(plain[name]) == 30
+        for got, wanted in zip(ours[name], plain[name], strict=True):
+            torch.testing.assert_close(got, wanted, atol=2e-4, rtol=1e-4)
+    statistics = ours.statistics
+    assert statistics.tokens == 30
+    assert statistics.steps == len(statistics.nodes_per_step) == len(statistics.accepted_lengths) < 30
+    assert sum(statistics.accepted_lengths) == 30
+    assert statistics.step_compression == 30 / statistics.steps
+    assert statistics.seconds.forward > 0
+    assert statistics.seconds.total < 60
+    # As in plain decoding, the cache holds all of the text but the last token.
+    assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+
+
+def test_plain_call_returns_a_tensor_and_no_more(llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    output = lookahead.generate(llama, prompt, max_new_tokens=3, do_sample=False)
+    assert isinstance(output, torch.Tensor)
+    assert output.shape == (1, prompt.shape[1] + 3)
+
+
+def test_on_step_sees_each_step(llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    records: list[lookahead.StepRecord] = []
+    output = lookahead.generate(
+        llama,
+        prompt,
+        lookahead_config=SMALL,
+        max_new_tokens=30,
+        do_sample=False,
+        on_step=records.append,
+        return_dict_in_generate=True,
+    )
+    assert [token for record in records for token in record.tokens] == output.sequences[0, prompt.shape[1] :].tolist()
+    assert [record.step for record in records] == list(range(1, len(records) + 1))
+    assert [record.nodes for record in records] == output.statistics.nodes_per_step
+    assert {record.index for record in records} == {0}
+    assert max(record.nodes for record in records) <= SMALL.max_nodes
+
+
+def test_autoregressive_preset_takes_one_token_a_step(llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    output = lookahead.generate(
+        llama,
+        prompt,
+        lookahead_config=LookaheadConfig(preset="autoregressive"),
+        max_new_tokens=9,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    assert output.statistics.accepted_lengths == [1] * 9
+    assert output.statistics.nodes_per_step == [1] * 9
+
+
+def test_attach_stays_until_detach(llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    lookahead.attach(llama, SMALL)
+    lookahead.attach(llama, SMALL)  # again: nothing is stacked up
+    try:
+        assert llama.generate(prompt, **options).statistics.steps < 20
+        other = LookaheadConfig(preset="autoregressive")
+        assert llama.generate(inputs=prompt, lookahead_config=other, **options).statistics.steps == 20
+        passed_on = llama.generate(prompt, custom_generate=type(llama)._sample, **options)
+        assert not hasattr(passed_on, "statistics")
+    finally:
+        lookahead.detach(llama)
+    assert not hasattr(llama.generate(prompt, **options), "statistics")
+    lookahead.detach(llama)
+    assert "generate" not in vars(llama)
+
+
+def test_pipelines_work_on_an_attached_model(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    model, tokenizer = demo
+    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    options = {"max_new_tokens": 16, "do_sample": False}
+    expected = generator("import os\n", **options)
+    steps: list[lookahead.StepRecord] = []
+    lookahead.attach(model)
+    try:
+        assert generator("import os\n", on_step=steps.append, **options) == expected
+    finally:
+        lookahead.detach(model)
+    assert steps
+
+
+def test_padded_prompt_reads_only_its_tokens(llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), prompt], dim=1)
+    mask = (torch.arange(padded.shape[1]) >= 3).long()[None]
+    options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(through_function(llama, padded, **options), llama.generate(padded, **options))
+
+
+def test_default_length_is_transformers_own(llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    with pytest.warns(UserWarning, match="max_length"):
+        expected = llama.generate(prompt, do_sample=False)
+    with pytest.warns(UserWarning, match="max_length"):
+        assert torch.equal(through_function(llama, prompt, do_sample=False), expected)
+
+
+def test_model_is_left_as_it_was(llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    attributes, settings = set(vars(llama)), pickle.dumps(llama.generation_config.to_dict())
+    threads = torch.get_num_threads()
+    through_attach(llama, prompt, max_new_tokens=5, do_sample=False)
+    through_custom_generate(llama, prompt, max_new_tokens=5, do_sample=False)
+    assert set(vars(llama)) == attributes
+    assert pickle.dumps(llama.generation_config.to_dict()) == settings
+    assert torch.get_num_threads() == threads
+
+
+def test_an_error_in_mid_generation_leaves_the_model_usable(llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    class Fails(BaseStreamer):
+        def __init__(self) -> None:
+            self.count = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.count += 1
+            if self.count > 4:
+                raise KeyboardInterrupt
+
+        def end(self) -> None: ...
+
+    expected = llama.generate(prompt, max_new_tokens=20, do_sample=False)
+    with pytest.raises(KeyboardInterrupt):
+        through_function(llama, prompt, max_new_tokens=20, do_sample=False, streamer=Fails())
+    assert torch.equal(through_function(llama, prompt, max_new_tokens=20, do_sample=False), expected)
+    assert torch.equal(llama.generate(prompt, max_new_tokens=20, do_sample=False), expected)

@@ -1,0 +1,105 @@
+"""The model runner against plain forward passes, one for each path of a tree."""
+
+import pytest
+import torch
+from model_zoo import ARCHITECTURES, build
+from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+from lookahead.engine import ModelRunner
+from lookahead.engine.model_runner import LONGEST_DRAFTED_PREFILL
+from lookahead.engine.position_limit import PositionLimit
+from lookahead.token_tree import TokenTree
+
+CHOSEN = ["llama", "mistral_sliding", "qwen2_mixed_sliding", "gemma2", "gemma3", "gpt2", "opt", "mixtral", "llama4_chunked"]
+
+
+def path_to(tree: TokenTree, node: int) -> list[int]:
+    tokens = []
+    while node >= 0:
+        tokens.append(tree.tokens[node])
+        node = tree.parents[node]
+    return tokens[::-1]
+
+
+def plain_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_every_node_reads_its_own_path(name: str) -> None:
+    model = build(name, attention=ARCHITECTURES[name].attention[0])
+    runner = ModelRunner(model, batch_size=2)
+    texts = [[5, 9, 1, 4, 7, 5, 9, 1, 22, 3, 8, 2], [6, 2, 30]]
+    cached: list[list[int]] = [[], []]
+    with torch.no_grad():
+        for step in range(3):
+            trees = []
+            for row, text in enumerate(texts):
+                tree = runner.begin_tree(row, text)
+                tree.add_candidates([1 + step, 2, 3])
+                tree.add_candidates([1 + step, 4])
+                window = tree.add_window_node(11, tree.root, read=True)
+                tree.add_window_node(12 + row, window, read=True)
+                trees.append(tree)
+            results = runner.forward(trees)
+            for row, (tree, result) in enumerate(zip(trees, results, strict=True)):
+                for node in range(len(tree)):
+                    if tree.reads[node]:
+                        expected = plain_logits(model, cached[row] + path_to(tree, node))
+                        torch.testing.assert_close(result.logits_after(node)[0], expected, atol=2e-4, rtol=1e-4)
+                        assert result.predictions[node] == expected.argmax()
+                    else:
+                        assert result.predictions[node] == -1
+            # Rows accept different lengths: the branch that is not contiguous, and one candidate alone.
+            paths = [trees[0].add_candidates([1 + step, 4]), trees[1].add_candidates([1 + step])]
+            runner.commit(paths, trees)
+            for row, (tree, path) in enumerate(zip(trees, paths, strict=True)):
+                cached[row] = texts[row] + [tree.tokens[node] for node in path]
+                texts[row] = [*cached[row], 40 + step]
+
+
+def test_one_token_steps_are_transformers_own(llama: PreTrainedModel) -> None:
+    """A step without a draft sends no mask of ours: bit for bit what transformers computes."""
+    text = [4, 8, 15, 16, 23, 42]
+    runner = ModelRunner(llama, batch_size=1)
+    with torch.no_grad():
+        expected = llama(input_ids=torch.tensor([text]), use_cache=True, logits_to_keep=1)
+        tree = runner.begin_tree(0, text)
+        logits = runner.forward([tree])[0].logits_after(tree.root)
+        assert torch.equal(logits, expected.logits[0])
+        runner.commit([[]], [tree])
+        expected = llama(input_ids=torch.tensor([[7]]), past_key_values=expected.past_key_values, use_cache=True)
+        tree = runner.begin_tree(0, [*text, 7])
+        assert len(tree) == 1
+        assert torch.equal(runner.forward([tree])[0].logits_after(tree.root), expected.logits[0])
+
+
+def test_a_long_prompt_is_sent_without_a_draft(llama: PreTrainedModel) -> None:
+    runner = ModelRunner(llama, batch_size=1)
+    assert runner.wants_draft(runner.begin_tree(0, [1] * LONGEST_DRAFTED_PREFILL))
+    assert not runner.wants_draft(runner.begin_tree(0, [1] * (LONGEST_DRAFTED_PREFILL + 1)))
+
+
+def test_trees_end_where_the_context_does() -> None:
+    table = PositionLimit(GPT2Config(n_positions=100))
+    assert table.deepest(10) == 99
+    assert table.deepest(99) == 99
+    assert table.deepest(100) is None
+    assert table.last_length == 101
+    assert PositionLimit(LlamaConfig(max_position_embeddings=100)).deepest(10) == 99
+    assert PositionLimit(LlamaConfig(max_position_embeddings=100)).last_length is None
+    assert PositionLimit(PreTrainedConfig()).deepest(10) is None
+
+
+def test_trees_do_not_reach_across_a_change_of_rope() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 32}
+    sizes = {"hidden_size": 32, "num_attention_heads": 2}
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, **factors}
+    longrope = PositionLimit(LlamaConfig(**sizes, max_position_embeddings=100, rope_parameters=rope))
+    assert longrope.deepest(10) == 31
+    assert longrope.deepest(32) == 99
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    dynamic = PositionLimit(LlamaConfig(**sizes, max_position_embeddings=32, rope_parameters=rope))
+    assert dynamic.deepest(10) == 31
+    assert dynamic.deepest(40) == 40, "the frequencies change with every position: one at a time"

@@ -1,0 +1,224 @@
+"""Lookahead decoding writes exactly the text of `model.generate`, whatever the model and the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from exactness import Case, Outcome, cases, random_case, run_case
+from lookahead.engine import model_runner
+from lookahead.engine.masks import MaskBuilder
+from lookahead.engine.tree_cache import TreeLayer
+from lookahead.token_tree import Layout, TokenTree, lay_out
+from model_zoo import (
+    ARCHITECTURES,
+    LOGIT_SPREAD,
+    MAX_POSITIONS,
+    ROPE_CONTEXT,
+    SLIDING_WINDOW,
+    VOCAB_SIZE,
+    build,
+    greedy,
+    position_limit,
+)
+
+EXAMPLES = 5
+"""Drawn cases for each architecture."""
+
+NAMES = sorted(ARCHITECTURES)
+LEARNED_POSITIONS = [name for name in NAMES if position_limit(name)]
+SHORT_SIGHTED = [
+    name for name in NAMES if {"sliding_window", "attention_chunk_size"} & {*ARCHITECTURES[name].overrides}
+]
+LENGTH_SCALED = [name for name in NAMES if "rope_parameters" in ARCHITECTURES[name].overrides]
+
+
+def check(case: Case) -> Outcome:
+    """Run a case that must match."""
+    outcome = run_case(case)
+    assert outcome.matched, outcome.report()
+    return outcome
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(
+    max_examples=EXAMPLES,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large],
+)
+@given(data=st.data())
+def test_drawn_cases_match(name: str, data: st.DataObject) -> None:
+    check(data.draw(cases(name)))
+
+
+def test_candidates_are_accepted_in_the_drawn_cases() -> None:
+    # Where nothing is ever accepted, equality says nothing about masks, positions and the cache.
+    drawn = [replace(random_case(Random(place), name), preset="paper") for place, name in enumerate(NAMES)]
+    outcomes = [check(case) for case in drawn if case.architecture not in LENGTH_SCALED]
+    lengths = [length for outcome in outcomes for length in outcome.accepted_lengths]
+    assert sum(lengths) / len(lengths) > 1.2
+    assert sum(length > 1 for length in lengths) / len(lengths) > 0.1
+    assert sum(outcome.step_compression > 1.1 for outcome in outcomes) > len(outcomes) / 2
+
+
+@pytest.mark.parametrize("name", SHORT_SIGHTED)
+def test_text_longer_than_the_sliding_window(name: str) -> None:
+    prompt = tuple(range(3)) * SLIDING_WINDOW
+    for attention in ARCHITECTURES[name].attention:
+        check(Case(name, prompt, attention=attention, max_new_tokens=40, pool_from_prompt=True))
+
+
+@pytest.mark.parametrize("name", SHORT_SIGHTED)
+def test_text_growing_across_the_sliding_window(name: str) -> None:
+    for length in (1, SLIDING_WINDOW - 1, SLIDING_WINDOW, SLIDING_WINDOW + 1):
+        check(Case(name, tuple(range(length)), max_new_tokens=2 * SLIDING_WINDOW, pool_from_output=True))
+
+
+@pytest.mark.parametrize("name", LEARNED_POSITIONS)
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+def test_text_to_the_last_learned_position(name: str, beyond: int) -> None:
+    # The last token of the text is not read, so a text may be one token longer than there are positions.
+    for prompt in ((7,), (3, 1, 4) * 8, tuple(range(40)), (5, 6) * (MAX_POSITIONS // 2 - 1)):
+        case = Case(name, prompt, max_new_tokens=MAX_POSITIONS - len(prompt) + beyond, pool_from_prompt=True)
+        outcome = check(case)
+        assert len(outcome.got) == case.max_new_tokens
+
+
+@pytest.mark.parametrize("name", LENGTH_SCALED)
+def test_text_growing_into_scaled_positions(name: str) -> None:
+    for length in (1, ROPE_CONTEXT - 3, ROPE_CONTEXT - 1, ROPE_CONTEXT, ROPE_CONTEXT + 1, ROPE_CONTEXT + 9):
+        check(Case(name, tuple(range(length)), max_new_tokens=40, pool_from_prompt=True))
+
+
+@pytest.mark.parametrize("preset", ["paper", "jacobi", "autoregressive"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_shortest_texts(name: str, preset: str) -> None:
+    for prompt in ((9,), (9, 9, 9, 9, 9, 9)):
+        for new_tokens in (1, 2, 3):
+            outcome = check(Case(name, prompt, max_new_tokens=new_tokens, preset=preset, pool_from_prompt=True))
+            assert len(outcome.got) == new_tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_sliding", "gpt2", "opt", "mixtral"])
+@pytest.mark.parametrize(
+    ("window_size", "ngram_size", "guess_set_size"),
+    [(1, 2, 1), (1, 8, 1), (16, 2, 16), (60, 3, 1), (1, 5, 60), (40, 6, 20)],
+)
+def test_extreme_sizes(name: str, window_size: int, ngram_size: int, guess_set_size: int) -> None:
+    sizes = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
+    check(Case(name, (1, 2, 3, 1, 2, 3, 1), max_new_tokens=40, pool_from_output=True, **sizes))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_neox", "falcon_new", "mixtral"])
+def test_stop_token_inside_an_accepted_run(name: str) -> None:
+    whole, place = _with_long_run(name)
+    outcome = check(replace(whole.case, eos_at=(place,)))
+    assert outcome.got == whole.got[: place + 1]
+    steps = len(outcome.accepted_lengths)
+    assert outcome.accepted_lengths[:-1] == whole.accepted_lengths[: steps - 1]
+    assert 0 < outcome.accepted_lengths[-1] < whole.accepted_lengths[steps - 1]
+
+
+def _with_long_run(name: str) -> tuple[Outcome, int]:
+    """A case with a step of three or more tokens, and the place of a token in it that was new to the text."""
+    random = Random(name)
+    for _ in range(50):
+        case = replace(random_case(random, name), eos_at=(), padding=0, preset="paper", pool_from_output=True)
+        outcome = check(case)
+        start = 0
+        for length in outcome.accepted_lengths:
+            for place in range(start, start + length - 1):
+                if length >= 3 and outcome.got[place] not in outcome.got[:place]:
+                    return outcome, place
+            start += length
+    raise AssertionError(f"no step of three tokens in 50 cases of {name}")
+
+
+# --- the suite has teeth: with a fault put into the library, texts differ -----------------------------------
+
+
+def _any_child(self: TokenTree, node: int, token: int) -> int | None:
+    """Verification that accepts the first candidate, whatever it holds."""
+    return next((child for (parent, _), child in self._candidates.items() if parent == node), None)
+
+
+def _sees_all_before(self: Layout) -> NDArray[np.bool_]:
+    """A tree mask that shows a node everything that was sent before it, as a plain causal mask does."""
+    return np.tri(len(self.order), dtype=np.bool_)
+
+
+def _positions_in_order(tree: TokenTree) -> Layout:
+    """Position ids that count the nodes, as those of plain text do, instead of their depth."""
+    layout = lay_out(tree)
+    return replace(layout, depths=np.arange(len(layout.order)))
+
+
+def _keeps_first_slots(self: TreeLayer, slots: list[list[int]]) -> None:
+    """A cache that keeps as many states as were accepted, but not those that were accepted."""
+    self.lengths = [length + len(kept) for length, kept in zip(self.lengths, slots, strict=True)]
+
+
+def _full_everywhere(self: MaskBuilder, kind: str, visible: Any, queries: Any, keys: Any) -> Any:
+    """Masks that forget the sliding window."""
+    return visible
+
+
+FAULTS: dict[str, tuple[object, str, Callable[..., Any], list[str]]] = {
+    "accepts any child": (TokenTree, "child", _any_child, NAMES),
+    "causal instead of tree mask": (Layout, "ancestor_mask", _sees_all_before, NAMES),
+    "positions count nodes": (model_runner, "lay_out", _positions_in_order, NAMES),
+    "cache keeps the wrong nodes": (TreeLayer, "commit", _keeps_first_slots, NAMES),
+    "no sliding window": (MaskBuilder, "_narrow", _full_everywhere, SHORT_SIGHTED),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, method, broken, names = FAULTS[fault]
+    # Where RoPE depends on the length, hardly anything is drafted, so hardly anything can go wrong.
+    chosen = [name for name in names if name not in LENGTH_SCALED][::3]
+    motif = (4, 7, 1, 30, 7, 2, 4, 7, 1)  # more than one way goes on from 7, so candidates branch
+    drawn = [Case(name, motif, continued=16, max_new_tokens=50, pool_from_prompt=True) for name in chosen]
+    for case in drawn:
+        check(case)  # the library has now tried each model, and believes it
+    monkeypatch.setattr(owner, method, broken)
+    outcomes = [run_case(case) for case in drawn]
+    differing = [outcome for outcome in outcomes if outcome.error is None and not outcome.matched]
+    assert len(differing) > len(outcomes) / 2, [outcome.case.architecture for outcome in differing]
+
+
+# --- the zoo is fit for the purpose -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zoo_text_is_varied_and_depends_on_what_lies_far_back(name: str) -> None:
+    model = build(name, 0, ARCHITECTURES[name].attention[0])
+    random = Random(name)
+    prompts = [tuple(random.choices(range(VOCAB_SIZE), k=SLIDING_WINDOW + 2)) for _ in range(4)]
+    texts = [greedy(model, prompt, 30) for prompt in prompts]
+    changed = [greedy(model, ((prompt[0] + 1) % VOCAB_SIZE, *prompt[1:]), 30) for prompt in prompts]
+    assert len({token for text in texts for token in text}) > VOCAB_SIZE / 6
+    assert sum(text != other for text, other in zip(texts, changed, strict=True)) >= 2
+    with torch.inference_mode():
+        assert float(model(torch.tensor(prompts)).logits.std()) > LOGIT_SPREAD / 2
+
+
+def test_zoo_models_are_the_same_every_time() -> None:
+    first = build("llama", 1)
+    assert build("llama", 1) is first
+    build.cache_clear()
+    again = build("llama", 1)
+    assert again is not first
+    for one, other in zip(first.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,161 @@
+"""A model is believed only after it is tried."""
+
+from typing import Any
+
+import pytest
+import torch
+from model_zoo import ARCHITECTURES, build
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+import lookahead
+from lookahead import InvalidArgumentError, UnsupportedModelError
+from lookahead.engine import ModelRunner, check_model
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def tiny_llama(kind: type[LlamaForCausalLM]) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return kind(LlamaConfig(**SIZES, intermediate_size=64, initializer_range=0.3)).eval()
+
+
+class IgnoresMasks(LlamaForCausalLM):
+    """Attends causally in the order of its inputs, whatever it is told."""
+
+    def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class IgnoresPositions(LlamaForCausalLM):
+    """Counts its inputs, whatever positions it is told."""
+
+    def forward(self, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class IgnoresContext(LlamaForCausalLM):
+    """Reads the last token alone."""
+
+    def forward(self, input_ids: Any, past_key_values: Any = None, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
+        logits = self.lm_head(self.model.embed_tokens(input_ids))
+        output = super().forward(input_ids, past_key_values=past_key_values, logits_to_keep=logits_to_keep, **kwargs)
+        output.logits = logits[:, logits_to_keep]
+        return output
+
+
+class Fails(LlamaForCausalLM):
+    """Cannot take a 4-D mask."""
+
+    def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        if attention_mask is not None and attention_mask.dim() == 4:
+            raise ValueError("too many dimensions")
+        return super().forward(*args, attention_mask=attention_mask, **kwargs)
+
+
+class TakesNoPositions(LlamaForCausalLM):
+    def forward(self, input_ids: Any, attention_mask: Any = None, past_key_values: Any = None) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (IgnoresMasks, "tree masks"),
+        (IgnoresPositions, "explicit positions"),
+        (IgnoresContext, "ancestors"),
+        (Fails, "too many dimensions"),
+        (TakesNoPositions, "position_ids"),
+    ],
+)
+def test_models_that_do_not_honour_trees_are_refused(kind: type[LlamaForCausalLM], reason: str) -> None:
+    model = tiny_llama(kind)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        lookahead.generate(model, torch.tensor([[1, 2, 3]]), max_new_tokens=4)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        lookahead.attach(model)
+    assert "generate" not in vars(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [IgnoresMasks, IgnoresPositions])
+def test_low_precision_hides_no_fault(kind: type[LlamaForCausalLM], dtype: torch.dtype) -> None:
+    with pytest.raises(UnsupportedModelError):
+        check_model(tiny_llama(kind).to(dtype))
+    check_model(tiny_llama(LlamaForCausalLM).to(dtype))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_of_the_zoo_passes(name: str) -> None:
+    check_model(build(name, attention=ARCHITECTURES[name].attention[0]))
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0])
+def test_freshly_initialised_models_pass(scale: float) -> None:
+    torch.manual_seed(1)
+    check_model(LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.02 * scale)))
+
+
+def test_a_model_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = 0
+    forward = ModelRunner.forward
+
+    def counting(*args: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return forward(*args)
+
+    monkeypatch.setattr(ModelRunner, "forward", counting)
+    model = tiny_llama(LlamaForCausalLM)
+    check_model(model)
+    first = passes
+    check_model(model)
+    assert passes == first > 0
+    model.to(torch.bfloat16)
+    check_model(model)
+    assert passes == 2 * first, "another number type is another model"
+    check_model(tiny_llama(LlamaForCausalLM))
+    assert passes == 3 * first
+
+
+def test_trying_draws_no_random_numbers() -> None:
+    model = tiny_llama(LlamaForCausalLM)
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    check_model(model)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def from_config(model_type: str, **overrides: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **overrides}))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: from_config("mamba", state_size=4), "Mamba-style"),
+        (lambda: from_config("rwkv", attention_hidden_size=32), "running state|past_key_values"),
+        (lambda: from_config("lfm2", num_key_value_heads=2, layer_types=["conv", "full_attention"]), "conv|running state"),
+        (lambda: from_config("bloom", n_head=2, n_layer=2), "position_ids"),
+        (lambda: from_config("falcon", alibi=True), "FalconForCausalLM"),
+        (
+            lambda: AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", vocab_size=64, d_model=32, num_layers=1)),
+            "encoder-decoder",
+        ),
+    ],
+)
+def test_other_kinds_of_models_are_refused(model: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        lookahead.generate(model(), torch.tensor([[1, 2, 3]]), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("model", [None, torch.nn.Linear(2, 2), "llama"])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="from_pretrained"):
+        lookahead.generate(model, torch.tensor([[1, 2, 3]]))

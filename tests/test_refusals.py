@@ -1,0 +1,179 @@
+"""What cannot work is refused before anything runs, by an error that names it."""
+
+from typing import Any
+
+import pytest
+import torch
+from model_zoo import MAX_POSITIONS, build
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+import lookahead
+from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadError, UnsupportedArgumentError
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"window_size": 0}, "window_size=0 .* at least 1"),
+        ({"window_size": -3}, "window_size=-3"),
+        ({"window_size": 2.5}, r"window_size=2\.5 must be a whole number"),
+        ({"window_size": True}, "window_size=True"),
+        ({"ngram_size": 1}, "ngram_size=1 .* at least 2"),
+        ({"guess_set_size": 0}, "guess_set_size=0"),
+        ({"guess_set_size": None}, "guess_set_size=None"),
+        ({"window_size": 1000, "ngram_size": 10}, "window_size=1000.*smaller"),
+        ({"preset": "fastest"}, "preset='fastest'.*paper"),
+        ({"preset": "jacobi", "block_size": 0}, "block_size=0"),
+        ({"preset": "jacobi", "block_size": 10_000}, "block_size=10000"),
+        ({"max_iterations": 0}, "max_iterations=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": "x"}, "seed='x'"),
+        ({"pool_from_prompt": 1}, "pool_from_prompt=1"),
+        ({"pool_from_output": "no"}, "pool_from_output='no'"),
+    ],
+)
+def test_configuration(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        LookaheadConfig(**values)
+
+
+def test_configuration_from_a_dictionary() -> None:
+    assert LookaheadConfig.from_dict({"window_size": 3}) == LookaheadConfig(window_size=3)
+    with pytest.raises(InvalidArgumentError, match="'window'.*window_size"):
+        LookaheadConfig.from_dict({"window": 3})
+
+
+@pytest.mark.parametrize("columns", [1, 2, 5])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_max_nodes_is_never_passed(columns: int, size: int, llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    config = LookaheadConfig(window_size=columns, ngram_size=size, guess_set_size=2, pool_from_prompt=True)
+    output = lookahead.generate(
+        llama, prompt, lookahead_config=config, max_new_tokens=30, do_sample=False, return_dict_in_generate=True
+    )
+    assert max(output.statistics.nodes_per_step) <= config.max_nodes
+
+
+class Never:
+    """Stands for the forward pass of a model that must not run."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the model ran")
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        (torch.zeros(1, 0, dtype=torch.long), InvalidArgumentError, "empty prompt"),
+        (torch.zeros(0, 0, dtype=torch.long), InvalidArgumentError, "empty prompt"),
+        (torch.tensor([1, 2]), InvalidArgumentError, r"shape \(2,\)"),
+        (torch.tensor([[1.0, 2.0]]), InvalidArgumentError, "float32"),
+        ([[1, 2]], InvalidArgumentError, "input_ids=list"),
+        (torch.tensor([[1, 1000]]), InvalidArgumentError, "token id 1000"),
+        (torch.tensor([[1, -1]]), InvalidArgumentError, "token id -1"),
+        (torch.tensor([[1, 2], [3, 4]]), UnsupportedArgumentError, "batch of 2"),
+    ],
+)
+def test_prompts(ids: Any, error: type[Exception], message: str, llama: PreTrainedModel) -> None:
+    lookahead.generate(llama, torch.tensor([[1]]), max_new_tokens=1)  # the trial of the model is behind us
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama, "forward", Never())
+        with pytest.raises(error, match=message):
+            lookahead.generate(llama, ids, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("ids", [torch.zeros(1, 0, dtype=torch.long), torch.tensor([[1, 2], [3, 4]])])
+def test_prompts_through_custom_generate(ids: torch.Tensor, llama: PreTrainedModel) -> None:
+    with pytest.raises(LookaheadError):
+        llama.generate(ids, max_new_tokens=4, custom_generate=lookahead.generate)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 3}, "num_beams=3"),
+        ({"num_beams": 2, "do_sample": True}, "num_beams=2"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
+        ({"dola_layers": "low"}, "dola_layers"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({"inputs_embeds": torch.zeros(1, 3, 48)}, "inputs_embeds|input_ids"),
+        ({"position_ids": torch.tensor([[4, 5, 6]])}, "position_ids"),
+        ({"assistant_model": "anything"}, "assistant_model"),
+        ({"synced_gpus": True}, "synced_gpus"),
+        ({"stop_strings": ["x"]}, "tokenizer"),
+        ({"attention_mask": torch.zeros(1, 3, dtype=torch.long)}, "attention_mask"),
+        ({"lookahead_config": {"window_size": 3}}, "lookahead_config"),
+        ({"custom_generate": lookahead.generate}, "custom_generate"),
+    ],
+)
+def test_arguments(options: dict[str, Any], message: str, llama: PreTrainedModel) -> None:
+    lookahead.generate(llama, torch.tensor([[1]]), max_new_tokens=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama, "forward", _same_signature(llama, Never()))
+        with pytest.raises(LookaheadError, match=message):
+            lookahead.generate(llama, torch.tensor([[1, 2, 3]]), max_new_tokens=4, **options)
+
+
+def _same_signature(model: PreTrainedModel, function: Any) -> Any:
+    """`function` with the signature of the model's forward pass, which transformers inspects."""
+    import inspect
+
+    function.__signature__ = inspect.signature(model.forward)
+    return function
+
+
+def test_sizes_below_zero_and_misspelt_arguments_are_transformers_errors(llama: PreTrainedModel) -> None:
+    ids = torch.tensor([[1, 2, 3]])
+    for options in ({"max_new_tokens": 0}, {"max_new_token": 5}, {"max_length": 2}):
+        with pytest.raises(ValueError):
+            lookahead.generate(llama, ids, **options)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_prompt_longer_than_the_context(name: str) -> None:
+    model = build(name)
+    context = model.config.max_position_embeddings
+    ids = torch.ones(1, context + 1, dtype=torch.long)
+    with pytest.raises(InvalidArgumentError, match=f"{context + 1} tokens.*{context}"):
+        lookahead.generate(model, ids, max_new_tokens=4)
+
+
+def test_default_length_stops_at_the_context_as_in_transformers() -> None:
+    model = build("gpt2")
+    ids = torch.randint(0, 60, (1, MAX_POSITIONS - 6), generator=torch.Generator().manual_seed(0))
+    expected = model.generate(ids, do_sample=False)
+    assert expected.shape[1] == MAX_POSITIONS
+    assert torch.equal(lookahead.generate(model, ids, do_sample=False), expected)
+
+
+def test_a_table_of_positions_ends_the_text_instead_of_losing_it() -> None:
+    """Transformers fails with an IndexError here; up to there both give the same text."""
+    model = build("gpt2")
+    ids = torch.randint(0, 60, (1, MAX_POSITIONS - 20), generator=torch.Generator().manual_seed(0))
+    expected = model.generate(ids, max_new_tokens=21, do_sample=False)
+    assert torch.equal(lookahead.generate(model, ids, max_new_tokens=21, do_sample=False), expected)
+    with pytest.raises(IndexError):
+        model.generate(ids, max_new_tokens=40, do_sample=False)
+    with pytest.warns(UserWarning, match="no position for another"):
+        assert torch.equal(lookahead.generate(model, ids, max_new_tokens=40, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("shape", [(2,), (1, 3)])
+def test_criterion_that_returns_the_wrong_shape(shape: tuple[int, ...], llama: PreTrainedModel) -> None:
+    ids = torch.tensor([[1, 2, 3]])
+    with pytest.raises(InvalidArgumentError, match="stopping_criteria"):
+        lookahead.generate(
+            llama, ids, max_new_tokens=4, stopping_criteria=[lambda ids, scores, **_: torch.zeros(shape, dtype=torch.bool)]
+        )
+    assert lookahead.generate(llama, ids, max_new_tokens=4).shape == (1, 7)
+
+
+def test_generation_config_object_is_not_changed(llama: PreTrainedModel) -> None:
+    config = GenerationConfig(max_new_tokens=5, do_sample=False)
+    before = config.to_dict()
+    lookahead.generate(llama, torch.tensor([[1, 2, 3]]), generation_config=config)
+    assert config.to_dict() == before

@@ -1,0 +1,284 @@
+"""The demo model's training tool, on a model and sources small enough for seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TOOLS = Path(__file__).parent.parent / "tools"
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def tool() -> Iterator[ModuleType]:
+    """The command's module; tools/ is no package, so it is loaded by path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TOOLS))
+        spec = importlib.util.spec_from_file_location("train_demo_model", TOOLS / "train_demo_model.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sources")
+    for number, noun in enumerate(["apple", "bridge", "candle", "door", "engine", "forest"]):
+        lines = [
+            f"def count_{noun}_{index}(values):\n    return len(values) + {index * number}\n" for index in range(12)
+        ]
+        (root / f"{noun}.py").write_text("\n".join(lines))
+    return root
+
+
+@pytest.fixture
+def train(tool: ModuleType, sources: Path, tmp_path: Path) -> Callable[..., int]:
+    def run(output: str = "model", **options: Any) -> int:
+        values = {
+            "source": sources,
+            "work": tmp_path / "work",
+            "output": tmp_path / output,
+            "tokens": STEPS * 64,
+            "batch_tokens": 64,
+            "sequence_length": 16,
+            "max_positions": 64,
+            "vocab_size": 300,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "layers": 2,
+            "heads": 2,
+            "validation_percent": 20,
+            "validation_tokens": 64,
+            "dtype": "float32",
+            "save_dtype": "float32",
+            "device": "cpu",
+        } | options
+        arguments = ["--no-resume"] if values.pop("fresh", False) else []
+        for name, value in values.items():
+            arguments += [f"--{name.replace('_', '-')}", str(value)]
+        return int(tool.main(arguments))
+
+    return run
+
+
+def interrupt_in_step(step: int, patch: pytest.MonkeyPatch, how: Callable[[], None]) -> None:
+    """Make something happen during a step, counted from 1."""
+    trainer = importlib.import_module("demo_training.trainer")
+    original = trainer.train_step
+
+    def train_step(run: Any, *rest: Any) -> float:
+        if run.step + 1 == step:
+            how()
+        return float(original(run, *rest))
+
+    patch.setattr(trainer, "train_step", train_step)
+
+
+def press_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def lose_power() -> None:
+    raise SystemError("no power")
+
+
+def test_trains_a_model_that_transformers_loads(train: Callable[..., int], tmp_path: Path) -> None:
+    assert train(tokens=40 * 64, save_dtype="bfloat16") == 0
+    record = json.loads((tmp_path / "model" / "training.json").read_text())
+    losses = [entry["validation_loss"] for entry in record["losses"]]
+    assert losses[-1] < losses[0] - 1
+    assert record["validation_loss"] == losses[-1]
+    assert record["tokens_seen"] == 40 * 64
+    assert record["data"]["files"] == 6
+    assert str(tmp_path) not in json.dumps(record)
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True)
+    assert model.dtype == torch.bfloat16
+    assert model.num_parameters() == record["parameters"]
+    text = "def count_apple(values):\n    return '☃'"
+    inputs = tokenizer(text, return_tensors="pt")
+    assert tokenizer.decode(inputs["input_ids"][0]) == text
+    output = model.generate(**inputs, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    assert output.shape[1] == inputs["input_ids"].shape[1] + 5
+    leftovers = {path.name for path in (tmp_path / "model").iterdir()} & {"checkpoint.pt", "partial"}
+    assert not leftovers
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_stopped_run_continues_exactly(
+    train: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    dtype: str,
+    optimizer: str,
+) -> None:
+    if optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    recipe = {"dtype": dtype, "optimizer": optimizer}
+    assert train("straight", **recipe) == 0
+    with monkeypatch.context() as patch:
+        interrupt_in_step(3, patch, press_ctrl_c)
+        assert train("stopped", **recipe) == 130
+    assert (tmp_path / "stopped" / "checkpoint.pt").exists()
+    with monkeypatch.context() as patch:
+        interrupt_in_step(6, patch, lose_power)
+        with pytest.raises(SystemError):
+            train("stopped", checkpoint_minutes=0, **recipe)
+    assert f"after step 3/{STEPS}" in capsys.readouterr().out
+    assert train("stopped", **recipe) == 0
+    assert f"after step 5/{STEPS}" in capsys.readouterr().out
+
+    straight = load_file(tmp_path / "straight" / "model.safetensors")
+    stopped = load_file(tmp_path / "stopped" / "model.safetensors")
+    assert straight.keys() == stopped.keys()
+    for name, weight in straight.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, stopped[name]), name
+    records = [json.loads((tmp_path / name / "training.json").read_text()) for name in ("straight", "stopped")]
+    assert records[0]["losses"] == records[1]["losses"]
+
+
+def test_ctrl_c_handlers_are_given_back(train: Callable[..., int]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    assert train() == 0
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_other_settings_refuse_to_resume(
+    train: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt_in_step(2, patch, press_ctrl_c)
+        assert train() == 130
+    assert train(muon_lr=0.01, seed=3) == 2
+    message = capsys.readouterr().err
+    assert "--muon-lr 0.01 (was 0.02)" in message
+    assert "--seed 3 (was 0)" in message
+    assert "--no-resume" in message
+    assert "layers" not in message
+
+    assert train(muon_lr=0.01, seed=3, fresh=True) == 0
+    assert json.loads((tmp_path / "model" / "training.json").read_text())["settings"]["seed"] == 3
+    assert train(muon_lr=0.01, seed=3) == 2
+    assert "already holds a finished model" in capsys.readouterr().err
+
+
+def test_resuming_outlives_a_change_of_the_sources(
+    train: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = tmp_path / "changing"
+    source.mkdir()
+    for name in ("one", "two"):
+        (source / f"{name}.py").write_text("".join(f"{name}_{index} = {index}\n" for index in range(80)))
+    with monkeypatch.context() as patch:
+        interrupt_in_step(2, patch, press_ctrl_c)
+        assert train(source=source) == 130
+    (source / "three.py").write_text("three = 3\n")
+    assert train(source=source, work=tmp_path / "elsewhere") == 2
+    assert "--work" in capsys.readouterr().err
+    assert train(source=source) == 0
+
+
+def test_a_broken_checkpoint_is_named(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "checkpoint.pt").write_bytes(b"not a checkpoint")
+    assert train() == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"source": "/no/such/folder"}, ["--source /no/such/folder", "is no folder"]),
+        ({"batch_tokens": 50}, ["--batch-tokens 50", "multiple of --sequence-length 16"]),
+        ({"hidden_size": 34}, ["--hidden-size 34", "--heads 2"]),
+        ({"layers": 0}, ["--layers 0", "at least 1"]),
+        ({"muon_lr": "nan"}, ["--muon-lr nan", "above 0"]),
+        ({"decay_from": 1}, ["--decay-from 1.0", "below 1"]),
+        ({"max_positions": 8}, ["--max-positions 8", "--sequence-length 16"]),
+        ({"validation_percent": 100}, ["--validation-percent 100", "between 0 and 100"]),
+        ({"vocab_size": 4096}, ["--vocab-size 4096", "more than the source files yield"]),
+        ({"device": "cupboard"}, ["--device cupboard", "--device cpu"]),
+        ({"max_mb_per_package": 0.000001}, ["holds 0 usable Python files", "--max-mb-per-package"]),
+    ],
+)
+def test_errors_name_the_option_and_the_remedy(
+    train: Callable[..., int],
+    options: dict[str, Any],
+    parts: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train(**options) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    for part in parts:
+        assert part in message
+
+
+def test_a_torch_without_muon_is_told(
+    train: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    assert train(optimizer="muon") == 2
+    assert "torch.optim.Muon" in capsys.readouterr().err
+    assert train() == 0
+    assert "AdamW trains everything" in capsys.readouterr().out
+    assert json.loads((tmp_path / "model" / "training.json").read_text())["settings"]["optimizer"] == "adamw"
+
+
+def test_the_corpus_leaves_out_tests_copies_and_excess(tool: ModuleType, tmp_path: Path) -> None:
+    corpus_module = importlib.import_module("demo_training.corpus")
+    files = {
+        "big/a.py": "a = 1\n" * 100,
+        "big/b.py": "b = 1\n" * 100,
+        "big/sub/tests/helper.py": "left_out = 1\n",
+        "big/test_a.py": "left_out = 2\n",
+        "big/empty.py": "\n",
+        "copies/one.py": "same = 1\n",
+        "copies/two.py": "same = 1\n",
+        "single.py": "single = 1\n",
+        "data.txt": "no Python\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "latin.py").write_bytes(b"name = '\xe9'\n")
+
+    def names(seed: int) -> list[str]:
+        settings = tool.TrainingSettings(source=(str(tmp_path),), max_mb_per_package=0.001, seed=seed)
+        corpus = corpus_module.find_corpus(settings)
+        assert corpus.training
+        assert corpus.validation
+        return [file.name for file in corpus.validation + corpus.training]
+
+    packages = sorted(name.partition(":")[0] for name in names(0))
+    assert packages == ["big", "copies", "single"]
+    assert names(0) == names(0)
+    assert len({tuple(names(seed)) for seed in range(8)}) > 1
