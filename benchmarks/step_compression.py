@@ -24,9 +24,10 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib import metadata
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -38,24 +39,18 @@ from rich.table import Table
 
 import lookahead
 from lookahead import LookaheadConfig, LookaheadError
-from lookahead.repetition import final_cycle_share, repeated_cycle_share
+from lookahead.repetition import final_cycle_share, repeated_cycle_share, tokens_before_cycles
 from write_results import ResultsError, Row, describe_method, parse_rows, read_results, summarise
+
+# The sizes of the paper's evaluation; each row says in full where the pool is filled from.
+PAPER = LookaheadConfig(preset="paper", window_size=15, ngram_size=5, guess_set_size=15)
 
 METHODS: dict[str, LookaheadConfig] = {
     "autoregressive": LookaheadConfig(preset="autoregressive"),
     "jacobi": LookaheadConfig(preset="jacobi"),
-    "paper": LookaheadConfig(preset="paper", window_size=15, ngram_size=5, guess_set_size=15),
-    "paper+prompt": LookaheadConfig(
-        preset="paper", window_size=15, ngram_size=5, guess_set_size=15, pool_from_prompt=True
-    ),
-    "paper+prompt+output": LookaheadConfig(
-        preset="paper",
-        window_size=15,
-        ngram_size=5,
-        guess_set_size=15,
-        pool_from_prompt=True,
-        pool_from_output=True,
-    ),
+    "paper": replace(PAPER, pool_from_prompt=False, pool_from_output=False),
+    "paper+prompt": replace(PAPER, pool_from_prompt=True, pool_from_output=False),
+    "paper+prompt+output": replace(PAPER, pool_from_prompt=True, pool_from_output=True),
 }
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -120,9 +115,7 @@ class ResultsFile:
         for row in old[1:]:
             method = row.get("method")
             if method in METHODS and row["config"] != asdict(METHODS[method]):
-                raise ResultsError(
-                    f"{self.path.name} measured {method!r} with other settings than now; {advice}"
-                )
+                raise ResultsError(f"{self.path.name} measured {method!r} with other settings than now; {advice}")
 
     def _rewrite(self) -> None:
         """Write header and rows anew, so that a line cut off by a crash is gone before rows are added."""
@@ -213,16 +206,14 @@ def reference_row(prompt: Prompt, output: list[int]) -> Row:
     }
 
 
-def measurement_row(
-    prompt: Prompt, method: str, output: list[int], statistics: Any, expected: list[int]
-) -> Row:
+def measurement_row(prompt: Prompt, method: str, output: list[int], statistics: Any, expected: list[int]) -> Row:
     """What the file keeps of one method on one prompt."""
     if statistics.tokens != len(output):
         raise RuntimeError(
-            f"{method} on {prompt.id}: the statistics count {statistics.tokens} tokens, "
-            f"the output has {len(output)}"
+            f"{method} on {prompt.id}: the statistics count {statistics.tokens} tokens, the output has {len(output)}"
         )
     lengths = Counter(statistics.accepted_lengths)
+    early = steps_within(statistics.accepted_lengths, tokens_before_cycles(output))
     return {
         "kind": "measurement",
         "id": prompt.id,
@@ -237,8 +228,16 @@ def measurement_row(
         "identical": output == expected,
         "first_difference": first_difference(output, expected),
         "cycle_share": round(repeated_cycle_share(output), 4),
+        "tokens_before_cycles": sum(early),
+        "steps_before_cycles": len(early),
         "config": asdict(METHODS[method]),
     }
+
+
+def steps_within(lengths: Sequence[int], tokens: int) -> list[int]:
+    """The lengths of the steps, first ones first, that end within the first so many tokens."""
+    ends = accumulate(lengths)
+    return [length for length, end in zip(lengths, ends, strict=True) if end <= tokens]
 
 
 def first_difference(output: list[int], expected: list[int]) -> int | None:

@@ -21,6 +21,9 @@ from typing import Any
 LITTLE_REPETITION = 0.2
 """A prompt whose output has a smaller share of repeated cycles than this counts as little repeated."""
 
+SHORTEST_JUDGED = 32
+"""Shorter outputs, such as those of a model that stops at once, have no room for cycles: they prove nothing."""
+
 LONGEST_SHOWN = 5
 """Steps that gave this many tokens or more share one column of the tables."""
 
@@ -59,6 +62,8 @@ class Summary:
     steps: int
     nodes: int
     lengths: Counter[int]
+    tokens_before_cycles: int
+    steps_before_cycles: int
     lowest: float
     highest: float
 
@@ -66,6 +71,11 @@ class Summary:
     def step_compression(self) -> float:
         """S of the set: all tokens over all steps."""
         return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def step_compression_before_cycles(self) -> float | None:
+        """S up to the first repeated cycle of each output; `None` when all begin with one."""
+        return self.tokens_before_cycles / self.steps_before_cycles if self.steps_before_cycles else None
 
     @property
     def mean_nodes(self) -> float:
@@ -117,14 +127,21 @@ def summarise(rows: Iterable[Row]) -> Summary:
         steps=sum(row["steps"] for row in rows),
         nodes=sum(row["nodes"] for row in rows),
         lengths=lengths,
+        tokens_before_cycles=sum(row["tokens_before_cycles"] for row in rows),
+        steps_before_cycles=sum(row["steps_before_cycles"] for row in rows),
         lowest=min(per_prompt, default=0.0),
         highest=max(per_prompt, default=0.0),
     )
 
 
 def little_repeated(rows: Iterable[Row]) -> list[Row]:
-    """The rows whose output has little of repeated cycles."""
-    return [row for row in rows if row["cycle_share"] < LITTLE_REPETITION]
+    """The rows whose output is long enough to judge and has little of repeated cycles."""
+    return [row for row in long_enough(rows) if row["cycle_share"] < LITTLE_REPETITION]
+
+
+def long_enough(rows: Iterable[Row]) -> list[Row]:
+    """The rows whose output has room for cycles."""
+    return [row for row in rows if row["tokens"] >= SHORTEST_JUDGED]
 
 
 def weighted_share(rows: Sequence[Row], key: str) -> float:
@@ -141,7 +158,10 @@ def describe_method(row: Row) -> str:
     if config["preset"] == "jacobi":
         return f"Jacobi, block of {config['block_size']}"
     sizes = f"W={config['window_size']}, N={config['ngram_size']}, G={config['guess_set_size']}"
-    sources = [name for name in ("prompt", "output") if config[f"pool_from_{name}"]]
+    from_prompt, from_output = config["pool_from_prompt"], config["pool_from_output"]
+    if from_output is None:  # it follows the other
+        from_output = from_prompt
+    sources = [name for name, used in (("prompt", from_prompt), ("output", from_output)) if used]
     pool = f", pool also from {' and '.join(sources)}" if sources else ""
     return f"lookahead {sizes}{pool}"
 
@@ -160,12 +180,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def method_cells(rows: Sequence[Row]) -> list[str]:
     """One line of the main table."""
     every, few = summarise(rows), summarise(little_repeated(rows))
+    before = every.step_compression_before_cycles
     return [
         describe_method(rows[0]),
         f"{every.mean_nodes:.1f}",
         f"**{every.step_compression:.2f}**",
         f"{every.lowest:.2f} to {every.highest:.2f}",
         percent(weighted_share(rows, "cycle_share")),
+        "–" if before is None else f"{before:.2f} ({every.tokens_before_cycles:,})",
         f"{few.step_compression:.2f} ({few.prompts})" if few.prompts else "no such prompt",
         f"{every.identical} of {every.prompts}",
     ]
@@ -174,7 +196,7 @@ def method_cells(rows: Sequence[Row]) -> list[str]:
 def main_table(results: Results) -> list[str]:
     """Method, nodes, S, repetition and identical outputs."""
     head = ["method", "nodes per step", "S", "S of a single prompt", "output in a repeated cycle"]
-    head += ["S, little repeated prompts (how many)", "identical outputs"]
+    head += ["S before the first cycle (tokens)", "S, little repeated prompts (how many)", "identical outputs"]
     return table(head, (method_cells(results.of_method(method)) for method in results.methods()))
 
 
@@ -209,16 +231,17 @@ def setting_lines(results: Results) -> list[str]:
 def repetition_text(results: Results) -> str:
     """How much the model repeats itself on these prompts, in words."""
     rows = results.references
-    few = little_repeated(rows)
-    cycles, final_cycles = (
-        percent(weighted_share(rows, key)) for key in ("cycle_share", "final_cycle_share")
+    few, short = little_repeated(rows), len(rows) - len(long_enough(rows))
+    cycles, final_cycles = (percent(weighted_share(rows, key)) for key in ("cycle_share", "final_cycle_share"))
+    text = (
+        f"Of the output of plain `generate`, {cycles} lies in a repeated cycle, {final_cycles} in one that lasts to "
+        f"the end. {len(few)} of {len(rows)} prompts have less than {percent(LITTLE_REPETITION)} in repeated cycles."
     )
-    return (
-        f"Of the output of plain `generate`, {cycles} lies in a repeated cycle, {final_cycles} in one that "
-        f"lasts to the end. {len(few)} of {len(rows)} prompts have less than {percent(LITTLE_REPETITION)} in "
-        f"repeated cycles ({percent(weighted_share(few, 'cycle_share'))} taken together); the column of "
-        "little repeated prompts is theirs alone."
-    )
+    if short:
+        text += f" {short} outputs have fewer than {SHORTEST_JUDGED} tokens, too few to be counted there."
+    if 2 * weighted_share(rows, "cycle_share") > 1:
+        text += " **More than half of this output is repetition: S says more about that than about the methods.**"
+    return text
 
 
 def warnings(results: Results) -> list[str]:
@@ -275,9 +298,12 @@ token that a step sends to the model besides the prompt.
 - They do not show speed. A step with many nodes costs more than a step with one; how much more depends on the
   machine, and no times were taken. Compare S at like numbers of nodes.
 - Repetition flatters. Inside a repeated cycle a method that drafts from n-grams guesses nearly everything. So
-  the share of the output that lies in a repeated cycle stands beside S, and S is given once more for the
-  prompts whose output has less than {percent(LITTLE_REPETITION)} of it. A cycle is a block of tokens said
-  at least twice in a row, in which at least eight tokens are repeats (`lookahead.repetition` has the
+  the share of the output that lies in a repeated cycle stands beside S, and S is given twice more. "S before the
+  first cycle" counts the steps up to the point where an output first goes round in a circle, if it does; this
+  leans the other way, for it is the early part of each text, in which the pool is still filling. "S, little
+  repeated prompts" takes the whole outputs of those prompts that have less than {percent(LITTLE_REPETITION)} in
+  repeated cycles and at least {SHORTEST_JUDGED} tokens. A cycle is a block of tokens said at least twice in a row,
+  in which at least eight tokens are repeats; the first of them counts as well (`lookahead.repetition` has the
   definition). Looser repetition, such as a phrase that returns later, is no cycle and yet helps.
 - Look at the size of each model below. Models of a few million parameters repeat themselves more than large
   ones and write simpler text: these figures say little about what a large model would give.

@@ -100,9 +100,7 @@ def test_rows_hold_what_was_measured(measure: Callable[..., int], results: Path,
     references = {row["id"]: row for row in rows if row["kind"] == "reference"}
     measured = [row for row in rows if row["kind"] == "measurement"]
     assert list(references) == ["p/0", "p/1", "p/2"]
-    assert [(row["id"], row["method"]) for row in measured] == [
-        (p["id"], m) for p in PROMPTS for m in METHODS
-    ]
+    assert [(row["id"], row["method"]) for row in measured] == [(p["id"], m) for p in PROMPTS for m in METHODS]
     for row in measured:
         assert row["identical"]
         assert row["first_difference"] is None
@@ -111,6 +109,7 @@ def test_rows_hold_what_was_measured(measure: Callable[..., int], results: Path,
         assert sum(row["accepted_lengths"].values()) == row["steps"]
         assert row["S"] == round(16 / row["steps"], 4)
         assert row["cycle_share"] == references[row["id"]]["cycle_share"]
+        assert row["steps_before_cycles"] <= row["tokens_before_cycles"] <= 16
     assert all(row["steps"] == 16 for row in measured if row["method"] == "autoregressive")
 
 
@@ -124,9 +123,7 @@ def test_finished_run_measures_nothing_again(
     assert results.read_text() == before
 
 
-def test_interrupted_run_goes_on(
-    measure: Callable[..., int], results: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_run_goes_on(measure: Callable[..., int], results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         interrupt_after(patch, 7)
         assert measure() == 130
@@ -142,9 +139,7 @@ def test_interrupted_run_goes_on(
     assert rows_of(results)[1:] == whole[1:], "an interruption must not change what is measured"
 
 
-def test_more_prompts_and_methods_join_the_rows_that_are_there(
-    measure: Callable[..., int], results: Path
-) -> None:
+def test_more_prompts_and_methods_join_the_rows_that_are_there(measure: Callable[..., int], results: Path) -> None:
     assert measure("--limit", "1", "--methods", "paper") == 0
     assert [row["kind"] for row in rows_of(results)] == ["header", "reference", "measurement"]
     assert "--limit 1 --methods paper" in rows_of(results)[0]["command"]
@@ -203,6 +198,13 @@ def test_first_difference(output: list[int], expected: list[int], index: int | N
 
 
 @pytest.mark.parametrize(
+    ("tokens", "within"), [(0, []), (1, [1]), (3, [1]), (4, [1, 3]), (6, [1, 3, 2]), (9, [1, 3, 2])]
+)
+def test_steps_within(tokens: int, within: list[int]) -> None:
+    assert step_compression.steps_within([1, 3, 2], tokens) == within
+
+
+@pytest.mark.parametrize(
     ("lines", "message"),
     [
         ('{"id": "a"}\n', "needs an `id`"),
@@ -221,7 +223,7 @@ def test_prompt_files_that_cannot_be_used(tmp_path: Path, lines: str, message: s
 
 
 def measured(name: str, method: str, cycle_share: float, lengths: dict[str, int]) -> dict[str, Any]:
-    """A measurement as step_compression.py would have recorded it, each step with ten nodes."""
+    """A measurement as step_compression.py would have recorded it: ten nodes a step, a cycle after four steps."""
     steps = sum(lengths.values())
     return {
         "kind": "measurement",
@@ -233,6 +235,8 @@ def measured(name: str, method: str, cycle_share: float, lengths: dict[str, int]
         "accepted_lengths": lengths,
         "identical": True,
         "cycle_share": cycle_share,
+        "tokens_before_cycles": 6,
+        "steps_before_cycles": 4,
         "config": {"preset": "paper", "window_size": 3, "ngram_size": 4, "guess_set_size": 5}
         | {"pool_from_prompt": method == "paper+prompt", "pool_from_output": False},
     }
@@ -267,19 +271,22 @@ def reference(name: str, tokens: int, cycle_share: float) -> dict[str, Any]:
 def test_page_says_what_the_rows_say(tmp_path: Path) -> None:
     rows = [
         header(),
-        reference("a", 20, 0.1),
-        reference("b", 80, 0.8),
-        measured("a", "paper", 0.1, {"1": 4, "2": 5, "6": 1}),  # 20 tokens in 10 steps, little repeated
-        measured("b", "paper", 0.8, {"4": 20}),  # 80 tokens in 20 steps
+        reference("a", 40, 0.1),
+        reference("b", 160, 0.8),
+        measured("a", "paper", 0.1, {"1": 8, "2": 10, "6": 2}),  # 40 tokens in 20 steps, little repeated
+        measured("b", "paper", 0.8, {"4": 40}),  # 160 tokens in 40 steps
     ]
     write_rows(tmp_path, rows)
     page = write_results.page(write_results.read_folder(tmp_path))
     assert "## words, tiny" in page
-    # S = 100 / 30; of a single prompt 2 and 4; 0.1 * 20 + 0.8 * 80 = 66 of 100 tokens in cycles
-    assert "| lookahead W=3, N=4, G=5 | 10.0 | **3.33** | 2.00 to 4.00 | 66 % | 2.00 (1) | 2 of 2 |" in page
+    # S = 200 / 60; of a single prompt 2 and 4; 0.1 * 40 + 0.8 * 160 = 132 of 200 tokens in cycles
+    figures = "10.0 | **3.33** | 2.00 to 4.00 | 66 % | 1.50 (12) | 2.00 (1) | 2 of 2"
+    assert f"| lookahead W=3, N=4, G=5 | {figures} |" in page
     assert "| lookahead W=3, N=4, G=5 | 13 % | 17 % | 0 % | 67 % | 3 % |" in page
     assert "66 % lies in a repeated cycle, 33 % in one that lasts to the end" in page
     assert "1 of 2 prompts have less than 20 %" in page
+    assert "More than half of this output is repetition" in page
+    assert "fewer than 32 tokens" not in page
     for expected in ("A Processor", "1,234 parameters", "float32", "torch 2", "2 of 2", header()["command"]):
         assert expected in page
     assert "Unfinished" not in page
@@ -295,6 +302,18 @@ def test_page_says_when_rows_are_missing_or_all_repeated(tmp_path: Path) -> None
     assert "**Unfinished:**" in page
     assert "| no such prompt | 1 of 1 |" in page
     assert "| lookahead W=3, N=4, G=5, pool also from prompt | 10.0 | **2.00** |" in page
+
+
+def test_outputs_too_short_to_repeat_do_not_count_as_little_repeated(tmp_path: Path) -> None:
+    rows = [header(), reference("a", 1, 0.0), reference("b", 80, 0.4)]
+    rows += [measured("a", "paper", 0.0, {"1": 1}), measured("b", "paper", 0.4, {"2": 40})]
+    rows[-2] |= {"tokens_before_cycles": 0, "steps_before_cycles": 0}
+    rows[-1] |= {"tokens_before_cycles": 0, "steps_before_cycles": 0}
+    write_rows(tmp_path, rows)
+    page = write_results.page(write_results.read_folder(tmp_path))
+    assert "1 outputs have fewer than 32 tokens" in page
+    assert "| – | no such prompt | 2 of 2 |" in page
+    assert "More than half" not in page
 
 
 def test_page_is_the_same_every_time(tmp_path: Path) -> None:

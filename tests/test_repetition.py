@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.repetition import final_cycle_share, repeated_cycle_share
+from lookahead.repetition import final_cycle_share, repeated_cycle_share, tokens_before_cycles
 
 # Few different tokens, so that runs of all periods are common; and texts made of a block said often.
 NOISE = st.lists(st.integers(0, 2), max_size=40)
@@ -51,6 +51,12 @@ def test_final_share_follows_the_definition(tokens: list[int], max_period: int) 
     assert final_cycle_share(tokens, max_period=max_period) == pytest.approx(expected)
 
 
+@given(tokens=TEXTS, max_period=st.sampled_from([1, 3, 8, 256]))
+def test_tokens_before_cycles_follow_the_definition(tokens: list[int], max_period: int) -> None:
+    starts = [start for start, _ in cycles_by_definition(tokens, max_period)]
+    assert tokens_before_cycles(tokens, max_period=max_period) == min(starts, default=len(tokens))
+
+
 @given(tokens=TEXTS)
 def test_final_cycle_is_part_of_all_cycles(tokens: list[int]) -> None:
     assert 0.0 <= final_cycle_share(tokens) <= repeated_cycle_share(tokens) <= 1.0
@@ -64,26 +70,27 @@ def test_direction_and_names_of_tokens_do_not_matter(tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "repeated", "final"),
+    ("tokens", "repeated", "final", "before"),
     [
-        ([], 0.0, 0.0),
-        ([5], 0.0, 0.0),
-        (list(range(50)), 0.0, 0.0),
-        ([1] * 8, 0.0, 0.0),  # only seven tokens repeat the one before
-        ([1] * 9, 1.0, 1.0),
-        ([1, 2] * 4, 0.0, 0.0),
-        ([1, 2] * 5, 1.0, 1.0),
-        ([*range(20), *range(20)], 1.0, 1.0),  # both copies count
-        ([*range(20), *range(19)], 0.0, 0.0),  # not yet twice
-        ([*range(20), *range(20), *range(7)], 1.0, 1.0),  # the last copy is cut short
-        ([*range(100, 110), *[7] * 10], 0.5, 0.5),
-        ([*[7] * 10, *range(100, 110)], 0.5, 0.0),
-        ([*[7] * 10, *range(100, 120), *[8, 9] * 5], 0.5, 0.25),
+        ([], 0.0, 0.0, 0),
+        ([5], 0.0, 0.0, 1),
+        (list(range(50)), 0.0, 0.0, 50),
+        ([1] * 8, 0.0, 0.0, 8),  # only seven tokens repeat the one before
+        ([1] * 9, 1.0, 1.0, 0),
+        ([1, 2] * 4, 0.0, 0.0, 8),
+        ([1, 2] * 5, 1.0, 1.0, 0),
+        ([*range(20), *range(20)], 1.0, 1.0, 0),  # both copies count
+        ([*range(20), *range(19)], 0.0, 0.0, 39),  # not yet twice
+        ([*range(20), *range(20), *range(7)], 1.0, 1.0, 0),  # the last copy is cut short
+        ([*range(100, 110), *[7] * 10], 0.5, 0.5, 10),
+        ([*[7] * 10, *range(100, 110)], 0.5, 0.0, 0),
+        ([*[7] * 10, *range(100, 120), *[8, 9] * 5], 0.5, 0.25, 0),
     ],
 )
-def test_examples(tokens: list[int], repeated: float, final: float) -> None:
+def test_examples(tokens: list[int], repeated: float, final: float, before: int) -> None:
     assert repeated_cycle_share(tokens) == pytest.approx(repeated)
     assert final_cycle_share(tokens) == pytest.approx(final)
+    assert tokens_before_cycles(tokens) == before
 
 
 def test_long_periods_are_left_out_on_request() -> None:

@@ -2,7 +2,7 @@
 
 Greedy text of small models often ends in a cycle: the same line again and again. Inside a cycle every method
 that drafts from n-grams looks excellent, so a measured step compression means little without the share of the
-text that was repeated. The two functions here give that share.
+text that was repeated. The functions here measure that.
 """
 
 from __future__ import annotations
@@ -54,6 +54,14 @@ def final_cycle_share(tokens: Sequence[int], *, max_period: int = MAX_PERIOD) ->
     """
     lengths = [end - start for start, end in _cycles(tokens, max_period) if end == len(tokens)]
     return max(lengths) / len(tokens) if lengths else 0.0
+
+
+def tokens_before_cycles(tokens: Sequence[int], *, max_period: int = MAX_PERIOD) -> int:
+    """How many tokens come before the first repeated cycle, its first copy counted as part of it.
+
+    Cycles are those of `repeated_cycle_share`; in a text without any, all tokens count.
+    """
+    return min((start for start, _ in _cycles(tokens, max_period)), default=len(tokens))
 
 
 def _cycles(tokens: Sequence[int], max_period: int) -> Iterator[tuple[int, int]]:
