@@ -133,7 +133,7 @@ def to_line(row: Row) -> str:
 def read_prompts(path: Path, limit: int | None) -> list[Prompt]:
     """The first `limit` prompts of a file, or all of them."""
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:

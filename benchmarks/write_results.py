@@ -238,7 +238,7 @@ def repetition_text(results: Results) -> str:
         f"the end. {len(few)} of {len(rows)} prompts have less than {percent(LITTLE_REPETITION)} in repeated cycles."
     )
     if short:
-        text += f" {short} outputs have fewer than {SHORTEST_JUDGED} tokens, too few to be counted there."
+        text += f" Outputs of fewer than {SHORTEST_JUDGED} tokens, too short to be counted there: {short}."
     if 2 * weighted_share(rows, "cycle_share") > 1:
         text += " **More than half of this output is repetition: S says more about that than about the methods.**"
     return text
@@ -249,7 +249,7 @@ def warnings(results: Results) -> list[str]:
     lines = []
     differing = sum(not row["identical"] for row in results.measurements)
     if differing:
-        lines.append(f"**{differing} outputs differ from plain `generate`.** They count in S all the same.")
+        lines.append(f"**Outputs that differ from plain `generate`: {differing}.** They count in S all the same.")
     counts = {len(results.of_method(method)) for method in results.methods()}
     if len(counts) > 1:
         lines.append("**Unfinished:** not every method was measured on every prompt; do not compare.")
@@ -299,12 +299,12 @@ token that a step sends to the model besides the prompt.
   machine, and no times were taken. Compare S at like numbers of nodes.
 - Repetition flatters. Inside a repeated cycle a method that drafts from n-grams guesses nearly everything. So
   the share of the output that lies in a repeated cycle stands beside S, and S is given twice more. "S before the
-  first cycle" counts the steps up to the point where an output first goes round in a circle, if it does; this
-  leans the other way, for it is the early part of each text, in which the pool is still filling. "S, little
-  repeated prompts" takes the whole outputs of those prompts that have less than {percent(LITTLE_REPETITION)} in
-  repeated cycles and at least {SHORTEST_JUDGED} tokens. A cycle is a block of tokens said at least twice in a row,
-  in which at least eight tokens are repeats; the first of them counts as well (`lookahead.repetition` has the
-  definition). Looser repetition, such as a phrase that returns later, is no cycle and yet helps.
+  first cycle" counts the steps that end before an output first goes round in a circle, if it does; this leans
+  the other way, for it is the early part of each text, in which the pool is still filling. "S, little repeated
+  prompts" takes the whole outputs of those prompts that have less than {percent(LITTLE_REPETITION)} in repeated
+  cycles and at least {SHORTEST_JUDGED} tokens. A cycle is a block of tokens said at least twice in a row, in
+  which at least eight tokens are repeats; the first copy of the block counts as well (`lookahead.repetition`
+  has the definition). Looser repetition, such as a phrase that returns later, is no cycle and yet helps.
 - Look at the size of each model below. Models of a few million parameters repeat themselves more than large
   ones and write simpler text: these figures say little about what a large model would give.
 - "S of a single prompt" gives the lowest and the highest of the prompts; with that much between prompts,

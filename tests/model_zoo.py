@@ -108,6 +108,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         0.6,
     ),
+    "gemma4": Architecture(  # the last two layers read the keys and values of the first two
+        "gemma4_text",
+        {
+            **_MIXED,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": [*_SLIDING_FULL, *_SLIDING_FULL],
+        },
+        0.6,
+    ),
     "phi": Architecture("phi"),
     "phi3": Architecture("phi3", _GROUPED),
     "phi3_long_rope": Architecture(

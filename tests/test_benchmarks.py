@@ -186,7 +186,9 @@ def test_a_difference_is_recorded_and_reported(
     row = rows_of(results)[-1]
     assert not row["identical"]
     assert row["first_difference"] == 3
-    assert "1 outputs differ" in write_results.page(write_results.read_folder(results.parent))
+    assert "Outputs that differ from plain `generate`: 1." in write_results.page(
+        write_results.read_folder(results.parent)
+    )
 
 
 @pytest.mark.parametrize(
@@ -290,7 +292,7 @@ def test_page_says_what_the_rows_say(tmp_path: Path) -> None:
     for expected in ("A Processor", "1,234 parameters", "float32", "torch 2", "2 of 2", header()["command"]):
         assert expected in page
     assert "Unfinished" not in page
-    assert "differ from plain" not in page
+    assert "Outputs that differ" not in page
 
 
 def test_page_says_when_rows_are_missing_or_all_repeated(tmp_path: Path) -> None:
@@ -311,7 +313,7 @@ def test_outputs_too_short_to_repeat_do_not_count_as_little_repeated(tmp_path: P
     rows[-1] |= {"tokens_before_cycles": 0, "steps_before_cycles": 0}
     write_rows(tmp_path, rows)
     page = write_results.page(write_results.read_folder(tmp_path))
-    assert "1 outputs have fewer than 32 tokens" in page
+    assert "Outputs of fewer than 32 tokens, too short to be counted there: 1." in page
     assert "| – | no such prompt | 2 of 2 |" in page
     assert "More than half" not in page
 

@@ -139,9 +139,7 @@ def test_stop_strings(
 
 
 @pytest.mark.parametrize("door", ALL_DOORS)
-def test_own_stopping_criterion_sees_every_token_once(
-    door: Door, llama: PreTrainedModel, prompt: torch.Tensor
-) -> None:
+def test_own_stopping_criterion_sees_every_token_once(door: Door, llama: PreTrainedModel, prompt: torch.Tensor) -> None:
     class StopAt(StoppingCriteria):
         def __init__(self) -> None:
             self.seen: list[list[int]] = []

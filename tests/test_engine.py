@@ -10,7 +10,17 @@ from lookahead.engine.model_runner import LONGEST_DRAFTED_PREFILL
 from lookahead.engine.position_limit import PositionLimit
 from lookahead.token_tree import TokenTree
 
-CHOSEN = ["llama", "mistral_sliding", "qwen2_mixed_sliding", "gemma2", "gemma3", "gpt2", "opt", "mixtral", "llama4_chunked"]
+CHOSEN = [
+    "llama",
+    "mistral_sliding",
+    "qwen2_mixed_sliding",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "opt",
+    "mixtral",
+    "llama4_chunked",
+]
 
 
 def path_to(tree: TokenTree, node: int) -> list[int]:
@@ -53,7 +63,7 @@ def test_every_node_reads_its_own_path(name: str) -> None:
                         assert result.predictions[node] == -1
             # Rows accept different lengths: the branch that is not contiguous, and one candidate alone.
             paths = [trees[0].add_candidates([1 + step, 4]), trees[1].add_candidates([1 + step])]
-            runner.commit(paths, trees)
+            runner.commit([[*range(t.root + 1), *path] for t, path in zip(trees, paths, strict=True)])
             for row, (tree, path) in enumerate(zip(trees, paths, strict=True)):
                 cached[row] = texts[row] + [tree.tokens[node] for node in path]
                 texts[row] = [*cached[row], 40 + step]
@@ -68,7 +78,7 @@ def test_one_token_steps_are_transformers_own(llama: PreTrainedModel) -> None:
         tree = runner.begin_tree(0, text)
         logits = runner.forward([tree])[0].logits_after(tree.root)
         assert torch.equal(logits, expected.logits[0])
-        runner.commit([[]], [tree])
+        runner.commit([range(len(tree))])
         expected = llama(input_ids=torch.tensor([[7]]), past_key_values=expected.past_key_values, use_cache=True)
         tree = runner.begin_tree(0, [*text, 7])
         assert len(tree) == 1

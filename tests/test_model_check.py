@@ -141,11 +141,16 @@ def from_config(model_type: str, **overrides: Any) -> PreTrainedModel:
     [
         (lambda: from_config("mamba", state_size=4), "Mamba-style"),
         (lambda: from_config("rwkv", attention_hidden_size=32), "running state|past_key_values"),
-        (lambda: from_config("lfm2", num_key_value_heads=2, layer_types=["conv", "full_attention"]), "conv|running state"),
+        (
+            lambda: from_config("lfm2", num_key_value_heads=2, layer_types=["conv", "full_attention"]),
+            "conv|running state",
+        ),
         (lambda: from_config("bloom", n_head=2, n_layer=2), "BloomForCausalLM"),
         (lambda: from_config("falcon", alibi=True), "FalconForCausalLM"),
         (
-            lambda: AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", vocab_size=64, d_model=32, num_layers=1)),
+            lambda: AutoModelForSeq2SeqLM.from_config(
+                AutoConfig.for_model("t5", vocab_size=64, d_model=32, num_layers=1)
+            ),
             "encoder-decoder",
         ),
     ],

@@ -1,10 +1,12 @@
 """The cache keeps what was accepted and nothing else, against a plain list of states."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead.engine.tree_cache import TreeCache, TreeLayer
+from lookahead.errors import InvalidArgumentError
 
 
 def states(values: list[list[int]]) -> torch.Tensor:
@@ -21,8 +23,9 @@ def test_rows_hold_exactly_the_committed_states(data: st.DataObject) -> None:
         nodes = data.draw(st.integers(1, 9))
         fresh = [[counter + row * nodes + node for node in range(nodes)] for row in range(rows)]
         counter += rows * nodes
-        for layer in range(2):
-            keys, values = cache.update(states(fresh), -states(fresh), layer)
+        with cache.scratch():
+            for layer in range(2):
+                keys, values = cache.update(states(fresh), -states(fresh), layer)
         scratch = max(map(len, expected))
         assert keys.shape[2] == values.shape[2] == scratch + nodes
         for row in range(rows):
@@ -40,8 +43,14 @@ def test_rows_hold_exactly_the_committed_states(data: st.DataObject) -> None:
         assert cache.get_seq_length() == max(map(len, expected))
 
 
-def test_a_contiguous_path_is_not_copied() -> None:
+def scratch_layer() -> TreeLayer:
     layer = TreeLayer()
+    layer.keeps_all = False
+    return layer
+
+
+def test_a_contiguous_path_is_not_copied() -> None:
+    layer = scratch_layer()
     layer.update(states([[1, 2, 3, 4]]), states([[1, 2, 3, 4]]))
     before = layer.keys._version
     layer.commit([[0, 1, 2]])
@@ -54,7 +63,7 @@ def test_a_contiguous_path_is_not_copied() -> None:
 
 
 def test_memory_grows_seldom() -> None:
-    layer, buffers = TreeLayer(), set()
+    layer, buffers = scratch_layer(), set()
     for token in range(3000):
         layer.update(states([[token]]), states([[token]]))
         layer.commit([[0]])
@@ -66,11 +75,13 @@ def test_memory_grows_seldom() -> None:
 
 def test_forget_crop_and_reset() -> None:
     cache = TreeCache()
-    cache.update(states([[1, 2], [3, 4]]), states([[1, 2], [3, 4]]), 0)
+    with cache.scratch():
+        cache.update(states([[1, 2], [3, 4]]), states([[1, 2], [3, 4]]), 0)
     cache.commit([[0, 1], [0]])
     cache.forget(0)
     assert cache.lengths(2) == [0, 1]
-    cache.update(states([[5, 6], [7, 8]]), states([[5, 6], [7, 8]]), 0)
+    with cache.scratch():
+        cache.update(states([[5, 6], [7, 8]]), states([[5, 6], [7, 8]]), 0)
     cache.commit([[0, 1], [1]])
     assert cache.layers[0].keys[0, 0, :2, 0].tolist() == [5, 6]
     assert cache.layers[0].keys[1, 0, :2, 0].tolist() == [3, 8]
@@ -78,3 +89,28 @@ def test_forget_crop_and_reset() -> None:
     assert cache.lengths(2) == [1, 1]
     cache.reset()
     assert cache.lengths(2) == [0, 0]
+
+
+def test_outside_of_trees_it_is_a_cache_like_any_other() -> None:
+    cache = TreeCache()
+    for start in (0, 2, 4):
+        fresh = states([[start, start + 1], [10 + start, 11 + start]])
+        keys, _ = cache.update(fresh, fresh, 0)
+        assert keys.shape[2] == cache.get_seq_length() == start + 2
+    assert keys[1, 0, :, 0].tolist() == [10, 11, 12, 13, 14, 15]
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.layers[0].keys[0, 0, :2, 0].tolist() == [10, 11]
+    cache.batch_repeat_interleave(2)
+    assert cache.lengths(4) == [6] * 4
+    cache.batch_select_indices(torch.tensor([3]))
+    assert cache.layers[0].keys[0, 0, :6, 0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_rows_of_different_lengths_are_for_trees_alone() -> None:
+    cache = TreeCache()
+    with cache.scratch():
+        cache.update(states([[1, 2], [3, 4]]), states([[1, 2], [3, 4]]), 0)
+    cache.commit([[0, 1], [0]])
+    with pytest.raises(InvalidArgumentError, match="past_key_values"):
+        cache.update(states([[1], [2]]), states([[1], [2]]), 0)
+    assert cache.lengths(2) == [2, 1]

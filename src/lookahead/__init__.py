@@ -14,7 +14,9 @@ from lookahead.errors import (
 from lookahead.statistics import Statistics, StepRecord
 
 if TYPE_CHECKING:
-    from lookahead.generation import LookaheadOutput, attach, detach, generate
+    from lookahead.drafting import NGramPool
+    from lookahead.generation import attach, detach, generate
+    from lookahead.output import LookaheadOutput
 
 try:
     __version__ = version("lookahead-decoding")
@@ -26,6 +28,7 @@ __all__ = [
     "LookaheadConfig",
     "LookaheadError",
     "LookaheadOutput",
+    "NGramPool",
     "Statistics",
     "StepRecord",
     "UnsupportedArgumentError",
@@ -36,14 +39,20 @@ __all__ = [
     "generate",
 ]
 
-_DOORS = ("LookaheadOutput", "attach", "detach", "generate")
+_LATE = {
+    "LookaheadOutput": "lookahead.output",
+    "NGramPool": "lookahead.drafting",
+    "attach": "lookahead.generation",
+    "detach": "lookahead.generation",
+    "generate": "lookahead.generation",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import the doors when they are first used: torch and transformers take seconds, a configuration needs neither."""
-    if name not in _DOORS:
+    if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module("lookahead.generation"), name)
+    value = getattr(import_module(_LATE[name]), name)
     globals()[name] = value
     return value
 

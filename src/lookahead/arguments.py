@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from lookahead.config import LookaheadConfig
+from lookahead.drafting import NGramPool
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
 _CONSUMED = (
@@ -41,26 +42,20 @@ def check_prompt_ids(input_ids: object) -> None:
 
     Raises:
         InvalidArgumentError: `input_ids` is no integer tensor `[batch, tokens]`, or has no tokens.
-        UnsupportedArgumentError: It has more than one row.
     """
     if not isinstance(input_ids, torch.Tensor):
         raise InvalidArgumentError(
-            f"input_ids={type(input_ids).__name__} must be a tensor of token ids [1, tokens]; "
+            f"input_ids={type(input_ids).__name__} must be a tensor of token ids [batch, tokens]; "
             "tokenizer(text, return_tensors='pt').input_ids makes one"
         )
     if input_ids.dim() != 2 or input_ids.is_floating_point():
         raise InvalidArgumentError(
-            f"input_ids of shape {tuple(input_ids.shape)} and dtype {input_ids.dtype} must be token ids [1, tokens]"
+            f"input_ids of shape {tuple(input_ids.shape)} and dtype {input_ids.dtype} must be token ids [batch, tokens]"
         )
     if input_ids.shape[1] == 0:
         raise InvalidArgumentError(
             f"input_ids of shape {tuple(input_ids.shape)} is an empty prompt; give it at least one token, "
             "the model's bos_token_id for example"
-        )
-    if input_ids.shape[0] != 1:
-        raise UnsupportedArgumentError(
-            f"input_ids has a batch of {input_ids.shape[0]} rows; lookahead decoding runs one sequence a call for now: "
-            "call it once for each row"
         )
 
 
@@ -73,10 +68,6 @@ def check_mode(config: GenerationConfig) -> None:
     beams = config.num_beams or 1
     unsupported = {
         "num_beams": (beams > 1, "beam search keeps several texts; use num_beams=1"),
-        "num_return_sequences": (
-            (config.num_return_sequences or 1) > 1,
-            "several sequences are a batch; call generate once for each",
-        ),
         "penalty_alpha": (
             bool(config.penalty_alpha) and not config.do_sample,
             "contrastive search is another way of decoding; leave it unset",
@@ -115,7 +106,7 @@ def check_mode(config: GenerationConfig) -> None:
 
 
 def check_model_inputs(model_kwargs: dict[str, Any]) -> None:
-    """Refuse inputs of the model that a token tree could not carry along, and caches that hold text already.
+    """Refuse inputs of the model that a token tree could not carry along.
 
     Raises:
         UnsupportedArgumentError: There is one; the message names it.
@@ -126,39 +117,57 @@ def check_model_inputs(model_kwargs: dict[str, Any]) -> None:
                 f"{name} is not supported by lookahead decoding, which sends the model token ids alone; leave it out, "
                 "or use the model's own generate"
             )
-    cache = model_kwargs.get("past_key_values")
-    if getattr(cache, "_is_user_defined", False):
-        raise UnsupportedArgumentError(
-            f"past_key_values={type(cache).__name__} is not supported yet: lookahead decoding keeps its own cache; "
-            "leave it out and give the whole text as input_ids"
+
+
+def check_pool(pool: NGramPool | None, config: LookaheadConfig) -> None:
+    """Refuse a pool that does not go with the configuration.
+
+    Raises:
+        InvalidArgumentError: It is no pool, or was made for n-grams of another size.
+    """
+    if pool is None:
+        return
+    if not isinstance(pool, NGramPool):
+        raise InvalidArgumentError(f"ngram_pool={pool!r} must be a lookahead.NGramPool, or None for a new one")
+    if config.preset != "paper":
+        raise InvalidArgumentError(f"ngram_pool is of no use to preset={config.preset!r}; use it with preset='paper'")
+    if pool.ngram_size != config.ngram_size:
+        raise InvalidArgumentError(
+            f"ngram_pool holds n-grams of {pool.ngram_size} tokens, but lookahead_config.ngram_size={config.ngram_size}"
         )
 
 
-def prompt_tokens(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[int]:
-    """The tokens of the prompt that the model reads: those the attention mask does not hide.
+def prompt_tokens(
+    model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
+) -> list[list[int]]:
+    """The tokens of each row's prompt that the model reads: those the attention mask does not hide.
+
+    Args:
+        model: The model, which says how many tokens there are.
+        input_ids: The prompts, `[batch, tokens]`.
+        mask: Nonzero for each token that counts, `[batch, tokens]`; all of them do if not given.
+        positions: Position ids `[batch or 1, tokens]`, if any.
 
     Raises:
-        InvalidArgumentError: The mask hides all of them, or a token id is outside the vocabulary.
-        UnsupportedArgumentError: `position_ids` are not the usual ones, that count the tokens.
+        InvalidArgumentError: The mask hides all of a row, or a token id is outside the vocabulary.
+        UnsupportedArgumentError: `positions` are not the usual ones, that count the tokens.
     """
-    mask = model_kwargs.get("attention_mask")
     kept = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(input_ids.device).bool()
-    tokens: list[int] = input_ids[kept].tolist()
-    if not tokens:
-        raise InvalidArgumentError("attention_mask hides every token of input_ids; the prompt would be empty")
     vocabulary = model.get_input_embeddings().num_embeddings
-    for token in tokens:
-        if not 0 <= token < vocabulary:
-            raise InvalidArgumentError(
-                f"input_ids holds the token id {token}, but the model's vocabulary has {vocabulary} entries; "
-                "use the tokenizer that belongs to the model"
-            )
-    positions = model_kwargs.get("position_ids")
-    if positions is not None:
-        usual = torch.arange(len(tokens), device=positions.device)
-        if positions.shape[-1] != input_ids.shape[1] or not torch.equal(positions[kept.to(positions.device)], usual):
+    outside = kept & ((input_ids < 0) | (input_ids >= vocabulary))
+    if outside.any():
+        raise InvalidArgumentError(
+            f"input_ids holds the token id {int(input_ids[outside][0])}, but the model's vocabulary has {vocabulary} "
+            "entries; use the tokenizer that belongs to the model"
+        )
+    if not kept.any(dim=1).all():
+        row = int((~kept.any(dim=1)).nonzero()[0])
+        raise InvalidArgumentError(f"attention_mask hides every token of row {row} of input_ids; its prompt is empty")
+    if positions is not None and positions.shape[-1] == input_ids.shape[1]:
+        usual = (kept.long().cumsum(-1) - 1).to(positions.device)
+        if not torch.equal(positions.expand_as(usual)[kept.to(positions.device)], usual[kept.to(positions.device)]):
             raise UnsupportedArgumentError(
                 "position_ids that do not count the tokens 0, 1, 2, ... are not supported by lookahead decoding; "
                 "leave them out"
             )
-    return tokens
+    return [row[mine].tolist() for row, mine in zip(input_ids, kept, strict=True)]

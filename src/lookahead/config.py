@@ -30,11 +30,15 @@ class LookaheadConfig:
             "prompt as reference", Table 3).
         pool_from_output: Fill the pool with the n-grams of the generated text as it grows. `None` follows
             `pool_from_prompt`: the authors' evaluation has both or neither.
+        share_pool: Let the rows of one call share one pool, so that each drafts from what the others found.
         block_size: Jacobi decoding only: m, how many positions are guessed at once (Algorithm 1). At least 1.
         max_iterations: Jacobi decoding only: after this many steps a block that has not settled is given up
             and a new one begins. `None` stands for `block_size`, the most that Jacobi iteration can need.
         seed: Seed of the random prompt tokens that the window and the Jacobi blocks start from. It has
             nothing to do with sampling.
+        tie_margin: Greedy decoding in low precision: name no token from a step with a draft if its logit is
+            less than this above the second; decide with a step without a draft, whose rounding is plain
+            decoding's. 0 is off, and right in float32. See `docs/precision.md` for what it brings and costs.
 
     Raises:
         InvalidArgumentError: A value has the wrong type or is out of its range.
@@ -46,9 +50,11 @@ class LookaheadConfig:
     guess_set_size: int = 15
     pool_from_prompt: bool = False
     pool_from_output: bool | None = None
+    share_pool: bool = False
     block_size: int = 16
     max_iterations: int | None = None
     seed: int = 0
+    tie_margin: float = 0.0
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -60,8 +66,13 @@ class LookaheadConfig:
         if self.max_iterations is not None:
             _check_int("max_iterations", self.max_iterations, 1, "the steps that a Jacobi block may take")
         _check_int("seed", self.seed, 0, "the seed of the window's first tokens")
-        if not isinstance(self.pool_from_prompt, bool):
-            raise InvalidArgumentError(f"pool_from_prompt={self.pool_from_prompt!r} must be True or False")
+        for name in ("pool_from_prompt", "share_pool"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
+        if isinstance(self.tie_margin, bool) or not isinstance(self.tie_margin, (int, float)) or self.tie_margin < 0:
+            raise InvalidArgumentError(
+                f"tie_margin={self.tie_margin!r} must be a number of at least 0, a difference of logits"
+            )
         if self.pool_from_output is not None and not isinstance(self.pool_from_output, bool):
             raise InvalidArgumentError(
                 f"pool_from_output={self.pool_from_output!r} must be True, False, or None to follow pool_from_prompt"

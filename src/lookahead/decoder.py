@@ -23,6 +23,7 @@ def decode(
     stop: Stop,
     statistics: Statistics,
     on_step: OnStep | None = None,
+    tie_margin: float = 0.0,
 ) -> None:
     """Decode `sequences` side by side until all are finished; the texts grow in place.
 
@@ -32,16 +33,22 @@ def decode(
         stop: Asked after every token.
         statistics: Counts and times are added to it.
         on_step: Called with each step of each sequence, after the cache has settled.
+        tie_margin: Greedy decoding names no token from a step with a draft whose logit is less than this above
+            the second; the next step decides, without a draft. See `LookaheadConfig.tie_margin`.
     """
     while not all(sequence.finished for sequence in sequences):
-        for record in _step(runner, sequences, stop, statistics):
+        for record in _step(runner, sequences, stop, statistics, tie_margin):
             statistics.record(record)
             if on_step is not None:
                 on_step(record)
 
 
 def _step(
-    runner: ModelRunner, sequences: Sequence[TextSequence], stop: Stop, statistics: Statistics
+    runner: ModelRunner,
+    sequences: Sequence[TextSequence],
+    stop: Stop,
+    statistics: Statistics,
+    tie_margin: float,
 ) -> list[StepRecord]:
     """One forward pass for all sequences, and all that follows from it."""
     timing = statistics.seconds.timing
@@ -51,20 +58,20 @@ def _step(
         results = runner.forward(trees)
     with timing("verify"):
         walks = [
-            None if sequence.finished else _verify(sequence, tree, result, stop)
+            None if sequence.finished else _verify(sequence, tree, result, stop, tie_margin)
             for sequence, tree, result in zip(sequences, trees, results, strict=True)
         ]
     with timing("commit"):
-        runner.commit([None if walked is None else walked.path for walked in walks], trees)
+        runner.commit([_kept(tree, walked) for tree, walked in zip(trees, walks, strict=True)])
     statistics.steps += 1
     records = []
     with timing("draft"):
         for row, (sequence, tree, result, walked) in enumerate(zip(sequences, trees, results, walks, strict=True)):
             if walked is not None:
                 sequence.steps += 1
-                sequence.finished = walked.stopped
+                sequence.finished, sequence.undecided = walked.stopped, walked.declined
                 sequence.drafter.observe(StepResult(tree, result.predictions, walked.path, walked.tokens))
-                records.append(StepRecord(row, sequence.steps, walked.tokens, nodes=len(tree) - tree.root))
+                records.append(StepRecord(row, sequence.steps, walked.tokens, len(tree) - tree.root, sequence.finished))
     return records
 
 
@@ -73,13 +80,26 @@ def _draft(runner: ModelRunner, row: int, sequence: TextSequence) -> TokenTree:
         # Its row of the batch must hold something; what comes of it is not kept.
         return TokenTree(sequence.tokens[-1:])
     tree = runner.begin_tree(row, sequence.tokens)
-    if runner.wants_draft(tree):
+    if runner.wants_draft(tree) and not sequence.undecided:
         sequence.drafter.propose(tree)
     return tree
 
 
-def _verify(sequence: TextSequence, tree: TokenTree, result: ForwardResult, stop: Stop) -> Walk:
-    def choose(node: int) -> int:
+def _kept(tree: TokenTree, walked: Walk | None) -> list[int]:
+    """The nodes whose keys and values stay: pending tokens and accepted path, up to the last token that was named
+    after them, which the next step sends as its root."""
+    if walked is None:
+        return []
+    kept = [*range(tree.root + 1), *walked.path]
+    return kept[:-1] if walked.declined else kept
+
+
+def _verify(sequence: TextSequence, tree: TokenTree, result: ForwardResult, stop: Stop, tie_margin: float) -> Walk:
+    wary = tie_margin > 0 and not tree.is_chain and not sequence.target.samples
+
+    def choose(node: int) -> int | None:
+        if wary and result.margin(node) < tie_margin:
+            return None
         if sequence.target.is_argmax:
             return int(result.predictions[node])
         return sequence.target.choose(sequence.ids, result.logits_after(node).to(sequence.ids.device))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -16,32 +15,29 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
-from lookahead.arguments import check_config, check_mode, check_model_inputs, check_prompt_ids, prompt_tokens
+from lookahead.arguments import (
+    check_config,
+    check_mode,
+    check_model_inputs,
+    check_pool,
+    check_prompt_ids,
+    prompt_tokens,
+)
 from lookahead.config import LookaheadConfig
 from lookahead.decoder import OnStep, decode
-from lookahead.drafting import build_drafter
-from lookahead.engine import ModelRunner, check_model
+from lookahead.drafting import NGramPool, build_drafter
+from lookahead.engine import ModelRunner, TreeCache, adopt_cache, check_model, return_cache
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.output import LookaheadOutput, stack_collected, stack_texts
+from lookahead.processors import row_processors
 from lookahead.sequence import Sequence
 from lookahead.statistics import Statistics, StepRecord
 from lookahead.stopping import StopRule
+from lookahead.streaming import StreamFeeder
 from lookahead.verification import Target
-
-
-@dataclass
-class LookaheadOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
-    """What `generate` returns with `return_dict_in_generate=True`.
-
-    All fields of transformers' `GenerateDecoderOnlyOutput`, and:
-
-    Args:
-        statistics: Counts and times of the call.
-    """
-
-    statistics: Statistics | None = None
 
 
 def generate(
@@ -50,6 +46,7 @@ def generate(
     *,
     lookahead_config: LookaheadConfig | None = None,
     on_step: OnStep | None = None,
+    ngram_pool: NGramPool | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | LookaheadOutput:
     """Generate text exactly as `model.generate` does, in fewer steps.
@@ -61,13 +58,16 @@ def generate(
 
     Args:
         model: A causal language model of transformers, as it is.
-        input_ids: Token ids of the prompt, `[1, tokens]` int64. Without it transformers begins from the BOS token.
+        input_ids: Token ids of the prompts, `[batch, tokens]` int64, padded on the left where they differ in
+            length. Without them transformers begins from the BOS token.
         lookahead_config: How to draft; the default configuration if not given. It never changes the text.
-        on_step: Called after each step with a `StepRecord`: the tokens it added and what it sent.
+        on_step: Called after each step with a `StepRecord` for each sequence: the tokens it added, what it sent.
+        ngram_pool: A pool to draft from and to fill, to be handed to later calls again; a new one for each
+            sequence if not given.
         **kwargs: As for `model.generate`.
 
     Returns:
-        The text `[1, tokens]` int64, prompt included; or a `LookaheadOutput` with `return_dict_in_generate=True`.
+        The texts `[batch, tokens]` int64, prompts included; or a `LookaheadOutput` with `return_dict_in_generate=True`.
 
     Raises:
         InvalidArgumentError: An argument has a value that cannot work.
@@ -75,8 +75,9 @@ def generate(
         UnsupportedModelError: The model cannot be run on token trees.
     """
     config = check_config(lookahead_config)
+    check_pool(ngram_pool, config)
     if input_ids is not None and _is_prepared(kwargs.get("generation_config")):
-        return _decode_prepared(model, input_ids, config=config, on_step=on_step, **kwargs)
+        return _decode_prepared(model, input_ids, config=config, on_step=on_step, ngram_pool=ngram_pool, **kwargs)
     check_model(_language_model(model))
     if input_ids is not None:
         check_prompt_ids(input_ids)
@@ -93,7 +94,7 @@ def generate(
     # transformers drops these two on their way to a custom generate function, so they go around it
     streamer = kwargs.pop("streamer", None)
     _take_stop_strings(model, kwargs)
-    decode_here = partial(_decode_prepared, config=config, on_step=on_step, streamer=streamer)
+    decode_here = partial(_decode_prepared, config=config, on_step=on_step, ngram_pool=ngram_pool, streamer=streamer)
     return type(model).generate(model, input_ids, custom_generate=decode_here, **kwargs)  # type: ignore[no-any-return]
 
 
@@ -185,6 +186,7 @@ def _decode_prepared(
     *,
     config: LookaheadConfig,
     on_step: OnStep | None,
+    ngram_pool: NGramPool | None,
     streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | LookaheadOutput:
@@ -195,42 +197,117 @@ def _decode_prepared(
     check_prompt_ids(input_ids)
     check_model_inputs(model_kwargs)
     check_model(model)
-    tokens = prompt_tokens(model, input_ids, model_kwargs)
-    runner = ModelRunner(model, batch_size=1)
-    if runner.context is not None and len(tokens) > runner.context:
-        raise InvalidArgumentError(
-            f"input_ids is a prompt of {len(tokens)} tokens, but the model's context holds {runner.context}; shorten it"
+    rows = len(input_ids)
+    mask = model_kwargs.get("attention_mask")
+    given_cache: Cache | None = model_kwargs.get("past_key_values")
+    cache = adopt_cache(given_cache) if getattr(given_cache, "_is_user_defined", False) else TreeCache()
+    own_mask = None if mask is None else mask[:, -input_ids.shape[1] :]
+    tokens = prompt_tokens(model, input_ids, own_mask, model_kwargs.get("position_ids"))
+    before = _tokens_before(cache, tokens, mask, input_ids)
+    runner = ModelRunner(model, rows, cache, before)
+    _check_context(runner, tokens, before)
+    pool = ngram_pool
+    if pool is None and config.share_pool:
+        pool = NGramPool(config.ngram_size, config.guess_set_size)
+    sequences = [
+        Sequence(
+            input_ids[row : row + 1],
+            tokens[row],
+            build_drafter(config, pool),
+            _target(row_processors(logits_processor, row, rows), generation_config),
         )
-    keep = bool(generation_config.return_dict_in_generate)
-    target = Target(
-        processor=logits_processor if len(logits_processor) else None,
-        sample=bool(generation_config.do_sample),
-        keep_logits=keep and bool(generation_config.output_logits),
-        keep_scores=keep and bool(generation_config.output_scores),
-    )
-    sequence = Sequence(input_ids, tokens, build_drafter(config), target)
+        for row in range(rows)
+    ]
+    rule = StopRule(stopping_criteria, runner.last_length, before)
+    pad_token = generation_config._pad_token_tensor if rule.has_eos else None
+    pad = None if pad_token is None else int(pad_token)
+    feeder = None if streamer is None else StreamFeeder(streamer, rows, pad)
     statistics = Statistics()
 
     def after_step(record: StepRecord) -> None:
         if on_step is not None:
             on_step(record)
-        if streamer is not None:
-            for token in record.tokens:
-                streamer.put(torch.tensor([token]))
+        if feeder is not None:
+            feeder.add(record)
 
-    if streamer is not None:
-        streamer.put(input_ids.cpu())
+    if feeder is not None:
+        feeder.start(input_ids)
     with torch.no_grad():
-        decode(runner, [sequence], StopRule(stopping_criteria, runner.last_length), statistics, after_step)
-    if streamer is not None:
-        streamer.end()
-    text = sequence.ids.clone()
+        statistics.prefill_passes = runner.prefill(tokens, generation_config.prefill_chunk_size)
+        decode(runner, sequences, rule, statistics, after_step, config.tie_margin)
+        if not rule.has_eos:
+            _even_out(runner, sequences, statistics, after_step, config.tie_margin)
+    if feeder is not None:
+        feeder.end()
+    if given_cache is not None and cache is not given_cache and getattr(given_cache, "_is_user_defined", False):
+        return_cache(cache, given_cache)
+        cache = given_cache
+    texts = stack_texts(sequences, pad)
     if not generation_config.return_dict_in_generate:
-        return text
+        return texts
     return LookaheadOutput(
-        sequences=text,
-        scores=None if target.scores is None else tuple(target.scores),
-        logits=None if target.logits is None else tuple(target.logits),
-        past_key_values=runner.cache if generation_config.use_cache else None,
+        sequences=texts,
+        scores=stack_collected([sequence.target.scores for sequence in sequences]),
+        logits=stack_collected([sequence.target.logits for sequence in sequences]),
+        past_key_values=cache if generation_config.use_cache else None,
         statistics=statistics,
     )
+
+
+def _target(processors: LogitsProcessorList, config: GenerationConfig) -> Target:
+    keep = bool(config.return_dict_in_generate)
+    return Target(
+        processor=processors if len(processors) else None,
+        sample=bool(config.do_sample),
+        keep_logits=keep and bool(config.output_logits),
+        keep_scores=keep and bool(config.output_scores),
+    )
+
+
+def _tokens_before(
+    cache: TreeCache, tokens: list[list[int]], mask: torch.Tensor | None, input_ids: torch.Tensor
+) -> list[int]:
+    """How many tokens of the cache come before each row's prompt: all, or none if the prompt repeats them.
+
+    As in transformers, an attention mask that is longer than the prompt says that the prompt is new text alone.
+
+    Raises:
+        InvalidArgumentError: The cache does not fit the prompt.
+    """
+    lengths = cache.lengths(len(tokens))
+    if len(lengths) != len(tokens):
+        raise InvalidArgumentError(
+            f"past_key_values holds {len(lengths)} rows, but input_ids has {len(tokens)}; they must be the same texts"
+        )
+    if mask is not None and mask.shape[1] > input_ids.shape[1]:
+        earlier = mask[:, : -input_ids.shape[1]].sum(dim=1).tolist()
+        if earlier != lengths:
+            raise InvalidArgumentError(
+                f"attention_mask counts {earlier} tokens before input_ids, but past_key_values holds {lengths}"
+            )
+        return lengths
+    for length, row in zip(lengths, tokens, strict=True):
+        if length >= len(row):
+            raise InvalidArgumentError(
+                f"past_key_values holds {length} tokens, but input_ids has {len(row)}: give the whole text with at "
+                "least one new token, or new tokens alone with an attention_mask over the whole text"
+            )
+    return [0] * len(tokens)
+
+
+def _check_context(runner: ModelRunner, tokens: list[list[int]], before: list[int]) -> None:
+    longest = max(earlier + len(row) for earlier, row in zip(before, tokens, strict=True))
+    if runner.context is not None and longest > runner.context:
+        raise InvalidArgumentError(
+            f"input_ids is a prompt of {longest} tokens, but the model's context holds {runner.context}; shorten it"
+        )
+
+
+def _even_out(
+    runner: ModelRunner, sequences: list[Sequence], statistics: Statistics, on_step: OnStep, tie_margin: float
+) -> None:
+    """Go on with rows that ended before others: without an end-of-sequence token nothing is padded in transformers."""
+    longest = max(sequence.ids.shape[1] for sequence in sequences)
+    for sequence in sequences:
+        sequence.finished = sequence.ids.shape[1] >= longest
+    decode(runner, sequences, lambda text: text.ids.shape[1] >= longest, statistics, on_step, tie_margin)

@@ -22,6 +22,7 @@ class Sequence:
     Attributes:
         tokens: Token ids of the text so far, without padding.
         finished: Whether the text is complete.
+        undecided: Whether the last step put its decision off to a step without a draft.
         steps: Steps this sequence has taken.
     """
 
@@ -30,6 +31,7 @@ class Sequence:
         self.drafter = drafter
         self.target = target
         self.finished = False
+        self.undecided = False
         self.steps = 0
         self._length = prompt.shape[1]
         self._ids = prompt

@@ -16,14 +16,17 @@ class StepRecord:
     Attributes:
         index: Which sequence of the batch.
         step: Number of the step, from 1; the prefill is step 1.
-        tokens: The token ids that the step added to the text, at least one, in order.
+        tokens: The token ids that the step added to the text, in order; at least one unless `tie_margin` put
+            the decision off to the next step.
         nodes: Nodes of the token tree that the step sent, prompt tokens not counted, the root counted.
+        finished: Whether the text is complete with this step.
     """
 
     index: int
     step: int
     tokens: list[int]
     nodes: int
+    finished: bool = False
 
 
 @dataclass
@@ -60,6 +63,8 @@ class Statistics:
 
     Attributes:
         steps: Forward passes of the model that decoded tokens, the prefill included.
+        prefill_passes: Forward passes before the first step that carried parts of a long prompt and decoded
+            nothing: with `prefill_chunk_size`, or for a long prompt in a batch.
         tokens: Tokens generated, over all sequences of the batch.
         nodes_per_step: Nodes that each step sent for one sequence (prompt tokens not counted), one entry per
             step and sequence, in the order of the steps.
@@ -68,6 +73,7 @@ class Statistics:
     """
 
     steps: int = 0
+    prefill_passes: int = 0
     tokens: int = 0
     nodes_per_step: list[int] = field(default_factory=list)
     accepted_lengths: list[int] = field(default_factory=list)

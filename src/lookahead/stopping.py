@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from lookahead.errors import InvalidArgumentError
-from lookahead.sequence import Sequence
+from lookahead.sequence import Sequence as TextSequence
 
 
 class StopRule:
@@ -21,13 +22,19 @@ class StopRule:
         criteria: The prepared criteria of the call.
         last_length: Length at which the model can read no further token, if there is one: generation stops
             there with a warning, where transformers would fail and lose the text.
+        before: Tokens that come before the longest text of the batch and are not in it.
+
+    Attributes:
+        has_eos: Whether rows that end are filled up with padding, as transformers does when there is an
+            end-of-sequence criterion.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, last_length: int | None) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, last_length: int | None, before: Sequence[int] = (0,)) -> None:
         self._eos: set[int] = set()
         self._max_length: int | None = None
         self._others = StoppingCriteriaList()
-        self._last_length = last_length
+        self._last_length = None if last_length is None else last_length - max(before)
+        self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
                 self._eos.update(criterion.eos_token_id.flatten().tolist())
@@ -36,7 +43,7 @@ class StopRule:
             else:
                 self._others.append(criterion)
 
-    def __call__(self, sequence: Sequence) -> bool:
+    def __call__(self, sequence: TextSequence) -> bool:
         """Whether `sequence` is complete with the token it has just got."""
         ids = sequence.ids
         done = sequence.tokens[-1] in self._eos

@@ -21,7 +21,8 @@ class Walk:
 
     Attributes:
         path: Accepted candidate nodes, from below the root downwards.
-        tokens: The tokens the target named: those of `path`, and one more, the root of the next step.
+        tokens: The tokens the target named: those of `path`, and one more, the root of the next step. Without
+            the one more if the target declined to name it.
         stopped: Whether generation is over.
     """
 
@@ -29,14 +30,19 @@ class Walk:
     tokens: list[int]
     stopped: bool
 
+    @property
+    def declined(self) -> bool:
+        """Whether the target declined to name the token after the path."""
+        return len(self.tokens) == len(self.path)
 
-def walk(tree: TokenTree, choose: Callable[[int], int], append: Callable[[int], bool]) -> Walk:
+
+def walk(tree: TokenTree, choose: Callable[[int], int | None], append: Callable[[int], bool]) -> Walk:
     """Follow the target from the root of `tree` for as long as it names drafted tokens.
 
     Args:
         tree: The tree that was sent.
-        choose: Gives the token that the target names after a node. Called once per token of the output, in
-            order, each time after the token before it was appended.
+        choose: Gives the token that the target names after a node, or `None` to decline, which ends the walk.
+            Called once per token of the output, in order, each time after the token before it was appended.
         append: Adds a token to the text; true when the text is complete with it.
     """
     node = tree.root
@@ -44,6 +50,8 @@ def walk(tree: TokenTree, choose: Callable[[int], int], append: Callable[[int], 
     tokens: list[int] = []
     while True:
         token = choose(node)
+        if token is None:
+            return Walk(path, tokens, stopped=False)
         tokens.append(token)
         stopped = append(token)
         child = None if stopped else tree.child(node, token)
@@ -82,6 +90,11 @@ class Target:
         self._sample = sample
         self.logits: list[torch.Tensor] | None = [] if keep_logits else None
         self.scores: list[torch.Tensor] | None = [] if keep_scores else None
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn."""
+        return self._sample
 
     @property
     def is_argmax(self) -> bool:

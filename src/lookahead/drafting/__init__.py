@@ -37,15 +37,20 @@ class NoDrafter:
         """Nothing to learn."""
 
 
-def build_drafter(config: LookaheadConfig) -> Drafter:
-    """The drafter that `config.preset` names, with the sizes of `config`. One serves one sequence."""
+def build_drafter(config: LookaheadConfig, pool: NGramPool | None = None) -> Drafter:
+    """The drafter that `config.preset` names, with the sizes of `config`. One serves one sequence.
+
+    Args:
+        config: What to build.
+        pool: The n-gram pool that the paper's method uses; a new one if not given.
+    """
     if config.preset == "autoregressive":
         return NoDrafter()
     if config.preset == "jacobi":
         return JacobiBlockDrafter(config.block_size, config.max_iterations or config.block_size, config.seed)
     return PaperDrafter(
         JacobiWindow(config.window_size, config.ngram_size, config.seed),
-        NGramPool(config.ngram_size, config.guess_set_size),
+        NGramPool(config.ngram_size, config.guess_set_size) if pool is None else pool,
         config.pool_from_prompt,
         config.pool_from_prompt if config.pool_from_output is None else config.pool_from_output,
     )

@@ -105,7 +105,7 @@ def _branches(model: PreTrainedModel, same: bool) -> tuple[torch.Tensor, torch.T
     runner = ModelRunner(model, batch_size=1)
     prefill = TokenTree(text[:-1])
     runner.forward([prefill])
-    runner.commit([[]], [prefill])
+    runner.commit([range(len(prefill))])
     tree = TokenTree(text[-1:])
     first = tree.add_window_node(a, tree.root, read=False)
     last = tree.add_window_node(b, first, read=True)

@@ -39,6 +39,11 @@ class ForwardResult:
         row = self._rows[node]
         return self.logits[row : row + 1]
 
+    def margin(self, node: int) -> float:
+        """How far the logit of the likeliest token after `node` is above the second one."""
+        first, second = self.logits_after(node)[0].topk(2).values.tolist()
+        return float(first - second)
+
 
 class ModelRunner:
     """One batch of sequences on one model: its cache, and the way in and out of it.
@@ -46,12 +51,21 @@ class ModelRunner:
     Args:
         model: Any transformers causal language model that `check_model` accepts.
         batch_size: Sequences that run together.
+        cache: Keys and values of the beginning of each text; an empty cache if not given.
+        before: Per sequence, how many tokens of the cache come before the text that `begin_tree` will be given.
     """
 
-    def __init__(self, model: PreTrainedModel, batch_size: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch_size: int,
+        cache: TreeCache | None = None,
+        before: Sequence[int] | None = None,
+    ) -> None:
         self.model = model
-        self.cache = TreeCache()
+        self.cache = TreeCache() if cache is None else cache
         self._batch_size = batch_size
+        self._before = list(before) if before is not None else [0] * batch_size
         self._masks = MaskBuilder(model.config)
         self._limit = PositionLimit(model.config)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -69,13 +83,37 @@ class ModelRunner:
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
         """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens."""
-        cached = self.cache.lengths(self._batch_size)[row]
+        cached, before = self.cache.lengths(self._batch_size)[row], self._before[row]
         recompute_at = self._limit.recompute_at
-        if recompute_at is not None and cached < recompute_at <= len(text):
+        if recompute_at is not None and not before and cached < recompute_at <= len(text):
             self.cache.forget(row)
             cached = 0
-        deepest = self._limit.deepest(len(text) - 1)
-        return TokenTree(text[cached:], None if deepest is None else deepest - cached)
+        deepest = self._limit.deepest(before + len(text) - 1)
+        return TokenTree(text[cached - before :], None if deepest is None else deepest - cached)
+
+    def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
+        """Send long texts ahead in chunks, so that the first step has few pending tokens.
+
+        Args:
+            texts: The text of each sequence.
+            chunk_size: Tokens of each text in one pass. `None` for what the engine finds right: a single text
+                goes in one pass, which needs no mask of ours; a batch in chunks, as its mask grows with them.
+
+        Returns:
+            The number of forward passes it took.
+        """
+        size = chunk_size or (None if len(texts) == 1 else LONGEST_DRAFTED_PREFILL)
+        passes = 0
+        while size is not None:
+            trees = [self.begin_tree(row, text) for row, text in enumerate(texts)]
+            if max(len(tree) for tree in trees) <= size:
+                break
+            # A text that is through, but for its last token, sends that and keeps nothing of it.
+            chunks = [TokenTree(tree.tokens[: min(size, max(len(tree) - 1, 1))]) for tree in trees]
+            self.forward(chunks)
+            self.commit([range(len(chunk) if len(tree) > 1 else 0) for chunk, tree in zip(chunks, trees, strict=True)])
+            passes += 1
+        return passes
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """Whether anything should be drafted onto `tree`, or it is a prompt too long to be sent with a mask."""
@@ -89,7 +127,8 @@ class ModelRunner:
         inputs = self._inputs(trees)
         if self._keeps_logits:
             inputs["logits_to_keep"] = torch.from_numpy(keep).to(self.model.device)
-        logits = self.model(**inputs, use_cache=True, return_dict=True).logits  # [batch, keep or nodes, vocabulary]
+        with self.cache.scratch():
+            logits = self.model(**inputs, use_cache=True, return_dict=True).logits  # [batch, keep or nodes, vocabulary]
         if not self._keeps_logits:
             logits = logits[:, torch.from_numpy(keep).to(logits.device)]
         # transformers chooses tokens from float32 logits whatever the model's own type
@@ -97,14 +136,12 @@ class ModelRunner:
         predictions = logits.argmax(dim=-1).cpu().numpy()  # [batch, keep]
         return [_result(layout, logits[row], predictions[row], keep) for row, layout in enumerate(self._layouts)]
 
-    def commit(self, paths: Sequence[Sequence[int] | None], trees: Sequence[TokenTree]) -> None:
-        """Keep each sequence's pending tokens and the accepted nodes of `paths`, and forget the other nodes.
-
-        A sequence whose path is `None` keeps nothing of the step.
-        """
+    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+        """Keep the keys and values of `kept`, for each sequence a path of nodes from its tree's first one
+        downwards, and forget the other nodes."""
         slots = [
-            [] if path is None else [*range(tree.root + 1), *layout.slots[list(path)].tolist()]
-            for path, tree, layout in zip(paths, trees, self._layouts, strict=True)
+            layout.slots[list(nodes)].tolist() if nodes else []
+            for nodes, layout in zip(kept, self._layouts, strict=True)
         ]
         self.cache.commit(slots)
 
@@ -135,7 +172,7 @@ class ModelRunner:
         visible[:, np.arange(nodes), scratch + np.arange(nodes)] = True
         for row, layout in enumerate(self._layouts):
             own = len(layout.order)
-            visible[row, :own, : lengths[row]] = True
+            visible[row, :own, : lengths[row]] = True  # all that is cached, and no scratch of longer rows
             visible[row, :own, scratch : scratch + own] = layout.ancestor_mask()
         cached = np.broadcast_to(np.arange(scratch), (batch, scratch))
         keys = np.concatenate([cached, positions], axis=1)

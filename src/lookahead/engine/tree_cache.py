@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from lookahead.errors import InvalidArgumentError
 
 _FIRST_CAPACITY = 256
 
@@ -13,13 +16,15 @@ _FIRST_CAPACITY = 256
 class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one model layer.
 
-    A forward pass writes the nodes of the tree behind the longest row, as scratch. `commit` keeps the
-    accepted ones, each row contiguous from its start, and the next pass overwrites the rest. Rows may have
-    different lengths; what lies behind the end of a row is hidden from it by the attention mask.
+    While a tree is run the forward pass writes its nodes behind the longest row, as scratch.
+    `commit` keeps the accepted ones, each row contiguous from its start, and the next pass overwrites the
+    rest. Rows may have different lengths; what lies behind the end of a row is hidden from it by the
+    attention mask. At other times the layer works as any cache of transformers: what is written is kept.
 
     Attributes:
         keys: `[batch, heads, capacity, head_dim]`; `values` likewise.
         lengths: Tokens kept, per row; empty before the first pass.
+        keeps_all: Whether `update` keeps what it writes, without a `commit`.
     """
 
     is_sliding = False
@@ -28,6 +33,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.lengths: list[int] = []
+        self.keeps_all = True
 
     @property
     def longest(self) -> int:
@@ -45,12 +51,19 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the nodes' states `[batch, heads, nodes, head_dim]` as scratch; return all keys and values so far."""
+        """Write states `[batch, heads, nodes, head_dim]` behind the longest row; return all keys and values so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, end = self.longest, self.longest + key_states.shape[2]
+        if self.keeps_all and min(self.lengths) < start:
+            raise InvalidArgumentError(
+                f"past_key_values holds {self.lengths} tokens in its rows; only lookahead decoding can go on from "
+                "rows of different lengths"
+            )
         if end > self.keys.shape[2]:
             self._grow(end)
+        if self.keeps_all:
+            self.lengths = [end] * len(self.lengths)
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
         return self.keys[:, :, :end], self.values[:, :, :end]
@@ -94,6 +107,22 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget everything, keep the memory."""
         self.lengths = [0] * len(self.lengths)
 
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only these rows, in this order."""
+        if self.is_initialized:
+            self.keys, self.values = self.keys[indices], self.values[indices]
+            self.lengths = torch.tensor(self.lengths)[indices.cpu()].tolist()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Put the rows into another order."""
+        self.batch_select_indices(beam_idx.to(self.keys.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        if self.is_initialized:
+            self.keys, self.values = (states.repeat_interleave(repeats, dim=0) for states in (self.keys, self.values))
+            self.lengths = [length for length in self.lengths for _ in range(repeats)]
+
     def _grow(self, needed: int) -> None:
         """Get room for at least `needed` tokens; by a constant factor, so that growing costs little per token."""
         capacity = max(needed, _FIRST_CAPACITY, self.keys.shape[2] * 3 // 2)
@@ -110,6 +139,31 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=TreeLayer)
+        self._keeps_all = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the states of one layer; see `TreeLayer.update`."""
+        while len(self.layers) <= layer_idx:
+            self.layers.append(TreeLayer())
+            self.layers[-1].keeps_all = self._keeps_all
+        keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        return keys, values
+
+    @contextmanager
+    def scratch(self) -> Iterator[None]:
+        """While a tree is run: what the pass writes is scratch, and stays only if it is committed."""
+        self._set_keeps_all(False)
+        try:
+            yield
+        finally:
+            self._set_keeps_all(True)
+
+    def _set_keeps_all(self, keeps_all: bool) -> None:
+        self._keeps_all = keeps_all
+        for layer in self.layers:
+            layer.keeps_all = keeps_all
 
     def lengths(self, batch_size: int) -> list[int]:
         """Tokens kept, per row."""

@@ -1,0 +1,53 @@
+"""Logits processors for the rows of a batch, each at its own place in its own text."""
+
+from __future__ import annotations
+
+import copy
+
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    LogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from lookahead.errors import UnsupportedArgumentError
+
+
+def row_processors(processors: LogitsProcessorList, row: int, batch_size: int) -> LogitsProcessorList:
+    """The processors of one row of a batch.
+
+    Plain decoding hands a processor all rows at once; here rows are at different places, so each is processed
+    by itself, `[1, tokens]` and `[1, vocabulary]`. Processors that hold something for each row of the batch are
+    narrowed to theirs. One that a user wrote must treat rows alike and apart, as transformers' own do.
+
+    Raises:
+        UnsupportedArgumentError: A processor cannot be narrowed to one row.
+    """
+    if batch_size == 1:
+        return processors
+    return LogitsProcessorList([_narrow(processor, row) for processor in processors])
+
+
+def _narrow(processor: LogitsProcessor, row: int) -> LogitsProcessor:
+    if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+        raise UnsupportedArgumentError(
+            "guidance_scale runs the model a second time over all rows at once, which lookahead decoding cannot do for "
+            "rows at different places; call generate once for each row"
+        )
+    if isinstance(processor, PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        return PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), processor._num_beams)
+    narrowed = copy.copy(processor)
+    if isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
+        narrowed.encoder_input_ids = processor.encoder_input_ids[row : row + 1]
+    elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
+        narrowed.generated_ngrams, narrowed.batch_size = processor.generated_ngrams[row : row + 1], 1
+    elif isinstance(processor, SynthIDTextWatermarkLogitsProcessor):
+        return copy.deepcopy(processor)  # keeps a running state of what it has seen
+    else:
+        return processor
+    return narrowed
