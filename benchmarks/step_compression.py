@@ -114,7 +114,7 @@ class ResultsFile:
                 raise ResultsError(f"{self.path.name} was measured with {difference}; {advice}")
         for row in old[1:]:
             method = row.get("method")
-            if method in METHODS and row["config"] != asdict(METHODS[method]):
+            if method in METHODS and not same_settings(row["config"], METHODS[method]):
                 raise ResultsError(f"{self.path.name} measured {method!r} with other settings than now; {advice}")
 
     def _rewrite(self) -> None:
@@ -123,6 +123,11 @@ class ResultsFile:
         unfinished = self.path.with_name(self.path.name + ".part")
         unfinished.write_text("".join(map(to_line, self.rows)), encoding="utf-8")
         os.replace(unfinished, self.path)
+
+
+def same_settings(recorded: Row, config: LookaheadConfig) -> bool:
+    """Whether a row was measured with this configuration; it may lack fields that were added to the class since."""
+    return recorded.items() <= asdict(config).items()
 
 
 def to_line(row: Row) -> str:

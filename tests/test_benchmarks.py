@@ -172,6 +172,16 @@ def test_method_with_other_settings_is_kept_apart(
     assert "'jacobi'" in capsys.readouterr().err
 
 
+def test_rows_from_before_a_setting_existed_are_gone_on_with(measure: Callable[..., int], results: Path) -> None:
+    assert measure("--limit", "1", "--methods", "jacobi") == 0
+    rows = rows_of(results)
+    del rows[-1]["config"]["seed"]
+    write_rows(results.parent, rows)
+    assert measure("--limit", "2", "--methods", "jacobi") == 0
+    assert rows_of(results)[1:3] == rows[1:]
+    assert len(rows_of(results)) == 5
+
+
 def test_a_difference_is_recorded_and_reported(
     measure: Callable[..., int], results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,36 +8,16 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
-from transformers.cache_utils import Cache
-from transformers.generation.streamers import BaseStreamer
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
-from lookahead.arguments import (
-    check_config,
-    check_mode,
-    check_model_inputs,
-    check_pool,
-    check_prompt_ids,
-    prompt_tokens,
-)
+from lookahead.arguments import check_config, check_pool, check_prompt_ids
 from lookahead.config import LookaheadConfig
-from lookahead.decoder import OnStep, decode
-from lookahead.drafting import NGramPool, build_drafter
-from lookahead.engine import ModelRunner, TreeCache, adopt_cache, check_model, return_cache
+from lookahead.decoder import OnStep
+from lookahead.drafting import NGramPool
+from lookahead.engine import check_model
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
-from lookahead.output import LookaheadOutput, stack_collected, stack_texts
-from lookahead.processors import row_processors
-from lookahead.sequence import Sequence
-from lookahead.statistics import Statistics, StepRecord
-from lookahead.stopping import StopRule
-from lookahead.streaming import StreamFeeder
-from lookahead.verification import Target
+from lookahead.output import LookaheadOutput
+from lookahead.request import decode_request
 
 
 def generate(
@@ -77,7 +57,7 @@ def generate(
     config = check_config(lookahead_config)
     check_pool(ngram_pool, config)
     if input_ids is not None and _is_prepared(kwargs.get("generation_config")):
-        return _decode_prepared(model, input_ids, config=config, on_step=on_step, ngram_pool=ngram_pool, **kwargs)
+        return decode_request(model, input_ids, config=config, on_step=on_step, ngram_pool=ngram_pool, **kwargs)
     check_model(_language_model(model))
     if input_ids is not None:
         check_prompt_ids(input_ids)
@@ -94,7 +74,7 @@ def generate(
     # transformers drops these two on their way to a custom generate function, so they go around it
     streamer = kwargs.pop("streamer", None)
     _take_stop_strings(model, kwargs)
-    decode_here = partial(_decode_prepared, config=config, on_step=on_step, ngram_pool=ngram_pool, streamer=streamer)
+    decode_here = partial(decode_request, config=config, on_step=on_step, ngram_pool=ngram_pool, streamer=streamer)
     return type(model).generate(model, input_ids, custom_generate=decode_here, **kwargs)  # type: ignore[no-any-return]
 
 
@@ -175,139 +155,3 @@ def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         kwargs["generation_config"].stop_strings = None
     if model.generation_config.stop_strings is not None:
         kwargs["stop_strings"] = None  # the model's own would be filled in again
-
-
-def _decode_prepared(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    *,
-    config: LookaheadConfig,
-    on_step: OnStep | None,
-    ngram_pool: NGramPool | None,
-    streamer: BaseStreamer | None = None,
-    **model_kwargs: Any,
-) -> torch.Tensor | LookaheadOutput:
-    """Decode with arguments that transformers has checked and prepared, as its own decoding methods do."""
-    if model_kwargs.pop("synced_gpus", False):
-        raise UnsupportedArgumentError("synced_gpus=True is not supported; gather the model on one device first")
-    check_mode(generation_config)
-    check_prompt_ids(input_ids)
-    check_model_inputs(model_kwargs)
-    check_model(model)
-    rows = len(input_ids)
-    mask = model_kwargs.get("attention_mask")
-    given_cache: Cache | None = model_kwargs.get("past_key_values")
-    cache = adopt_cache(given_cache) if getattr(given_cache, "_is_user_defined", False) else TreeCache()
-    own_mask = None if mask is None else mask[:, -input_ids.shape[1] :]
-    tokens = prompt_tokens(model, input_ids, own_mask, model_kwargs.get("position_ids"))
-    before = _tokens_before(cache, tokens, mask, input_ids)
-    runner = ModelRunner(model, rows, cache, before)
-    _check_context(runner, tokens, before)
-    pool = ngram_pool
-    if pool is None and config.share_pool:
-        pool = NGramPool(config.ngram_size, config.guess_set_size)
-    sequences = [
-        Sequence(
-            input_ids[row : row + 1],
-            tokens[row],
-            build_drafter(config, pool),
-            _target(row_processors(logits_processor, row, rows), generation_config),
-        )
-        for row in range(rows)
-    ]
-    rule = StopRule(stopping_criteria, runner.last_length, before)
-    pad_token = generation_config._pad_token_tensor if rule.has_eos else None
-    pad = None if pad_token is None else int(pad_token)
-    feeder = None if streamer is None else StreamFeeder(streamer, rows, pad)
-    statistics = Statistics()
-
-    def after_step(record: StepRecord) -> None:
-        if on_step is not None:
-            on_step(record)
-        if feeder is not None:
-            feeder.add(record)
-
-    if feeder is not None:
-        feeder.start(input_ids)
-    with torch.no_grad():
-        statistics.prefill_passes = runner.prefill(tokens, generation_config.prefill_chunk_size)
-        decode(runner, sequences, rule, statistics, after_step, config.tie_margin)
-        if not rule.has_eos:
-            _even_out(runner, sequences, statistics, after_step, config.tie_margin)
-    if feeder is not None:
-        feeder.end()
-    if given_cache is not None and cache is not given_cache and getattr(given_cache, "_is_user_defined", False):
-        return_cache(cache, given_cache)
-        cache = given_cache
-    texts = stack_texts(sequences, pad)
-    if not generation_config.return_dict_in_generate:
-        return texts
-    return LookaheadOutput(
-        sequences=texts,
-        scores=stack_collected([sequence.target.scores for sequence in sequences]),
-        logits=stack_collected([sequence.target.logits for sequence in sequences]),
-        past_key_values=cache if generation_config.use_cache else None,
-        statistics=statistics,
-    )
-
-
-def _target(processors: LogitsProcessorList, config: GenerationConfig) -> Target:
-    keep = bool(config.return_dict_in_generate)
-    return Target(
-        processor=processors if len(processors) else None,
-        sample=bool(config.do_sample),
-        keep_logits=keep and bool(config.output_logits),
-        keep_scores=keep and bool(config.output_scores),
-    )
-
-
-def _tokens_before(
-    cache: TreeCache, tokens: list[list[int]], mask: torch.Tensor | None, input_ids: torch.Tensor
-) -> list[int]:
-    """How many tokens of the cache come before each row's prompt: all, or none if the prompt repeats them.
-
-    As in transformers, an attention mask that is longer than the prompt says that the prompt is new text alone.
-
-    Raises:
-        InvalidArgumentError: The cache does not fit the prompt.
-    """
-    lengths = cache.lengths(len(tokens))
-    if len(lengths) != len(tokens):
-        raise InvalidArgumentError(
-            f"past_key_values holds {len(lengths)} rows, but input_ids has {len(tokens)}; they must be the same texts"
-        )
-    if mask is not None and mask.shape[1] > input_ids.shape[1]:
-        earlier = mask[:, : -input_ids.shape[1]].sum(dim=1).tolist()
-        if earlier != lengths:
-            raise InvalidArgumentError(
-                f"attention_mask counts {earlier} tokens before input_ids, but past_key_values holds {lengths}"
-            )
-        return lengths
-    for length, row in zip(lengths, tokens, strict=True):
-        if length >= len(row):
-            raise InvalidArgumentError(
-                f"past_key_values holds {length} tokens, but input_ids has {len(row)}: give the whole text with at "
-                "least one new token, or new tokens alone with an attention_mask over the whole text"
-            )
-    return [0] * len(tokens)
-
-
-def _check_context(runner: ModelRunner, tokens: list[list[int]], before: list[int]) -> None:
-    longest = max(earlier + len(row) for earlier, row in zip(before, tokens, strict=True))
-    if runner.context is not None and longest > runner.context:
-        raise InvalidArgumentError(
-            f"input_ids is a prompt of {longest} tokens, but the model's context holds {runner.context}; shorten it"
-        )
-
-
-def _even_out(
-    runner: ModelRunner, sequences: list[Sequence], statistics: Statistics, on_step: OnStep, tie_margin: float
-) -> None:
-    """Go on with rows that ended before others: without an end-of-sequence token nothing is padded in transformers."""
-    longest = max(sequence.ids.shape[1] for sequence in sequences)
-    for sequence in sequences:
-        sequence.finished = sequence.ids.shape[1] >= longest
-    decode(runner, sequences, lambda text: text.ids.shape[1] >= longest, statistics, on_step, tie_margin)

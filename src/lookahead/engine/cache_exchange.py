@@ -17,6 +17,7 @@ def adopt_cache(cache: Cache) -> TreeCache:
         UnsupportedArgumentError: The cache is of another kind.
     """
     if isinstance(cache, TreeCache):
+        cache.settle()
         return cache
     layers = cache.layers
     # Empty caches of the kind that makes its layers as the model comes to them have none yet.

@@ -165,16 +165,29 @@ class TreeCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.keeps_all = keeps_all
 
+    @property
+    def _filled(self) -> list[TreeLayer]:
+        """The layers that the model has written to; some models have layers that borrow the states of others."""
+        return [layer for layer in self.layers if layer.is_initialized]
+
     def lengths(self, batch_size: int) -> list[int]:
         """Tokens kept, per row."""
-        return list(self.layers[0].lengths) if self.layers else [0] * batch_size
+        filled = self._filled
+        return list(filled[0].lengths) if filled else [0] * batch_size
 
     def commit(self, slots: Sequence[Sequence[int]]) -> None:
         """Keep the states of `slots[row]` in every layer; see `TreeLayer.commit`."""
-        for layer in self.layers:
+        for layer in self._filled:
             layer.commit(slots)
+
+    def settle(self) -> None:
+        """Bring all layers to the same lengths, in case an interruption came between two of them."""
+        filled = self._filled
+        shortest = [min(lengths) for lengths in zip(*(layer.lengths for layer in filled), strict=True)]
+        for layer in filled:
+            layer.lengths = list(shortest)
 
     def forget(self, row: int) -> None:
         """Forget all of one row, so that its text is computed anew."""
-        for layer in self.layers:
+        for layer in self._filled:
             layer.lengths[row] = 0

@@ -1,0 +1,194 @@
+"""One call of `generate`, as transformers hands it over: prepared, checked, ready to decode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
+
+from lookahead.arguments import check_mode, check_model_inputs, check_prompt_ids, prompt_tokens
+from lookahead.config import LookaheadConfig
+from lookahead.decoder import OnStep, decode
+from lookahead.drafting import NGramPool, build_drafter
+from lookahead.engine import ModelRunner, TreeCache, adopt_cache, check_model, return_cache
+from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.output import LookaheadOutput, stack_collected, stack_texts
+from lookahead.processors import row_processors
+from lookahead.sequence import Sequence
+from lookahead.statistics import Statistics, StepRecord
+from lookahead.stopping import StopRule
+from lookahead.streaming import StreamFeeder
+from lookahead.verification import Target
+
+
+def decode_request(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    config: LookaheadConfig,
+    on_step: OnStep | None,
+    ngram_pool: NGramPool | None,
+    streamer: BaseStreamer | None = None,
+    **model_kwargs: Any,
+) -> torch.Tensor | LookaheadOutput:
+    """Decode with arguments that transformers has checked and prepared, as its own decoding methods do.
+
+    Args:
+        model: The model, unwrapped.
+        input_ids: The prompts, `[batch, tokens]`.
+        logits_processor: All processors of the call.
+        stopping_criteria: All criteria of the call.
+        generation_config: The configuration of the call, special tokens turned into tensors.
+        config: How to draft.
+        on_step: Called with each step of each sequence.
+        ngram_pool: Pool to use and fill, if the caller brought one.
+        streamer: Gets the prompts and every token.
+        **model_kwargs: What else transformers would hand to the model.
+
+    Returns:
+        As `lookahead.generate`.
+    """
+    if model_kwargs.pop("synced_gpus", False):
+        raise UnsupportedArgumentError("synced_gpus=True is not supported; gather the model on one device first")
+    check_mode(generation_config)
+    check_prompt_ids(input_ids)
+    check_model_inputs(model_kwargs)
+    check_model(model)
+    mask, brought = model_kwargs.get("attention_mask"), _brought_cache(model_kwargs)
+    own_mask = None if mask is None else mask[:, -input_ids.shape[1] :]
+    tokens = prompt_tokens(model, input_ids, own_mask, model_kwargs.get("position_ids"))
+    cache = TreeCache() if brought is None else adopt_cache(brought)
+    before = _tokens_before(cache, tokens, mask, input_ids)
+    runner = ModelRunner(model, len(tokens), cache, before)
+    _check_context(runner, tokens, before)
+    sequences = _sequences(input_ids, tokens, logits_processor, generation_config, config, ngram_pool)
+    rule = StopRule(stopping_criteria, runner.last_length, before)
+    pad_token = _pad_token(generation_config) if rule.has_eos else None
+    feeder = None if streamer is None else StreamFeeder(streamer, len(tokens), pad_token)
+    statistics = Statistics()
+
+    def after_step(record: StepRecord) -> None:
+        if on_step is not None:
+            on_step(record)
+        if feeder is not None:
+            feeder.add(record)
+
+    if feeder is not None:
+        feeder.start(input_ids)
+    with torch.no_grad():
+        statistics.prefill_passes = runner.prefill(tokens, generation_config.prefill_chunk_size)
+        decode(runner, sequences, rule, statistics, after_step, config.tie_margin)
+        if not rule.has_eos:
+            _even_out(runner, sequences, statistics, after_step, config.tie_margin)
+    if feeder is not None:
+        feeder.end()
+    if brought is not None:
+        return_cache(cache, brought)
+    texts = stack_texts(sequences, pad_token)
+    if not generation_config.return_dict_in_generate:
+        return texts
+    return LookaheadOutput(
+        sequences=texts,
+        scores=stack_collected([sequence.target.scores for sequence in sequences]),
+        logits=stack_collected([sequence.target.logits for sequence in sequences]),
+        past_key_values=(cache if brought is None else brought) if generation_config.use_cache else None,
+        statistics=statistics,
+    )
+
+
+def _brought_cache(model_kwargs: dict[str, Any]) -> Cache | None:
+    """The cache that the caller passed, if any; transformers marks it, and makes an empty one where there is none."""
+    cache: Cache | None = model_kwargs.get("past_key_values")
+    return cache if getattr(cache, "_is_user_defined", False) else None
+
+
+def _pad_token(config: GenerationConfig) -> int | None:
+    return None if config._pad_token_tensor is None else int(config._pad_token_tensor)
+
+
+def _sequences(
+    input_ids: torch.Tensor,
+    tokens: list[list[int]],
+    processors: LogitsProcessorList,
+    generation_config: GenerationConfig,
+    config: LookaheadConfig,
+    pool: NGramPool | None,
+) -> list[Sequence]:
+    """One sequence for each row, with a drafter and a target of its own."""
+    if pool is None and config.share_pool:
+        pool = NGramPool(config.ngram_size, config.guess_set_size)
+    rows = len(tokens)
+    return [
+        Sequence(
+            input_ids[row : row + 1],
+            tokens[row],
+            build_drafter(config, pool),
+            _target(row_processors(processors, row, rows), generation_config),
+        )
+        for row in range(rows)
+    ]
+
+
+def _target(processors: LogitsProcessorList, config: GenerationConfig) -> Target:
+    keep = bool(config.return_dict_in_generate)
+    return Target(
+        processor=processors if len(processors) else None,
+        sample=bool(config.do_sample),
+        keep_logits=keep and bool(config.output_logits),
+        keep_scores=keep and bool(config.output_scores),
+    )
+
+
+def _tokens_before(
+    cache: TreeCache, tokens: list[list[int]], mask: torch.Tensor | None, input_ids: torch.Tensor
+) -> list[int]:
+    """How many tokens of the cache come before each row's prompt: all, or none if the prompt repeats them.
+
+    As in transformers, an attention mask that is longer than the prompt says that the prompt is new text alone.
+
+    Raises:
+        InvalidArgumentError: The cache does not fit the prompt.
+    """
+    lengths = cache.lengths(len(tokens))
+    if len(lengths) != len(tokens):
+        raise InvalidArgumentError(
+            f"past_key_values holds {len(lengths)} rows, but input_ids has {len(tokens)}; they must be the same texts"
+        )
+    if mask is not None and mask.shape[1] > input_ids.shape[1]:
+        earlier = mask[:, : -input_ids.shape[1]].sum(dim=1).tolist()
+        if earlier != lengths:
+            raise InvalidArgumentError(
+                f"attention_mask counts {earlier} tokens before input_ids, but past_key_values holds {lengths}"
+            )
+        return lengths
+    for length, row in zip(lengths, tokens, strict=True):
+        if length >= len(row):
+            raise InvalidArgumentError(
+                f"past_key_values holds {length} tokens, but input_ids has {len(row)}: give the whole text with at "
+                "least one new token, or new tokens alone with an attention_mask over the whole text"
+            )
+    return [0] * len(tokens)
+
+
+def _check_context(runner: ModelRunner, tokens: list[list[int]], before: list[int]) -> None:
+    longest = max(earlier + len(row) for earlier, row in zip(before, tokens, strict=True))
+    if runner.context is not None and longest > runner.context:
+        raise InvalidArgumentError(
+            f"input_ids is a prompt of {longest} tokens, but the model's context holds {runner.context}; shorten it"
+        )
+
+
+def _even_out(
+    runner: ModelRunner, sequences: list[Sequence], statistics: Statistics, on_step: OnStep, tie_margin: float
+) -> None:
+    """Go on with rows that ended before others: without an end-of-sequence token nothing is padded in transformers."""
+    longest = max(sequence.ids.shape[1] for sequence in sequences)
+    for sequence in sequences:
+        sequence.finished = sequence.ids.shape[1] >= longest
+    decode(runner, sequences, lambda text: text.ids.shape[1] >= longest, statistics, on_step, tie_margin)
