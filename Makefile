@@ -37,5 +37,16 @@ format: $(VENV)/installed  ## Put the code into the project's style
 	$(BIN)/ruff check --fix src tests tools benchmarks
 	$(BIN)/ruff format src tests tools benchmarks
 
+# Prompts and the story model lie outside of this repository; RESTART=--restart measures everything anew.
+SHARED ?= ../shared
+RESTART ?=
+results: $(VENV)/installed  ## Measure step compression and write docs/results.md (ten minutes); SHARED=folder of data and models
+	$(BIN)/python benchmarks/step_compression.py --model demo --prompts $(SHARED)/data/humaneval.jsonl --name humaneval \
+		--max-new-tokens 128 --dtype float32 --threads 1 --output benchmarks/results/humaneval-demo.jsonl $(RESTART)
+	$(BIN)/python benchmarks/step_compression.py --model $(SHARED)/models/stories260k --prompts $(SHARED)/data/stories.jsonl \
+		--name stories --max-new-tokens 200 --dtype float32 --threads 1 \
+		--output benchmarks/results/stories-stories260k.jsonl $(RESTART)
+	$(BIN)/python benchmarks/write_results.py
+
 clean:  ## Remove the environment and all that the tools left behind
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
