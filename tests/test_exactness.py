@@ -112,12 +112,7 @@ def test_text_growing_into_scaled_positions(name: str) -> None:
     "name",
     [
         "llama_dynamic_rope",
-        pytest.param(
-            "phi3_long_rope",
-            marks=pytest.mark.xfail(
-                strict=True, reason="transformers counts padding when it decides to compute the cache anew"
-            ),
-        ),
+        "phi3_long_rope",
     ],
 )
 def test_padded_text_growing_into_scaled_positions(name: str) -> None:

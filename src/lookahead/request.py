@@ -65,7 +65,8 @@ def decode_request(
     tokens = prompt_tokens(model, input_ids, own_mask, model_kwargs.get("position_ids"))
     cache = TreeCache() if brought is None else adopt_cache(brought)
     before = _tokens_before(cache, tokens, mask, input_ids)
-    runner = ModelRunner(model, len(tokens), cache, before)
+    padding = [input_ids.shape[1] - len(row) for row in tokens]
+    runner = ModelRunner(model, len(tokens), cache, before, padding)
     _check_context(runner, tokens, before)
     sequences = _sequences(input_ids, tokens, logits_processor, generation_config, config, ngram_pool)
     rule = StopRule(stopping_criteria, runner.last_length, before)

@@ -53,6 +53,7 @@ class ModelRunner:
         batch_size: Sequences that run together.
         cache: Keys and values of the beginning of each text; an empty cache if not given.
         before: Per sequence, how many tokens of the cache come before the text that `begin_tree` will be given.
+        padding: Per sequence, how many padding tokens its prompt had; they count where transformers counts them.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class ModelRunner:
         batch_size: int,
         cache: TreeCache | None = None,
         before: Sequence[int] | None = None,
+        padding: Sequence[int] | None = None,
     ) -> None:
         self.model = model
         self.cache = TreeCache() if cache is None else cache
         self._batch_size = batch_size
         self._before = list(before) if before is not None else [0] * batch_size
+        self._padding = list(padding) if padding is not None else [0] * batch_size
         self._masks = MaskBuilder(model.config)
         self._limit = PositionLimit(model.config)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -84,10 +87,11 @@ class ModelRunner:
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
         """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens."""
         cached, before = self.cache.lengths(self._batch_size)[row], self._before[row]
-        recompute_at = self._limit.recompute_at
-        if recompute_at is not None and not before and cached < recompute_at <= len(text):
-            self.cache.forget(row)
-            cached = 0
+        if self._limit.recompute_at is not None and not before:
+            recompute_at = self._limit.recompute_at - self._padding[row]
+            if cached < recompute_at <= len(text):
+                self.cache.forget(row)
+                cached = 0
         deepest = self._limit.deepest(before + len(text) - 1)
         return TokenTree(text[cached - before :], None if deepest is None else deepest - cached)
 
