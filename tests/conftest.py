@@ -5,10 +5,11 @@ import os
 # Before torch is imported: one thread, as in the Makefile, also where pytest is called by hand.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from model_zoo import build  # noqa: E402
-from transformers import PreTrainedModel, PreTrainedTokenizerBase  # noqa: E402
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from model_zoo import build
 
 
 @pytest.fixture

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from model_zoo import ARCHITECTURES, build
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from lookahead.engine import ModelRunner
 from lookahead.engine.model_runner import LONGEST_DRAFTED_PREFILL
 from lookahead.engine.position_limit import PositionLimit
 from lookahead.token_tree import TokenTree
+from model_zoo import ARCHITECTURES, build
 
 CHOSEN = [
     "llama",

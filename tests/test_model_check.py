@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from model_zoo import ARCHITECTURES, build
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,6 +16,7 @@ from transformers import (
 import lookahead
 from lookahead import InvalidArgumentError, UnsupportedModelError
 from lookahead.engine import ModelRunner, check_model
+from model_zoo import ARCHITECTURES, build
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 

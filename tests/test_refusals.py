@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from model_zoo import MAX_POSITIONS, build
 from transformers import GenerationConfig, LlamaConfig, PreTrainedModel, StaticCache
 
 import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadError
+from model_zoo import MAX_POSITIONS, build
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,12 @@ def _same_signature(model: PreTrainedModel, function: Any) -> Any:
 
 def test_sizes_below_zero_and_misspelt_arguments_are_transformers_errors(llama: PreTrainedModel) -> None:
     ids = torch.tensor([[1, 2, 3]])
-    for options in ({"max_new_tokens": 0}, {"max_new_token": 5}, {"max_length": 2}):
-        with pytest.raises(ValueError):
+    for options, name in (
+        ({"max_new_tokens": 0}, "max_new"),
+        ({"max_new_token": 5}, "max_new_token"),
+        ({"max_length": 2}, "max_length"),
+    ):
+        with pytest.raises(ValueError, match=name):
             lookahead.generate(llama, ids, **options)
 
 
