@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import lookahead
 from lookahead.cli import main
 from lookahead.cli.compare import Difference, first_difference
+from lookahead.cli.memory import OutOfMemoryError, is_out_of_memory, memory_errors_explained
 from lookahead.cli.rendering import StepPrinter
 from lookahead.cli.text import IncrementalText
 from lookahead.demo import DEMO_PROMPT, demo_model_path
@@ -363,6 +364,51 @@ def test_first_difference() -> None:
     assert first_difference([1, 2], [1, 2, 3]) == Difference(2, None, 3)
 
 
+# both
+
+
+def out_of_memory(*args: Any, **kwargs: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of ...")
+
+
+@pytest.mark.parametrize("command", ["generate", "compare"])
+def test_out_of_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setattr(lookahead, "generate", out_of_memory)
+    message = refused(capsys, command, PROMPT, *SHORT)
+    assert "out of memory on cpu while decoding (tried to allocate 2.50 GiB)" in message
+    assert all(word in message for word in ("-W", "shorter text", "--dtype bfloat16")), message
+    assert "--dtype" not in refused(capsys, command, PROMPT, *SHORT, "--dtype", "bfloat16")
+    monkeypatch.setattr(LlamaForCausalLM, "to", out_of_memory)
+    assert "out of memory on cpu while loading the model" in refused(capsys, command, PROMPT, *SHORT)
+
+
+def test_errors_that_mean_out_of_memory() -> None:
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(2**50, dtype=torch.uint8)
+    assert is_out_of_memory(error.value)
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+    message = r"on cpu \(tried to allocate 1125899906842624 bytes\): try less"
+    with pytest.raises(OutOfMemoryError, match=message), memory_errors_explained("on cpu", "less"):
+        torch.empty(2**50, dtype=torch.uint8)
+
+
+def test_models_that_ship_stop_strings(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
+    path = tmp_path / "stopping"
+    shutil.copytree(demo_model_path(), path)
+    config = json.loads((path / "generation_config.json").read_text())
+    stop = text[len(text) // 2 :][:3]
+    (path / "generation_config.json").write_text(json.dumps(config | {"stop_strings": [stop]}))
+    arguments = [PROMPT, *SHORT, "--json", "--model", str(path)]
+    assert main(["generate", *arguments]) == 0
+    stopped = json.loads(capsys.readouterr().out)["text"]
+    assert stop in stopped
+    assert text.startswith(stopped)
+    assert len(stopped) < len(text)
+    assert main(["compare", *arguments, "--repeats", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["plain"]["text"] == stopped
+
+
 # text
 
 
@@ -425,4 +471,6 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     without_arguments = capsys.readouterr().out
     assert main(["--help"]) == 0
     assert "generate" in without_arguments
-    assert "compare" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "compare" in out
+    assert "chat" in out

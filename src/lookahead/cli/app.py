@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from lookahead.cli import exit_codes
 from lookahead.cli import options as opt
-from lookahead.cli.settings import Settings
+from lookahead.cli.settings import ChatSettings, PromptSettings
 from lookahead.cli.versions import package_version
 from lookahead.errors import LookaheadError
 
@@ -126,7 +126,7 @@ def generate(
         pool_from_output=pool_from_output,
         seed=seed,
     )
-    settings = Settings(prompt, file, model, config, max_new_tokens, dtype, device, json, no_color)
+    settings = PromptSettings(model, config, max_new_tokens, dtype, device, json, no_color, prompt, file)
     # Importing torch takes seconds; help texts and refused options must not wait for it.
     from lookahead.cli.generate import run
 
@@ -166,7 +166,55 @@ def compare(
         pool_from_output=pool_from_output,
         seed=seed,
     )
-    settings = Settings(prompt, file, model, config, max_new_tokens, dtype, device, json, no_color)
+    settings = PromptSettings(model, config, max_new_tokens, dtype, device, json, no_color, prompt, file)
     from lookahead.cli.compare import run  # late, as in `generate`
 
     return run(settings, repeats)
+
+
+@app.command()
+def chat(
+    model: opt.ModelOption = None,
+    system: opt.SystemOption = None,
+    template: opt.TemplateOption = None,
+    raw: opt.RawOption = False,
+    preset: opt.PresetOption = None,
+    window_size: opt.WindowSizeOption = None,
+    ngram_size: opt.NgramSizeOption = None,
+    guess_set_size: opt.GuessSetSizeOption = None,
+    pool_from_prompt: opt.ChatPoolFromPromptOption = True,
+    pool_from_output: opt.PoolFromOutputOption = None,
+    seed: opt.SeedOption = None,
+    sample: opt.SampleOption = False,
+    temperature: opt.TemperatureOption = None,
+    top_p: opt.TopPOption = None,
+    top_k: opt.TopKOption = None,
+    sampling_seed: opt.SamplingSeedOption = None,
+    max_new_tokens: opt.MaxNewTokensOption = opt.DEFAULT_MAX_ANSWER_TOKENS,
+    dtype: opt.DtypeOption = "auto",
+    device: opt.DeviceOption = None,
+    json: opt.ChatJsonOption = False,
+    no_color: opt.NoColorOption = False,
+) -> int:
+    """Talk with a model, in as many turns as its context holds.
+
+    Turns are typed, or piped in, one a line. /reset forgets the conversation, /help lists the commands, /exit or
+    Ctrl-D ends. Ctrl-C stops an answer, and the conversation goes on from there; at the prompt, or where turns are
+    piped in, it ends the chat. Nothing that is in the cache already is computed again.
+    """
+    config = opt.lookahead_config(
+        preset=preset,
+        window_size=window_size,
+        ngram_size=ngram_size,
+        guess_set_size=guess_set_size,
+        pool_from_prompt=pool_from_prompt,
+        pool_from_output=pool_from_output,
+        seed=seed,
+    )
+    sampling = opt.sampling(sample, temperature, top_p, top_k, sampling_seed)
+    settings = ChatSettings(
+        model, config, max_new_tokens, dtype, device, json, no_color, system, template, raw, sampling
+    )
+    from lookahead.cli.chat import run  # late, as in `generate`
+
+    return run(settings)

@@ -18,7 +18,7 @@ from lookahead.cli.loading import LoadedModel, load_model, quiet_libraries
 from lookahead.cli.prompt import Prompt, encode_prompt, read_prompt_or
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json
 from lookahead.cli.reports import request_report, run_report
-from lookahead.cli.settings import Settings
+from lookahead.cli.settings import PromptSettings
 from lookahead.cli.text import Tokenizer, decode
 from lookahead.config import LookaheadConfig
 from lookahead.demo import DEMO_PROMPT
@@ -79,7 +79,7 @@ class Comparison:
         return None
 
 
-def run(settings: Settings, repeats: int) -> int:
+def run(settings: PromptSettings, repeats: int) -> int:
     """Compare, print, and return the exit code."""
     consoles = Consoles.create(no_color=settings.no_color)
     text, is_demo = read_prompt_or(settings, DEMO_PROMPT)

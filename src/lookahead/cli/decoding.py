@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter, process_time
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 import lookahead
 from lookahead.cli.loading import LoadedModel
+from lookahead.cli.memory import memory_errors_explained
 from lookahead.cli.prompt import Prompt
 from lookahead.config import LookaheadConfig
 from lookahead.statistics import Statistics, StepRecord
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -64,26 +67,40 @@ def decode_with_lookahead(
     config: LookaheadConfig,
     recording: Recording,
     on_step: Callable[[list[int]], None] | None = None,
-) -> None:
-    """Decode greedily with lookahead into `recording`; `on_step` gets the tokens of every step."""
+    **options: Any,
+) -> Any:
+    """Decode with lookahead into `recording`, greedily unless `options` say otherwise.
+
+    Args:
+        loaded: The model.
+        prompt: What to continue.
+        config: How to draft.
+        recording: Where everything that happens is kept.
+        on_step: Gets the tokens of every step.
+        **options: Further arguments of `lookahead.generate`.
+
+    Returns:
+        What `lookahead.generate` returned.
+    """
 
     def keep(step: StepRecord) -> None:
         recording.add(step)
         if on_step is not None:
             on_step(step.tokens)
 
-    def run() -> None:
+    def run() -> Any:
         output: Any = lookahead.generate(
             loaded.model,
             lookahead_config=config,
             on_step=keep,
             return_dict_in_generate=True,
-            **_arguments(prompt),
+            **_arguments(loaded, prompt) | options,
         )
         recording.output = output.sequences[0, prompt.input_ids.shape[1] :].tolist()
         recording.statistics.seconds = output.statistics.seconds
+        return output
 
-    _timed(run, recording)
+    return _timed(run, loaded, recording)
 
 
 def decode_plainly(loaded: LoadedModel, prompt: Prompt) -> Recording:
@@ -91,30 +108,36 @@ def decode_plainly(loaded: LoadedModel, prompt: Prompt) -> Recording:
     recording = Recording()
 
     def run() -> None:
-        sequences = loaded.model.generate(**_arguments(prompt))  # [1, S + new tokens]
+        sequences = loaded.model.generate(**_arguments(loaded, prompt))  # [1, S + new tokens]
         new_tokens: list[int] = sequences[0, prompt.input_ids.shape[1] :].tolist()
         for number, token in enumerate(new_tokens, start=1):
             recording.add(StepRecord(index=0, step=number, tokens=[token], nodes=1))
         recording.output = new_tokens
 
-    _timed(run, recording)
+    _timed(run, loaded, recording)
     return recording
 
 
-def _arguments(prompt: Prompt) -> dict[str, Any]:
+def _arguments(loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
     return {
         "input_ids": prompt.input_ids,
         # Without it transformers would take a pad token in the prompt for padding.
         "attention_mask": torch.ones_like(prompt.input_ids),
         "max_new_tokens": prompt.max_new_tokens,
         "do_sample": False,
+        # For models whose generation configuration holds stop strings.
+        "tokenizer": loaded.tokenizer,
     }
 
 
-def _timed(run: Callable[[], None], recording: Recording) -> None:
+def _timed(run: Callable[[], _T], loaded: LoadedModel, recording: Recording) -> _T:
+    advice = "a smaller window (-W 5 -N 3 -G 5), a shorter text or a smaller --max-new-tokens"
+    if loaded.dtype == "float32":
+        advice += ", or --dtype bfloat16"
     wall, cpu = perf_counter(), process_time()
     try:
-        run()
+        with memory_errors_explained(f"on {loaded.model.device} while decoding", advice):
+            return run()
     finally:
         recording.wall_seconds = perf_counter() - wall
         recording.cpu_seconds = process_time() - cpu

@@ -13,10 +13,10 @@ from lookahead.cli.loading import LoadedModel, load_model, quiet_libraries
 from lookahead.cli.prompt import Prompt, encode_prompt, read_prompt
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json
 from lookahead.cli.reports import request_report, run_report
-from lookahead.cli.settings import Settings
+from lookahead.cli.settings import PromptSettings
 
 
-def run(settings: Settings) -> int:
+def run(settings: PromptSettings) -> int:
     """Generate, print, and return the exit code."""
     consoles = Consoles.create(no_color=settings.no_color)
     text = read_prompt(settings)
@@ -36,7 +36,7 @@ def run(settings: Settings) -> int:
     return exit_codes.OK if recording.complete else exit_codes.INTERRUPTED
 
 
-def _decode(settings: Settings, loaded: LoadedModel, prompt: Prompt, printer: StepPrinter | None) -> Recording:
+def _decode(settings: PromptSettings, loaded: LoadedModel, prompt: Prompt, printer: StepPrinter | None) -> Recording:
     recording = Recording()
     with suppress(KeyboardInterrupt):  # recording.complete stays False, and what was generated is still printed
         decode_with_lookahead(loaded, prompt, settings.config, recording, None if printer is None else printer.step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from lookahead.cli.memory import is_out_of_memory, memory_errors_explained
 from lookahead.cli.rendering import spinner
 from lookahead.cli.settings import Settings
 from lookahead.demo import demo_model_path
@@ -38,24 +39,49 @@ _SAMPLING_FLAGS = (
     "typical_p",
     "epsilon_cutoff",
     "eta_cutoff",
-    "num_beams",
 )
-"""Settings that a model may ship for sampling or beam search; they have no place in greedy decoding."""
+"""Settings that a model may ship for sampling; they have no place in greedy decoding."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its tokenizer."""
+    """A model with its tokenizer.
+
+    Attributes:
+        path: The folder it came from.
+        model: The model, set to greedy decoding.
+        tokenizer: Its tokenizer.
+        sampling: What its own generation configuration says about sampling.
+    """
 
     path: Path
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    sampling: dict[str, Any] = field(default_factory=dict)
 
     @property
     def context_length(self) -> int | None:
         """Most positions the model knows, `None` when its configuration names no limit."""
         length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return length if isinstance(length, int) and length > 0 else None
+
+    @property
+    def fixed_positions(self) -> int | None:
+        """Longest text that reads every token as a shorter one did; `None` if no length changes how tokens are read.
+
+        Long and dynamic RoPE turn all tokens of a longer text by other angles.
+        """
+        config = self.model.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {}
+        kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and "rope_type" in kind]
+        lengths = [
+            kind.get("original_max_position_embeddings")
+            or getattr(config, "original_max_position_embeddings", None)
+            or self.context_length
+            for kind in kinds
+            if kind["rope_type"] == "longrope" or "dynamic" in str(kind["rope_type"])
+        ]
+        return min((length for length in lengths if length), default=None)
 
     @property
     def dtype(self) -> str:
@@ -67,7 +93,10 @@ def load_model(settings: Settings, notes: Console) -> LoadedModel:
     """Load the model that the settings name; a spinner shows that something happens."""
     device = check_device(settings.device)
     path = check_model_path(settings.model or demo_model_path())
-    with spinner(notes, f"loading {path.resolve().name}"):
+    memory = memory_errors_explained(
+        f"on {device} while loading the model", "--dtype bfloat16, a smaller model or another --device"
+    )
+    with spinner(notes, f"loading {path.resolve().name}"), memory:
         return _load(path, settings.dtype, device, notes)
 
 
@@ -131,17 +160,22 @@ def _load(path: Path, dtype: str, device: torch.device, notes: Console) -> Loade
         tokenizer = AutoTokenizer.from_pretrained(path, **local)
         model, report = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True, **local)
     except Exception as error:  # whatever a broken file makes transformers raise
-        raise InvalidArgumentError(f"--model {path}: cannot be loaded: {_summary(error)}") from error
+        if is_out_of_memory(error):
+            raise
+        raise InvalidArgumentError(f"--model {path}: cannot be loaded: {summary(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:
         notes.print(f"note: --model {path} lacks {len(missing)} weights ({missing[0]}, …), which start at random")
-    for flag in _SAMPLING_FLAGS:
+    shipped = {flag: getattr(model.generation_config, flag, None) for flag in _SAMPLING_FLAGS}
+    for flag in (*_SAMPLING_FLAGS, "num_beams"):
         setattr(model.generation_config, flag, None)
     model.generation_config.do_sample = False
-    return LoadedModel(path, model.to(device), tokenizer)
+    sampling = {flag: value for flag, value in shipped.items() if value is not None}
+    return LoadedModel(path, model.to(device), tokenizer, sampling)
 
 
-def _summary(error: Exception) -> str:
+def summary(error: Exception) -> str:
+    """An error of another library on one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -1,18 +1,24 @@
-"""The options that both commands share, as annotated types for typer."""
+"""The options of all commands, as annotated types for typer."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from lookahead.cli.settings import Sampling
 from lookahead.config import PRESETS, LookaheadConfig
+from lookahead.errors import InvalidArgumentError
 
 DEFAULT_MAX_NEW_TOKENS = 128
+DEFAULT_MAX_ANSWER_TOKENS = 512
 
 _SOURCE = "Prompt and model"
 _DRAFT = "Drafting (changes the number of steps, never the text)"
+_CONVERSATION = "Conversation"
+_SAMPLING = "Sampling"
 _RUN = "Running"
 _OUTPUT = "Output"
 
@@ -31,6 +37,31 @@ def _positive_number(text: str) -> int:
     number = _whole_number(text)
     if number < 1:
         raise typer.BadParameter(f"{number} is out of range; it must be at least 1")
+    return number
+
+
+def _temperature(text: str) -> float:
+    return _number(text, 0, math.inf, "above 0")
+
+
+def _probability(text: str) -> float:
+    return _number(text, 0, 1, "above 0 and at most 1")
+
+
+def _number(text: str, above: float, most: float, allowed: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number") from None
+    if not above < number <= most or math.isinf(number):
+        raise typer.BadParameter(f"{text} is out of range; it must be {allowed}")
+    return number
+
+
+def _count(text: str) -> int:
+    number = _whole_number(text)
+    if number < 0:
+        raise typer.BadParameter(f"{number} is out of range; it must be at least 0")
     return number
 
 
@@ -118,12 +149,21 @@ PoolFromPromptOption = Annotated[
         rich_help_panel=_DRAFT,
     ),
 ]
+ChatPoolFromPromptOption = Annotated[
+    bool,
+    typer.Option(
+        "--pool-from-prompt/--no-pool-from-prompt",
+        help="Fill the pool with the n-grams of the conversation: answers repeat what was said before.",
+        show_default="yes",
+        rich_help_panel=_DRAFT,
+    ),
+]
 PoolFromOutputOption = Annotated[
     bool | None,
     typer.Option(
         "--pool-from-output/--no-pool-from-output",
         help="Fill the pool with the n-grams of the generated text as well.",
-        show_default="no",
+        show_default="as --pool-from-prompt",
         rich_help_panel=_DRAFT,
     ),
 ]
@@ -179,6 +219,93 @@ RepeatsOption = Annotated[
         rich_help_panel=_RUN,
     ),
 ]
+SystemOption = Annotated[
+    str | None,
+    typer.Option(
+        "--system",
+        metavar="TEXT",
+        help="What the model is told before the first turn.",
+        show_default=False,
+        rich_help_panel=_CONVERSATION,
+    ),
+]
+TemplateOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--template",
+        metavar="FILE",
+        help="Chat template in Jinja, instead of the one that comes with the tokenizer.",
+        show_default=False,
+        rich_help_panel=_CONVERSATION,
+    ),
+]
+RawOption = Annotated[
+    bool,
+    typer.Option(
+        "--raw",
+        help="Use no chat template: every turn is appended on a new line and the model goes on right where it ends. "
+        "The default for the demonstration model, which has no template.",
+        rich_help_panel=_CONVERSATION,
+    ),
+]
+SampleOption = Annotated[
+    bool,
+    typer.Option(
+        "--sample/--greedy",
+        help="Draw tokens, or take the likeliest ones. What the options below leave open is as in the model's own "
+        "generation configuration.",
+        show_default="greedy",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        metavar="NUMBER",
+        parser=_temperature,
+        help="Divides the logits: less than 1 for likelier tokens.",
+        show_default="the model's",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p",
+        metavar="NUMBER",
+        parser=_probability,
+        help="Draw from the likeliest tokens that together are at least this probable.",
+        show_default="the model's",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+TopKOption = Annotated[
+    int | None,
+    typer.Option(
+        "--top-k",
+        metavar="INTEGER",
+        parser=_count,
+        help="Draw from this many of the likeliest tokens, 0 for all.",
+        show_default="the model's",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+SamplingSeedOption = Annotated[
+    int | None,
+    typer.Option(
+        "--sampling-seed",
+        metavar="INTEGER",
+        parser=_count,
+        help="Seed of the draws of the whole session.",
+        show_default="a new one every time",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+ChatJsonOption = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object for each turn.", rich_help_panel=_OUTPUT),
+]
 JsonOption = Annotated[
     bool,
     typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=_OUTPUT),
@@ -192,3 +319,16 @@ NoColorOption = Annotated[
 def lookahead_config(**options: str | int | bool | None) -> LookaheadConfig:
     """Configuration from the options that were given; those left out (`None`) keep the library's defaults."""
     return LookaheadConfig.from_dict({name: value for name, value in options.items() if value is not None})
+
+
+def sampling(
+    sample: bool, temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None
+) -> Sampling | None:
+    """How tokens are drawn, `None` for greedy decoding; refuses options that greedy decoding would ignore."""
+    if sample:
+        return Sampling(temperature, top_p, top_k, seed)
+    given = {"--temperature": temperature, "--top-p": top_p, "--top-k": top_k, "--sampling-seed": seed}
+    for option, value in given.items():
+        if value is not None:
+            raise InvalidArgumentError(f"{option} {value} is about sampling, but decoding is greedy; add --sample")
+    return None

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from lookahead.cli.loading import LoadedModel
-from lookahead.cli.settings import Settings
+from lookahead.cli.settings import PromptSettings
 from lookahead.errors import InvalidArgumentError
 
 _STDIN = "-"
@@ -31,7 +31,7 @@ class Prompt:
     max_new_tokens: int
 
 
-def read_prompt(settings: Settings) -> str:
+def read_prompt(settings: PromptSettings) -> str:
     """The prompt from its one source: the argument, a file, or standard input."""
     text = _given_prompt(settings)
     if text is not None:
@@ -43,7 +43,7 @@ def read_prompt(settings: Settings) -> str:
     )
 
 
-def read_prompt_or(settings: Settings, default: str) -> tuple[str, bool]:
+def read_prompt_or(settings: PromptSettings, default: str) -> tuple[str, bool]:
     """The prompt, or `default` when there is none; and whether it is the default.
 
     Standard input that was not asked for and holds nothing, as in a scheduled job, counts as no prompt.
@@ -58,6 +58,34 @@ def read_prompt_or(settings: Settings, default: str) -> tuple[str, bool]:
 def stdin_is_piped() -> bool:
     """Whether standard input is there and is not a keyboard."""
     return sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty()
+
+
+def read_text(path: Path, what: str, option: str) -> str:
+    """The text of the file that `option` names; `what` says in errors what it was to be."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot read {what} from {option} {path}: {error.strerror}") from error
+    return decoded(content, f"{what} from {option} {path}")
+
+
+def decoded(content: bytes, what: str) -> str:
+    """UTF-8 bytes as text; `what` says in errors what they were to be."""
+    try:
+        return content.decode("utf-8-sig")  # a byte order mark says how to read the file; it is no part of the text
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(
+            f"{what} is not valid UTF-8 (byte {error.start}); convert it to UTF-8 first"
+        ) from error
+
+
+def checked(text: str, what: str) -> str:
+    """Refuse text that holds bytes which the locale could not decode, as a command line or a keyboard may."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"{what} is not valid UTF-8; write it in UTF-8") from error
+    return text
 
 
 def encode_prompt(loaded: LoadedModel, text: str, max_new_tokens: int, notes: Console) -> Prompt:
@@ -82,7 +110,7 @@ def encode_prompt(loaded: LoadedModel, text: str, max_new_tokens: int, notes: Co
     return Prompt(text, input_ids, room)
 
 
-def _given_prompt(settings: Settings) -> str | None:
+def _given_prompt(settings: PromptSettings) -> str | None:
     """The prompt from the argument or the file, `None` when neither was given."""
     if settings.prompt is not None and settings.file is not None:
         raise InvalidArgumentError(
@@ -91,13 +119,13 @@ def _given_prompt(settings: Settings) -> str | None:
     if settings.prompt == _STDIN or (settings.file is not None and str(settings.file) == _STDIN):
         return _read_stdin()
     if settings.file is not None:
-        return _read_file(settings.file)
+        return read_text(settings.file, "the prompt", "--file")
     if settings.prompt is not None:
-        return _checked_argument(settings.prompt)
+        return checked(settings.prompt, "the prompt argument")
     return None
 
 
-def _source(settings: Settings) -> str:
+def _source(settings: PromptSettings) -> str:
     if settings.prompt == _STDIN or str(settings.file) == _STDIN:
         return "standard input"
     return f"--file {settings.file}" if settings.file is not None else "the argument"
@@ -109,35 +137,10 @@ def _not_empty(text: str, source: str) -> str:
     return text
 
 
-def _checked_argument(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:  # bytes of the command line that the locale could not decode
-        raise InvalidArgumentError("the prompt argument is not valid UTF-8; write it in UTF-8") from error
-    return text
-
-
-def _read_file(path: Path) -> str:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InvalidArgumentError(f"cannot read the prompt from --file {path}: {error.strerror}") from error
-    return _decoded(content, f"--file {path}")
-
-
 def _read_stdin() -> str:
     if sys.stdin is None or sys.stdin.closed:
         return ""
-    return _decoded(sys.stdin.buffer.read(), "standard input")
-
-
-def _decoded(content: bytes, source: str) -> str:
-    try:
-        return content.decode("utf-8-sig")  # a byte order mark says how to read the file; it is no part of the text
-    except UnicodeDecodeError as error:
-        raise InvalidArgumentError(
-            f"the prompt from {source} is not valid UTF-8 (byte {error.start}); convert it to UTF-8 first"
-        ) from error
+    return decoded(sys.stdin.buffer.read(), "the prompt from standard input")
 
 
 def _shortened(text: str, most: int = 30) -> str:

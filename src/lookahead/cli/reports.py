@@ -8,7 +8,7 @@ from typing import Any
 from lookahead.cli.decoding import Recording
 from lookahead.cli.loading import LoadedModel
 from lookahead.cli.prompt import Prompt
-from lookahead.cli.settings import Settings
+from lookahead.cli.settings import PromptSettings
 from lookahead.cli.text import Tokenizer, decode
 from lookahead.cli.versions import versions
 
@@ -34,7 +34,7 @@ def run_report(tokenizer: Tokenizer, recording: Recording) -> dict[str, Any]:
     }
 
 
-def request_report(settings: Settings, loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
+def request_report(settings: PromptSettings, loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
     """What was asked for, and of whom."""
     return {
         "prompt": prompt.text,

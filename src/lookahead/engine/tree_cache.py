@@ -76,16 +76,16 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         scratch = self.longest
         for row, kept in enumerate(slots):
             target = self.lengths[row]
-            self.lengths[row] = target + len(kept)
             settled = 0
             while settled < len(kept) and scratch + kept[settled] == target + settled:
                 settled += 1
-            if settled == len(kept):
-                continue
-            source = torch.tensor([scratch + slot for slot in kept[settled:]], device=self.keys.device)
-            place = slice(target + settled, target + len(kept))
-            self.keys[row, :, place] = self.keys[row].index_select(1, source)
-            self.values[row, :, place] = self.values[row].index_select(1, source)
+            if settled < len(kept):
+                source = torch.tensor([scratch + slot for slot in kept[settled:]], device=self.keys.device)
+                place = slice(target + settled, target + len(kept))
+                self.keys[row, :, place] = self.keys[row].index_select(1, source)
+                self.values[row, :, place] = self.values[row].index_select(1, source)
+        # Last, so that an interruption leaves a shorter text, and never one with wrong states.
+        self.lengths = [length + len(kept) for length, kept in zip(self.lengths, slots, strict=True)]
 
     def get_seq_length(self) -> int:
         """Tokens kept in the longest row."""

@@ -1,0 +1,158 @@
+"""`lookahead chat`: a conversation on the terminal or through a pipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lookahead.cli import exit_codes
+from lookahead.cli.conversation import Answer, Conversation
+from lookahead.cli.lines import piped_lines, stdin_is_terminal, typed_lines
+from lookahead.cli.loading import LoadedModel, load_model, quiet_libraries
+from lookahead.cli.prompt import Prompt
+from lookahead.cli.rendering import Consoles, StepPrinter, print_json
+from lookahead.cli.reports import run_report
+from lookahead.cli.settings import ChatSettings
+from lookahead.cli.turn_format import choose_format, read_template
+from lookahead.errors import InvalidArgumentError, LookaheadError
+
+HELP = """\
+/reset  forget the conversation; the n-gram pool stays, it saves steps and never changes the text
+/help   print this
+/exit   end, as Ctrl-D does
+A line that begins with / is a command, one that begins with a space never is.
+Ctrl-C stops an answer after the step under way, a second one at once; at the prompt it ends the chat."""
+
+
+def run(settings: ChatSettings) -> int:
+    """Talk until there is nothing more to read, and return the exit code."""
+    consoles = Consoles.create(no_color=settings.no_color)
+    template = read_template(settings)
+    with quiet_libraries():
+        loaded = load_model(settings, consoles.notes)
+        turns = choose_format(settings, template, loaded, consoles.notes)
+        if settings.sampling is not None:
+            if settings.sampling.seed is None:
+                torch.seed()
+            else:
+                torch.manual_seed(settings.sampling.seed)
+        conversation = Conversation(
+            loaded, turns, settings.config, settings.max_new_tokens, settings.system, settings.sampling
+        )
+        chat = Chat(consoles, loaded, conversation, settings)
+        return chat.by_keyboard() if stdin_is_terminal() else chat.by_pipe()
+
+
+class Chat:
+    """Reads turns and commands, and prints answers.
+
+    Args:
+        consoles: Where answers go, and where everything about them goes.
+        loaded: The model.
+        conversation: Who answers.
+        settings: What the user chose.
+    """
+
+    def __init__(
+        self, consoles: Consoles, loaded: LoadedModel, conversation: Conversation, settings: ChatSettings
+    ) -> None:
+        self._consoles = consoles
+        self._loaded = loaded
+        self._conversation = conversation
+        self._settings = settings
+
+    def by_keyboard(self) -> int:
+        """Talk with somebody who types: what goes wrong in one turn is shown, and the next turn can put it right."""
+        self._note(f"chat with {self._loaded.path.resolve().name}; /help lists the commands, Ctrl-D ends")
+        for line in typed_lines(self._consoles, marker_on_out=not self._settings.json):
+            if line.strip() == "/exit":
+                break
+            self._take(line)
+        return exit_codes.OK
+
+    def by_pipe(self) -> int:
+        """Answer every line that comes. Ctrl-C ends all of it; what went wrong on the way shows in the exit code."""
+        code = exit_codes.OK
+        for line in piped_lines():
+            if line.strip() == "/exit":
+                break
+            took = self._take(line)
+            if took == exit_codes.INTERRUPTED:
+                return took
+            code = max(code, took)
+        return code
+
+    def _take(self, line: str) -> int:
+        """Do what a line asks for, and return what would be the exit code if it were the only one."""
+        try:
+            if line.startswith("/"):
+                self._command(line.strip())
+            elif line.strip():
+                return self._turn(line)
+        except LookaheadError as error:
+            message = " ".join(str(error).split())
+            self._consoles.notes.print(f"error: {message}")
+            if self._settings.json and not line.startswith("/"):
+                print_json(self._consoles.out, {"prompt": line, "error": message})
+            return exit_codes.ERROR
+        return exit_codes.OK
+
+    def _command(self, command: str) -> None:
+        if command == "/reset":
+            self._conversation.reset()
+            self._note("the conversation is forgotten")
+        elif command == "/help":
+            self._note(HELP)
+        else:
+            raise InvalidArgumentError(
+                f"{command} is no command; /help lists them, and a space before it makes it a turn"
+            )
+
+    def _turn(self, text: str) -> int:
+        prompt = self._conversation.prompt(text)
+        if self._settings.json:
+            answer = self._conversation.answer(prompt)
+            print_json(self._consoles.out, turn_report(self._loaded, prompt, answer))
+        else:
+            printer = StepPrinter(self._consoles.out, self._loaded.tokenizer)
+            answer = self._conversation.answer(prompt, printer.step)
+            printer.finish()
+            self._note(statistics_line(self._loaded, prompt, answer))
+        return exit_codes.INTERRUPTED if answer.interrupted else exit_codes.OK
+
+    def _note(self, text: str) -> None:
+        self._consoles.notes.print(text, style="dim")
+
+
+def turn_report(loaded: LoadedModel, prompt: Prompt, answer: Answer) -> dict[str, Any]:
+    """One turn as plain numbers and lists."""
+    return run_report(loaded.tokenizer, answer.recording) | {
+        "prompt": prompt.text,
+        "prompt_tokens": prompt.input_ids.shape[1],
+        "prefilled_tokens": answer.prefilled_tokens,
+        "max_new_tokens": prompt.max_new_tokens,
+        "cut": answer.cut,
+        "interrupted": answer.interrupted,
+    }
+
+
+def statistics_line(loaded: LoadedModel, prompt: Prompt, answer: Answer) -> str:
+    """One line about a turn."""
+    recording = answer.recording
+    statistics = recording.statistics
+    if answer.interrupted and not recording.tokens:
+        return "interrupted before the first token; the turn is taken back"
+    line = ", ".join(
+        [
+            f"{statistics.tokens} tokens in {statistics.steps} steps",
+            f"step compression {statistics.step_compression:.2f}",
+            f"{recording.tokens_per_second:.1f} tokens/s",
+            f"{answer.prefilled_tokens} tokens prefilled",
+        ]
+    )
+    if answer.cut == "max_new_tokens":
+        line += f"; cut at --max-new-tokens {prompt.max_new_tokens}"
+    elif answer.cut == "context":
+        line += f"; cut where the model's context of {loaded.context_length} tokens ends, /reset begins anew"
+    return f"interrupted: {line}" if answer.interrupted else line

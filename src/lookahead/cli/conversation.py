@@ -1,0 +1,203 @@
+"""A conversation with a model: what was said, and what of it need not be computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import StoppingCriteriaList
+from transformers.cache_utils import Cache
+
+import lookahead
+from lookahead.cli.decoding import Recording, decode_with_lookahead
+from lookahead.cli.interruption import interruptible
+from lookahead.cli.loading import LoadedModel
+from lookahead.cli.prompt import Prompt
+from lookahead.cli.settings import Sampling
+from lookahead.cli.text import decode
+from lookahead.cli.turn_format import Message, TurnFormat
+from lookahead.config import LookaheadConfig
+from lookahead.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model answered in one turn.
+
+    Attributes:
+        text: The answer, without special tokens.
+        recording: What decoding it did.
+        prefilled_tokens: Tokens of the conversation that had to be computed before the answer.
+        interrupted: Whether it was stopped by Ctrl-C, so that `text` may be a part of an answer.
+        cut: What ended it before the model did: the most tokens of an answer, or the end of the model's context.
+    """
+
+    text: str
+    recording: Recording
+    prefilled_tokens: int
+    interrupted: bool
+    cut: Literal["max_new_tokens", "context"] | None
+
+
+class Conversation:
+    """Turns with one model. The cache and the n-gram pool stay from one turn to the next.
+
+    The input of a turn is always the whole conversation, written down anew: a template may change what it wrote
+    before. The cache goes on from the tokens that are the same as then.
+
+    Args:
+        loaded: The model.
+        turns: How turns become tokens.
+        config: How to draft.
+        max_new_tokens: Most tokens of an answer.
+        system: What the model is told before the first turn.
+        sampling: How tokens are drawn, `None` for greedy decoding.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        turns: TurnFormat,
+        config: LookaheadConfig,
+        max_new_tokens: int,
+        system: str | None = None,
+        sampling: Sampling | None = None,
+    ) -> None:
+        self._loaded = loaded
+        self._turns = turns
+        self._config = config
+        self._max_new_tokens = max_new_tokens
+        self._system = system
+        self._options = _options(loaded, config, sampling)
+        self._messages: list[Message] = []
+        self._cache: Cache | None = None
+        self._cached: list[int] = []  # the tokens whose keys and values the cache holds
+        self.reset()
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """What was said so far."""
+        return tuple(self._messages)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return len(self._cached)
+
+    def reset(self) -> None:
+        """Forget what was said. The n-gram pool stays: it saves steps, and cannot change what will be said."""
+        self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self._forget_cache()
+
+    def prompt(self, text: str) -> Prompt:
+        """The model's input for a turn that says `text`.
+
+        Raises:
+            InvalidArgumentError: There is no room for an answer. The conversation is as it was.
+        """
+        input_ids = self._turns.encode([*self._messages, _turn("user", text)]).to(self._loaded.model.device)
+        length, context = input_ids.shape[1], self._loaded.context_length
+        if length == 0:
+            raise InvalidArgumentError("the turn has no tokens for this model's tokenizer; write a longer one")
+        room = self._max_new_tokens if context is None else context - length
+        if room < 1:
+            raise InvalidArgumentError(
+                f"with this turn the conversation has {length} tokens, but the model's context is {context}: the turn "
+                "was not sent, and the conversation is as it was; write a shorter one, or begin anew with /reset"
+            )
+        return Prompt(text, input_ids, min(room, self._max_new_tokens))
+
+    def answer(self, prompt: Prompt, on_step: Callable[[list[int]], None] | None = None) -> Answer:
+        """Let the model answer; `on_step` gets the tokens of every step.
+
+        Ctrl-C ends the answer after the token under way; what there is of it stays in the conversation, unless there
+        is nothing: then the turn is taken back, as it is if anything goes wrong.
+        """
+        ids: list[int] = prompt.input_ids[0].tolist()
+        self._keep(self._reusable(ids))
+        kept = len(self._cached)
+        recording = Recording()
+        options = self._options if self._cache is None else self._options | {"past_key_values": self._cache}
+        with interruptible() as interruption:
+            try:
+                criteria = StoppingCriteriaList([interruption])
+                output = decode_with_lookahead(
+                    self._loaded, prompt, self._config, recording, on_step, stopping_criteria=criteria, **options
+                )
+                self._take_cache(output)
+            except BaseException as error:
+                self._salvage(ids, recording.tokens, kept)
+                if not isinstance(error, KeyboardInterrupt):
+                    raise
+                interruption.asked = True  # nobody waited for it
+        text = decode(self._loaded.tokenizer, recording.tokens)
+        if recording.tokens:
+            self._messages += [_turn("user", prompt.text), _turn("assistant", text)]
+        return Answer(text, recording, len(ids) - kept, interruption.asked, self._cut(prompt, recording.tokens))
+
+    def _cut(self, prompt: Prompt, tokens: Sequence[int]) -> Literal["max_new_tokens", "context"] | None:
+        if len(tokens) < prompt.max_new_tokens or tokens[-1] in _eos_tokens(self._loaded):
+            return None
+        return "max_new_tokens" if prompt.max_new_tokens == self._max_new_tokens else "context"
+
+    def _reusable(self, ids: Sequence[int]) -> int:
+        """How many of the cached tokens begin `ids` and have the keys that computing all of it anew would give."""
+        limit = self._loaded.fixed_positions
+        if limit is not None and max(len(ids), len(self._cached)) > limit:
+            return 0
+        most = min(len(self._cached), len(ids) - 1)  # the last token is always computed, to see what follows it
+        return next((place for place in range(most) if self._cached[place] != ids[place]), most)
+
+    def _take_cache(self, output: Any) -> None:
+        self._cache = output.past_key_values
+        text = output.sequences[0].tolist()
+        self._cached = text[: self._cache.get_seq_length()] if self._cache is not None else []
+
+    def _salvage(self, ids: list[int], tokens: list[int], kept: int) -> None:
+        """Keep what is known to be right in a cache that was left in the middle of a step.
+
+        Steps only write behind what is there, and report when the cache has settled. By then it holds all of the
+        text but the last token. The cache of a first turn is not in our hands yet.
+        """
+        settled = max(kept, len(ids) + len(tokens) - 1) if tokens else kept
+        self._cached = (ids + tokens)[:settled] if self._cache is not None else []
+        self._keep(settled)
+
+    def _keep(self, tokens: int) -> None:
+        """Crop the cache to its first `tokens`, each layer by itself: an interruption may have come between two."""
+        layers = [layer for layer in self._cache.layers if layer.is_initialized] if self._cache is not None else []
+        lengths = [layer.get_seq_length() for layer in layers]
+        if tokens == 0 or min(lengths, default=0) < tokens:
+            self._forget_cache()
+            return
+        for layer, length in zip(layers, lengths, strict=True):
+            layer.crop(tokens - length)
+        self._cached = self._cached[:tokens]
+
+    def _forget_cache(self) -> None:
+        self._cache, self._cached = None, []
+
+
+def _options(loaded: LoadedModel, config: LookaheadConfig, sampling: Sampling | None) -> dict[str, Any]:
+    """What all turns hand to `lookahead.generate`."""
+    options: dict[str, Any] = {"use_cache": True}
+    if config.preset == "paper":
+        options["ngram_pool"] = lookahead.NGramPool(config.ngram_size, config.guess_set_size)
+    if sampling is not None:
+        given = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        options |= loaded.sampling | {name: value for name, value in given.items() if value is not None}
+        options["do_sample"] = True
+    return options
+
+
+def _turn(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _eos_tokens(loaded: LoadedModel) -> set[int]:
+    eos = loaded.model.generation_config.eos_token_id
+    if eos is None:
+        return set()
+    return set(torch.as_tensor(eos).flatten().tolist())

@@ -1,0 +1,633 @@
+"""`lookahead chat`: answers are those of plain decoding, what is cached is not computed again, and nothing is lost."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import lookahead
+from lookahead import InvalidArgumentError, LookaheadConfig
+from lookahead.cli import main
+from lookahead.cli.conversation import Answer, Conversation
+from lookahead.cli.loading import LoadedModel
+from lookahead.cli.settings import Sampling
+from lookahead.cli.turn_format import Message, PlainTurns, TemplatedTurns, TurnFormat
+from lookahead.demo import demo_model_path
+from lookahead.engine.tree_cache import TreeLayer
+from model_zoo import ROPE_CONTEXT, build
+
+SEPARATOR = "<|endoftext|>"  # a special token, so that the text on either side is tokenized by itself
+TEMPLATE = (
+    "{% for message in messages %}# {{ message.role }}\n{{ message.content }}"
+    + SEPARATOR
+    + "{% endfor %}{% if add_generation_prompt %}# assistant\n{% endif %}"
+)
+FORGETFUL = TEMPLATE.replace("{{ message.content }}", "{{ message.content[:9] | trim }}")
+TURNS = ["def add(a, b):", "def sub(a, b):", "class Stack:"]
+NEW_TOKENS = 20
+SMALL = LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=5, pool_from_prompt=True)
+CPU = ["--device", "cpu", "--dtype", "float32", "-W", "5", "-N", "4", "-G", "5"]
+
+
+@pytest.fixture
+def loaded(demo: Any) -> LoadedModel:
+    return LoadedModel(demo_model_path(), *demo)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model, with a chat template and settings for sampling."""
+    path = tmp_path_factory.mktemp("models") / "chatty"
+    shutil.copytree(demo_model_path(), path)
+    change(path / "tokenizer_config.json", chat_template=TEMPLATE)
+    change(path / "generation_config.json", do_sample=True, temperature=0.7, top_p=0.95)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _python_handles_ctrl_c() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may have been started without
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+def change(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def variant(model_path: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model_path, tmp_path / "variant"))
+
+
+def pipe(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    content = "".join(line + "\n" for line in lines).encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+
+
+def type_in(monkeypatch: pytest.MonkeyPatch, *lines: str | BaseException) -> list[str]:
+    """Let somebody type `lines`, or do what raises an exception; returns where the markers will be."""
+    typed, markers = iter(lines), []
+
+    def fake_input(marker: str = "") -> str:
+        markers.append(marker)
+        line = next(typed)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", fake_input)
+    return markers
+
+
+def on_steps(monkeypatch: pytest.MonkeyPatch, do: Callable[[lookahead.StepRecord], None]) -> None:
+    """Do something after every step of `lookahead.generate`."""
+    real = lookahead.generate
+
+    def generate(*args: Any, on_step: Any, **kwargs: Any) -> Any:
+        def after(step: lookahead.StepRecord) -> None:
+            on_step(step)
+            do(step)
+
+        return real(*args, on_step=after, **kwargs)
+
+    monkeypatch.setattr(lookahead, "generate", generate)
+
+
+def reports(out: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def conversation(loaded: LoadedModel, turns: TurnFormat | None = None, **options: Any) -> Conversation:
+    turns = TemplatedTurns(loaded.tokenizer, TEMPLATE) if turns is None else turns
+    return Conversation(loaded, turns, **{"config": SMALL, "max_new_tokens": NEW_TOKENS} | options)
+
+
+def plain_answer(loaded: LoadedModel, input_ids: torch.Tensor, **options: Any) -> list[int]:
+    """New tokens that transformers itself generates after a conversation."""
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False} | options
+    output = loaded.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **options)
+    return output[0, input_ids.shape[1] :].tolist()
+
+
+def check_turn(loaded: LoadedModel, talk: Conversation, text: str, **options: Any) -> tuple[torch.Tensor, Answer]:
+    """Take a turn, whose answer must be that of plain decoding; returns its input as well."""
+    prompt = talk.prompt(text)
+    answer = talk.answer(prompt)
+    assert answer.recording.tokens == plain_answer(loaded, prompt.input_ids, **options)
+    assert answer.text == loaded.tokenizer.decode(answer.recording.tokens, skip_special_tokens=True)
+    assert not answer.interrupted
+    return prompt.input_ids, answer
+
+
+# the conversation
+
+
+@pytest.mark.parametrize("preset", ["paper", "jacobi"])
+def test_answers_are_those_of_plain_decoding(loaded: LoadedModel, preset: str) -> None:
+    config = LookaheadConfig(preset=preset, window_size=5, ngram_size=4, guess_set_size=5, pool_from_prompt=True)
+    talk = conversation(loaded, config=config, system="Write Python.")
+    known = 0
+    for number, text in enumerate(TURNS, start=1):
+        input_ids, answer = check_turn(loaded, talk, text)
+        assert answer.prefilled_tokens == input_ids.shape[1] - known
+        assert answer.recording.statistics.steps <= NEW_TOKENS
+        assert answer.cut == "max_new_tokens"
+        known = input_ids.shape[1] + len(answer.recording.tokens) - 1  # the last token was never read
+        assert talk.cached_tokens == known
+        assert len(talk.messages) == 1 + 2 * number
+    assert talk.messages[0] == {"role": "system", "content": "Write Python."}
+    assert talk.messages[-1] == {"role": "assistant", "content": answer.text}
+
+
+def test_a_kept_pool_saves_steps(loaded: LoadedModel) -> None:
+    talk = conversation(loaded)
+    _, first = check_turn(loaded, talk, TURNS[0])
+    talk.reset()
+    _, again = check_turn(loaded, talk, TURNS[0])
+    assert again.recording.statistics.steps < first.recording.statistics.steps
+
+
+def test_reset(loaded: LoadedModel) -> None:
+    talk = conversation(loaded, system="Write Python.")
+    first, _ = check_turn(loaded, talk, TURNS[0])
+    check_turn(loaded, talk, TURNS[1])
+    talk.reset()
+    assert talk.cached_tokens == 0
+    assert len(talk.messages) == 1
+    again, answer = check_turn(loaded, talk, TURNS[0])
+    assert torch.equal(first, again)
+    assert answer.prefilled_tokens == first.shape[1]
+
+
+def test_template_that_rewrites_what_was_said(loaded: LoadedModel) -> None:
+    talk = conversation(loaded, TemplatedTurns(loaded.tokenizer, FORGETFUL))
+    first, _ = check_turn(loaded, talk, TURNS[0])
+    second, answer = check_turn(loaded, talk, TURNS[1])
+    assert 0 < second.shape[1] - answer.prefilled_tokens < first.shape[1] + NEW_TOKENS - 1
+    # A template that changes the very beginning leaves nothing to go on from.
+    counting = "{{ messages | length }}" + TEMPLATE
+    talk = conversation(loaded, TemplatedTurns(loaded.tokenizer, counting))
+    check_turn(loaded, talk, TURNS[0])
+    second, answer = check_turn(loaded, talk, TURNS[1])
+    assert answer.prefilled_tokens == second.shape[1]
+
+
+def test_template_that_shortens_the_conversation(loaded: LoadedModel) -> None:
+    last_only = TEMPLATE.replace("in messages", "in messages[:1]")
+    talk = conversation(loaded, TemplatedTurns(loaded.tokenizer, last_only))
+    first, _ = check_turn(loaded, talk, TURNS[0])
+    second, answer = check_turn(loaded, talk, TURNS[1])
+    assert torch.equal(first, second)
+    assert answer.prefilled_tokens == 1  # one token must be read to see what follows it
+
+
+def test_plain_turns(loaded: LoadedModel) -> None:
+    talk = conversation(loaded, PlainTurns(loaded.tokenizer), system="import math")
+    known, text = 0, "import math"
+    for turn in TURNS:
+        input_ids, answer = check_turn(loaded, talk, turn)
+        text += ("" if text.endswith("\n") else "\n") + turn
+        assert loaded.tokenizer.decode(input_ids[0]) == text
+        assert input_ids.shape[1] - known <= answer.prefilled_tokens <= input_ids.shape[1] - known + 3  # at the seam
+        known = input_ids.shape[1] + NEW_TOKENS - 1
+        text += answer.text
+
+
+def test_sampling(loaded: LoadedModel) -> None:
+    model = LoadedModel(loaded.path, loaded.model, loaded.tokenizer, sampling={"top_p": 0.9, "temperature": 0.3})
+    talk = conversation(model, sampling=Sampling(temperature=0.8, top_p=None, top_k=20, seed=None))
+    torch.manual_seed(7)
+    answers = [talk.answer(talk.prompt(text)).recording.tokens for text in TURNS]
+    messages: list[Message] = []
+    torch.manual_seed(7)
+    for text, tokens in zip(TURNS, answers, strict=True):
+        messages.append({"role": "user", "content": text})
+        input_ids = TemplatedTurns(loaded.tokenizer, TEMPLATE).encode(messages)
+        assert tokens == plain_answer(loaded, input_ids, do_sample=True, temperature=0.8, top_p=0.9, top_k=20)
+        messages.append({"role": "assistant", "content": loaded.tokenizer.decode(tokens, skip_special_tokens=True)})
+
+
+def test_end_of_sequence(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded.model.generation_config, "forced_eos_token_id", 0)  # the last token of every answer
+    talk = conversation(loaded)
+    known = 0
+    for text in TURNS:
+        input_ids, answer = check_turn(loaded, talk, text)
+        assert answer.recording.tokens[-1] == loaded.tokenizer.eos_token_id
+        assert SEPARATOR not in answer.text
+        assert answer.cut is None
+        assert answer.prefilled_tokens == input_ids.shape[1] - known
+        known = input_ids.shape[1] + NEW_TOKENS - 1
+
+
+def test_end_of_the_context(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = conversation(loaded)
+    length = talk.prompt(TURNS[0]).input_ids.shape[1]
+    monkeypatch.setattr(loaded.model.config, "max_position_embeddings", length + 7)
+    _, answer = check_turn(loaded, talk, TURNS[0], max_new_tokens=7)
+    assert answer.cut == "context"
+    said = talk.messages
+    with pytest.raises(InvalidArgumentError, match=rf"context is {length + 7}.*/reset"):
+        talk.prompt(TURNS[1])
+    assert talk.messages == said
+    talk.reset()
+    check_turn(loaded, talk, TURNS[0], max_new_tokens=7)
+
+
+class Numbers:
+    """Turns of a model without a tokenizer: each is a list of token ids, written as text."""
+
+    chat_template = None
+
+    def encode(self, messages: Sequence[Message]) -> torch.Tensor:
+        return torch.tensor([[int(token) for message in messages for token in message["content"].split()]])
+
+    def decode(self, token_ids: Sequence[int], **options: Any) -> str:
+        return " " + " ".join(str(token) for token in token_ids)
+
+
+@pytest.mark.parametrize("name", ["llama_dynamic_rope", "phi3_long_rope", "qwen2_mixed_sliding"])
+def test_models_whose_positions_change_with_length(name: str) -> None:
+    turns: Any = Numbers()
+    model = build(name)
+    loaded = LoadedModel(Path(name), model, turns)
+    talk = conversation(loaded, turns, max_new_tokens=12)
+    reused = 0
+    for turn in ("3 14 15 9 2 6 5", "3 5 8 9 7 9", "3 2 3 8 4 6", "2 6 4 3 3 8", "3 2 7 9"):
+        prompt = talk.prompt(turn)
+        expected = plain_answer(loaded, prompt.input_ids, max_new_tokens=12, eos_token_id=None)
+        assert talk.answer(prompt).recording.tokens == expected
+        reused += prompt.input_ids.shape[1] > ROPE_CONTEXT
+    assert reused > 0
+    # A template that makes a long text short again: back to the positions of short texts.
+    talk._messages = talk._messages[:2]
+    prompt = talk.prompt("3 14")
+    assert prompt.input_ids.shape[1] < ROPE_CONTEXT
+    assert talk.answer(prompt).recording.tokens == plain_answer(loaded, prompt.input_ids, max_new_tokens=12)
+
+
+# Ctrl-C
+
+
+def test_an_interrupted_answer_stays(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def press(step: lookahead.StepRecord) -> None:
+        if step.step == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    talk = conversation(loaded)
+    with monkeypatch.context() as patch:
+        on_steps(patch, press)
+        prompt = talk.prompt(TURNS[0])
+        answer = talk.answer(prompt)
+    tokens = answer.recording.tokens
+    assert answer.interrupted
+    assert len(tokens) < NEW_TOKENS
+    assert tokens == plain_answer(loaded, prompt.input_ids, max_new_tokens=len(tokens))
+    assert answer.recording.complete  # the step under way came to its end
+    assert talk.messages[-1] == {"role": "assistant", "content": answer.text}
+    known = prompt.input_ids.shape[1] + len(tokens) - 1
+    assert talk.cached_tokens == known
+    second, answer = check_turn(loaded, talk, TURNS[1])
+    assert answer.prefilled_tokens == second.shape[1] - known
+
+
+def test_an_answer_broken_off_in_the_middle_of_a_step(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C does not wait: it may come when some layers have committed a step, and others have not."""
+    talk = conversation(loaded)
+    check_turn(loaded, talk, TURNS[0])
+    commit, commits = TreeLayer.commit, 0
+
+    def broken_commit(layer: TreeLayer, slots: Any) -> None:
+        nonlocal commits
+        commits += 1
+        if commits == 3 * loaded.model.config.num_hidden_layers + 3:
+            layer.lengths = [length + len(kept) for length, kept in zip(layer.lengths, slots, strict=True)]
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        commit(layer, slots)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TreeLayer, "commit", broken_commit)
+        prompt = talk.prompt(TURNS[1])
+        answer = talk.answer(prompt)
+    assert answer.interrupted
+    assert not answer.recording.complete
+    assert answer.recording.statistics.steps == 3
+    known = prompt.input_ids.shape[1] + len(answer.recording.tokens) - 1
+    assert talk.cached_tokens == known
+    third, answer = check_turn(loaded, talk, TURNS[2])
+    assert answer.prefilled_tokens == third.shape[1] - known
+
+
+@pytest.mark.parametrize("earlier", [[], TURNS[:1]])
+def test_a_turn_broken_off_before_its_answer_is_taken_back(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, earlier: list[str]
+) -> None:
+    def broken_forward(*args: Any, **kwargs: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    talk = conversation(loaded)
+    for text in earlier:
+        check_turn(loaded, talk, text)
+    said, known = talk.messages, talk.cached_tokens
+    with monkeypatch.context() as patch:
+        patch.setattr(loaded.model.lm_head, "forward", broken_forward)
+        answer = talk.answer(talk.prompt(TURNS[1]))
+    assert answer.interrupted
+    assert answer.text == ""
+    assert talk.messages == said
+    again, answer = check_turn(loaded, talk, TURNS[2])
+    if earlier:
+        assert answer.prefilled_tokens == again.shape[1] - known
+
+
+def test_a_turn_that_fails_is_taken_back(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(step: lookahead.StepRecord) -> None:
+        if step.step == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+
+    talk = conversation(loaded)
+    check_turn(loaded, talk, TURNS[0])
+    said = talk.messages
+    with monkeypatch.context() as patch:
+        on_steps(patch, fail)
+        with pytest.raises(lookahead.LookaheadError, match=r"out of memory on cpu.*2.00 GiB.*-W"):
+            talk.answer(talk.prompt(TURNS[1]))
+    assert talk.messages == said
+    check_turn(loaded, talk, TURNS[1])
+
+
+def test_ctrl_c_that_python_does_not_handle_stays_unhandled(loaded: LoadedModel) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        check_turn(loaded, conversation(loaded), TURNS[0])
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# the command
+
+
+def test_turns_through_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, model_path: Path
+) -> None:
+    pipe(monkeypatch, TURNS[0], "", "  ", TURNS[1], "/reset", TURNS[0] + "\r", "/help", "/exit", TURNS[2])
+    assert main(["chat", "--model", str(model_path), *CPU, "-n", str(NEW_TOKENS), "--json", "--system", "Python"]) == 0
+    out, err = capsys.readouterr()
+    first, second, again = reports(out)
+    assert "the conversation is forgotten" in err
+    assert "/reset  forget" in err
+    talk = conversation(loaded, system="Python")
+    for text, report in zip((TURNS[0], TURNS[1]), (first, second), strict=True):
+        input_ids, answer = check_turn(loaded, talk, text)
+        assert report["text"] == answer.text
+        assert report["tokens"] == answer.recording.tokens
+        assert report["prompt"] == text
+        assert report["prompt_tokens"] == input_ids.shape[1]
+        assert report["prefilled_tokens"] == answer.prefilled_tokens
+        assert report["steps"] == answer.recording.statistics.steps
+        assert report["step_compression"] == NEW_TOKENS / report["steps"] > 1
+        assert report["interrupted"] is False
+        assert report["cut"] == "max_new_tokens"
+    assert again["text"] == first["text"]
+    assert again["prefilled_tokens"] == first["prefilled_tokens"]
+    assert again["steps"] < first["steps"]  # the pool was kept
+
+
+def test_text_through_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel
+) -> None:
+    pipe(monkeypatch, *TURNS[:2])
+    assert main(["chat", *CPU, "-n", "8"]) == 0
+    out, err = capsys.readouterr()
+    talk = conversation(loaded, PlainTurns(loaded.tokenizer), max_new_tokens=8)
+    answers = [check_turn(loaded, talk, text, max_new_tokens=8)[1].text for text in TURNS[:2]]
+    assert out == "".join(answer if answer.endswith("\n") else answer + "\n" for answer in answers)
+    note, *statistics = err.splitlines()
+    assert "continues code, it does not answer questions" in note
+    assert len(statistics) == 2
+    for line in statistics:
+        assert line.startswith("8 tokens in ")
+        assert "step compression" in line
+        assert "tokens/s" in line
+        assert "tokens prefilled; cut at --max-new-tokens 8" in line
+
+
+def test_typed_turns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_path: Path, loaded: LoadedModel
+) -> None:
+    command = ["chat", "--model", str(model_path), *CPU, "-n", "6"]
+    markers = type_in(monkeypatch, TURNS[0], "/nonsense", "caf\udce9", EOFError())
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    _, answer = check_turn(loaded, conversation(loaded, max_new_tokens=6), TURNS[0], max_new_tokens=6)
+    assert out == answer.text + "\n"
+    assert len(markers) == err.count("> ") == 4  # not in the output, which is no terminal here
+    assert "error: /nonsense is no command" in err
+    assert "not valid UTF-8" in err
+    type_in(monkeypatch, KeyboardInterrupt())
+    assert main(command) == 130
+    type_in(monkeypatch, "/exit")
+    assert main(command) == 0
+
+
+def test_sampling_options(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, model_path: Path
+) -> None:
+    def texts(*options: str) -> list[str]:
+        pipe(monkeypatch, *TURNS[:2])
+        assert main(["chat", "--model", str(model_path), *CPU, "-n", "8", "--json", *options]) == 0
+        return [report["text"] for report in reports(capsys.readouterr().out)]
+
+    drawn = texts("--sample", "--top-k", "30", "--sampling-seed", "5")
+    talk = conversation(
+        LoadedModel(loaded.path, loaded.model, loaded.tokenizer, {"temperature": 0.7, "top_p": 0.95}),
+        sampling=Sampling(None, None, 30, None),
+        max_new_tokens=8,
+    )
+    torch.manual_seed(5)
+    assert drawn == [talk.answer(talk.prompt(text)).text for text in TURNS[:2]]
+    assert texts("--sample") != texts("--sample", "--temperature", "3.5")
+    assert texts("--greedy") == texts()
+
+
+def test_interrupted_in_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_path: Path
+) -> None:
+    def press(step: lookahead.StepRecord) -> None:
+        if step.step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    on_steps(monkeypatch, press)
+    pipe(monkeypatch, *TURNS)
+    assert main(["chat", "--model", str(model_path), *CPU, "--json"]) == 130
+    (report,) = reports(capsys.readouterr().out)
+    assert report["interrupted"] is True
+    assert report["text"]
+
+
+def test_the_context_ends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
+) -> None:
+    path = variant(model_path, tmp_path)
+    change(path / "config.json", max_position_embeddings=40)
+    pipe(monkeypatch, *TURNS[:2], "/reset", TURNS[0])
+    assert main(["chat", "--model", str(path), *CPU]) == 2
+    out, err = capsys.readouterr()
+    answer = out[: len(out) // 2]
+    assert out == 2 * answer
+    assert err.count("cut where the model's context of 40 tokens ends") == 2
+    assert err.count("error: with this turn the conversation has ") == 1
+    pipe(monkeypatch, *TURNS[:2])
+    assert main(["chat", "--model", str(path), *CPU, "--json"]) == 2
+    assert "/reset" in reports(capsys.readouterr().out)[1]["error"]
+
+
+def test_models_that_ship_stop_strings(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    loaded: LoadedModel,
+    model_path: Path,
+    tmp_path: Path,
+) -> None:
+    path = variant(model_path, tmp_path)
+    change(path / "generation_config.json", stop_strings=["("])
+    pipe(monkeypatch, *TURNS)
+    assert main(["chat", "--model", str(path), *CPU, "-n", str(NEW_TOKENS), "--json"]) == 0
+    answers = reports(capsys.readouterr().out)
+    assert any("(" in answer["text"] and len(answer["tokens"]) < NEW_TOKENS for answer in answers)
+    messages: list[Message] = []
+    for text, answer in zip(TURNS, answers, strict=True):
+        messages.append({"role": "user", "content": text})
+        input_ids = TemplatedTurns(loaded.tokenizer, TEMPLATE).encode(messages)
+        assert answer["tokens"] == plain_answer(loaded, input_ids, stop_strings=["("], tokenizer=loaded.tokenizer)
+        messages.append({"role": "assistant", "content": answer["text"]})
+
+
+def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    pipe(monkeypatch, TURNS[0])
+    assert main(["chat", "--device", "cpu", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1].startswith("error: ")
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--temperature", "0.5"], ["--temperature 0.5", "--sample"]),
+        (["--greedy", "--sampling-seed", "1"], ["--sampling-seed 1", "--sample"]),
+        (["--sample", "--temperature", "0"], ["--temperature", "0", "above 0"]),
+        (["--sample", "--temperature", "inf"], ["--temperature", "inf"]),
+        (["--sample", "--top-p", "1.5"], ["--top-p", "1.5", "at most 1"]),
+        (["--sample", "--top-p", "x"], ["--top-p", "'x'", "not a number"]),
+        (["--sample", "--top-k", "-1"], ["--top-k", "-1", "at least 0"]),
+        (["a turn"], ["a turn"]),
+        (["--raw", "--template", "nowhere.jinja"], ["--raw", "--template nowhere.jinja"]),
+        (["--template", "nowhere.jinja"], ["--template nowhere.jinja", "No such file"]),
+    ],
+)
+def test_refused_options(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: list[str]
+) -> None:
+    message = refused(capsys, monkeypatch, *arguments)
+    assert all(word in message for word in words), message
+
+
+def test_templates(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
+) -> None:
+    message = refused(capsys, monkeypatch, "--model", str(demo_model_path()))
+    assert all(word in message for word in ("no chat template", "--template FILE", "--raw")), message
+    template = tmp_path / "template.jinja"
+    arguments = ["--template", str(template), "--system", "Python", "-n", "1"]
+    template.write_text("{% for message in messages %}")
+    assert "the chat template fails: TemplateSyntaxError" in refused(capsys, monkeypatch, *arguments)
+    template.write_text("{{ raise_exception('no system messages') }}")
+    assert "the chat template fails: TemplateError: no system messages" in refused(capsys, monkeypatch, *arguments)
+    template.write_bytes(b"caf\xe9")
+    assert "is not valid UTF-8" in refused(capsys, monkeypatch, *arguments)
+    template.write_text("{{ messages[-1].content }}")
+    pipe(monkeypatch, TURNS[0])
+    assert main(["chat", "--model", str(model_path), *arguments]) == 0
+    assert "leaves out what --system says" in capsys.readouterr().err
+
+
+def test_lines_that_are_not_utf_8(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    content = io.BytesIO("\ufeffx = 1\n".encode() + b"caf\xe9\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(content, encoding="utf-8"))
+    assert main(["chat", *CPU, "-n", "1", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert [report["prompt"] for report in reports(out)] == ["x = 1"]
+    assert "line 2 of standard input is not valid UTF-8 (byte 3)" in err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal and SIGINT")
+def test_on_a_terminal() -> None:
+    import pty
+    import select
+
+    # A parent that ignores SIGINT, as shells do for background jobs, would pass that on to the child.
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from lookahead.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    keyboard, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "chat", "--no-color", "-n", "2000"],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+    )
+    os.close(terminal)
+    seen = ""
+
+    def wait_for(*words: str) -> str:
+        """What is on the screen up to the last of `words`, which must come in this order."""
+        nonlocal seen
+        shown = ""
+        for word in words:
+            while word not in seen:
+                assert select.select([keyboard], [], [], 60)[0], shown + seen
+                seen += os.read(keyboard, 1000).decode(errors="replace")
+            before, seen = seen.split(word, 1)
+            shown += before + word
+        return shown
+
+    try:
+        wait_for("continues code", "/help lists the commands", "\n> ")
+        os.write(keyboard, b"def add(a, b):\n")
+        wait_for("def add(a, b):", '"""', "\n")
+        process.send_signal(signal.SIGINT)
+        wait_for("interrupted: ", "tokens prefilled", "> ")
+        os.write(keyboard, b"/hlp\x1b[D\x1b[De\n" if find_spec("readline") else b"/help\n")  # two to the left
+        wait_for("/reset  forget", "> ")
+        os.write(keyboard, b"\x04")  # Ctrl-D
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(keyboard)
+
+
+def test_the_tokenizer_of_a_template(model_path: Path) -> None:
+    """The template written above is the one that the model folder brings."""
+    assert AutoTokenizer.from_pretrained(model_path, local_files_only=True).chat_template == TEMPLATE
