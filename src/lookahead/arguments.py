@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import NGramPool
@@ -20,6 +22,8 @@ _CONSUMED = (
     "cache_position",
 )
 """Model inputs that `generate` prepares and the engine makes for itself."""
+
+_OWN_CACHE = "a token tree needs a cache that can take back what was not accepted; leave it unset"
 
 
 def check_config(config: object) -> LookaheadConfig:
@@ -59,6 +63,53 @@ def check_prompt_ids(input_ids: object) -> None:
         )
 
 
+def effective_setting(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:
+    """What a field of the generation configuration is for a call: an argument goes before the call's configuration,
+    and that before the model's."""
+    if name in kwargs:
+        return kwargs[name]
+    given = getattr(kwargs.get("generation_config"), name, None)
+    return getattr(model.generation_config, name, None) if given is None else given
+
+
+def check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Refuse what transformers would act upon, or drop, before it hands the call over. Takes such arguments out.
+
+    Raises:
+        InvalidArgumentError: `custom_generate` is given.
+        UnsupportedArgumentError: Another one is asked for; the message names it.
+    """
+    if kwargs.pop("custom_generate", None) is not None:
+        raise InvalidArgumentError("custom_generate cannot be combined with lookahead.generate; leave it out")
+    if kwargs.pop("assistant_model", None) is not None:
+        raise UnsupportedArgumentError(
+            "assistant_model is another way to draft; leave it out, or use the model's own generate"
+        )
+    if kwargs.pop("synced_gpus", None):
+        raise _synced()
+    if kwargs.get("inputs_embeds") is not None:
+        raise UnsupportedArgumentError("inputs_embeds is not supported by lookahead decoding; give input_ids")
+    if effective_setting(model, kwargs, "token_healing"):
+        raise UnsupportedArgumentError(
+            "token_healing=True is not supported: transformers keeps the tokenizer to itself; heal the prompt first, "
+            "input_ids = model.heal_tokens(input_ids, tokenizer)"
+        )
+    if effective_setting(model, kwargs, "cache_implementation") == "paged":
+        raise _unsupported("cache_implementation", "paged", _OWN_CACHE)
+
+
+def check_devices(model: PreTrainedModel, synced: bool) -> None:
+    """Refuse models whose weights are spread over devices that have to take the same steps.
+
+    Raises:
+        UnsupportedArgumentError: They are, or the call says so.
+    """
+    spread = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if synced or (spread and several and torch.distributed.get_world_size() > 1):
+        raise _synced()
+
+
 def check_mode(config: GenerationConfig) -> None:
     """Refuse the ways of decoding that are neither greedy nor sampling, and outputs that a tree does not give.
 
@@ -94,29 +145,32 @@ def check_mode(config: GenerationConfig) -> None:
         ),
         "cache_implementation": (
             config.cache_implementation not in (None, "dynamic"),
-            "a token tree needs the cache of lookahead decoding; leave it unset",
+            _OWN_CACHE,
         ),
     }
     for name, (asked, advice) in unsupported.items():
         if asked:
-            raise UnsupportedArgumentError(
-                f"{name}={getattr(config, name)!r} is not supported by lookahead decoding: {advice}, or use the "
-                "model's own generate"
-            )
+            raise _unsupported(name, getattr(config, name), advice)
+    if config.prefill_chunk_size is not None and config.prefill_chunk_size < 1:
+        raise InvalidArgumentError(
+            f"prefill_chunk_size={config.prefill_chunk_size} must be at least 1, or None for no chunks"
+        )
+    if config.prefill_chunk_size is not None and not config.use_cache:
+        raise InvalidArgumentError("use_cache=False leaves nothing for prefill_chunk_size to fill; drop one of them")
 
 
-def check_model_inputs(model_kwargs: dict[str, Any]) -> None:
+def check_model_inputs(model_kwargs: dict[str, Any], use_cache: bool) -> None:
     """Refuse inputs of the model that a token tree could not carry along.
 
     Raises:
-        UnsupportedArgumentError: There is one; the message names it.
+        InvalidArgumentError: A cache is given, but is not to be used.
+        UnsupportedArgumentError: There is such an input; the message names it.
     """
     for name, value in model_kwargs.items():
-        if name not in _CONSUMED and value is not None and value is not False:
-            raise UnsupportedArgumentError(
-                f"{name} is not supported by lookahead decoding, which sends the model token ids alone; leave it out, "
-                "or use the model's own generate"
-            )
+        if name not in _CONSUMED and value is not None:
+            raise _unsupported(name, type(value).__name__, "it sends the model token ids alone; leave it out")
+    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False) and not use_cache:
+        raise InvalidArgumentError("use_cache=False contradicts past_key_values; drop one of them")
 
 
 def check_pool(pool: NGramPool | None, config: LookaheadConfig) -> None:
@@ -137,37 +191,63 @@ def check_pool(pool: NGramPool | None, config: LookaheadConfig) -> None:
         )
 
 
-def prompt_tokens(
-    model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
-) -> list[list[int]]:
+def prompt_tokens(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
     """The tokens of each row's prompt that the model reads: those the attention mask does not hide.
 
     Args:
         model: The model, which says how many tokens there are.
         input_ids: The prompts, `[batch, tokens]`.
-        mask: Nonzero for each token that counts, `[batch, tokens]`; all of them do if not given.
-        positions: Position ids `[batch or 1, tokens]`, if any.
+        mask: Whether each token counts, `[batch, tokens]` bool.
 
     Raises:
-        InvalidArgumentError: The mask hides all of a row, or a token id is outside the vocabulary.
-        UnsupportedArgumentError: `positions` are not the usual ones, that count the tokens.
+        InvalidArgumentError: The mask hides the end of a row, or a token id is outside the vocabulary.
     """
-    kept = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(input_ids.device).bool()
     vocabulary = model.get_input_embeddings().num_embeddings
-    outside = kept & ((input_ids < 0) | (input_ids >= vocabulary))
+    outside = mask & ((input_ids < 0) | (input_ids >= vocabulary))
     if outside.any():
         raise InvalidArgumentError(
             f"input_ids holds the token id {int(input_ids[outside][0])}, but the model's vocabulary has {vocabulary} "
             "entries; use the tokenizer that belongs to the model"
         )
-    if not kept.any(dim=1).all():
-        row = int((~kept.any(dim=1)).nonzero()[0])
-        raise InvalidArgumentError(f"attention_mask hides every token of row {row} of input_ids; its prompt is empty")
-    if positions is not None and positions.shape[-1] == input_ids.shape[1]:
-        usual = (kept.long().cumsum(-1) - 1).to(positions.device)
-        if not torch.equal(positions.expand_as(usual)[kept.to(positions.device)], usual[kept.to(positions.device)]):
-            raise UnsupportedArgumentError(
-                "position_ids that do not count the tokens 0, 1, 2, ... are not supported by lookahead decoding; "
-                "leave them out"
-            )
-    return [row[mine].tolist() for row, mine in zip(input_ids, kept, strict=True)]
+    if not mask[:, -1].all():
+        row = int((~mask[:, -1]).nonzero()[0])
+        raise InvalidArgumentError(
+            f"attention_mask hides the last token of row {row} of input_ids; pad on the left, and leave each row at "
+            "least one token"
+        )
+    return [row[mine].tolist() for row, mine in zip(input_ids, mask, strict=True)]
+
+
+def check_positions(positions: torch.Tensor | None, mask: torch.Tensor) -> None:
+    """Refuse position ids that are not the usual ones.
+
+    Args:
+        positions: Position ids, `[batch or 1, tokens]`, if any.
+        mask: Whether each token of the whole text counts, `[batch, tokens]` bool.
+
+    Raises:
+        UnsupportedArgumentError: They do not count the tokens of the whole text.
+    """
+    if positions is None:
+        return
+    usual = mask.long().cumsum(-1) - 1
+    if positions.shape[-1] == usual.shape[-1]:
+        given = positions.to(usual.device).expand_as(usual)
+        if torch.equal(given[mask], usual[mask]):
+            return
+    raise UnsupportedArgumentError(
+        "position_ids that do not count the tokens 0, 1, 2, ... are not supported by lookahead decoding; leave them out"
+    )
+
+
+def _unsupported(name: str, value: object, advice: str) -> UnsupportedArgumentError:
+    return UnsupportedArgumentError(
+        f"{name}={value!r} is not supported by lookahead decoding: {advice}, or use the model's own generate"
+    )
+
+
+def _synced() -> UnsupportedArgumentError:
+    return UnsupportedArgumentError(
+        "synced_gpus=True is not supported by lookahead decoding: each device would need the same steps; gather the "
+        "model on one device"
+    )

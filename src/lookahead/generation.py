@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
-from lookahead.arguments import check_config, check_pool, check_prompt_ids
+from lookahead.arguments import check_call, check_config, check_pool, check_prompt_ids, effective_setting
 from lookahead.config import LookaheadConfig
 from lookahead.decoder import OnStep
 from lookahead.drafting import NGramPool
 from lookahead.engine import check_model
-from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.errors import InvalidArgumentError
 from lookahead.output import LookaheadOutput
 from lookahead.request import decode_request
 
@@ -31,9 +39,9 @@ def generate(
 ) -> torch.Tensor | LookaheadOutput:
     """Generate text exactly as `model.generate` does, in fewer steps.
 
-    Takes every argument of `model.generate` (see `docs/compatibility.md` for those that are refused). It can
-    also be handed to transformers, `model.generate(..., custom_generate=lookahead.generate)`; but transformers
-    keeps `streamer`, `tokenizer` and `assistant_model` to itself there, so use this door, or `attach`, for
+    Takes every argument of `model.generate`; `docs/compatibility.md` says what happens to each. It can also be
+    handed to transformers, `model.generate(..., custom_generate=lookahead.generate)`; but there transformers
+    keeps `streamer`, `tokenizer` and `assistant_model` to itself, so call this function, or `attach` it, for
     streaming and stop strings.
 
     Args:
@@ -56,25 +64,26 @@ def generate(
     """
     config = check_config(lookahead_config)
     check_pool(ngram_pool, config)
-    if input_ids is not None and _is_prepared(kwargs.get("generation_config")):
+    if input_ids is not None and _is_prepared(kwargs):
         return decode_request(model, input_ids, config=config, on_step=on_step, ngram_pool=ngram_pool, **kwargs)
-    check_model(_language_model(model))
+    model = _language_model_or_wrapper(model)
+    if "inputs" in kwargs:
+        if input_ids is not None:
+            raise InvalidArgumentError("input_ids and inputs are two names of the same prompt; pass one of them")
+        input_ids = kwargs.pop("inputs")
+    check_call(model, kwargs)
     if input_ids is not None:
         check_prompt_ids(input_ids)
-    if kwargs.pop("custom_generate", None) is not None:
-        raise InvalidArgumentError("custom_generate cannot be combined with lookahead.generate; leave it out")
-    if kwargs.pop("assistant_model", None) is not None:
-        raise UnsupportedArgumentError(
-            "assistant_model is another way to draft; leave it out, or use the model's own generate"
-        )
-    if kwargs.pop("synced_gpus", None):
-        raise UnsupportedArgumentError(
-            "synced_gpus=True is not supported: devices would need different numbers of steps; gather the model first"
-        )
-    # transformers drops these two on their way to a custom generate function, so they go around it
+    # transformers drops these on their way to a custom generate function, so they go around it
     streamer = kwargs.pop("streamer", None)
     _take_stop_strings(model, kwargs)
-    decode_here = partial(decode_request, config=config, on_step=on_step, ngram_pool=ngram_pool, streamer=streamer)
+
+    # Transformers hands over what it finds in this signature; so there are no names in it that a user may mistype.
+    def decode_here(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> torch.Tensor | LookaheadOutput:
+        return decode_request(
+            model, input_ids, config=config, on_step=on_step, ngram_pool=ngram_pool, streamer=streamer, **prepared
+        )
+
     return type(model).generate(model, input_ids, custom_generate=decode_here, **kwargs)  # type: ignore[no-any-return]
 
 
@@ -93,16 +102,17 @@ def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Non
         UnsupportedModelError: The model cannot be run on token trees.
     """
     attached = check_config(config)
-    check_model(_language_model(model))
+    _language_model_or_wrapper(model)
     plain: Callable[..., Any] = type(model).generate
+    names = list(inspect.signature(GenerationMixin.generate).parameters)[1:]  # without self
 
     @wraps(plain)
-    def generate_with_lookahead(inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs.get("custom_generate") is not None:
-            return plain(model, inputs, *args, **kwargs)
-        input_ids = kwargs.pop("input_ids", None)
+    def generate_with_lookahead(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("custom_generate") is not None:
+            return plain(model, *args, **kwargs)
+        kwargs.update(zip(names, args, strict=False))
         kwargs.setdefault("lookahead_config", attached)
-        return generate(model, inputs if inputs is not None else input_ids, **kwargs)
+        return generate(model, **kwargs)
 
     # The way transformers binds the `generate` of a repository: an attribute of the object, over the class's method.
     model.generate = generate_with_lookahead
@@ -113,41 +123,47 @@ def detach(model: PreTrainedModel) -> None:
     model.__dict__.pop("generate", None)
 
 
-def _is_prepared(config: object) -> bool:
-    """Whether transformers called us: by then it has turned the special tokens of its configuration into tensors."""
-    return isinstance(config, GenerationConfig) and hasattr(config, "_pad_token_tensor")
+def _is_prepared(kwargs: dict[str, Any]) -> bool:
+    """Whether transformers called us: by then it has gathered the criteria, and turned special tokens into tensors."""
+    return (
+        hasattr(kwargs.get("generation_config"), "_pad_token_tensor")
+        and isinstance(kwargs.get("stopping_criteria"), StoppingCriteriaList)
+        and isinstance(kwargs.get("logits_processor"), LogitsProcessorList)
+        and "use_cache" in kwargs
+    )
 
 
-def _language_model(model: Any) -> PreTrainedModel:
-    """The transformers model inside a wrapper such as a PEFT model, or `model` itself.
+def _language_model_or_wrapper(model: Any) -> Any:
+    """What to call `generate` of: `model`, after a trial of the transformers model in it.
 
     Raises:
-        InvalidArgumentError: There is none.
+        InvalidArgumentError: There is no transformers model in it.
+        UnsupportedModelError: The model cannot be run on token trees.
     """
+    model = getattr(model, "_orig_mod", model)  # transformers, too, generates with the model that was compiled
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(inner, PreTrainedModel) or not hasattr(inner, "generate"):
         raise InvalidArgumentError(
             f"model={type(model).__name__} is no transformers language model; load one with "
             "AutoModelForCausalLM.from_pretrained"
         )
-    return inner
+    check_model(inner)
+    return model
 
 
 def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Turn stop strings and their tokenizer into a criterion, as transformers would if it had the tokenizer here."""
     tokenizer = kwargs.pop("tokenizer", None)
     given: GenerationConfig | None = kwargs.get("generation_config")
-    stop_strings = kwargs.get("stop_strings")
-    if stop_strings is None and given is not None:
-        stop_strings = given.stop_strings
-    if stop_strings is None:
-        stop_strings = model.generation_config.stop_strings
+    stop_strings = effective_setting(model, kwargs, "stop_strings")
     if stop_strings is None:
         return
     if tokenizer is None:
         raise InvalidArgumentError(f"stop_strings={stop_strings!r} needs the model's tokenizer: pass tokenizer=...")
     criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-    criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
+    # As in transformers, one that the caller passed goes before one made of settings.
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):
+        criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
     kwargs["stopping_criteria"] = criteria
     kwargs.pop("stop_strings", None)
     if given is not None and given.stop_strings is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 
+import torch
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
     LogitsProcessor,
     PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
@@ -29,10 +31,10 @@ def row_processors(processors: LogitsProcessorList, row: int, batch_size: int) -
     """
     if batch_size == 1:
         return processors
-    return LogitsProcessorList([_narrow(processor, row) for processor in processors])
+    return LogitsProcessorList([_narrow(processor, row, batch_size) for processor in processors])
 
 
-def _narrow(processor: LogitsProcessor, row: int) -> LogitsProcessor:
+def _narrow(processor: LogitsProcessor, row: int, batch_size: int) -> LogitsProcessor:
     if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
         raise UnsupportedArgumentError(
             "guidance_scale runs the model a second time over all rows at once, which lookahead decoding cannot do for "
@@ -43,9 +45,17 @@ def _narrow(processor: LogitsProcessor, row: int) -> LogitsProcessor:
         return PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), processor._num_beams)
     narrowed = copy.copy(processor)
     if isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
-        narrowed.encoder_input_ids = processor.encoder_input_ids[row : row + 1]
+        prompts = processor.encoder_input_ids
+        # Made before the prompts were repeated for `num_return_sequences`.
+        prompt = row * len(prompts) // batch_size
+        narrowed.encoder_input_ids = prompts[prompt : prompt + 1]
     elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
-        narrowed.generated_ngrams, narrowed.batch_size = processor.generated_ngrams[row : row + 1], 1
+        prompt = row * processor.batch_size // batch_size
+        narrowed.generated_ngrams, narrowed.batch_size = processor.generated_ngrams[prompt : prompt + 1], 1
+    elif isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(
+        processor.prompt_ignore_length, torch.Tensor
+    ):
+        narrowed.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
     elif isinstance(processor, SynthIDTextWatermarkLogitsProcessor):
         return copy.deepcopy(processor)  # keeps a running state of what it has seen
     else:

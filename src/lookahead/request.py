@@ -9,12 +9,19 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
-from lookahead.arguments import check_mode, check_model_inputs, check_prompt_ids, prompt_tokens
+from lookahead.arguments import (
+    check_devices,
+    check_mode,
+    check_model_inputs,
+    check_positions,
+    check_prompt_ids,
+    prompt_tokens,
+)
 from lookahead.config import LookaheadConfig
 from lookahead.decoder import OnStep, decode
 from lookahead.drafting import NGramPool, build_drafter
 from lookahead.engine import ModelRunner, TreeCache, adopt_cache, check_model, return_cache
-from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.errors import InvalidArgumentError
 from lookahead.output import LookaheadOutput, stack_collected, stack_texts
 from lookahead.processors import row_processors
 from lookahead.sequence import Sequence
@@ -54,17 +61,18 @@ def decode_request(
     Returns:
         As `lookahead.generate`.
     """
-    if model_kwargs.pop("synced_gpus", False):
-        raise UnsupportedArgumentError("synced_gpus=True is not supported; gather the model on one device first")
+    check_devices(model, model_kwargs.pop("synced_gpus", False))
     check_mode(generation_config)
     check_prompt_ids(input_ids)
-    check_model_inputs(model_kwargs)
+    check_model_inputs(model_kwargs, generation_config.use_cache)
     check_model(model)
-    mask, brought = model_kwargs.get("attention_mask"), _brought_cache(model_kwargs)
-    own_mask = None if mask is None else mask[:, -input_ids.shape[1] :]
-    tokens = prompt_tokens(model, input_ids, own_mask, model_kwargs.get("position_ids"))
+    brought = _brought_cache(model_kwargs)
     cache = TreeCache() if brought is None else adopt_cache(brought)
-    before = _tokens_before(cache, tokens, mask, input_ids)
+    mask = _whole_mask(input_ids, model_kwargs.get("attention_mask"), generation_config)
+    check_positions(model_kwargs.get("position_ids"), mask)
+    tokens = prompt_tokens(model, input_ids, mask[:, -input_ids.shape[1] :])
+    lengths = cache.lengths(len(tokens))
+    before = _tokens_before(lengths, tokens, mask, input_ids)
     padding = [input_ids.shape[1] - len(row) for row in tokens]
     runner = ModelRunner(model, len(tokens), cache, before, padding)
     _check_context(runner, tokens, before)
@@ -82,11 +90,15 @@ def decode_request(
 
     if feeder is not None:
         feeder.start(input_ids)
-    with torch.no_grad():
-        statistics.prefill_passes = runner.prefill(tokens, generation_config.prefill_chunk_size)
-        decode(runner, sequences, rule, statistics, after_step, config.tie_margin)
-        if not rule.has_eos:
-            _even_out(runner, sequences, statistics, after_step, config.tie_margin)
+    try:
+        with torch.no_grad():
+            statistics.prefill_passes = runner.prefill(tokens, generation_config.prefill_chunk_size)
+            decode(runner, sequences, rule, statistics, after_step, config.tie_margin)
+            if not rule.has_eos:
+                _even_out(runner, sequences, statistics, after_step, config.tie_margin)
+    except Exception:
+        cache.restore(lengths)  # the caller's cache is as it was before the call that failed
+        raise
     if feeder is not None:
         feeder.end()
     if brought is not None:
@@ -127,7 +139,7 @@ def _sequences(
     rows = len(tokens)
     return [
         Sequence(
-            input_ids[row : row + 1],
+            input_ids[row : row + 1].long(),  # as the texts that transformers returns
             tokens[row],
             build_drafter(config, pool),
             _target(row_processors(processors, row, rows), generation_config),
@@ -146,26 +158,52 @@ def _target(processors: LogitsProcessorList, config: GenerationConfig) -> Target
     )
 
 
+def _whole_mask(
+    input_ids: torch.Tensor, mask: torch.Tensor | None, generation_config: GenerationConfig
+) -> torch.Tensor:
+    """Which tokens of the whole text count, `[batch, tokens]` bool: of what is cached and left out of the prompt, too.
+
+    Raises:
+        InvalidArgumentError: The mask is shorter than the prompt.
+    """
+    rows, tokens = input_ids.shape
+    if mask is None:
+        # transformers drops a mask of ones, and notes how long it was
+        tokens = getattr(generation_config, "_mask_length", None) or tokens
+        mask = torch.ones(rows, tokens)
+    if mask.shape[1] < input_ids.shape[1]:
+        raise InvalidArgumentError(
+            f"attention_mask of shape {tuple(mask.shape)} is shorter than input_ids of shape {tuple(input_ids.shape)}"
+        )
+    return mask.to(input_ids.device).bool()
+
+
 def _tokens_before(
-    cache: TreeCache, tokens: list[list[int]], mask: torch.Tensor | None, input_ids: torch.Tensor
+    lengths: list[int], tokens: list[list[int]], mask: torch.Tensor, input_ids: torch.Tensor
 ) -> list[int]:
     """How many tokens of the cache come before each row's prompt: all, or none if the prompt repeats them.
 
     As in transformers, an attention mask that is longer than the prompt says that the prompt is new text alone.
 
+    Args:
+        lengths: Tokens in each row of the cache.
+        tokens: The prompts.
+        mask: Which tokens of the whole text count.
+        input_ids: The prompts with their padding.
+
     Raises:
         InvalidArgumentError: The cache does not fit the prompt.
     """
-    lengths = cache.lengths(len(tokens))
     if len(lengths) != len(tokens):
         raise InvalidArgumentError(
             f"past_key_values holds {len(lengths)} rows, but input_ids has {len(tokens)}; they must be the same texts"
         )
-    if mask is not None and mask.shape[1] > input_ids.shape[1]:
+    if mask.shape[1] > input_ids.shape[1]:
         earlier = mask[:, : -input_ids.shape[1]].sum(dim=1).tolist()
         if earlier != lengths:
             raise InvalidArgumentError(
-                f"attention_mask counts {earlier} tokens before input_ids, but past_key_values holds {lengths}"
+                f"attention_mask counts {earlier} tokens before input_ids, but past_key_values holds {lengths}; a mask "
+                "is as long as input_ids, or as the cached text and input_ids together"
             )
         return lengths
     for length, row in zip(lengths, tokens, strict=True):

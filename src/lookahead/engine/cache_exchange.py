@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from lookahead.engine.tree_cache import TreeCache, TreeLayer
 from lookahead.errors import UnsupportedArgumentError
@@ -24,7 +24,7 @@ def adopt_cache(cache: Cache) -> TreeCache:
     if (
         not isinstance(cache, DynamicCache)
         or cache.offloading
-        or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+        or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer) for layer in layers)
     ):
         raise UnsupportedArgumentError(
             f"past_key_values={type(cache).__name__} is not supported by lookahead decoding; pass a DynamicCache, the "
@@ -42,7 +42,10 @@ def return_cache(decoded: TreeCache, cache: Cache) -> None:
         return
     while len(cache.layers) < len(decoded.layers):
         cache.layers.append(DynamicLayer())
-    for layer, own in zip(cache.layers, decoded.layers, strict=True):
+    # Layers that borrow the states of others hold nothing, and decoding may not have come to them.
+    for layer, own in zip(cache.layers, decoded.layers, strict=False):
+        if not own.is_initialized:
+            continue
         if not layer.is_initialized:
             layer.lazy_initialization(own.keys, own.values)
         start, end = 0, own.longest
@@ -52,8 +55,10 @@ def return_cache(decoded: TreeCache, cache: Cache) -> None:
         layer.keys, layer.values = own.keys[:, :, start:end].clone(), own.values[:, :, start:end].clone()
 
 
-def _adopt_layer(layer: DynamicLayer) -> TreeLayer:
+def _adopt_layer(layer: DynamicLayer | DummyLayer) -> TreeLayer:
     own = TreeLayer()
+    if isinstance(layer, DummyLayer) or not layer.is_initialized:
+        return own
     own.lazy_initialization(layer.keys, layer.values)
     length = layer.get_seq_length()
     # A sliding layer has dropped what no later token can see; the mask hides the zeros in its place.

@@ -187,6 +187,11 @@ class TreeCache(Cache):  # type: ignore[misc]
         for layer in filled:
             layer.lengths = list(shortest)
 
+    def restore(self, lengths: Sequence[int]) -> None:
+        """Forget what lies behind `lengths`, one for each row."""
+        for layer in self._filled:
+            layer.lengths = [min(kept, length) for kept, length in zip(layer.lengths, lengths, strict=True)]
+
     def forget(self, row: int) -> None:
         """Forget all of one row, so that its text is computed anew."""
         for layer in self._filled:
