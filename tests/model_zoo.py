@@ -115,6 +115,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "head_dim": 16,
             "num_hidden_layers": 4,
             "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
             "layer_types": [*_SLIDING_FULL, *_SLIDING_FULL],
         },
         0.6,

@@ -120,12 +120,15 @@ def check_mode(config: GenerationConfig) -> None:
     unsupported = {
         "num_beams": (beams > 1, "beam search keeps several texts; use num_beams=1"),
         "penalty_alpha": (
-            bool(config.penalty_alpha) and not config.do_sample,
+            bool(getattr(config, "penalty_alpha", None)) and not config.do_sample,
             "contrastive search is another way of decoding; leave it unset",
         ),
         "constraints": (getattr(config, "constraints", None) is not None, "constrained search needs beams"),
         "force_words_ids": (getattr(config, "force_words_ids", None) is not None, "forced words need beams"),
-        "dola_layers": (config.dola_layers is not None, "DoLa changes the model's logits; leave it unset"),
+        "dola_layers": (
+            getattr(config, "dola_layers", None) is not None,
+            "DoLa changes the logits; leave it unset",
+        ),
         "prompt_lookup_num_tokens": (
             config.prompt_lookup_num_tokens is not None,
             "prompt lookup is another way to draft; leave it unset",
