@@ -98,13 +98,15 @@ def parse_rows(text: str, source: str) -> list[Row]:
         except json.JSONDecodeError as error:
             raise ResultsError(f"{source}, line {number} is no JSON ({error}); remove that line") from error
     if rows and rows[0].get("kind") != "header":
-        raise ResultsError(f"{source} has no header row; it was not made by step_compression.py")
+        raise ResultsError(f"{source} has no header row; it was not made by a benchmark of this folder")
     return rows
 
 
 def read_results(path: Path) -> Results | None:
-    """One results file, or `None` when nothing has been measured in it yet."""
+    """One results file, or `None` when nothing has been measured in it yet or another benchmark made it."""
     rows = parse_rows(path.read_text(encoding="utf-8"), path.name)
+    if rows and "benchmark" in rows[0]:
+        return None
     kinds: dict[str, list[Row]] = {"header": [], "reference": [], "measurement": []}
     for row in rows:
         kinds[row["kind"]].append(row)
@@ -213,9 +215,12 @@ def lengths_table(results: Results) -> list[str]:
 
 def setting_lines(results: Results) -> list[str]:
     """Model, prompts, machine and versions as a list."""
-    header = results.header
+    return describe_settings(results.name, results.header, len({row["id"] for row in results.measurements}))
+
+
+def describe_settings(file: str, header: Row, measured: int) -> list[str]:
+    """What a header says, with the name of its file and how many prompts have been measured."""
     model, prompts, machine = header["model"], header["prompts"], header["machine"]
-    measured = len({row["id"] for row in results.measurements})
     versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
     return [
         f"- Model: `{model['name']}` ({model['architecture']}, {model['parameters']:,} parameters, "
@@ -224,7 +229,7 @@ def setting_lines(results: Results) -> list[str]:
         f"at most {header['max_new_tokens']} new tokens each, greedy, one prompt at a time",
         f"- Machine: {machine['device']}, CPU threads: {machine['threads']}; measured on {header['date']}",
         f"- Versions: {versions}",
-        f"- Raw rows: `benchmarks/results/{results.name}`",
+        f"- Raw rows: `benchmarks/results/{file}`",
     ]
 
 
@@ -266,10 +271,17 @@ def section(results: Results) -> list[str]:
         [repetition_text(results)],
         lengths_table(results),
         setting_lines(results),
+        *how_to_repeat(header),
+    ]
+    return join_parts(parts)
+
+
+def how_to_repeat(header: Row) -> list[list[str]]:
+    """The command of a run."""
+    return [
         ["To repeat it, with the model and the prompts at paths of your own:"],
         ["```", header["command"], "```"],
     ]
-    return join_parts(parts)
 
 
 def join_parts(parts: Iterable[Sequence[str]]) -> list[str]:
@@ -325,6 +337,14 @@ def read_folder(folder: Path) -> list[Results]:
     return [results for results in found if results is not None]
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that nobody ever finds half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page; the exit status is 0 when it was written."""
     parser = argparse.ArgumentParser(description="Write docs/results.md from benchmarks/results/*.jsonl.")
@@ -340,10 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not files:
         print(f"error: no measurements in {options.results}; run step_compression.py first", file=sys.stderr)
         return 1
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = options.output.with_name(options.output.name + ".part")
-    unfinished.write_text(page(files), encoding="utf-8")
-    os.replace(unfinished, options.output)
+    write_whole(options.output, page(files))
     print(f"{options.output}: {len(files)} table{'s' if len(files) > 1 else ''}")
     return 0
 
