@@ -77,8 +77,7 @@ def _step(
 
 def _draft(runner: ModelRunner, row: int, sequence: TextSequence) -> TokenTree:
     if sequence.finished:
-        # Its row of the batch must hold something; what comes of it is not kept.
-        return TokenTree(sequence.tokens[-1:])
+        return runner.idle_tree()
     tree = runner.begin_tree(row, sequence.tokens)
     if runner.wants_draft(tree) and not sequence.undecided:
         sequence.drafter.propose(tree)

@@ -21,7 +21,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.decoder import OnStep, decode
 from lookahead.drafting import NGramPool, build_drafter
 from lookahead.engine import ModelRunner, TreeCache, adopt_cache, check_model, return_cache
-from lookahead.errors import InvalidArgumentError
+from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 from lookahead.output import LookaheadOutput, stack_collected, stack_texts
 from lookahead.processors import row_processors
 from lookahead.sequence import Sequence
@@ -76,6 +76,7 @@ def decode_request(
     padding = [input_ids.shape[1] - len(row) for row in tokens]
     runner = ModelRunner(model, len(tokens), cache, before, padding)
     _check_context(runner, tokens, before)
+    _check_batch(runner, tokens, before, generation_config.max_length - input_ids.shape[1])
     sequences = _sequences(input_ids, tokens, logits_processor, generation_config, config, ngram_pool)
     rule = StopRule(stopping_criteria, runner.last_length, before)
     pad_token = _pad_token(generation_config) if rule.has_eos else None
@@ -220,6 +221,22 @@ def _check_context(runner: ModelRunner, tokens: list[list[int]], before: list[in
     if runner.context is not None and longest > runner.context:
         raise InvalidArgumentError(
             f"input_ids is a prompt of {longest} tokens, but the model's context holds {runner.context}; shorten it"
+        )
+
+
+def _check_batch(runner: ModelRunner, tokens: list[list[int]], before: list[int], new_tokens: int) -> None:
+    """Refuse rows of which one may come to where all positions change: others would be read with its frequencies.
+
+    Raises:
+        UnsupportedArgumentError: They may come there.
+    """
+    # The last token of a text is not read.
+    longest = max(earlier + len(row) for earlier, row in zip(before, tokens, strict=True)) + new_tokens - 1
+    if len(tokens) > 1 and runner.changes_after is not None and longest > runner.changes_after:
+        raise UnsupportedArgumentError(
+            f"input_ids has {len(tokens)} rows, and the longest may come to {longest} tokens: beyond "
+            f"{runner.changes_after} the positions of this model depend on the longest text of a pass, and rows are at "
+            "different places; call generate once for each row, or choose a smaller max_new_tokens"
         )
 
 

@@ -84,6 +84,20 @@ class ModelRunner:
         """Text length at which the model can read no further token, if there is one."""
         return self._limit.last_length
 
+    @property
+    def changes_after(self) -> int | None:
+        """Longest text that is read with the frequencies for short texts, if longer ones change them."""
+        return self._limit.changes_after
+
+    def idle_tree(self) -> TokenTree:
+        """What a row that is finished sends while others go on: a token that nobody reads, at position 0.
+
+        Behind its text it might stand where the model has no position, or has other ones.
+        """
+        tree = TokenTree([0])
+        tree.reads[tree.root] = False
+        return tree
+
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
         """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens."""
         cached, before = self.cache.lengths(self._batch_size)[row], self._before[row]
@@ -157,7 +171,8 @@ class ModelRunner:
         positions = np.zeros_like(tokens)
         for row, layout in enumerate(layouts):
             tokens[row, : len(layout.order)] = layout.tokens
-            positions[row, : len(layout.order)] = lengths[row] + layout.depths
+            start = lengths[row] if len(layout.read_slots) else 0  # an idle row stands nowhere
+            positions[row, : len(layout.order)] = start + layout.depths
         inputs: dict[str, object] = {
             "input_ids": torch.from_numpy(tokens).to(device),
             "position_ids": torch.from_numpy(positions).to(device),

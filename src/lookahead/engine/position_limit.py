@@ -23,6 +23,7 @@ class PositionLimit:
         context: Positions the model was made for, if its configuration says so.
         last_length: Text length at which a model with a table of positions can read no further token; `None`
             for models that compute their positions.
+        changes_after: Longest text that is read with the frequencies for short texts; `None` if there are no others.
         recompute_at: Text length at which transformers computes the whole cache anew for this model, because
             its keys were made with the frequencies for short texts (Phi-3 and its kin); `None` for all others.
     """
@@ -37,7 +38,10 @@ class PositionLimit:
         self._rope_type = str(rope.get("rope_type", "default"))
         original = rope.get("original_max_position_embeddings")
         original = original or getattr(text_config, "original_max_position_embeddings", None) or self.context
+        if "dynamic" in self._rope_type:
+            original = self.context  # where transformers begins to scale, whatever the settings call original
         self._original: int | None = original if isinstance(original, int) else None
+        self.changes_after: int | None = self._original if _changes(self._rope_type) else None
         recomputes = config.model_type in _RECOMPUTING and hasattr(config, "original_max_position_embeddings")
         self.recompute_at: int | None = self._original + 1 if recomputes and self._original is not None else None
 
