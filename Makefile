@@ -25,8 +25,10 @@ demo: $(VENV)/installed  ## Decode a built-in prompt plainly and with lookahead,
 test: $(VENV)/installed lint  ## Lint, types, and the tests (minutes)
 	$(BIN)/python -m pytest
 
-test-exact: $(VENV)/installed  ## 1,000 random cases against transformers' own generate
+test-exact: $(VENV)/installed  ## 1,000 greedy, 500 sampled and 300 batched random cases against transformers' own generate
 	$(BIN)/python tests/run_exactness.py --cases 1000 --seed 0
+	$(BIN)/python tests/run_sampling.py --cases 500 --seed 0
+	$(BIN)/python tests/run_batches.py --cases 300 --seed 0
 
 lint: $(VENV)/installed  ## Style and types
 	$(BIN)/ruff check src tests tools benchmarks

@@ -102,7 +102,7 @@ def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Non
         UnsupportedModelError: The model cannot be run on token trees.
     """
     attached = check_config(config)
-    _language_model_or_wrapper(model)
+    model = _language_model_or_wrapper(model)
     plain: Callable[..., Any] = type(model).generate
     names = list(inspect.signature(GenerationMixin.generate).parameters)[1:]  # without self
 
@@ -120,7 +120,7 @@ def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Non
 
 def detach(model: PreTrainedModel) -> None:
     """Give `model` its own `generate` back. A model that nothing is attached to stays as it is."""
-    model.__dict__.pop("generate", None)
+    getattr(model, "_orig_mod", model).__dict__.pop("generate", None)
 
 
 def _is_prepared(kwargs: dict[str, Any]) -> bool:

@@ -38,7 +38,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def longest(self) -> int:
         """Length of the longest row: where the scratch begins."""
-        return max(self.lengths, default=0)
+        return max(self.lengths) if self.lengths else 0  # not `default=`, which torch.compile does not know
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take batch size, heads, head sizes, dtype and device from the first states that come."""

@@ -1,0 +1,87 @@
+"""Low precision: decoding runs in every number type, and its plain steps are transformers' own, bit for bit."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.demo import demo_model_path
+from model_zoo import build
+
+PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
+SMALL = LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=5, pool_from_prompt=True)
+GREEDY = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def in_type(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    if name == "demo":
+        return AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=dtype, local_files_only=True).eval()
+    attention = "eager" if name == "gemma2" else "sdpa"
+    model = build(name, attention=attention)
+    copy = type(model)(model.config).to(dtype).eval()
+    copy.load_state_dict(model.state_dict())
+    copy.generation_config = model.generation_config
+    return copy
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("name", ["demo", "llama", "mistral_sliding", "gemma2", "mixtral"])
+def test_plain_steps_are_plain_decoding_in_every_type(name: str, dtype: torch.dtype) -> None:
+    model = in_type(name, dtype)
+    expected = model.generate(PROMPT, **GREEDY)
+    plain = LookaheadConfig(preset="autoregressive")
+    output = lookahead.generate(model, PROMPT, lookahead_config=plain, **GREEDY)
+    assert torch.equal(output.sequences, expected.sequences)
+    if name in ("mistral_sliding", "gemma2"):
+        return  # transformers forgets what is out of the window, and sums the rest in another order
+    for got, wanted in zip(output.logits, expected.logits, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("name", ["demo", "llama", "gemma2"])
+def test_drafted_steps_name_likely_tokens_in_every_type(name: str, dtype: torch.dtype) -> None:
+    """Where the text differs from plain decoding, the two tokens were nearly equally likely."""
+    model = in_type(name, dtype)
+    plain = model.generate(PROMPT, **GREEDY)
+    output = lookahead.generate(model, PROMPT, lookahead_config=SMALL, **GREEDY)
+    assert output.statistics.steps <= 24
+    different = (output.sequences != plain.sequences)[0].nonzero().flatten().tolist()
+    if dtype is torch.float32:
+        assert not different
+    elif different:
+        place = different[0] - PROMPT.shape[1]
+        logits = plain.logits[place][0]
+        chosen = logits[output.sequences[0, different[0]]]
+        # a few units in the last place of a logit of this size
+        assert float(logits.max() - chosen) <= 16 * torch.finfo(dtype).eps * float(logits.abs().max())
+
+
+def decode_with_margin(margin: float) -> tuple[torch.Tensor, list[int], list[int]]:
+    """The text, and for each step the tokens it added and the nodes it sent."""
+    config = LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=5, pool_from_prompt=True, tie_margin=margin)
+    output = lookahead.generate(build("llama"), PROMPT, lookahead_config=config, **GREEDY)
+    return output.sequences, output.statistics.accepted_lengths, output.statistics.nodes_per_step
+
+
+def test_tie_margin_decides_by_one_token_steps() -> None:
+    text, lengths, _ = decode_with_margin(0.0)
+    assert 0 not in lengths
+    for margin in (1.0, 1e9):
+        cautious, lengths, nodes = decode_with_margin(margin)
+        assert torch.equal(cautious, text), "in float32 it changes nothing but the steps"
+        assert sum(lengths) == 24
+        one_token_steps = [step for step in range(1, len(nodes)) if nodes[step] == 1]
+        assert one_token_steps, "no near-tie: the test shows nothing"
+        assert all(lengths[step] == 1 for step in one_token_steps)
+        # A step that names nothing is followed by one without a draft, which does.
+        assert all(nodes[step + 1] == 1 for step, length in enumerate(lengths) if length == 0)
+    assert [length for length, sent in zip(lengths, nodes, strict=True) if sent > 1] == [0] * lengths.count(0)
+
+
+@pytest.mark.parametrize("margin", [-0.1, "much", True])
+def test_tie_margin_out_of_range(margin: object) -> None:
+    with pytest.raises(lookahead.InvalidArgumentError, match="tie_margin"):
+        LookaheadConfig(tie_margin=margin)  # type: ignore[arg-type]

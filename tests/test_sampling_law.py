@@ -1,0 +1,367 @@
+"""Sampled texts have the law of the model, by our verification and by the paper's Algorithm 4.
+
+The space is small enough to be enumerated: 5 tokens, texts of 3. The exact probability of each of the 125 texts
+is computed from the model, and a chi-square test compares it with many texts drawn. A pool of candidates is filled
+at random beforehand, so that in the same run some candidates are accepted, in part or as a whole, and others not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from itertools import product
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, PreTrainedModel
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
+
+import lookahead
+from lookahead import InvalidArgumentError, LookaheadConfig, NGramPool
+from lookahead.paper_sampling import NextDistribution, verify_by_rejection
+from lookahead.token_tree import TokenTree
+from lookahead.verification import Walk, walk
+
+VOCABULARY = 5
+LENGTH = 3
+"""Tokens of a text; a candidate holds as many."""
+PROMPT = (0, 3, 1, 4)
+DRAWS = 20_000
+LEVEL = 1e-4
+"""Of the tests: a right law fails once in so many seeds, and the seeds are fixed."""
+FEWEST_EXPECTED = 5.0
+"""Texts that a bin of the chi-square test must expect; rarer texts share one."""
+CANDIDATES = 4
+"""Candidates for each first token: with 125 texts to choose from, most positions accept some and reject some."""
+CONFIG = LookaheadConfig(window_size=1, ngram_size=LENGTH + 1, guess_set_size=CANDIDATES)
+
+Text = tuple[int, ...]
+Law = dict[Text, float]
+
+
+@cache
+def model() -> PreTrainedModel:
+    """A random Llama with a vocabulary of 5, whose next token is neither certain nor independent of the text."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    built = LlamaForCausalLM(config).eval()
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=random) / parameter.shape[-1] ** 0.5 * 1.5)
+    return built
+
+
+@torch.inference_mode()
+def next_distributions(processors: LogitsProcessorList | None = None) -> dict[Text, torch.Tensor]:
+    """The law of the next token after the prompt and each shorter text, `[vocabulary]` float64 each."""
+    distributions = {}
+    for length in range(LENGTH + 1):
+        texts = list(product(range(VOCABULARY), repeat=length))
+        ids = torch.tensor([PROMPT + text for text in texts])
+        scores = model()(ids).logits[:, -1]
+        if processors is not None:
+            scores = processors(ids, scores)
+        distributions.update(zip(texts, torch.softmax(scores.double(), dim=-1), strict=True))
+    return distributions
+
+
+def exact_law(distributions: dict[Text, torch.Tensor]) -> Law:
+    """The probability of each text."""
+    return {
+        text: float(torch.stack([distributions[text[:place]][token] for place, token in enumerate(text)]).prod())
+        for text in product(range(VOCABULARY), repeat=LENGTH)
+    }
+
+
+def p_value(texts: Iterable[Text], law: Law) -> float:
+    """Probability that texts with this law are at least as far from what is expected of them, by chi-square."""
+    counts = Counter(texts)
+    total = counts.total()
+    assert set(counts) <= set(law)
+    bins: list[tuple[float, int]] = []
+    rare_expected, rare_count = 0.0, 0
+    for text, probability in law.items():
+        if probability * total < FEWEST_EXPECTED:
+            rare_expected += probability * total
+            rare_count += counts[text]
+        else:
+            bins.append((probability * total, counts[text]))
+    if rare_expected:
+        bins.append((rare_expected, rare_count))
+    statistic = sum((count - expected) ** 2 / expected for expected, count in bins)
+    return chi_square_tail(statistic, len(bins) - 1)
+
+
+def chi_square_tail(statistic: float, degrees: int) -> float:
+    """Probability that a chi-square variable exceeds `statistic`."""
+    halves = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(halves[0], halves[1]))
+
+
+def warm_pool(seed: int = 0) -> NGramPool:
+    """A pool with random n-grams for each first token."""
+    random = Random(seed)
+    pool = NGramPool(LENGTH + 1, CANDIDATES)
+    texts = list(product(range(VOCABULARY), repeat=LENGTH))
+    for first in range(VOCABULARY):
+        for text in random.sample(texts, CANDIDATES):
+            pool.add((first, *text))
+    return pool
+
+
+def draw_with_lookahead(draws: int, batch: int, **options: Any) -> tuple[list[Text], list[int]]:
+    """Texts drawn by `lookahead.generate`, `batch` a call, and the number of tokens that each step accepted."""
+    texts: list[Text] = []
+    accepted: list[int] = []
+    for number in range(draws // batch):
+        drawn = lookahead.generate(
+            model(),
+            torch.tensor([PROMPT]),
+            attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
+            lookahead_config=CONFIG,
+            ngram_pool=warm_pool(number),
+            on_step=lambda step: accepted.append(len(step.tokens)),
+            max_new_tokens=LENGTH,
+            do_sample=True,
+            top_k=0,
+            num_return_sequences=batch,
+            **options,
+        )
+        texts += [tuple(text) for text in drawn[:, len(PROMPT) :].tolist()]
+    return texts, accepted
+
+
+Verify = Callable[[Sequence[Sequence[int]], NextDistribution, torch.Generator], list[int]]
+
+
+def draw_with_algorithm_4(
+    draws: int, distributions: dict[Text, torch.Tensor], verify: Verify, seed: int = 0
+) -> tuple[list[Text], list[int]]:
+    """Texts drawn step by step by `verify`, and the number of tokens that each step accepted.
+
+    A text ends where it is long enough, as in decoding, whatever else its last step decided.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    pools = [warm_pool(number) for number in range(16)]
+    texts: list[Text] = []
+    accepted: list[int] = []
+    for number in range(draws):
+        pool, text = pools[number % len(pools)], ()
+        while len(text) < LENGTH:
+            guesses = [guess[: LENGTH - len(text)] for guess in pool.lookup((*PROMPT, *text)[-1])]
+            tokens = verify(guesses, lambda more, before=text: distributions[before + more], generator)
+            accepted.append(len(tokens))
+            text += tuple(tokens)
+        texts.append(text[:LENGTH])
+    return texts, accepted
+
+
+def assert_drafts_were_accepted(accepted: list[int]) -> None:
+    """Equality of laws says nothing about verification unless it accepts, in part and as a whole, and rejects."""
+    assert {1, 2, 3} <= set(accepted)
+    assert sum(length > 1 for length in accepted) > len(accepted) / 4
+
+
+def test_our_sampling_in_batches_has_the_exact_law() -> None:
+    torch.manual_seed(0)
+    texts, accepted = draw_with_lookahead(DRAWS, batch=500)
+    assert_drafts_were_accepted(accepted)
+    assert len(texts) == DRAWS
+    assert p_value(texts, exact_law(next_distributions())) > LEVEL
+
+
+def test_our_sampling_text_by_text_has_the_exact_law() -> None:
+    torch.manual_seed(1)
+    texts, accepted = draw_with_lookahead(2_000, batch=1)
+    assert_drafts_were_accepted(accepted)
+    assert p_value(texts, exact_law(next_distributions())) > LEVEL
+
+
+def test_our_sampling_with_processors_has_the_exact_law() -> None:
+    torch.manual_seed(2)
+    own = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.8), TemperatureLogitsWarper(1.5)])
+    law = exact_law(next_distributions(own))
+    texts, accepted = draw_with_lookahead(4_000, batch=500, logits_processor=own)
+    assert_drafts_were_accepted(accepted)
+    assert p_value(texts, law) > LEVEL
+    assert p_value(texts, exact_law(next_distributions())) < LEVEL, "processors must matter for this to mean anything"
+
+
+def test_algorithm_4_has_the_exact_law() -> None:
+    distributions = next_distributions()
+    texts, accepted = draw_with_algorithm_4(DRAWS, distributions, verify_by_rejection)
+    assert_drafts_were_accepted(accepted)
+    assert p_value(texts, exact_law(distributions)) > LEVEL
+
+
+# --- the test has teeth: with a wrong verification the law is noticed to be another ---------------------------
+
+Choose = Callable[[int], "int | None"]
+Append = Callable[[int], bool]
+
+
+def _children(tree: TokenTree, node: int) -> list[int]:
+    found = (tree.child(node, token) for token in range(VOCABULARY))
+    return [child for child in found if child is not None]
+
+
+def _accepts_the_first_candidate(tree: TokenTree, choose: Choose, append: Append) -> Walk:
+    """Does not ask the model where there is a candidate."""
+    node, path, tokens = tree.root, [], []
+    while children := _children(tree, node):
+        node = children[0]
+        path.append(node)
+        tokens.append(tree.tokens[node])
+        if append(tree.tokens[node]):
+            return Walk(path[:-1], tokens, stopped=True)
+    token = choose(node)
+    assert token is not None
+    return Walk(path, [*tokens, token], append(token))
+
+
+def _draws_again_after_a_rejection(tree: TokenTree, choose: Choose, append: Append) -> Walk:
+    """Draws once to see whether a candidate is accepted, and if none is, once more for the token."""
+
+    def twice(node: int) -> int | None:
+        token = choose(node)
+        return token if token is None or tree.child(node, token) is not None else choose(node)
+
+    return walk(tree, twice, append)
+
+
+@pytest.mark.parametrize("wrong", [_accepts_the_first_candidate, _draws_again_after_a_rejection])
+def test_a_wrong_walk_is_noticed(wrong: Callable[..., Walk], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lookahead.decoder.walk", wrong)
+    torch.manual_seed(0)
+    texts, _ = draw_with_lookahead(4_000, batch=500)
+    assert p_value(texts, exact_law(next_distributions())) < LEVEL
+
+
+def _verify_without_model(
+    guesses: Sequence[Sequence[int]], law: NextDistribution, random: torch.Generator
+) -> list[int]:
+    """Accepts the first candidate, whatever the model says."""
+    return list(guesses[0])
+
+
+def _verify_carelessly(
+    guesses: Sequence[Sequence[int]], law: NextDistribution, random: torch.Generator, zero: bool, normalise: bool
+) -> list[int]:
+    """Algorithm 4 that may forget to take rejected tokens out of the distribution, or to normalise it again."""
+    remaining, decided = list(guesses), ()
+    while remaining and len(decided) < len(remaining[0]):
+        left, place = law(decided).clone(), len(decided)
+        for guess in remaining:
+            token = guess[place]
+            if torch.rand((), generator=random) < left[token]:
+                break
+            if zero:
+                left[token] = 0.0
+            if normalise:
+                left /= left.sum()
+        else:
+            return [*decided, int(torch.multinomial(left, 1, generator=random))]
+        decided += (token,)
+        remaining = [guess for guess in remaining if guess[place] == token]
+    return [*decided, int(torch.multinomial(law(decided), 1, generator=random))]
+
+
+def test_the_careless_algorithm_4_is_right_where_it_takes_care() -> None:
+    distributions = next_distributions()
+    texts, _ = draw_with_algorithm_4(4_000, distributions, partial(_verify_carelessly, zero=True, normalise=True))
+    assert p_value(texts, exact_law(distributions)) > LEVEL
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        _verify_without_model,
+        partial(_verify_carelessly, zero=False, normalise=True),
+        partial(_verify_carelessly, zero=True, normalise=False),
+    ],
+    ids=["accepts the first candidate", "keeps rejected tokens", "does not normalise"],
+)
+def test_a_wrong_algorithm_4_is_noticed(wrong: Verify) -> None:
+    distributions = next_distributions()
+    texts, _ = draw_with_algorithm_4(4_000, distributions, wrong)
+    assert p_value(texts, exact_law(distributions)) < LEVEL
+
+
+# --- the parts ------------------------------------------------------------------------------------------------
+
+
+def certain(*tokens: int) -> NextDistribution:
+    """The law that leaves no choice: each of `tokens` at its place."""
+    return lambda decided: torch.eye(VOCABULARY)[tokens[len(decided)]]
+
+
+@pytest.mark.parametrize(
+    ("candidates", "decided"),
+    [
+        ([], [3]),
+        ([(1, 2)], [3]),
+        ([(1, 2), (3, 2)], [3, 1]),
+        ([(3, 2), (3, 1)], [3, 1, 4]),
+        ([(2, 1), (3, 1), (3, 1)], [3, 1, 4]),
+    ],
+)
+def test_algorithm_4_where_the_model_leaves_no_choice(candidates: list[tuple[int, ...]], decided: list[int]) -> None:
+    for seed in range(20):
+        assert verify_by_rejection(candidates, certain(3, 1, 4), torch.Generator().manual_seed(seed)) == decided
+
+
+def test_algorithm_4_asks_only_for_what_it_verifies() -> None:
+    asked: list[Text] = []
+
+    def law(decided: Text) -> torch.Tensor:
+        asked.append(decided)
+        return certain(3, 1, 4)(decided)
+
+    verify_by_rejection([(3, 2), (3, 4)], law)
+    assert asked == [(), (3,)]
+
+
+def test_algorithm_4_draws_from_the_default_generator_if_none_is_given() -> None:
+    distributions = next_distributions()
+    torch.manual_seed(5)
+    first = [verify_by_rejection([(1, 2)], distributions.__getitem__) for _ in range(20)]
+    torch.manual_seed(5)
+    assert [verify_by_rejection([(1, 2)], distributions.__getitem__) for _ in range(20)] == first
+
+
+def test_algorithm_4_leaves_distributions_as_they_are() -> None:
+    distribution = torch.full((VOCABULARY,), 0.2, dtype=torch.float64)
+    verify_by_rejection([(0,), (1,), (2,), (3,)], lambda _: distribution)
+    assert torch.equal(distribution, torch.full((VOCABULARY,), 0.2, dtype=torch.float64))
+
+
+def test_algorithm_4_takes_candidates_of_one_length() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"\[2, 1\] tokens"):
+        verify_by_rejection([(1, 2), (3,)], certain(3, 1, 4))
+
+
+@pytest.mark.parametrize(
+    ("statistic", "degrees", "tail"), [(3.841459, 1, 0.05), (18.307038, 10, 0.05), (149.449253, 100, 0.001)]
+)
+def test_chi_square_tail_is_that_of_the_tables(statistic: float, degrees: int, tail: float) -> None:
+    assert chi_square_tail(statistic, degrees) == pytest.approx(tail, rel=1e-5)
+
+
+def test_the_law_is_spread_over_many_texts() -> None:
+    law = exact_law(next_distributions())
+    assert sum(law.values()) == pytest.approx(1.0)
+    assert max(law.values()) < 0.2
+    assert sum(probability * DRAWS >= FEWEST_EXPECTED for probability in law.values()) > 100
