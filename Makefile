@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # never touches thread settings.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-exact lint format results clean
+.PHONY: help demo test test-quantized test-exact lint format results clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -22,8 +22,16 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed  ## Decode a built-in prompt plainly and with lookahead, side by side
 	$(BIN)/lookahead compare --dtype float32
 
-test: $(VENV)/installed lint  ## Lint, types, and the tests (minutes)
+test: $(VENV)/installed lint test-quantized  ## Lint, types, and the tests (minutes)
 	$(BIN)/python -m pytest
+
+# In a folder of its own: where torchao is installed, every program that imports transformers loads it, noisily.
+build/torchao: constraints.txt | $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --upgrade --target $@ torchao
+	touch $@
+
+test-quantized: build/torchao  ## The tests that need torchao
+	PYTHONPATH=build/torchao $(BIN)/python -m pytest tests/test_wrappers.py -k quantisation
 
 test-exact: $(VENV)/installed  ## 1,000 greedy, 500 sampled and 300 batched random cases against transformers' own generate
 	$(BIN)/python tests/run_exactness.py --cases 1000 --seed 0

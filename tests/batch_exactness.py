@@ -180,13 +180,18 @@ def run_batch_case(case: BatchCase) -> BatchOutcome:
         return outcome
     outcome.accepted_lengths = list(got.statistics.accepted_lengths)
     outcome.tokens = got.statistics.tokens
+    shape, wanted = tuple(got.sequences.shape), tuple(expected.sequences.shape)
+    outcome.check(shape == wanted, f"texts of shape {shape}, expected {wanted}")
+    if shape[0] != wanted[0]:
+        return outcome
     _compare_texts(outcome, model, expected.sequences, got.sequences)
     _compare_rows(outcome, model, got.sequences, alone)
+    lengths = _lengths(case, got.sequences, alone)
+    outcome.check(outcome.tokens == sum(lengths), f"counted {outcome.tokens} tokens, not {sum(lengths)}")
     if case.streamed:
         outcome.check(columns.puts == plain_columns.puts, f"streamed {columns.puts}, expected {plain_columns.puts}")
         outcome.check(columns.ended == 1, f"the streamer was ended {columns.ended} times")
     if case.collected:
-        lengths = _lengths(case, got.sequences, alone)
         for name in ("scores", "logits"):
             _compare_collected(outcome, name, expected[name], got[name], lengths)
     if case.returns > 1:
@@ -212,24 +217,30 @@ def run_sampled_case(case: BatchCase) -> BatchOutcome:
         outcome.problems.append(traceback.format_exc())
         return outcome
     outcome.accepted_lengths, outcome.tokens = list(got.statistics.accepted_lengths), got.statistics.tokens
-    texts, rows = got.sequences, len(case.rows)
     prompts = _inputs(case)["input_ids"].repeat_interleave(case.returns, dim=0)
-    new = texts[:, case.width :]
-    outcome.check(texts.dtype == torch.long and texts.shape[0] == rows, f"texts {texts.dtype} {tuple(texts.shape)}")
-    outcome.check(torch.equal(texts[:, : case.width], prompts), "the texts must begin with the prompts")
-    outcome.check(0 < new.shape[1] <= case.max_new_tokens, f"{new.shape[1]} new tokens")
-    outcome.check(bool(((new >= 0) & (new < VOCAB_SIZE)).all()), f"tokens outside the vocabulary: {new.tolist()}")
-    lengths = [_length(row, (*case.eos, *case.ends) if case.eos else ()) for row in new.tolist()]
-    outcome.check(max(lengths) == new.shape[1], f"rows of {lengths} tokens in {new.shape[1]} columns")
-    ended = [bool({*case.eos, *case.ends} & {*row}) for row in new.tolist()]
-    outcome.check(new.shape[1] == case.max_new_tokens or all(ended), f"rows of {lengths} tokens that did not end")
-    after = [new[row, length:].tolist() for row, length in enumerate(lengths)]
-    outcome.check(not any(any(rest) for rest in after), f"rows must be filled up with padding: {after}")
-    outcome.check(outcome.tokens == sum(lengths), f"counted {outcome.tokens} tokens, not {sum(lengths)}")
+    outcome.check(got.sequences.dtype == torch.long, f"texts of type {got.sequences.dtype}")
+    outcome.check(torch.equal(got.sequences[:, : case.width], prompts), "the texts must begin with the prompts")
+    new = got.sequences[:, case.width :]
+    _check_form(outcome, new)
     if case.streamed:
-        wanted = [_inputs(case)["input_ids"].repeat_interleave(case.returns, dim=0).tolist(), *new.T.tolist()]
+        wanted = [prompts.tolist(), *new.T.tolist()]
         outcome.check(streamer.puts == wanted, f"streamed {streamer.puts}, not {wanted}")
     return outcome
+
+
+def _check_form(outcome: BatchOutcome, new: torch.Tensor) -> None:
+    """New tokens `[rows, columns]` are as long as they may be, or end all; nothing but padding comes after a row."""
+    case, columns = outcome.case, new.shape[1]
+    outcome.check(bool(((new >= 0) & (new < VOCAB_SIZE)).all()), f"tokens outside the vocabulary: {new.tolist()}")
+    stops = (*case.eos, *case.ends)
+    ended = [bool({*stops} & {*row}) for row in new.tolist()]
+    full = columns == case.max_new_tokens or (columns < case.max_new_tokens and all(ended))
+    outcome.check(full, f"{columns} new tokens of {case.max_new_tokens}; rows that ended: {ended}")
+    lengths = [_length(row, stops if case.eos else ()) for row in new.tolist()]
+    outcome.check(max(lengths) == columns, f"rows of {lengths} tokens in {columns} columns")
+    rest = [new[row, length:].tolist() for row, length in enumerate(lengths)]
+    outcome.check(not any(map(any, rest)), f"rows must be filled up with padding: {rest}")
+    outcome.check(outcome.tokens == sum(lengths), f"counted {outcome.tokens} tokens, not {sum(lengths)}")
 
 
 def _length(tokens: list[int], stops: tuple[int, ...]) -> int:

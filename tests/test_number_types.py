@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.demo import demo_model_path
-from model_zoo import build
+from model_zoo import ARCHITECTURES, build
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
 SMALL = LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=5, pool_from_prompt=True)
@@ -18,8 +18,7 @@ TYPES = [torch.float32, torch.bfloat16, torch.float16]
 def in_type(name: str, dtype: torch.dtype) -> PreTrainedModel:
     if name == "demo":
         return AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=dtype, local_files_only=True).eval()
-    attention = "eager" if name == "gemma2" else "sdpa"
-    model = build(name, attention=attention)
+    model = build(name, attention=ARCHITECTURES[name].attention[0])
     copy = type(model)(model.config).to(dtype).eval()
     copy.load_state_dict(model.state_dict())
     copy.generation_config = model.generation_config
@@ -38,6 +37,29 @@ def test_plain_steps_are_plain_decoding_in_every_type(name: str, dtype: torch.dt
         return  # transformers forgets what is out of the window, and sums the rest in another order
     for got, wanted in zip(output.logits, expected.logits, strict=True):
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_plain_steps_under_autocast_are_plain_to_the_bit(attention: str, dtype: torch.dtype) -> None:
+    """The model in float32, its products in 16 bits: keys and values are of two types."""
+    model, plain = build("llama", attention=attention), LookaheadConfig(preset="autoregressive")
+    with torch.autocast("cpu", dtype):
+        expected = model.generate(PROMPT, **GREEDY).logits
+        output = lookahead.generate(model, PROMPT, lookahead_config=plain, **GREEDY)
+        drafted = lookahead.generate(model, PROMPT, lookahead_config=SMALL, **GREEDY)
+    assert all(torch.equal(got, wanted) for got, wanted in zip(output.logits, expected, strict=True))
+    assert drafted.statistics.steps < 24
+    layer = drafted.past_key_values.layers[0]
+    assert (layer.keys.dtype, layer.values.dtype) == (torch.float32, dtype)
+
+
+def test_double_precision() -> None:
+    model = in_type("llama", torch.float64)
+    expected = model.generate(PROMPT, **GREEDY).sequences
+    output = lookahead.generate(model, PROMPT, lookahead_config=SMALL, **GREEDY)
+    assert torch.equal(output.sequences, expected)
+    assert output.statistics.steps < 24
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -1,10 +1,12 @@
 """Models that are compiled, adapted, quantised or placed: what plain decoding does with them, we do as well."""
 
 import copy
+import shutil
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import lookahead
@@ -53,6 +55,113 @@ def test_compiled(compiled: Any) -> None:
     check(compiled(copy.deepcopy(build("llama"))), plain=build("llama"))
 
 
+def test_a_compiled_model_is_compiled_in_whole() -> None:
+    """The cache is part of the graph, and a few graphs do for all steps, however many nodes they have."""
+    model = copy.deepcopy(build("gpt2"))
+    torch._dynamo.reset()
+    counters.clear()
+    output = lookahead.generate(
+        compiled_forward(model), PROMPT, lookahead_config=SMALL, return_dict_in_generate=True, **GREEDY
+    )
+    assert len(set(output.statistics.nodes_per_step)) > 4
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] <= 4
+
+
+def test_detaching_from_a_compiled_wrapper() -> None:
+    model = copy.deepcopy(build("llama"))
+    wrapper = compiled_around(model)
+    lookahead.attach(wrapper)
+    assert "generate" in vars(model)
+    lookahead.detach(wrapper)
+    assert "generate" not in vars(model)
+
+
+def test_inductor() -> None:
+    """Real compiled kernels, of the feed-forward layers alone: compiling all of a model takes half a minute."""
+    if shutil.which("g++") is None:
+        pytest.skip("compiling for the CPU takes a C++ compiler")
+    torch._dynamo.reset()
+    model = copy.deepcopy(build("llama"))
+    for layer in model.model.layers:
+        layer.mlp.compile(dynamic=True)
+    check(model)
+
+
+def adapted(name: str, config: Any, spread: float = 0.3) -> Any:
+    """A zoo model with an adapter of random weights, large enough to change the text."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(copy.deepcopy(build(name)), config(peft)).eval()
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weights in (weights for weights in model.parameters() if weights.requires_grad):
+            weights.add_(spread * torch.randn(weights.shape, generator=random))
+    text = model.generate(input_ids=PROMPT, **GREEDY)
+    assert not torch.equal(text, build(name).generate(PROMPT, **GREEDY)), "the adapter must change the text"
+    return model
+
+
+def test_merged_and_unmerged_adapters() -> None:
+    model = adapted(
+        "gpt2",
+        lambda peft: peft.LoraConfig(target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, task_type="CAUSAL_LM"),
+    )
+    check(model)
+    model.merge_adapter()
+    check(model)
+    model.unmerge_adapter()
+    check(model)
+
+
+def test_several_adapters() -> None:
+    model = adapted("llama", lambda peft: peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    first = model.generate(input_ids=PROMPT, **GREEDY)
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(2)
+    model.add_adapter("second", peft.LoraConfig(target_modules=["up_proj", "down_proj"], init_lora_weights=False))
+    model.set_adapter("second")
+    assert not torch.equal(model.generate(input_ids=PROMPT, **GREEDY), first)
+    check(model.eval())
+
+
+ADAPTERS = {
+    "ia3": lambda peft: peft.IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
+    ),
+    "adaption": lambda peft: peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_other_adapters(name: str) -> None:
+    check(adapted("llama", ADAPTERS[name]))
+
+
+NOT_CARRIED = {
+    "prompt": lambda peft: peft.PromptTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM"),
+    "prefix": lambda peft: peft.PrefixTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM"),
+    "p-tuning": lambda peft: peft.PromptEncoderConfig(
+        num_virtual_tokens=5, encoder_hidden_size=16, task_type="CAUSAL_LM"
+    ),
+    "activated": lambda peft: peft.LoraConfig(
+        target_modules=["q_proj", "v_proj"], alora_invocation_tokens=[14, 15], task_type="CAUSAL_LM"
+    ),
+}
+
+
+@pytest.mark.xfail(strict=True, reason="they give another text without a word")
+@pytest.mark.parametrize("name", NOT_CARRIED)
+def test_adapters_that_a_tree_cannot_carry_are_refused(name: str) -> None:
+    """Virtual tokens come by a way that trees do not take; an activated LoRA counts places in a forward pass."""
+    model = adapted("llama", NOT_CARRIED[name], spread=1.0)
+    expected = model.generate(input_ids=PROMPT, **GREEDY)
+    with pytest.raises(lookahead.UnsupportedModelError, match="adapter|LoRA"):
+        lookahead.generate(model, PROMPT, **GREEDY)
+    with pytest.raises(lookahead.UnsupportedModelError, match="adapter|LoRA"):
+        model.generate(input_ids=PROMPT, custom_generate=lookahead.generate, **GREEDY)
+    assert torch.equal(model.generate(input_ids=PROMPT, **GREEDY), expected), "the model is left as it was"
+
+
 def test_lora() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
@@ -80,12 +189,48 @@ def test_weight_only_quantisation(bits: int) -> None:
     check(model)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_quantised_products_of_a_processor(dtype: torch.dtype) -> None:
+    """torchao's 4-bit kernel for CPUs: steps without a draft are plain to the bit, others up to rounding."""
+    pytest.importorskip("torchao")
+    kernels = pytest.importorskip("torchao.prototype.quantization.int4")
+    from torchao.quantization import quantize_
+
+    model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=dtype, local_files_only=True).eval()
+    quantize_(model, kernels.PrototypeInt4WeightOnlyConfig(group_size=32, set_inductor_config=False))
+    options = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(PROMPT, **options)
+    plain = lookahead.generate(model, PROMPT, lookahead_config=LookaheadConfig(preset="autoregressive"), **options)
+    assert all(torch.equal(got, wanted) for got, wanted in zip(plain.logits, expected.logits, strict=True))
+    if dtype is torch.float32:
+        check(model)
+    else:
+        drafted = lookahead.generate(model, PROMPT, lookahead_config=SMALL, **options)
+        torch.testing.assert_close(drafted.logits[0], expected.logits[0], atol=0.3, rtol=0.0)
+
+
 def test_device_map() -> None:
     pytest.importorskip("accelerate")
     model = AutoModelForCausalLM.from_pretrained(
         demo_model_path(), dtype=torch.float32, device_map={"": "cpu"}, local_files_only=True
     )
     check(model)
+
+
+@pytest.mark.xfail(strict=True, reason="inputs are sent to model.device, which is meta")
+@pytest.mark.parametrize("everything", [False, True])
+def test_embeddings_that_are_not_in_memory(everything: bool, tmp_path: Any) -> None:
+    """Then `model.device` is "meta", and only accelerate knows where inputs go."""
+    accelerate = pytest.importorskip("accelerate")
+    model = copy.deepcopy(build("llama"))
+    if everything:
+        model = accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    else:
+        parts = ["model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
+        device_map = {"model.embed_tokens": "disk"} | dict.fromkeys(parts, "cpu")
+        model = accelerate.dispatch_model(model, device_map, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+    assert model.device.type == "meta"
+    check(model, plain=build("llama"))
 
 
 def test_weights_that_are_brought_in_layer_by_layer(tmp_path: Any) -> None:

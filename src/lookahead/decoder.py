@@ -53,7 +53,7 @@ def _step(
     """One forward pass for all sequences, and all that follows from it."""
     timing = statistics.seconds.timing
     with timing("draft"):
-        trees = [_draft(runner, row, sequence) for row, sequence in enumerate(sequences)]
+        trees = [_draft(runner, row, sequence, tie_margin) for row, sequence in enumerate(sequences)]
     with timing("forward"):
         results = runner.forward(trees)
     with timing("verify"):
@@ -75,11 +75,13 @@ def _step(
     return records
 
 
-def _draft(runner: ModelRunner, row: int, sequence: TextSequence) -> TokenTree:
+def _draft(runner: ModelRunner, row: int, sequence: TextSequence, tie_margin: float) -> TokenTree:
     if sequence.finished:
         return runner.idle_tree()
     tree = runner.begin_tree(row, sequence.tokens)
-    if runner.wants_draft(tree) and not sequence.undecided:
+    # Who is wary of rounding wants the prompt's keys and values, and the first token, as plain decoding has them.
+    plainly = sequence.undecided or (tie_margin > 0 and tree.root > 0)
+    if runner.wants_draft(tree) and not plainly:
         sequence.drafter.propose(tree)
     return tree
 
