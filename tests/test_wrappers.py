@@ -63,7 +63,7 @@ def test_a_compiled_model_is_compiled_in_whole() -> None:
     output = lookahead.generate(
         compiled_forward(model), PROMPT, lookahead_config=SMALL, return_dict_in_generate=True, **GREEDY
     )
-    assert len(set(output.statistics.nodes_per_step)) > 4
+    assert len(set(output.statistics.nodes_per_step)) > 3
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] <= 4
 
@@ -149,7 +149,6 @@ NOT_CARRIED = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="they give another text without a word")
 @pytest.mark.parametrize("name", NOT_CARRIED)
 def test_adapters_that_a_tree_cannot_carry_are_refused(name: str) -> None:
     """Virtual tokens come by a way that trees do not take; an activated LoRA counts places in a forward pass."""
@@ -217,7 +216,6 @@ def test_device_map() -> None:
     check(model)
 
 
-@pytest.mark.xfail(strict=True, reason="inputs are sent to model.device, which is meta")
 @pytest.mark.parametrize("everything", [False, True])
 def test_embeddings_that_are_not_in_memory(everything: bool, tmp_path: Any) -> None:
     """Then `model.device` is "meta", and only accelerate knows where inputs go."""

@@ -22,7 +22,7 @@ from lookahead.arguments import check_call, check_config, check_pool, check_prom
 from lookahead.config import LookaheadConfig
 from lookahead.decoder import OnStep
 from lookahead.drafting import NGramPool
-from lookahead.engine import check_model
+from lookahead.engine import check_adapters, check_model
 from lookahead.errors import InvalidArgumentError
 from lookahead.output import LookaheadOutput
 from lookahead.request import decode_request
@@ -147,6 +147,7 @@ def _language_model_or_wrapper(model: Any) -> Any:
             f"model={type(model).__name__} is no transformers language model; load one with "
             "AutoModelForCausalLM.from_pretrained"
         )
+    check_adapters(model)
     check_model(inner)
     return model
 

@@ -74,7 +74,7 @@ def decode_request(
     lengths = cache.lengths(len(tokens))
     before = _tokens_before(lengths, tokens, mask, input_ids)
     padding = [input_ids.shape[1] - len(row) for row in tokens]
-    runner = ModelRunner(model, len(tokens), cache, before, padding)
+    runner = ModelRunner(model, len(tokens), cache, before, padding, input_ids.device)
     _check_context(runner, tokens, before)
     _check_batch(runner, tokens, before, generation_config.max_length - input_ids.shape[1])
     sequences = _sequences(input_ids, tokens, logits_processor, generation_config, config, ngram_pool)

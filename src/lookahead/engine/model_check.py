@@ -36,9 +36,35 @@ def check_model(model: PreTrainedModel) -> None:
         _tried[model].add(settings)
 
 
+def check_adapters(model: torch.nn.Module) -> None:
+    """Refuse PEFT adapters that a tree cannot carry; `model` is the adapted model, or its wrapper.
+
+    Raises:
+        UnsupportedModelError: There is one.
+    """
+    configs = getattr(model, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        if getattr(config, "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                f"model={type(model).__name__} has a {type(config).__name__} adapter, whose virtual tokens come by a "
+                "way that token trees do not take. Use model.generate, or an adapter of the weights, such as LoRA"
+            )
+        if getattr(config, "alora_invocation_tokens", None):
+            raise UnsupportedModelError(
+                f"model={type(model).__name__} has an activated LoRA adapter, which counts places in a forward pass. "
+                "Use model.generate, or plain LoRA"
+            )
+
+
 def _check_kind(model: PreTrainedModel) -> None:
     """Refuse what is known from the outside not to work."""
     name = type(model).__name__
+    check_adapters(model)
+    if "prepare_inputs_for_generation" in vars(model):
+        raise UnsupportedModelError(
+            f"model={name} has been given another way to prepare its inputs, as adapters with virtual tokens do, which "
+            "token trees do not take. Use model.generate"
+        )
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"model={name} is an encoder-decoder; lookahead decoding runs decoder-only models")
     if getattr(model, "_is_stateful", False):

@@ -54,6 +54,7 @@ class ModelRunner:
         cache: Keys and values of the beginning of each text; an empty cache if not given.
         before: Per sequence, how many tokens of the cache come before the text that `begin_tree` will be given.
         padding: Per sequence, how many padding tokens its prompt had; they count where transformers counts them.
+        device: Where inputs go if the model cannot say, because its weights are brought in as they are needed.
     """
 
     def __init__(
@@ -63,12 +64,15 @@ class ModelRunner:
         cache: TreeCache | None = None,
         before: Sequence[int] | None = None,
         padding: Sequence[int] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.model = model
         self.cache = TreeCache() if cache is None else cache
         self._batch_size = batch_size
         self._before = list(before) if before is not None else [0] * batch_size
         self._padding = list(padding) if padding is not None else [0] * batch_size
+        on_meta = model.device.type == "meta"
+        self._device = (device or torch.device("cpu")) if on_meta else model.device
         self._masks = MaskBuilder(model.config)
         self._limit = PositionLimit(model.config)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -144,7 +148,7 @@ class ModelRunner:
         keep = np.unique(np.concatenate([layout.read_slots for layout in self._layouts]))
         inputs = self._inputs(trees)
         if self._keeps_logits:
-            inputs["logits_to_keep"] = torch.from_numpy(keep).to(self.model.device)
+            inputs["logits_to_keep"] = torch.from_numpy(keep).to(self._device)
         with self.cache.scratch():
             logits = self.model(**inputs, use_cache=True, return_dict=True).logits  # [batch, keep or nodes, vocabulary]
         if not self._keeps_logits:
@@ -164,7 +168,7 @@ class ModelRunner:
         self.cache.commit(slots)
 
     def _inputs(self, trees: Sequence[TokenTree]) -> dict[str, object]:
-        layouts, device = self._layouts, self.model.device
+        layouts, device = self._layouts, self._device
         nodes = max(len(layout.order) for layout in layouts)
         lengths = self.cache.lengths(self._batch_size)
         tokens = np.zeros((len(layouts), nodes), dtype=np.int64)
@@ -195,7 +199,7 @@ class ModelRunner:
             visible[row, :own, scratch : scratch + own] = layout.ancestor_mask()
         cached = np.broadcast_to(np.arange(scratch), (batch, scratch))
         keys = np.concatenate([cached, positions], axis=1)
-        return self._masks.build(visible, positions, keys, self.model.dtype, self.model.device)
+        return self._masks.build(visible, positions, keys, self.model.dtype, self._device)
 
 
 def _result(
