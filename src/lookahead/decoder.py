@@ -55,7 +55,7 @@ def _step(
     with timing("draft"):
         trees = [_draft(runner, row, sequence, tie_margin) for row, sequence in enumerate(sequences)]
     with timing("forward"):
-        results = runner.forward(trees)
+        results = runner.forward(trees, max(sequence.drafter.top_k for sequence in sequences))
     with timing("verify"):
         walks = [
             None if sequence.finished else _verify(sequence, tree, result, stop, tie_margin)
@@ -70,7 +70,7 @@ def _step(
             if walked is not None:
                 sequence.steps += 1
                 sequence.finished, sequence.undecided = walked.stopped, walked.declined
-                sequence.drafter.observe(StepResult(tree, result.predictions, walked.path, walked.tokens))
+                sequence.drafter.observe(_step_result(tree, result, walked))
                 records.append(StepRecord(row, sequence.steps, walked.tokens, len(tree) - tree.root, sequence.finished))
     return records
 
@@ -93,6 +93,10 @@ def _kept(tree: TokenTree, walked: Walk | None) -> list[int]:
         return []
     kept = [*range(tree.root + 1), *walked.path]
     return kept[:-1] if walked.declined else kept
+
+
+def _step_result(tree: TokenTree, result: ForwardResult, walked: Walk) -> StepResult:
+    return StepResult(tree, result.predictions, walked.path, walked.tokens, result.top_ids, result.top_probabilities)
 
 
 def _verify(sequence: TextSequence, tree: TokenTree, result: ForwardResult, stop: Stop, tie_margin: float) -> Walk:

@@ -27,6 +27,8 @@ __all__ = [
 class NoDrafter:
     """Proposes nothing: plain autoregressive decoding, one token a step."""
 
+    top_k = 0
+
     def start(self, prompt: Sequence[int]) -> None:
         """Nothing to begin."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -22,16 +22,28 @@ class StepResult:
             unprocessed logits), `[nodes]` int64; -1 where the prediction was not read.
         path: The accepted candidate nodes, from below the root downwards.
         tokens: The tokens the step added to the text: those of `path`, and the one the target named after it.
+        top_ids: For each node the model's likeliest next tokens, likeliest first, `[nodes, top_k]` int64; -1 where
+            the prediction was not read. `top_k` is the largest that a drafter of the batch asked for.
+        top_probabilities: Their probabilities (softmax of the unprocessed logits), `[nodes, top_k]` float32; 0
+            where the prediction was not read.
     """
 
     tree: TokenTree
     predictions: NDArray[np.int64]
     path: list[int]
     tokens: list[int]
+    top_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
+    top_probabilities: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), dtype=np.float32))
 
 
 class Drafter(Protocol):
-    """Proposes tokens for one sequence. Whatever it proposes, the text stays the same; only the steps get fewer."""
+    """Proposes tokens for one sequence. Whatever it proposes, the text stays the same; only the steps get fewer.
+
+    Attributes:
+        top_k: How many of the likeliest next tokens `observe` wants of each node; 0 if the likeliest alone will do.
+    """
+
+    top_k: int
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence that follows `prompt`, the token ids of the text so far."""

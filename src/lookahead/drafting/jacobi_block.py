@@ -23,6 +23,8 @@ class JacobiBlockDrafter:
         seed: Seed of the random prompt tokens that a block begins with.
     """
 
+    top_k = 0
+
     def __init__(self, block_size: int, max_iterations: int, seed: int) -> None:
         self.block_size = block_size
         self.max_iterations = max_iterations

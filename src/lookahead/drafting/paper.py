@@ -23,6 +23,8 @@ class PaperDrafter:
         pool_from_output: Fill the pool with the n-grams of the generated text as well.
     """
 
+    top_k = 0
+
     def __init__(
         self,
         window: JacobiWindow,

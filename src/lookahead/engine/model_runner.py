@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lookahead.engine.masks import MaskBuilder
 from lookahead.engine.position_limit import PositionLimit
+from lookahead.engine.predictions import argmax, top_predictions
 from lookahead.engine.tree_cache import TreeCache
 from lookahead.token_tree import Layout, TokenTree, lay_out
 
@@ -28,10 +29,14 @@ class ForwardResult:
     Attributes:
         logits: After each node that was read, `[reads, vocabulary]` float32.
         predictions: Argmax of `logits` for each node, `[nodes]` int64; -1 where nothing was read.
+        top_ids: The likeliest tokens after each node, likeliest first, `[nodes, top_k]` int64; -1 likewise.
+        top_probabilities: Their probabilities, `[nodes, top_k]` float32; 0 likewise.
     """
 
     logits: torch.Tensor
     predictions: NDArray[np.int64]
+    top_ids: NDArray[np.int64]
+    top_probabilities: NDArray[np.float32]
     _rows: dict[int, int]
 
     def logits_after(self, node: int) -> torch.Tensor:
@@ -141,8 +146,13 @@ class ModelRunner:
         """Whether anything should be drafted onto `tree`, or it is a prompt too long to be sent with a mask."""
         return tree.root < LONGEST_DRAFTED_PREFILL
 
-    def forward(self, trees: Sequence[TokenTree]) -> list[ForwardResult]:
-        """Run the model on one tree for each sequence; their keys and values wait in the cache for `commit`."""
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> list[ForwardResult]:
+        """Run the model on one tree for each sequence; their keys and values wait in the cache for `commit`.
+
+        Args:
+            trees: One for each sequence.
+            top_k: How many of the likeliest tokens after each node that is read are wanted, with probabilities.
+        """
         self._layouts = [lay_out(tree) for tree in trees]
         # Trees of a batch are padded to the largest; reads are the union over its rows.
         keep = np.unique(np.concatenate([layout.read_slots for layout in self._layouts]))
@@ -155,8 +165,7 @@ class ModelRunner:
             logits = logits[:, torch.from_numpy(keep).to(logits.device)]
         # transformers chooses tokens from float32 logits whatever the model's own type
         logits = logits.float()
-        predictions = logits.argmax(dim=-1).cpu().numpy()  # [batch, keep]
-        return [_result(layout, logits[row], predictions[row], keep) for row, layout in enumerate(self._layouts)]
+        return [_result(layout, logits[row], keep, top_k) for row, layout in enumerate(self._layouts)]
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Keep the keys and values of `kept`, for each sequence a path of nodes from its tree's first one
@@ -202,11 +211,17 @@ class ModelRunner:
         return self._masks.build(visible, positions, keys, self.model.dtype, self._device)
 
 
-def _result(
-    layout: Layout, logits: torch.Tensor, predictions: NDArray[np.int64], keep: NDArray[np.int64]
-) -> ForwardResult:
-    by_slot = np.full(len(layout.order), -1, dtype=np.int64)
-    rows = np.searchsorted(keep, layout.read_slots)
-    by_slot[layout.read_slots] = predictions[rows]
+def _result(layout: Layout, logits: torch.Tensor, keep: NDArray[np.int64], top_k: int) -> ForwardResult:
+    """What the logits `[keep, vocabulary]` of one row of the batch say about the nodes of its tree."""
     nodes = layout.order[layout.read_slots]
-    return ForwardResult(logits, by_slot[layout.slots], dict(zip(nodes.tolist(), rows.tolist(), strict=True)))
+    rows = np.searchsorted(keep, layout.read_slots)
+    predictions = np.full(len(layout.order), -1, dtype=np.int64)
+    predictions[nodes] = argmax(logits).cpu().numpy()[rows]
+    top_k = min(top_k, logits.shape[-1])
+    top_ids = np.full((len(layout.order), top_k), -1, dtype=np.int64)
+    top_probabilities = np.zeros((len(layout.order), top_k), dtype=np.float32)
+    if top_k:
+        ids, probabilities = top_predictions(logits, top_k)
+        top_ids[nodes], top_probabilities[nodes] = ids.cpu().numpy()[rows], probabilities.cpu().numpy()[rows]
+    by_node = dict(zip(nodes.tolist(), rows.tolist(), strict=True))
+    return ForwardResult(logits, predictions, top_ids, top_probabilities, by_node)
