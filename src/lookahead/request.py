@@ -20,7 +20,7 @@ from lookahead.arguments import (
 from lookahead.config import LookaheadConfig
 from lookahead.decoder import OnStep, decode
 from lookahead.drafting import NGramPool, build_drafter
-from lookahead.engine import ModelRunner, TreeCache, adopt_cache, check_model, return_cache
+from lookahead.engine import ModelRunner, TreeCache, adopt_cache, engine_model, return_cache
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 from lookahead.output import LookaheadOutput, stack_collected, stack_texts
 from lookahead.processors import row_processors
@@ -65,7 +65,7 @@ def decode_request(
     check_mode(generation_config)
     check_prompt_ids(input_ids)
     check_model_inputs(model_kwargs, generation_config.use_cache)
-    check_model(model)
+    engine = engine_model(model, config.pack_weights)
     brought = _brought_cache(model_kwargs)
     cache = TreeCache() if brought is None else adopt_cache(brought)
     mask = _whole_mask(input_ids, model_kwargs.get("attention_mask"), generation_config)
@@ -74,7 +74,7 @@ def decode_request(
     lengths = cache.lengths(len(tokens))
     before = _tokens_before(lengths, tokens, mask, input_ids)
     padding = [input_ids.shape[1] - len(row) for row in tokens]
-    runner = ModelRunner(model, len(tokens), cache, before, padding, input_ids.device)
+    runner = ModelRunner(engine, len(tokens), cache, before, padding, input_ids.device)
     _check_context(runner, tokens, before)
     _check_batch(runner, tokens, before, generation_config.max_length - input_ids.shape[1])
     sequences = _sequences(input_ids, tokens, logits_processor, generation_config, config, ngram_pool)

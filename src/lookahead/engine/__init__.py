@@ -1,8 +1,18 @@
 """The engine: runs a transformers model, as it is, on token trees."""
 
 from lookahead.engine.cache_exchange import adopt_cache, return_cache
+from lookahead.engine.engine_model import engine_model
 from lookahead.engine.model_check import check_adapters, check_model
 from lookahead.engine.model_runner import ForwardResult, ModelRunner
 from lookahead.engine.tree_cache import TreeCache
 
-__all__ = ["ForwardResult", "ModelRunner", "TreeCache", "adopt_cache", "check_adapters", "check_model", "return_cache"]
+__all__ = [
+    "ForwardResult",
+    "ModelRunner",
+    "TreeCache",
+    "adopt_cache",
+    "check_adapters",
+    "check_model",
+    "engine_model",
+    "return_cache",
+]

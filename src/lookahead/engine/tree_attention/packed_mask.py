@@ -1,0 +1,119 @@
+"""What each node of a token tree may see, packed into a few numbers.
+
+A dense mask holds a number for every pair of query and key, and its shape changes with every token. A packed mask is
+one small int32 tensor, `[batch, 1, nodes, 3 + ceil(nodes / 32)]`, whose shape depends on the size of the tree alone.
+It has four dimensions because transformers hands a mask of four dimensions to the attention function as it is.
+
+The keys it speaks of lie in columns: column j of a row holds the cached token at position j, as far as the row's text
+goes; the nodes of this step lie, in slot order, behind the longest row, from the column `scratch` on. What lies between
+the end of a row and the scratch is garbage. Of each query the packed mask says:
+
+| column | what it holds |
+| --- | --- |
+| `VISIBLE` | cached tokens it may see: those at positions below this number |
+| `FIRST` | the first position it may see; more than 0 in layers that see part of the text |
+| `SCRATCH` | the column where the nodes of this step begin, the same number for all queries |
+| `BITS` and on | the slots it may see, one bit each: bit `slot % 32` of word `slot // 32` |
+
+Everything that changes from step to step is in this tensor, so a captured CUDA graph needs nothing else to be brought
+up to date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lookahead.errors import InvalidArgumentError
+
+VISIBLE, FIRST, SCRATCH, BITS = 0, 1, 2, 3
+WORD = 32
+"""Slots in one word of a bit set."""
+
+
+def packed_width(nodes: int) -> int:
+    """Size of the last dimension of the packed mask of `nodes` nodes."""
+    return BITS + -(-nodes // WORD)
+
+
+def pack(
+    ancestors: NDArray[np.bool_],
+    lengths: Sequence[int],
+    positions: NDArray[np.int64],
+    *,
+    scratch: int | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """The packed mask of one step, for one kind of layer.
+
+    Args:
+        ancestors: Which slots each slot may attend to if its layer sees all the text, `[batch, nodes, nodes]`. A slot
+            that sees nothing, not even itself, is padding: it will see itself alone, so that its softmax is not empty.
+        lengths: Cached tokens of each row.
+        positions: Position ids of the nodes, `[batch, nodes]`.
+        scratch: Column where the nodes begin; behind the longest row if not given.
+        window: Of a sliding layer: it sees a token whose distance is less than this.
+        chunk: Of a chunked layer: it sees a token of the same chunk of this many positions.
+
+    Returns:
+        `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32, on the CPU.
+
+    Raises:
+        InvalidArgumentError: A slot sees a later one, the shapes differ, or the scratch would begin inside a text.
+    """
+    batch, nodes = positions.shape
+    if ancestors.shape != (batch, nodes, nodes) or len(lengths) != batch:
+        raise InvalidArgumentError(
+            f"ancestors of shape {ancestors.shape}, {len(lengths)} lengths and positions of shape {positions.shape} do "
+            "not belong together; they must be [batch, nodes, nodes], [batch] and [batch, nodes]"
+        )
+    if bool(np.triu(ancestors, k=1).any()):
+        raise InvalidArgumentError("ancestors lets a slot see a later one; lay out parents before their children")
+    longest = max(lengths)
+    if scratch is not None and scratch < longest:
+        raise InvalidArgumentError(f"scratch={scratch} lies inside of a text of {longest} cached tokens")
+    first = _first_position(positions, window, chunk)
+    real = ancestors.any(axis=2)
+    # A node and its ancestors are as far apart as their positions say; inside of the tree the bits know all of it.
+    seen = ancestors & (positions[:, None, :] >= first[:, :, None])
+    seen[:, np.arange(nodes), np.arange(nodes)] = True
+    packed = np.empty((batch, nodes, packed_width(nodes)), dtype=np.int32)
+    packed[:, :, VISIBLE] = np.where(real, np.asarray(lengths)[:, None], 0)
+    packed[:, :, FIRST] = np.where(real, first, 0)
+    packed[:, :, SCRATCH] = longest if scratch is None else scratch
+    padded = np.zeros((batch, nodes, (packed.shape[2] - BITS) * WORD), dtype=np.bool_)
+    padded[:, :, :nodes] = seen
+    packed[:, :, BITS:] = np.packbits(padded, axis=2, bitorder="little").view("<i4")
+    return torch.from_numpy(packed)[:, None]
+
+
+def unpack(packed: torch.Tensor, keys: int) -> torch.Tensor:
+    """The dense mask that a packed one stands for: its definition.
+
+    Args:
+        packed: `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32, on any device.
+        keys: Columns of keys, the scratch included; more than are in use, if they lie in a buffer.
+
+    Returns:
+        Which keys each query may see, `[batch, 1, nodes, keys]` bool.
+    """
+    nodes = packed.shape[2]
+    column = torch.arange(keys, device=packed.device, dtype=torch.int32).expand(*packed.shape[:3], keys)
+    cached = (column >= packed[..., FIRST, None]) & (column < packed[..., VISIBLE, None])
+    slot = column - packed[..., SCRATCH, None]
+    in_tree = (slot >= 0) & (slot < nodes)
+    slot = slot.clamp(0, nodes - 1)
+    word = packed[..., BITS:].gather(-1, (slot // WORD).long())
+    return cached | (in_tree & ((word >> (slot % WORD)) & 1).bool())
+
+
+def _first_position(positions: NDArray[np.int64], window: int | None, chunk: int | None) -> NDArray[np.int64]:
+    if window is not None:
+        return np.maximum(positions - window + 1, 0)
+    if chunk is not None:
+        return positions // chunk * chunk
+    return np.zeros_like(positions)

@@ -1,0 +1,143 @@
+"""The engine's twin of a model: faster, the same numbers, and nothing done to the model itself."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.engine import ModelRunner, engine_model
+from lookahead.engine.folded_attention import FOLDED_SDPA
+from lookahead.engine.packed_linear import PackedLinear
+from lookahead.errors import UnsupportedArgumentError
+from lookahead.token_tree import TokenTree
+from model_zoo import ARCHITECTURES, build
+
+PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
+PACKED = LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4, pool_from_prompt=True, pack_weights=True)
+
+
+def grouped_llama(dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=400,
+        hidden_size=128,
+        intermediate_size=320,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def state_of(model: PreTrainedModel) -> list[object]:
+    """Everything that somebody could have done to a model, by identity."""
+    state: list[object] = [str(model.config), model.config._attn_implementation]
+    for name, module in model.named_modules():
+        state.append((name, type(module), id(module), sorted(vars(module))))
+        state.extend((key, id(value)) for key, value in module._parameters.items())
+        state.extend((key, id(value)) for key, value in module._buffers.items())
+    return state
+
+
+def drafted_tree(tokens: list[int]) -> TokenTree:
+    tree = TokenTree(tokens)
+    tree.add_candidates([5, 6, 7])
+    tree.add_candidates([5, 9])
+    tree.add_window_node(11, tree.root, read=True)
+    return tree
+
+
+@pytest.mark.parametrize("pack_weights", [False, True])
+def test_the_model_itself_is_not_touched(pack_weights: bool) -> None:
+    model = grouped_llama()
+    before = state_of(model)
+    twin = engine_model(model, pack_weights)
+    assert twin is not model
+    assert twin.config._attn_implementation == FOLDED_SDPA
+    assert any(isinstance(module, PackedLinear) for module in twin.modules()) == pack_weights
+    lookahead.generate(model, PROMPT, lookahead_config=LookaheadConfig(pack_weights=pack_weights), **GREEDY)
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("text_length", [1, 5, 300])
+@pytest.mark.parametrize("pack_weights", [False, True])
+def test_bfloat16_numbers_are_the_same_bits(pack_weights: bool, text_length: int) -> None:
+    model = grouped_llama()
+    text = torch.randint(400, (text_length + 1,), generator=torch.Generator().manual_seed(1)).tolist()
+    outcomes = []
+    with torch.no_grad():
+        for module in (model, engine_model(model, pack_weights)):
+            runner = ModelRunner(module, batch_size=1)
+            prefill = TokenTree(text[:-1])
+            logits = [runner.forward([prefill])[0].logits]
+            runner.commit([range(text_length)])
+            logits += [runner.forward([tree])[0].logits for tree in (TokenTree(text[-1:]), drafted_tree(text[-1:]))]
+            outcomes.append(logits)
+    for one, other in zip(*outcomes, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_weights_give_the_same_text(name: str) -> None:
+    model = build(name, attention=ARCHITECTURES[name].attention[0])
+    expected = model.generate(PROMPT, **GREEDY)
+    assert torch.equal(lookahead.generate(model, PROMPT, lookahead_config=PACKED, **GREEDY), expected)
+
+
+def test_changed_weights_are_packed_anew() -> None:
+    model = grouped_llama(torch.float32)
+    lookahead.generate(model, PROMPT, lookahead_config=PACKED, **GREEDY)
+    with torch.no_grad():
+        # As merging an adapter does it: past the version counter of the parameter.
+        weight = model.model.layers[1].mlp.up_proj.weight
+        weight.data += torch.randn(weight.shape) @ torch.randn(weight.shape[1], weight.shape[1])
+    expected = model.generate(PROMPT, **GREEDY)
+    assert torch.equal(lookahead.generate(model, PROMPT, lookahead_config=PACKED, **GREEDY), expected)
+
+
+def test_replaced_modules_and_settings_are_followed() -> None:
+    model = grouped_llama()
+    assert engine_model(model) is engine_model(model)
+    first = engine_model(model)
+    model.model.layers[0].mlp = copy.deepcopy(model.model.layers[1].mlp)
+    second = engine_model(model)
+    assert second is not first
+    model.config.hidden_act = "gelu"  # nobody reads it any more, but a twin cannot know
+    assert engine_model(model) is not second
+    model.set_attn_implementation("eager")
+    assert engine_model(model) is model
+
+
+def test_what_stands_in_for_a_forward_pass_is_respected() -> None:
+    model = grouped_llama()
+    plain = model.model.layers[1].forward
+    model.model.layers[1].forward = lambda *args, **kwargs: plain(*args, **kwargs)
+    assert engine_model(model) is model
+    with pytest.raises(UnsupportedArgumentError, match="pack_weights=True"):
+        engine_model(model, pack_weights=True)
+
+
+def test_hooks_are_called() -> None:
+    model = grouped_llama()
+    engine_model(model)
+    calls: list[torch.nn.Module] = []
+    model.model.layers[0].register_forward_hook(lambda module, *_: calls.append(module))
+    lookahead.generate(model, PROMPT, **GREEDY)
+    assert calls
+
+
+def test_the_twin_goes_when_the_model_goes() -> None:
+    model = grouped_llama()
+    lookahead.attach(model)
+    model.generate(PROMPT, lookahead_config=PACKED, **GREEDY)
+    gone = weakref.ref(model), weakref.ref(engine_model(model, pack_weights=True))
+    del model
+    gc.collect()
+    assert gone[0]() is None
+    assert gone[1]() is None
