@@ -145,13 +145,17 @@ class Layout:
     def ancestor_mask(self) -> NDArray[np.bool_]:
         """Which slots each slot may attend to: its ancestors and itself, `[nodes, nodes]` bool."""
         nodes, pending = len(self.order), self._pending
-        mask = np.zeros((nodes, nodes), dtype=np.bool_)
+        mask = np.eye(nodes, dtype=np.bool_)
         mask[:pending, :pending] = np.tri(pending, dtype=np.bool_)
-        # A level at a time: what a node sees is what its parent sees, and itself.
-        for depth in range(pending, int(self.depths.max()) + 1):
-            level = np.flatnonzero(self.depths == depth)
-            mask[level] = mask[self._parent_slots[level]]
-            mask[level, level] = True
+        # What a node sees is what an ancestor sees, and what lies between: 1, 2, 4, ... levels at a time, up to the
+        # pending tokens, which see all there is to see.
+        ancestors = np.where(np.arange(nodes) < pending, np.arange(nodes), self._parent_slots)
+        while True:
+            mask |= mask[ancestors]
+            further = ancestors[ancestors]
+            if np.array_equal(further, ancestors):
+                break
+            ancestors = further
         return mask
 
 
