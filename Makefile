@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # never touches thread settings.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quantized test-exact lint format results clean
+.PHONY: help demo test test-quantized test-exact lint format results bench-engine clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -57,6 +57,13 @@ results: $(VENV)/installed  ## Measure step compression and write docs/results.m
 		--name stories --max-new-tokens 200 --dtype float32 --threads 1 \
 		--output benchmarks/results/stories-stories260k.jsonl $(RESTART)
 	$(BIN)/python benchmarks/write_results.py
+
+bench-engine: $(VENV)/installed  ## Measure what steps cost on one CPU thread and write docs/engine.md (twenty minutes)
+	$(BIN)/python benchmarks/engine.py --model random --dtype bfloat16 --threads 1 \
+		--output benchmarks/results/engine-random.jsonl $(RESTART)
+	$(BIN)/python benchmarks/engine.py --model demo --dtype bfloat16 --threads 1 \
+		--output benchmarks/results/engine-demo.jsonl $(RESTART)
+	$(BIN)/python benchmarks/write_engine.py
 
 clean:  ## Remove the environment and all that the tools left behind
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import lookahead
-from lookahead import LookaheadConfig, LookaheadError
+from lookahead import LookaheadConfig, LookaheadError, cost_store
 from write_results import ResultsError, Row, parse_rows, write_whole
 
 # The sizes of the paper's evaluation; each row says in full where the pool is filled from.
@@ -45,7 +45,15 @@ class Prompt:
 class ResultsFile:
     """The rows of one results file, on the disk and in memory."""
 
-    def __init__(self, path: Path, header: Row, configs: Mapping[str, Row], *, restart: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        header: Row,
+        configs: Mapping[str, Row],
+        *,
+        restart: bool = False,
+        settings: Sequence[str] = SETTINGS,
+    ) -> None:
         """Open a file to go on with it, or begin it.
 
         Args:
@@ -53,12 +61,14 @@ class ResultsFile:
             header: The header row of this run.
             configs: The settings that each method has now.
             restart: Throw the rows of an existing file away.
+            settings: What the header must have in common with that of an existing file.
 
         Raises:
             ResultsError: The file holds rows that were measured in another way.
         """
         self.path = path
         self._configs = configs
+        self._settings = settings
         old = parse_rows(path.read_text(encoding="utf-8"), path.name) if path.exists() and not restart else []
         if old:
             self._check_same_settings(old, header)
@@ -89,7 +99,7 @@ class ResultsFile:
 
     def _check_same_settings(self, old: list[Row], header: Row) -> None:
         advice = "choose another --output, or begin this file anew with --restart"
-        for key in SETTINGS:
+        for key in self._settings:
             if old[0].get(key) != header[key]:
                 difference = f"{key}={old[0].get(key)!r}, this run has {header[key]!r}"
                 raise ResultsError(f"{self.path.name} was measured with {difference}; {advice}")
@@ -231,14 +241,21 @@ def hash_files(paths: Sequence[Path]) -> str:
 
 def device_name(device: str) -> str:
     """The name of the processor that does the work."""
-    if device.startswith("cuda"):
-        return str(torch.cuda.get_device_name(device))
+    return cost_store.device_name(torch.device(device))
+
+
+FAST_PRODUCTS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
+"""Instruction sets that decide how fast a CPU multiplies matrices, as the system names them."""
+
+
+def instruction_sets() -> list[str]:
+    """Those of `FAST_PRODUCTS` that this CPU has; empty where the system does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+        return []
+    flags = {word for line in lines if line.startswith(("flags", "Features")) for word in line.split(":", 1)[1].split()}
+    return [name for name in FAST_PRODUCTS if name in flags]
 
 
 def own_version() -> str:
@@ -302,10 +319,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--restart", action="store_true", help="throw the rows of an existing results file away")
 
 
-def progress_bar(console: Console) -> Progress:
-    """A bar that says what is measured and how much is left."""
+def progress_bar(console: Console, *, auto_refresh: bool = True) -> Progress:
+    """A bar that says what is measured and how much is left.
+
+    Args:
+        console: Where it is drawn.
+        auto_refresh: Redraw it all the time, in a thread whose CPU time would count where such time is measured.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console)
+    return Progress(*columns, console=console, auto_refresh=auto_refresh)
 
 
 def run_safely(work: Callable[[], int], output: Path, console: Console) -> int:

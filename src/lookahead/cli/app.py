@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from lookahead.cli import exit_codes
 from lookahead.cli import options as opt
-from lookahead.cli.settings import ChatSettings, PromptSettings
+from lookahead.cli.settings import ChatSettings, PromptSettings, TuneSettings
 from lookahead.cli.versions import package_version
 from lookahead.errors import LookaheadError
 
@@ -100,6 +100,8 @@ def generate(
     file: opt.FileOption = None,
     model: opt.ModelOption = None,
     preset: opt.PresetOption = None,
+    step_budget: opt.StepBudgetOption = None,
+    memory: opt.MemoryOption = None,
     window_size: opt.WindowSizeOption = None,
     ngram_size: opt.NgramSizeOption = None,
     guess_set_size: opt.GuessSetSizeOption = None,
@@ -109,6 +111,7 @@ def generate(
     max_new_tokens: opt.MaxNewTokensOption = opt.DEFAULT_MAX_NEW_TOKENS,
     dtype: opt.DtypeOption = "auto",
     device: opt.DeviceOption = None,
+    pack_weights: opt.PackWeightsOption = False,
     json: opt.JsonOption = False,
     no_color: opt.NoColorOption = False,
 ) -> int:
@@ -119,6 +122,9 @@ def generate(
     """
     config = opt.lookahead_config(
         preset=preset,
+        step_budget=step_budget,
+        memory=memory,
+        pack_weights=pack_weights,
         window_size=window_size,
         ngram_size=ngram_size,
         guess_set_size=guess_set_size,
@@ -139,6 +145,8 @@ def compare(
     file: opt.FileOption = None,
     model: opt.ModelOption = None,
     preset: opt.PresetOption = None,
+    step_budget: opt.StepBudgetOption = None,
+    memory: opt.MemoryOption = None,
     window_size: opt.WindowSizeOption = None,
     ngram_size: opt.NgramSizeOption = None,
     guess_set_size: opt.GuessSetSizeOption = None,
@@ -148,6 +156,7 @@ def compare(
     max_new_tokens: opt.MaxNewTokensOption = opt.DEFAULT_MAX_NEW_TOKENS,
     dtype: opt.DtypeOption = "float32",
     device: opt.DeviceOption = None,
+    pack_weights: opt.PackWeightsOption = False,
     repeats: opt.RepeatsOption = 3,
     json: opt.JsonOption = False,
     no_color: opt.NoColorOption = False,
@@ -159,6 +168,9 @@ def compare(
     """
     config = opt.lookahead_config(
         preset=preset,
+        step_budget=step_budget,
+        memory=memory,
+        pack_weights=pack_weights,
         window_size=window_size,
         ngram_size=ngram_size,
         guess_set_size=guess_set_size,
@@ -179,10 +191,12 @@ def chat(
     template: opt.TemplateOption = None,
     raw: opt.RawOption = False,
     preset: opt.PresetOption = None,
+    step_budget: opt.StepBudgetOption = None,
+    memory: opt.MemoryOption = None,
     window_size: opt.WindowSizeOption = None,
     ngram_size: opt.NgramSizeOption = None,
     guess_set_size: opt.GuessSetSizeOption = None,
-    pool_from_prompt: opt.ChatPoolFromPromptOption = True,
+    pool_from_prompt: opt.ChatPoolFromPromptOption = None,
     pool_from_output: opt.PoolFromOutputOption = None,
     seed: opt.SeedOption = None,
     sample: opt.SampleOption = False,
@@ -193,6 +207,7 @@ def chat(
     max_new_tokens: opt.MaxNewTokensOption = opt.DEFAULT_MAX_ANSWER_TOKENS,
     dtype: opt.DtypeOption = "auto",
     device: opt.DeviceOption = None,
+    pack_weights: opt.PackWeightsOption = False,
     json: opt.ChatJsonOption = False,
     no_color: opt.NoColorOption = False,
 ) -> int:
@@ -202,8 +217,13 @@ def chat(
     Ctrl-D ends. Ctrl-C stops an answer, and the conversation goes on from there; at the prompt, or where turns are
     piped in, it ends the chat. Nothing that is in the cache already is computed again.
     """
+    if preset == "paper" and pool_from_prompt is None:
+        pool_from_prompt = True  # answers repeat what was said before
     config = opt.lookahead_config(
         preset=preset,
+        step_budget=step_budget,
+        memory="process" if memory is None else memory,  # turns learn from each other
+        pack_weights=pack_weights,
         window_size=window_size,
         ngram_size=ngram_size,
         guess_set_size=guess_set_size,
@@ -216,5 +236,34 @@ def chat(
         model, config, max_new_tokens, dtype, device, json, no_color, system, template, raw, sampling
     )
     from lookahead.cli.chat import run  # late, as in `generate`
+
+    return run(settings)
+
+
+@app.command()
+def tune(
+    model: opt.ModelOption = None,
+    contexts: opt.ContextsOption = None,
+    nodes: opt.NodesOption = None,
+    repeats: opt.TuneRepeatsOption = 7,
+    dtype: opt.DtypeOption = "auto",
+    device: opt.DeviceOption = None,
+    pack_weights: opt.TunePackWeightsOption = False,
+    plot: opt.PlotOption = None,
+    store: opt.StoreOption = True,
+    store_folder: opt.StoreFolderOption = None,
+    json: opt.JsonOption = False,
+    no_color: opt.NoColorOption = False,
+) -> int:
+    """Measure what a step costs, and keep the curve for later runs.
+
+    Steps of several sizes are timed after texts of several lengths, beside what reading the weights alone takes on
+    this machine. The curve is stored for this model, type, device and these versions; without a stored one the
+    decoder learns it in its first steps.
+    """
+    settings = TuneSettings(
+        model, dtype, device, json, no_color, contexts, nodes, repeats, pack_weights, plot, store, store_folder
+    )
+    from lookahead.cli.tune import run  # late, as in `generate`
 
     return run(settings)

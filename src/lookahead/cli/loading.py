@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from lookahead.cli.memory import is_out_of_memory, memory_errors_explained
 from lookahead.cli.rendering import spinner
-from lookahead.cli.settings import Settings
+from lookahead.cli.settings import ModelChoice
 from lookahead.demo import demo_model_path
 from lookahead.errors import InvalidArgumentError
 
@@ -89,7 +89,7 @@ class LoadedModel:
         return str(self.model.dtype).removeprefix("torch.")
 
 
-def load_model(settings: Settings, notes: Console) -> LoadedModel:
+def load_model(settings: ModelChoice, notes: Console) -> LoadedModel:
     """Load the model that the settings name; a spinner shows that something happens."""
     device = check_device(settings.device)
     path = check_model_path(settings.model or demo_model_path())

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lookahead.cli.settings import Sampling
-from lookahead.config import PRESETS, LookaheadConfig
+from lookahead.config import PAPER, PRESETS, LookaheadConfig
 from lookahead.errors import InvalidArgumentError
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -100,8 +100,37 @@ PresetOption = Annotated[
         "--preset",
         metavar="NAME",
         help=f"Drafting method: {', '.join(PRESETS)}.",
-        show_default=LookaheadConfig.preset,
+        show_default="auto, or the method whose sizes are given",
         rich_help_panel=_DRAFT,
+    ),
+]
+StepBudgetOption = Annotated[
+    int | None,
+    typer.Option(
+        "--step-budget",
+        metavar="INTEGER",
+        parser=_whole_number,
+        help="Nodes of every step, the root included.",
+        show_default="as many as pay",
+        rich_help_panel=_DRAFT,
+    ),
+]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="FILE",
+        help="Keep what is learned about the model's predictions in this file, and draft from it.",
+        show_default="none, begin anew each time",
+        rich_help_panel=_DRAFT,
+    ),
+]
+PackWeightsOption = Annotated[
+    bool,
+    typer.Option(
+        "--pack-weights",
+        help="On a CPU, keep a second copy of the weights in the order that is fastest to multiply.",
+        rich_help_panel=_RUN,
     ),
 ]
 WindowSizeOption = Annotated[
@@ -112,7 +141,7 @@ WindowSizeOption = Annotated[
         metavar="INTEGER",
         parser=_whole_number,
         help="Columns of the lookahead window.",
-        show_default=str(LookaheadConfig.window_size),
+        show_default=str(PAPER["window_size"]),
         rich_help_panel=_DRAFT,
     ),
 ]
@@ -124,7 +153,7 @@ NgramSizeOption = Annotated[
         metavar="INTEGER",
         parser=_whole_number,
         help="Length of the n-grams in the pool.",
-        show_default=str(LookaheadConfig.ngram_size),
+        show_default=str(PAPER["ngram_size"]),
         rich_help_panel=_DRAFT,
     ),
 ]
@@ -136,7 +165,7 @@ GuessSetSizeOption = Annotated[
         metavar="INTEGER",
         parser=_whole_number,
         help="N-grams kept for each first token, and so most candidates a step.",
-        show_default=str(LookaheadConfig.guess_set_size),
+        show_default=str(PAPER["guess_set_size"]),
         rich_help_panel=_DRAFT,
     ),
 ]
@@ -150,11 +179,11 @@ PoolFromPromptOption = Annotated[
     ),
 ]
 ChatPoolFromPromptOption = Annotated[
-    bool,
+    bool | None,
     typer.Option(
         "--pool-from-prompt/--no-pool-from-prompt",
         help="Fill the pool with the n-grams of the conversation: answers repeat what was said before.",
-        show_default="yes",
+        show_default="yes with --preset paper",
         rich_help_panel=_DRAFT,
     ),
 ]
@@ -300,6 +329,71 @@ SamplingSeedOption = Annotated[
         help="Seed of the draws of the whole session.",
         show_default="a new one every time",
         rich_help_panel=_SAMPLING,
+    ),
+]
+ContextsOption = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--context",
+        "-c",
+        metavar="INTEGER",
+        parser=_positive_number,
+        help="Tokens of text before the step; give it several times for several lengths.",
+        show_default="128, 512 and 2048, as far as the model has room",
+        rich_help_panel=_RUN,
+    ),
+]
+NodesOption = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--nodes",
+        metavar="INTEGER",
+        parser=_positive_number,
+        help="Tokens of one step; give it several times for several sizes. A step of 1 is always measured.",
+        show_default="1, 2, 4, ... 128",
+        rich_help_panel=_RUN,
+    ),
+]
+TuneRepeatsOption = Annotated[
+    int,
+    typer.Option(
+        "--repeats",
+        metavar="INTEGER",
+        parser=_positive_number,
+        help="Timed steps of each size at each length; medians count.",
+        rich_help_panel=_RUN,
+    ),
+]
+TunePackWeightsOption = Annotated[
+    bool,
+    typer.Option(
+        "--pack-weights",
+        help="Measure with packed weights, on CPUs only; curves with and without are kept apart.",
+        rich_help_panel=_RUN,
+    ),
+]
+PlotOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        metavar="FILE",
+        help="Draw the curves and the memory limit into this PNG file.",
+        show_default=False,
+        rich_help_panel=_OUTPUT,
+    ),
+]
+StoreOption = Annotated[
+    bool,
+    typer.Option("--store/--no-store", help="Keep the curve for later runs.", rich_help_panel=_OUTPUT),
+]
+StoreFolderOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--store-folder",
+        metavar="PATH",
+        help="Folder to keep the curve in.",
+        show_default="in the user's cache directory",
+        rich_help_panel=_OUTPUT,
     ),
 ]
 ChatJsonOption = Annotated[

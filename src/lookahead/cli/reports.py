@@ -44,6 +44,6 @@ def request_report(settings: PromptSettings, loaded: LoadedModel, prompt: Prompt
         "dtype": loaded.dtype,
         "device": str(loaded.model.device),
         "preset": settings.config.preset,
-        "config": asdict(settings.config),
+        "config": asdict(settings.config) | {"memory": str(settings.config.memory)},
         "versions": versions(),
     }

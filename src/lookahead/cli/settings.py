@@ -4,8 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from lookahead.config import LookaheadConfig
+
+
+class ModelChoice(Protocol):
+    """Which model to load, and how; all settings below say so.
+
+    Attributes:
+        model: Folder of the model, `None` for the demonstration model.
+        dtype: Name of the type of the weights, or `"auto"` for the one they were saved in.
+        device: Device to run on, `None` for the best one there is.
+    """
+
+    @property
+    def model(self) -> Path | None: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def device(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -76,3 +96,36 @@ class ChatSettings(Settings):
     template: Path | None
     raw: bool
     sampling: Sampling | None
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """Settings of a measurement of what steps cost.
+
+    Attributes:
+        model: Folder of the model, `None` for the demonstration model.
+        dtype: Name of the type of the weights, or `"auto"` for the one they were saved in.
+        device: Device to run on, `None` for the best one there is.
+        json: Print JSON instead of text.
+        no_color: Never print colours.
+        contexts: Lengths of the text before a step, `None` for the usual ones that the model has room for.
+        nodes: Sizes of the steps, `None` for the usual ones.
+        repeats: Steps timed of each size after each length.
+        pack_weights: See `LookaheadConfig.pack_weights`.
+        plot: PNG file to draw the curves into, `None` for no plot.
+        store: Keep the curve for later runs.
+        folder: Folder to keep it in, `None` for the user's cache directory.
+    """
+
+    model: Path | None
+    dtype: str
+    device: str | None
+    json: bool
+    no_color: bool
+    contexts: list[int] | None
+    nodes: list[int] | None
+    repeats: int
+    pack_weights: bool
+    plot: Path | None
+    store: bool
+    folder: Path | None

@@ -115,7 +115,7 @@ def tree_attention(
     Raises:
         InvalidArgumentError: The tensors are not on a CUDA device, and Triton's interpreter is not on.
     """
-    if not (query.is_cuda or triton.knobs.runtime.interpret):
+    if not query.is_cuda and isinstance(_attention_kernel, triton.JITFunction):
         raise InvalidArgumentError(
             f"tree attention got tensors on {query.device}, but its kernel runs on CUDA devices only; choose "
             "attn_implementation='sdpa' there"

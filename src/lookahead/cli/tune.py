@@ -1,0 +1,174 @@
+"""`lookahead tune`: measures what steps cost on this machine, shows it, and stores it for later runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from lookahead.cli import exit_codes
+from lookahead.cli.cost_plot import check_plot, draw
+from lookahead.cli.loading import LoadedModel, load_model, quiet_libraries
+from lookahead.cli.memory import memory_errors_explained
+from lookahead.cli.rendering import Consoles, print_json
+from lookahead.cli.settings import TuneSettings
+from lookahead.cli.versions import versions
+from lookahead.config import MAX_NODES_PER_STEP
+from lookahead.cost_model import CostModel
+from lookahead.cost_store import CostStore, StoredCost, describe_setting, device_name
+from lookahead.errors import InvalidArgumentError
+from lookahead.tuning import CONTEXTS, NODE_COUNTS, Measurement, Point, measure, timings
+
+DEMO = Path("demo")
+"""Another name of the demonstration model, unless there is a folder of this name."""
+
+LITTLE_MORE = (1.1, 1.5, 2.0)
+"""How many nodes fit into a step that takes this much of a one-token step is printed below the table."""
+
+
+def run(settings: TuneSettings) -> int:
+    """Measure, print, draw, store, and return the exit code."""
+    consoles = Consoles.create(no_color=settings.no_color)
+    nodes = sorted({1, *(settings.nodes or NODE_COUNTS)})
+    if nodes[-1] > MAX_NODES_PER_STEP:
+        raise InvalidArgumentError(f"--nodes {nodes[-1]} is out of range; a step has at most {MAX_NODES_PER_STEP}")
+    if settings.plot is not None:
+        check_plot(settings.plot)  # before minutes of measuring
+    if settings.model == DEMO and not DEMO.exists():
+        settings = replace(settings, model=None)
+    with quiet_libraries():
+        loaded = load_model(settings, consoles.notes)
+        contexts = _contexts(settings, loaded, consoles.notes)
+        try:
+            measured = _measure(loaded, nodes, contexts, settings, consoles.notes)
+        except KeyboardInterrupt:
+            consoles.notes.print("interrupted; nothing is stored")
+            return exit_codes.INTERRUPTED
+    cost = measured.cost_model()
+    if settings.json:
+        stored = _store(settings, loaded, measured, cost)
+        print_json(consoles.out, _report(settings, loaded, measured, cost, stored))
+    else:
+        consoles.out.print(measurement_table(measured, cost))
+        for line in fit_lines(measured, cost):
+            consoles.out.print(line)
+        stored = _store(settings, loaded, measured, cost)
+        if stored is not None:
+            consoles.notes.print(f"stored in {stored}")
+    if settings.plot is not None:
+        draw(
+            settings.plot,
+            measured,
+            cost,
+            f"{loaded.path.resolve().name}, {loaded.dtype}, {device_name(loaded.model.device)}",
+        )
+        consoles.notes.print(f"drawn into {settings.plot}")
+    return exit_codes.OK
+
+
+def _contexts(settings: TuneSettings, loaded: LoadedModel, notes: Console) -> list[int]:
+    """The lengths to measure at; those that were asked for must fit, the usual ones are left out if they do not."""
+    most = loaded.context_length
+    contexts = sorted(set(settings.contexts or CONTEXTS))
+    fitting = [context for context in contexts if most is None or context <= most]
+    if settings.contexts and fitting != contexts:
+        raise InvalidArgumentError(f"--context {contexts[-1]} is out of range; the context of this model is {most}")
+    if fitting != contexts:
+        notes.print(f"note: the context of this model is {most}, so longer texts are left out")
+    return fitting or [max(1, (most or 1) // 2)]
+
+
+def _measure(
+    loaded: LoadedModel, nodes: Sequence[int], contexts: Sequence[int], settings: TuneSettings, notes: Console
+) -> Measurement:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    memory = memory_errors_explained(
+        f"on {loaded.model.device} while measuring", "a shorter --context, fewer --nodes or --dtype bfloat16"
+    )
+    # Redrawn between timings only: a thread that redraws would add its CPU time to what is measured.
+    with Progress(*columns, console=notes, auto_refresh=False, transient=True, disable=not notes.is_terminal) as bar:
+        task = bar.add_task("warming up", total=timings(nodes, contexts, settings.repeats))
+
+        def progress(what: str) -> None:
+            bar.update(task, advance=1, description=what, refresh=True)
+
+        with memory:
+            return measure(loaded.model, nodes, contexts, settings.repeats, progress, settings.pack_weights)
+
+
+def measurement_table(measured: Measurement, cost: CostModel) -> Table:
+    """A line for each size at each length: its time, that over a one-token step and over the memory limit, the fit."""
+    table = Table(title=f"{'CPU' if measured.clock == 'cpu' else 'wall'} time of a step")
+    for title in ("context", "nodes", "ms", "over one token", "over memory limit", "fit, ms"):
+        table.add_column(title, justify="right")
+    for context in sorted({point.context for point in measured.points}):
+        points = [point for point in measured.points if point.context == context]
+        single = next(point for point in points if point.nodes == 1)
+        for point in points:
+            table.add_row(
+                f"{context:,}",
+                f"{point.nodes:,}",
+                f"{1000 * point.seconds:.2f}",
+                f"{point.seconds / single.seconds:.2f}x",
+                f"{point.seconds / measured.limit:.2f}x",
+                f"{1000 * cost.step_time(point.nodes, context):.2f}",
+            )
+        table.add_section()
+    return table
+
+
+def fit_lines(measured: Measurement, cost: CostModel) -> list[str]:
+    """The memory limit, how far the curve is from the points, and what it says about sizes worth choosing."""
+    errors = [abs(_error(point, cost)) for point in measured.points]
+    lines = [
+        f"memory limit: {1000 * measured.limit:.2f} ms to read {measured.weight_bytes / 1e6:,.0f} MB of weights "
+        f"at {measured.bandwidth / 1e9:.1f} GB/s",
+        f"fit: off by {median(errors):.1%} in the median, {max(errors):.1%} at most",
+    ]
+    sizes = np.arange(1, max(point.nodes for point in measured.points) + 1)
+    for context in sorted({point.context for point in measured.points}):
+        relative = cost.relative(sizes, context)
+        most = ", ".join(f"{int((relative <= factor).sum())} within {factor:g}x" for factor in LITTLE_MORE)
+        slope = (cost.step_time(int(sizes[-1]), context) - cost.step_time(1, context)) / max(1, len(sizes) - 1)
+        lines.append(
+            f"context {context:,}: a step of one token takes {1000 * cost.step_time(1, context):.2f} ms, a further "
+            f"node {1000 * slope:.3f} ms on average; nodes in a step: {most}"
+        )
+    return lines
+
+
+def _error(point: Point, cost: CostModel) -> float:
+    return cost.step_time(point.nodes, point.context) / point.seconds - 1
+
+
+def _store(settings: TuneSettings, loaded: LoadedModel, measured: Measurement, cost: CostModel) -> Path | None:
+    if not settings.store:
+        return None
+    details = {"measured": measured.to_dict(), "date": date.today().isoformat()}
+    return CostStore(settings.folder).save(_setting(settings, loaded), StoredCost(cost, details))
+
+
+def _report(
+    settings: TuneSettings, loaded: LoadedModel, measured: Measurement, cost: CostModel, stored: Path | None
+) -> dict[str, Any]:
+    return {
+        **measured.to_dict(),
+        "cost": cost.to_dict(),
+        "setting": _setting(settings, loaded),
+        "model": str(loaded.path),
+        "stored": None if stored is None else str(stored),
+        "plot": None if settings.plot is None else str(settings.plot),
+        "versions": versions(),
+    }
+
+
+def _setting(settings: TuneSettings, loaded: LoadedModel) -> dict[str, Any]:
+    return describe_setting(loaded.model, {"pack_weights": settings.pack_weights})

@@ -1,0 +1,202 @@
+"""`lookahead tune`: what is measured, shown, drawn and stored, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import lookahead.cli.tune as cli_tune
+from lookahead import InvalidArgumentError
+from lookahead.cli import main
+from lookahead.cost_store import CostStore, describe_setting
+from lookahead.tuning import BRANCH, StepBench, Stopwatch, WeightReader, bytes_read, measure, timings
+from model_zoo import build
+
+SMALL = ["--context", "24", "--nodes", "4", "--repeats", "2", "--device", "cpu", "--dtype", "float32"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must be refused with one line on stderr, and return that line."""
+    assert main(["tune", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+# the command
+
+
+def test_shows_draws_and_stores(capsys: pytest.CaptureFixture[str], tmp_path: Path, demo: Any) -> None:
+    plot, folder = tmp_path / "curve.png", tmp_path / "store"
+    options = ["--context", "48", "--plot", str(plot), "--store-folder", str(folder)]
+    assert main(["tune", "--model", "demo", *SMALL, *options]) == 0
+    out, err = capsys.readouterr()
+    assert "over one token" in out
+    assert "over memory limit" in out
+    assert "memory limit: " in out
+    assert "fit: off by" in out
+    for context in (24, 48):
+        assert f"context {context}: a step of one token takes" in out
+    assert "\x1b" not in out + err
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    (file,) = folder.iterdir()
+    assert f"stored in {file}" in err
+    assert f"drawn into {plot}" in err
+
+    stored = CostStore(folder).load(describe_setting(demo[0], {"pack_weights": False}))
+    assert stored is not None, "the decoder finds it under the same setting"
+    assert stored.cost.in_seconds
+    assert stored.cost.evidence(1) == stored.cost.evidence(4) > 0
+    points = stored.details["measured"]["points"]
+    assert [(point["nodes"], point["context"]) for point in points] == [(1, 24), (4, 24), (1, 48), (4, 48)]
+
+
+def test_stores_in_the_users_cache(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name, appauthor: tmp_path / name)
+    assert main(["tune", *SMALL, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    result = json.loads(out)
+    assert Path(result["stored"]).is_relative_to(tmp_path / "lookahead-decoding")
+    assert Path(result["stored"]).exists()
+    assert [(point["nodes"], point["repeats"]) for point in result["points"]] == [(1, 2), (4, 2)]
+    assert all(point["seconds"] == point["cpu"] > 0 for point in result["points"])
+    assert result["clock"] == "cpu"
+    assert result["limit"] > 0
+    assert result["bandwidth"] == pytest.approx(result["weight_bytes"] / result["limit"])
+    assert result["setting"]["dtype"] == "float32"
+    assert result["plot"] is None
+
+
+def test_stores_nothing_on_request(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name, appauthor: tmp_path / name)
+    assert main(["tune", *SMALL, "--no-store"]) == 0
+    assert "stored" not in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_tune, "measure", interrupted)
+    assert main(["tune", *SMALL, "--store-folder", str(tmp_path)]) == 130
+    assert "nothing is stored" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_out_of_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+
+    monkeypatch.setattr(cli_tune, "measure", out_of_memory)
+    message = refused(capsys, *SMALL)
+    assert "out of memory on cpu while measuring" in message
+    assert "--context" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--context", "0"], ["0 is out of range", "at least 1"]),
+        (["--context", "3000"], ["--context 3000", "2048"]),
+        (["--nodes", "x"], ["'x' is not a whole number"]),
+        (["--nodes", "5000"], ["--nodes 5000", "4096"]),
+        (["--plot", "no/such/folder/x.png"], ["--plot no/such/folder/x.png", "no such folder"]),
+        (["--plot", "."], ["--plot .", "is a folder"]),
+        (["--model", "nowhere"], ["--model nowhere", "no such folder"]),
+    ],
+)
+def test_refused_options(capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]) -> None:
+    message = refused(capsys, "--no-store", "--device", "cpu", *arguments)
+    assert all(word in message for word in words), message
+
+
+def test_a_plot_needs_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lookahead.cli.cost_plot.find_spec", lambda name: None)
+    assert "pip install 'lookahead-decoding[plot]'" in refused(capsys, "--plot", "x.png")
+
+
+# the measurement
+
+
+def test_each_size_takes_its_turn(llama: Any) -> None:
+    told: list[str] = []
+    measured = measure(llama, [1, 6], [8, 16], repeats=2, progress=told.append)
+    turn = ["reading the weights"]
+    turn += [f"{nodes} nodes, context {context}" for context in (8, 16) for nodes in (1, 6)]
+    assert told == 3 * turn, "one round of warm-up, and two that count"
+    assert len(told) == timings([1, 6], [8, 16], 2)
+    assert [(point.nodes, point.context) for point in measured.points] == [(1, 8), (6, 8), (1, 16), (6, 16)]
+    assert measured.cost_model().relative(1, 8) == 1
+
+
+def test_trees_are_those_of_a_drafter(llama: Any) -> None:
+    with torch.no_grad():
+        bench = StepBench(llama, context=12)
+        tree = bench.tree(11)
+        assert len(tree) == 11
+        assert tree.root == 0, "all the text but its last token is in the cache"
+        assert all(tree.reads)
+        assert max(tree.depths) == BRANCH
+        assert sum(parent == 0 for parent in tree.parents) == 3
+        bench.step(tree)
+        bench.undo()
+        assert len(bench.tree(1)) == 1, "the cache is as it was"
+
+
+def test_contexts_that_do_not_fit() -> None:
+    with pytest.raises(InvalidArgumentError, match="contexts has 100000"):
+        measure(build("gpt2"), [1], [100000], 1)
+
+
+@pytest.mark.parametrize("wrong", [{"node_counts": []}, {"contexts": [0]}, {"repeats": 0}])
+def test_numbers_that_cannot_be_measured(llama: Any, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
+        measure(llama, **wrong)
+
+
+def test_more_candidates_than_tokens(llama: Any) -> None:
+    vocabulary = llama.config.vocab_size
+    with torch.no_grad(), pytest.raises(InvalidArgumentError, match="node_counts"):
+        StepBench(llama, context=4).tree(BRANCH * vocabulary + 2)
+
+
+def test_bytes_that_a_step_reads(llama: Any, demo: Any) -> None:
+    whole = sum(parameter.numel() * 4 for parameter in llama.parameters())
+    embeddings = llama.get_input_embeddings().weight.numel() * 4
+    assert isinstance(llama, LlamaForCausalLM)
+    assert not llama.config.tie_word_embeddings
+    assert bytes_read(llama) == whole - embeddings
+    tied = demo[0]
+    assert tied.config.tie_word_embeddings
+    assert bytes_read(tied) == sum(parameter.numel() * 4 for parameter in tied.parameters())
+
+
+def test_large_weights_are_read_in_part() -> None:
+    reader = WeightReader(torch.device("cpu"), 4000, most=1000)
+    reader.read()
+    assert reader.seconds(1.0) == 4.0
+    assert WeightReader(torch.device("cpu"), 4000).seconds(1.0) == 1.0
+
+
+def test_medians_by_the_clock_of_the_device() -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    for _ in range(3):
+        watch.time("work", lambda: sum(range(1000)))
+    assert watch.clock == "cpu"
+    assert watch.seconds("work") == watch.median("work").cpu > 0
+    watch.forget()
+    assert watch.timings == {}
+    assert Stopwatch(torch.device("meta")).clock == "wall"
