@@ -1,0 +1,181 @@
+"""The tree attention kernel in Triton's interpreter, on the CPU, against attention by its definition.
+
+The interpreter must be chosen before Triton is imported, so `test_tree_attention.py` runs this file in a process of
+its own: `TRITON_INTERPRET=1 python -m pytest tests/interpreted_tree_attention.py`.
+"""
+
+import copy
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from lookahead.engine import ModelRunner
+from lookahead.engine.tree_attention import NAME, pack, register, unpack
+from lookahead.engine.tree_attention.kernel import Tiling, choose_tiling, tree_attention
+from lookahead.engine.tree_attention.reference import dense_attention
+from lookahead.token_tree import TokenTree, lay_out
+from model_zoo import SLIDING_WINDOW, build
+from tree_attention_cases import Step, attention_by_definition, states, steps, tolerance
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreter() -> Iterator[None]:
+    """The interpreter keeps bfloat16 as bare bits, which its matrix product takes for integers: widen them first."""
+    product = InterpreterBuilder.create_dot
+
+    def widened(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: object) -> TensorHandle:
+        if a.data.dtype == np.uint16:
+            a, b = (TensorHandle((h.data.astype(np.uint32) << 16).view(np.float32), tl.float32) for h in (a, b))
+        return product(self, a, b, *rest)
+
+    # A score far beyond the soft cap overflows on its way to the cap, as it may.
+    with pytest.MonkeyPatch.context() as patch, np.errstate(over="ignore"):
+        patch.setattr(InterpreterBuilder, "create_dot", widened)
+        yield
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    step=steps(),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 4),
+    sizes=st.sampled_from([(64, 64), (80, 80), (96, 96), (128, 128), (16, 16), (8, 24), (24, 16), (256, 256)]),
+    room=st.sampled_from([0, 0, 7, 200]),
+    softcap=st.sampled_from([None, None, 1.0, 30.0]),
+    tiling=st.sampled_from([None, (16, 16, 1), (16, 16, 2), (32, 16, 4), (64, 32, 2), (16, 64, 8)]),
+    seed=st.integers(0, 2**31),
+)
+def test_kernel_is_attention_by_its_definition(
+    step: Step,
+    dtype: torch.dtype,
+    kv_heads: int,
+    group: int,
+    sizes: tuple[int, int],
+    room: int,
+    softcap: float | None,
+    tiling: tuple[int, int, int] | None,
+    seed: int,
+) -> None:
+    query, key, value = states(step, kv_heads * group, kv_heads, *sizes, room, dtype, seed)
+    packed, scaling = step.packed(), sizes[0] ** -0.5
+    result = tree_attention(
+        query, key, value, packed, scaling, softcap, None if tiling is None else Tiling(*tiling, warps=4, stages=2)
+    )
+    visible = step.visible(key.shape[2])
+    assert result.dtype == dtype
+    limit = tolerance(dtype, value)
+    expected = attention_by_definition(query, key, value, visible, scaling, softcap)
+    np.testing.assert_allclose(result.double().numpy(), expected, rtol=0, atol=limit)
+    reference = dense_attention(query, key, value, unpack(packed, key.shape[2]), scaling, softcap)
+    np.testing.assert_allclose(reference.double().numpy(), expected, rtol=0, atol=limit)
+
+
+def test_static_buffers_serve_every_step() -> None:
+    """The tensors and the tiling of one call, as a captured graph keeps them, with the contents of later steps."""
+    chain = [-1, 0, 1, 1, 0, 4, 4]
+    tiling = choose_tiling(rows=14, heads=4, keys=256, head_dim=16, dtype=torch.float32)
+    assert tiling.splits > 1
+    packed, key, value = (
+        torch.empty(2, 1, 7, 4, dtype=torch.int32),
+        torch.empty(2, 2, 256, 16),
+        torch.empty(2, 2, 256, 16),
+    )
+    query = torch.empty(2, 4, 7, 16)
+    for lengths in ([0, 0], [3, 1], [130, 41], [249, 249]):
+        step = Step([chain, chain[:4]], lengths, 0, None, None)
+        for buffer, contents in zip((query, key, value), states(step, 4, 2, 16, 16, 0, torch.float32, 0), strict=True):
+            buffer.fill_(float("nan"))[:, :, : contents.shape[2]] = contents
+        packed.copy_(step.packed())
+        result = tree_attention(query, key, value, packed, 0.25)
+        expected = attention_by_definition(query, key, value, step.visible(256), 0.25, None)
+        np.testing.assert_allclose(result.numpy(), expected, rtol=0, atol=tolerance(torch.float32, value))
+
+
+def test_same_input_same_bits_whoever_else_is_in_the_batch() -> None:
+    rows = [[-1, 0, 0, 1, 2], [-1, 0, 1]]
+    step = Step(rows, [50, 33], 0, None, None)
+    tensors = states(step, 4, 2, 16, 16, 0, torch.float16, 1)
+    tiling = Tiling(16, 16, 4, warps=4, stages=2)
+    both = tree_attention(*tensors, step.packed(), 0.25, tiling=tiling)
+    again = tree_attention(*tensors, step.packed(), 0.25, tiling=tiling)
+    alone = tree_attention(*(tensor[1:] for tensor in tensors), step.packed()[1:], 0.25, tiling=tiling)
+    assert torch.equal(both, again)
+    assert torch.equal(both[1:], alone)
+
+
+TEXTS = [[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6, 5], [7, 7, 9, 1, 3, 3]]
+
+
+def trees(runner: ModelRunner) -> list[TokenTree]:
+    """A tree for each text, with branches and with more than one pending token in one of them."""
+    first, second = (runner.begin_tree(row, text) for row, text in enumerate(TEXTS))
+    for candidate in ([5, 6, 7], [5, 8], [9]):
+        first.add_candidates(candidate)
+    second.add_candidates([4, 4])
+    return [first, second]
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral_sliding", "qwen2_mixed_sliding", "gemma2", "deepseek_v3", "llama4_chunked"]
+)
+@torch.inference_mode()
+def test_models_give_the_logits_of_eager_attention_with_dense_masks(name: str) -> None:
+    register()
+    eager, tree_model = build(name, attention="eager"), build(name, attention=NAME)
+    runner = ModelRunner(eager, 2)
+    prefixes = [TokenTree(text[:cached]) for text, cached in zip(TEXTS, (12, 3), strict=True)]
+    runner.forward(prefixes)
+    runner.commit([range(12), range(3)])
+    cache = copy.deepcopy(runner.cache)
+    step = trees(runner)
+    expected = runner.forward(step)
+    logits = packed_forward(tree_model, cache, step)
+    for row, tree in enumerate(step):
+        slots = lay_out(tree).slots
+        for node in np.flatnonzero(tree.reads):
+            torch.testing.assert_close(
+                logits[row, slots[node]], expected[row].logits_after(node)[0], rtol=1e-4, atol=1e-4
+            )
+
+
+def packed_forward(model: PreTrainedModel, cache: object, step: list[TokenTree]) -> torch.Tensor:
+    """Logits of every slot, from a pass with packed masks."""
+    layouts, lengths = [lay_out(tree) for tree in step], cache.lengths(2)
+    nodes = max(len(layout.order) for layout in layouts)
+    tokens, positions = np.zeros((2, nodes), dtype=np.int64), np.zeros((2, nodes), dtype=np.int64)
+    ancestors = np.zeros((2, nodes, nodes), dtype=np.bool_)
+    for row, layout in enumerate(layouts):
+        own = len(layout.order)
+        tokens[row, :own], positions[row, :own] = layout.tokens, lengths[row] + layout.depths
+        ancestors[row, :own, :own] = layout.ancestor_mask()
+    limits = {
+        "full_attention": {},
+        "sliding_attention": {"window": SLIDING_WINDOW},
+        "chunked_attention": {"chunk": SLIDING_WINDOW},
+    }
+    masks = {kind: pack(ancestors, lengths, positions, **limit) for kind, limit in limits.items()}
+    kinds = getattr(model.config, "layer_types", None)
+    single = "sliding_attention" if getattr(model.config, "sliding_window", None) else "full_attention"
+    with cache.scratch():
+        return model(
+            input_ids=torch.from_numpy(tokens),
+            position_ids=torch.from_numpy(positions),
+            attention_mask={kind: masks[kind] for kind in set(kinds)} if kinds else masks[single],
+            past_key_values=cache,
+        ).logits
+
+
+@torch.inference_mode()
+def test_passes_without_a_packed_mask_run_as_sdpa(prompt: torch.Tensor) -> None:
+    register()
+    for name, attention in (("llama", "sdpa"), ("mistral_sliding", "sdpa"), ("gemma2", "eager")):
+        expected = build(name, attention=attention).generate(prompt, max_new_tokens=12, do_sample=False)
+        assert build(name, attention=NAME).generate(prompt, max_new_tokens=12, do_sample=False).equal(expected)

@@ -1,0 +1,212 @@
+"""Tree attention: packed masks, the way through transformers, and the kernel, interpreted and compiled."""
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from lookahead.engine.tree_attention import pack, packed_width, tree_attention_forward, unpack
+from lookahead.engine.tree_attention.reference import dense_attention
+from lookahead.errors import InvalidArgumentError, UnsupportedModelError
+from tree_attention_cases import Step, attention_by_definition, states, steps, tolerance
+
+SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
+"""Bytes that a program may use, by compute capability. What is compiled for 8.0 also has to run on 8.6 and 8.9, which
+have less than the 163 KiB of 8.0."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(step=steps(max_nodes=70, max_length=90), room=st.integers(0, 40))
+def test_packed_mask_says_what_each_node_sees(step: Step, room: int) -> None:
+    packed, keys = step.packed(), step.scratch + step.nodes + room
+    assert packed.dtype == torch.int32
+    assert packed.shape == (len(step.lengths), 1, step.nodes, packed_width(step.nodes))
+    np.testing.assert_array_equal(unpack(packed, keys)[:, 0].numpy(), step.visible(keys))
+
+
+def test_pack_refuses_what_cannot_be() -> None:
+    later = np.ones((1, 2, 2), dtype=np.bool_)
+    chain, positions = np.tril(later), np.array([[5, 6]])
+    with pytest.raises(InvalidArgumentError, match="parents before their children"):
+        pack(later, [5], positions)
+    with pytest.raises(InvalidArgumentError, match="scratch=4"):
+        pack(chain, [5], positions, scratch=4)
+    with pytest.raises(InvalidArgumentError, match="do not belong together"):
+        pack(chain, [5, 5], positions)
+
+
+@settings(max_examples=30, deadline=None)
+@given(step=steps(max_nodes=20), softcap=st.sampled_from([None, 30.0]), seed=st.integers(0, 2**31))
+def test_reference_is_attention_by_its_definition(step: Step, softcap: float | None, seed: int) -> None:
+    query, key, value = states(step, 4, 2, 16, 8, 3, torch.float32, seed)
+    keys = key.shape[2]
+    result = dense_attention(query, key, value, unpack(step.packed(), keys), 0.25, softcap)
+    expected = attention_by_definition(query, key, value, step.visible(keys), 0.25, softcap)
+    np.testing.assert_allclose(result.numpy(), expected, rtol=0, atol=tolerance(torch.float32, value))
+
+
+def test_interface_refuses_in_clear_words() -> None:
+    module, query, key = torch.nn.Module(), torch.zeros(1, 2, 3, 16), torch.zeros(1, 1, 9, 16)
+    packed = pack(np.tri(3, dtype=np.bool_)[None], [6], np.array([[6, 7, 8]]))
+    with pytest.raises(UnsupportedModelError, match="attention sinks"):
+        tree_attention_forward(module, query, key, key, packed, s_aux=torch.zeros(2))
+    with pytest.raises(InvalidArgumentError, match=r"\(1, 1, 3, 5\) and torch.int32 is not a packed mask"):
+        tree_attention_forward(module, query, key, key, torch.zeros(1, 1, 3, 5, dtype=torch.int32))
+    with pytest.raises(InvalidArgumentError, match="torch.int64 is not a packed mask"):
+        tree_attention_forward(module, query, key, key, packed.long())
+    with pytest.raises(InvalidArgumentError, match=r"dropout=0.1"):
+        tree_attention_forward(module, query, key, key, packed, dropout=0.1)
+    with pytest.raises(InvalidArgumentError, match="soft-capped"):
+        tree_attention_forward(module, query, key, key, torch.zeros(1, 1, 3, 9), softcap=2.0)
+
+
+# What follows needs Triton, which a CPU installation of torch does not bring along.
+try:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from lookahead.engine.tree_attention import kernel as kernel_module
+except ModuleNotFoundError:
+    triton = None
+
+needs_triton = pytest.mark.skipif(triton is None, reason="Triton is not installed")
+
+
+@needs_triton
+def test_kernel_in_the_interpreter() -> None:
+    path = Path(__file__).with_name("interpreted_tree_attention.py")
+    command = [sys.executable, "-m", "pytest", str(path), "-p", "no:cacheprovider"]
+    result = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@needs_triton
+def test_compiled_kernel_refuses_the_cpu(llama: PreTrainedModel) -> None:
+    packed = pack(np.tri(3, dtype=np.bool_)[None], [6], np.array([[6, 7, 8]]))
+    query, key = torch.zeros(1, 2, 3, 16), torch.zeros(1, 1, 9, 16)
+    with pytest.raises(InvalidArgumentError, match="tensors on cpu, but its kernel runs on CUDA devices only"):
+        tree_attention_forward(llama, query, key, key, packed)
+
+
+class Launches:
+    """Takes the place of a kernel, and keeps what it would have been launched with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.arguments: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> "Launches":
+        assert all(0 < size < 65536 for size in grid[1:])
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        names = self.kernel.arg_names
+        self.options = {name: value for name, value in kwargs.items() if name not in names}
+        self.arguments = dict(zip(names, args, strict=False))
+        self.arguments |= {name: value for name, value in kwargs.items() if name in names}
+
+    def compile(self, capability: int) -> Any:
+        """The kernel, compiled as Triton would for these arguments."""
+        types = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+        signature, constants, attributes = {}, {}, {}
+        for parameter in self.kernel.params:
+            value = self.arguments[parameter.name]
+            if parameter.is_constexpr:
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+                continue
+            if isinstance(value, torch.Tensor):
+                signature[parameter.name], aligned = types[value.dtype], True
+            else:
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+                aligned = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
+            if aligned:
+                attributes[(parameter.num,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, constexprs=constants, attrs=attributes)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Launches, Launches]]:
+    """The attention kernel and the one that combines splits, not launched."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    pair = Launches(kernel_module._attention_kernel), Launches(kernel_module._combine_kernel)
+    monkeypatch.setattr(kernel_module, "_attention_kernel", pair[0])
+    monkeypatch.setattr(kernel_module, "_combine_kernel", pair[1])
+    return pair
+
+
+def compile_step(
+    launches: tuple[Launches, Launches],
+    capability: int,
+    dtype: torch.dtype,
+    size: int,
+    nodes: int,
+    keys: int,
+    softcap: float | None,
+) -> int:
+    """Compile what a step of a model with 8 heads of keys and groups of 4 needs; returns the shared memory it takes."""
+    query = torch.empty(1, nodes, 32, size, dtype=dtype, device="meta").transpose(1, 2)
+    key = torch.empty(1, 8, keys, size, dtype=dtype, device="meta")
+    mask = torch.empty(1, 1, nodes, packed_width(nodes), dtype=torch.int32, device="meta")
+    for launch in launches:
+        launch.arguments = {}
+    result = kernel_module.tree_attention(query, key, key, mask, size**-0.5, softcap)
+    assert result.shape == (1, nodes, 32, size)
+    used = 0
+    for launch in launches:  # the second one has nothing to do where there is one split
+        if launch.arguments:
+            compiled = launch.compile(capability)
+            assert f".target sm_{capability}" in compiled.asm["ptx"]
+            assert len(compiled.asm["cubin"]) > 0
+            assert compiled.metadata.shared <= SHARED_MEMORY[capability]
+            used = max(used, compiled.metadata.shared)
+    return used
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("capability", "dtype", "size", "nodes", "keys", "softcap"),
+    [
+        (80, torch.float16, 128, 61, 4096, None),
+        (80, torch.bfloat16, 256, 4, 8192, 50.0),
+        (90, torch.bfloat16, 128, 61, 4096, None),
+        (90, torch.bfloat16, 80, 1024, 2048, None),
+        (90, torch.float32, 64, 30, 500, 30.0),
+    ],
+)
+def test_kernel_compiles(
+    launches: tuple[Launches, Launches],
+    capability: int,
+    dtype: torch.dtype,
+    size: int,
+    nodes: int,
+    keys: int,
+    softcap: float | None,
+) -> None:
+    compile_step(launches, capability, dtype, size, nodes, keys, softcap)
+
+
+@needs_triton
+@pytest.mark.exact
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernel_compiles_for_every_size(
+    launches: tuple[Launches, Launches], request: pytest.FixtureRequest, capability: int
+) -> None:
+    if request.config.option.markexpr != "exact":
+        pytest.skip("minutes; run with -m exact")
+    for dtype, size in itertools.product([torch.float16, torch.bfloat16, torch.float32], [64, 80, 96, 128, 256]):
+        for nodes, keys, softcap in ((1, 8192, None), (8, 300, 30.0), (16, 300, None), (128, 8192, 30.0)):
+            used = compile_step(launches, capability, dtype, size, nodes, keys, softcap)
+            print(f"sm_{capability} {dtype} head size {size}, {nodes} nodes: {used} bytes of shared memory")

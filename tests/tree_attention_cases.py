@@ -1,0 +1,150 @@
+"""Random steps for tests of tree attention, and attention computed by its definition."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from lookahead.engine.tree_attention import pack
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a batch of trees looks like to one attention layer.
+
+    Attributes:
+        parents: Parent of each node, per row; -1 for the first. Rows have different numbers of nodes.
+        lengths: Cached tokens, per row.
+        gap: Columns of garbage between the longest row and the scratch.
+        window: Of a sliding layer.
+        chunk: Of a chunked layer.
+    """
+
+    parents: list[list[int]]
+    lengths: list[int]
+    gap: int
+    window: int | None
+    chunk: int | None
+
+    @property
+    def nodes(self) -> int:
+        return max(len(row) for row in self.parents)
+
+    @property
+    def scratch(self) -> int:
+        return max(self.lengths) + self.gap
+
+    def position(self, row: int, node: int) -> int:
+        """Position id of a real node."""
+        return self.lengths[row] + len(self.path(row, node)) - 1
+
+    def path(self, row: int, node: int) -> list[int]:
+        """A node and its ancestors."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[row][node]
+        return path
+
+    def packed(self) -> torch.Tensor:
+        """The packed mask of the step."""
+        shape = (len(self.lengths), self.nodes)
+        ancestors, positions = np.zeros((*shape, self.nodes), dtype=np.bool_), np.zeros(shape, dtype=np.int64)
+        for row, parents in enumerate(self.parents):
+            for node in range(len(parents)):
+                ancestors[row, node, self.path(row, node)] = True
+                positions[row, node] = self.position(row, node)
+        return pack(ancestors, self.lengths, positions, scratch=self.scratch, window=self.window, chunk=self.chunk)
+
+    def visible(self, keys: int) -> NDArray[np.bool_]:
+        """Which keys each node may see, pair by pair: `[batch, nodes, keys]`."""
+        visible = np.zeros((len(self.lengths), self.nodes, keys), dtype=np.bool_)
+        for row, parents in enumerate(self.parents):
+            for node in range(self.nodes):
+                if node >= len(parents):
+                    visible[row, node, self.scratch + node] = True
+                    continue
+                places = {column: column for column in range(self.lengths[row])}
+                places |= {self.scratch + other: self.position(row, other) for other in self.path(row, node)}
+                for column, position in places.items():
+                    visible[row, node, column] = self._reaches(self.position(row, node), position)
+        return visible
+
+    def _reaches(self, query: int, key: int) -> bool:
+        if self.window is not None:
+            return query - key < self.window
+        return self.chunk is None or query // self.chunk == key // self.chunk
+
+
+@st.composite
+def steps(draw: st.DrawFn, max_nodes: int = 40, max_length: int = 70) -> Step:
+    """Random steps."""
+    batch = draw(st.integers(1, 3))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    sizes = [draw(st.integers(1, max_nodes)) for _ in range(batch)]
+    # Deep trees as well as bushy ones: a parent is one of the last few nodes.
+    reach = draw(st.sampled_from([1, 2, 5, 50]))
+    parents = [
+        [int(random.integers(max(node - reach, 0), node)) if node else -1 for node in range(size)] for size in sizes
+    ]
+    window = draw(st.sampled_from([None, None, 1, 3, 9, 40]))
+    chunk = None if window is not None else draw(st.sampled_from([None, None, 4, 32]))
+    lengths = [draw(st.integers(0, max_length)) for _ in range(batch)]
+    return Step(parents, lengths, draw(st.sampled_from([0, 0, 5])), window, chunk)
+
+
+def states(
+    step: Step, heads: int, kv_heads: int, key_size: int, value_size: int, room: int, dtype: torch.dtype, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value as a model would bring them, and no number where there is garbage."""
+    random = torch.Generator().manual_seed(seed)
+    batch, keys = len(step.lengths), step.scratch + step.nodes + room
+    # A model's queries are a transposed view.
+    query = torch.randn(batch, step.nodes, heads, key_size, generator=random).to(dtype).transpose(1, 2)
+    key = torch.randn(batch, kv_heads, keys, key_size, generator=random).to(dtype)
+    value = torch.randn(batch, kv_heads, keys, value_size, generator=random).to(dtype)
+    for row, length in enumerate(step.lengths):
+        for tensor in (key, value):
+            tensor[row, :, length : step.scratch] = float("nan")
+            tensor[row, :, step.scratch + step.nodes :] = float("nan")
+    return query, key, value
+
+
+def attention_by_definition(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: NDArray[np.bool_],
+    scaling: float,
+    softcap: float | None,
+) -> NDArray[np.float64]:
+    """Softmax attention in float64, query by query and from visible keys alone: `[batch, nodes, heads, value_size]`."""
+    q, k, v = (tensor.double().numpy() for tensor in (query, key, value))
+    batch, heads, nodes, _ = q.shape
+    group = heads // k.shape[1]
+    output = np.empty((batch, nodes, heads, v.shape[3]))
+    for row in range(batch):
+        for node in range(nodes):
+            seen = visible[row, node]
+            for head in range(heads):
+                scores = k[row, head // group, seen] @ q[row, head, node] * scaling
+                if softcap is not None:
+                    scores = softcap * np.tanh(scores / softcap)
+                weights = np.exp(scores - scores.max())
+                output[row, node, head] = weights / weights.sum() @ v[row, head // group, seen]
+    return output
+
+
+def tolerance(dtype: torch.dtype, value: torch.Tensor) -> float:
+    """How far a result may be off.
+
+    Weights are rounded to the number type before they are multiplied with the values, and the result is rounded once
+    more: each moves it by at most half a unit in the last place of the largest value. The rest is float32: scores of
+    up to 20 and soft caps of up to 30 are off by a few 1e-6, and weights by that fraction.
+    """
+    rounding = (
+        0.0 if dtype == torch.float32 else torch.finfo(dtype).eps * float(value.double().nan_to_num().abs().max())
+    )
+    return rounding + 3e-5
