@@ -8,6 +8,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import (
     InvalidArgumentError,
     LookaheadError,
+    ParallelError,
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "LookaheadError",
     "LookaheadOutput",
     "NGramPool",
+    "ParallelError",
     "Statistics",
     "StepRecord",
     "UnsupportedArgumentError",

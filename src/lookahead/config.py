@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
 from lookahead.errors import InvalidArgumentError
 
-PRESETS = ("paper", "jacobi", "autoregressive")
+PRESETS = ("auto", "paper", "jacobi", "token_recycling", "context_matches", "autoregressive")
+
+BUDGETED = ("auto", "token_recycling", "context_matches")
+"""Presets whose steps are filled up to a number of nodes."""
+
+ENGINES = ("dynamic", "static", "compiled")
+
+MEMORY_SCOPES = ("request", "process")
 
 MAX_NODES_PER_STEP = 4096
 """Largest token tree that a configuration may ask for, in nodes; far above what any device gains from."""
+
+
+PAPER = {"window_size": 15, "ngram_size": 5, "guess_set_size": 15, "pool_from_prompt": False, "share_pool": False}
+"""What the paper's method takes where nothing is said: the sizes that its authors found best for a 7B model."""
+
+JACOBI = {"block_size": 16}
+
+_CHOSEN: Any = None  # stands for a default that depends on the other fields
+
+MOST_CHOSEN_NODES = 128
+"""Nodes, the root included, of a step whose number of nodes is chosen by what they bring. On most devices a node
+costs its full price from here on."""
 
 
 @dataclass(frozen=True)
@@ -18,20 +38,32 @@ class LookaheadConfig:
     """How tokens are drafted. Nothing in here can change the text that is generated, only the number of steps.
 
     Args:
-        preset: The drafting method. `"paper"` is lookahead decoding as published (2-D window and n-gram
-            pool, Algorithm 2), `"jacobi"` is Jacobi decoding (Algorithm 1), `"autoregressive"` drafts
-            nothing, so that each step yields one token.
-        window_size: W, columns of the 2-D window: how many positions ahead are guessed in parallel
-            (section 3.1). At least 1.
-        ngram_size: N, length of the n-grams in the pool; the window has N-1 rows (section 3.1). At least 2.
-        guess_set_size: G, how many n-grams the pool keeps for each first token, and so how many candidates
-            a step verifies at most (section 3.2). The paper suggests G = W. At least 1.
-        pool_from_prompt: Fill the pool with the n-grams of the prompt before the first step (the paper's
+        preset: The drafting method. `"auto"` is lookahead decoding as this library does it: an n-gram memory
+            filled by every node of every step, matches in the text and a window, as many nodes of each as pay.
+            `"paper"` is lookahead decoding as published (2-D window and n-gram pool, Algorithm 2), `"jacobi"`
+            is Jacobi decoding (Algorithm 1), `"token_recycling"` and `"context_matches"` are two published
+            methods to compare with, `"autoregressive"` drafts nothing, so that each step yields one token.
+            Not given, it is `"paper"` if any size or setting of the paper's method is given, `"jacobi"` if one
+            of Jacobi decoding is, and else `"auto"`.
+        step_budget: For `"auto"`, `"token_recycling"` and `"context_matches"`: nodes of a step, the root included;
+            every step is filled up to it, as far as there is anything to draft. `None` lets `"auto"` choose for
+            each step what makes for the most tokens per second, and stands for 64 with the others. At least 1.
+        memory: How long the n-gram memory of `"auto"` lives: for one `"request"` (one call), for all calls in
+            this `"process"` with the same model, or in a file, given by its path, across processes; the file is
+            made if it is not there, and written at the end of each call. No text is kept, only token ids.
+        window_size: Paper: W, columns of the 2-D window: how many positions ahead are guessed in parallel
+            (section 3.1). 15 if not given, at least 1.
+        ngram_size: Paper: N, length of the n-grams in the pool; the window has N-1 rows (section 3.1). 5 if not
+            given, at least 2.
+        guess_set_size: Paper: G, how many n-grams the pool keeps for each first token, and so how many candidates
+            a step verifies at most (section 3.2). The paper suggests G = W. 15 if not given, at least 1.
+        pool_from_prompt: Paper: fill the pool with the n-grams of the prompt before the first step (the paper's
             "prompt as reference", Table 3).
-        pool_from_output: Fill the pool with the n-grams of the generated text as it grows. `None` follows
+        pool_from_output: Paper: fill the pool with the n-grams of the generated text as it grows. `None` follows
             `pool_from_prompt`: the authors' evaluation has both or neither.
-        share_pool: Let the rows of one call share one pool, so that each drafts from what the others found.
-        block_size: Jacobi decoding only: m, how many positions are guessed at once (Algorithm 1). At least 1.
+        share_pool: Paper: let the rows of one call share one pool, so that each drafts from what the others found.
+        block_size: Jacobi decoding only: m, how many positions are guessed at once (Algorithm 1). 16 if not given, at
+            least 1.
         max_iterations: Jacobi decoding only: after this many steps a block that has not settled is given up
             and a new one begins. `None` stands for `block_size`, the most that Jacobi iteration can need.
         seed: Seed of the random prompt tokens that the window and the Jacobi blocks start from. It has
@@ -42,27 +74,50 @@ class LookaheadConfig:
         pack_weights: On a CPU, run the model with a second copy of its linear layers' weights, in the order in
             which the processor multiplies them. Steps take about half the time (`docs/engine.md`), the weights
             twice the memory. The copy is made at the first call and kept as long as the model.
+        engine: How steps are run. `"dynamic"` sends each step as large as it is, which is right on a CPU.
+            `"static"` takes memory for the longest text of the call beforehand (`max_length`, so choose that or
+            `max_new_tokens` with care), pads steps to a few sizes, and on CUDA captures a graph of each;
+            `"compiled"` sends the static pass through `torch.compile` first, which takes a minute or more. What was
+            made is kept for the next call with the model. Long prompts, models that cannot be run so (with
+            hooks, adapters, or positions that change when a text becomes long), and calls with a
+            `tie_margin`, whose one-token steps must round as plain decoding does, go the dynamic way.
 
     Raises:
         InvalidArgumentError: A value has the wrong type or is out of its range.
     """
 
-    preset: str = "paper"
-    window_size: int = 15
-    ngram_size: int = 5
-    guess_set_size: int = 15
-    pool_from_prompt: bool = False
+    preset: str = _CHOSEN
+    step_budget: int | None = None
+    memory: str | os.PathLike[str] = "request"
+    window_size: int = _CHOSEN
+    ngram_size: int = _CHOSEN
+    guess_set_size: int = _CHOSEN
+    pool_from_prompt: bool = _CHOSEN
     pool_from_output: bool | None = None
-    share_pool: bool = False
-    block_size: int = 16
+    share_pool: bool = _CHOSEN
+    block_size: int = _CHOSEN
     max_iterations: int | None = None
     seed: int = 0
     tie_margin: float = 0.0
     pack_weights: bool = False
+    engine: str = "dynamic"
 
     def __post_init__(self) -> None:
+        if self.preset is None:
+            object.__setattr__(self, "preset", self._preset_of_fields())
+        for name, value in (PAPER | JACOBI).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         if self.preset not in PRESETS:
             raise InvalidArgumentError(f"preset={self.preset!r} is not known; choose one of {', '.join(PRESETS)}")
+        if self.engine not in ENGINES:
+            raise InvalidArgumentError(f"engine={self.engine!r} is not known; choose one of {', '.join(ENGINES)}")
+        if self.step_budget is not None:
+            _check_int("step_budget", self.step_budget, 1, "nodes of a step, the root included")
+        if not isinstance(self.memory, (str, os.PathLike)) or not os.fspath(self.memory):
+            raise InvalidArgumentError(
+                f'memory={self.memory!r} must be "request", "process", or the path of a file to keep the memory in'
+            )
         _check_int("window_size", self.window_size, 1, "W, the columns of the window")
         _check_int("ngram_size", self.ngram_size, 2, "N; an n-gram needs a first token and one that follows it")
         _check_int("guess_set_size", self.guess_set_size, 1, "G, the n-grams kept for each first token")
@@ -87,9 +142,24 @@ class LookaheadConfig:
                 f"the most is {MAX_NODES_PER_STEP}: choose smaller sizes"
             )
 
+    def _preset_of_fields(self) -> str:
+        """Whoever sets sizes of a method means that method."""
+        if self.pool_from_output is not None or any(getattr(self, name) is not None for name in PAPER):
+            return "paper"
+        if self.max_iterations is not None or any(getattr(self, name) is not None for name in JACOBI):
+            return "jacobi"
+        return "auto"
+
+    @property
+    def chooses_nodes(self) -> bool:
+        """Whether the nodes of each step are chosen by what they bring and cost."""
+        return self.preset == "auto" and self.step_budget is None
+
     @property
     def max_nodes(self) -> int:
         """Most nodes that one step may send after the prompt, the root included."""
+        if self.preset in BUDGETED:
+            return self.step_budget or MOST_CHOSEN_NODES
         if self.preset == "paper":
             return self._max_window_nodes() + self.guess_set_size * (self.ngram_size - 1)
         if self.preset == "jacobi":
@@ -102,6 +172,8 @@ class LookaheadConfig:
         return max((longest - row) * (row + 1) for row in range(self.ngram_size - 1))
 
     def _sizes(self) -> str:
+        if self.preset in BUDGETED:
+            return f"step_budget={self.step_budget}"
         if self.preset == "jacobi":
             return f"block_size={self.block_size}"
         return f"window_size={self.window_size}, ngram_size={self.ngram_size}, guess_set_size={self.guess_set_size}"

@@ -20,3 +20,7 @@ class UnsupportedArgumentError(LookaheadError, NotImplementedError):
 
 class UnsupportedModelError(LookaheadError, TypeError):
     """A model that cannot be run on token trees; the message says what it lacks."""
+
+
+class ParallelError(LookaheadError, RuntimeError):
+    """A run on several ranks cannot go on or begin; the message names the rank that is to blame."""

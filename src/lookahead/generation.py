@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -27,6 +27,9 @@ from lookahead.errors import InvalidArgumentError
 from lookahead.output import LookaheadOutput
 from lookahead.request import decode_request
 
+if TYPE_CHECKING:
+    from lookahead.parallel import ParallelGroup
+
 
 def generate(
     model: PreTrainedModel,
@@ -35,6 +38,7 @@ def generate(
     lookahead_config: LookaheadConfig | None = None,
     on_step: OnStep | None = None,
     ngram_pool: NGramPool | None = None,
+    parallel: ParallelGroup | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | LookaheadOutput:
     """Generate text exactly as `model.generate` does, in fewer steps.
@@ -52,6 +56,8 @@ def generate(
         on_step: Called after each step with a `StepRecord` for each sequence: the tokens it added, what it sent.
         ngram_pool: A pool to draft from and to fill, to be handed to later calls again; a new one for each
             sequence if not given.
+        parallel: The ranks to decode with, from `lookahead.parallel.join`; each of them makes the same call. This
+            process alone if not given.
         **kwargs: As for `model.generate`.
 
     Returns:
@@ -61,11 +67,14 @@ def generate(
         InvalidArgumentError: An argument has a value that cannot work.
         UnsupportedArgumentError: A legal argument that lookahead decoding does not support.
         UnsupportedModelError: The model cannot be run on token trees.
+        ParallelError: The ranks of `parallel` disagree, or one of them does not go on; the message names it.
     """
     config = check_config(lookahead_config)
     check_pool(ngram_pool, config)
     if input_ids is not None and _is_prepared(kwargs):
-        return decode_request(model, input_ids, config=config, on_step=on_step, ngram_pool=ngram_pool, **kwargs)
+        return decode_request(
+            model, input_ids, config=config, on_step=on_step, ngram_pool=ngram_pool, parallel=parallel, **kwargs
+        )
     model = _language_model_or_wrapper(model)
     if "inputs" in kwargs:
         if input_ids is not None:
@@ -81,7 +90,14 @@ def generate(
     # Transformers hands over what it finds in this signature; so there are no names in it that a user may mistype.
     def decode_here(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> torch.Tensor | LookaheadOutput:
         return decode_request(
-            model, input_ids, config=config, on_step=on_step, ngram_pool=ngram_pool, streamer=streamer, **prepared
+            model,
+            input_ids,
+            config=config,
+            on_step=on_step,
+            ngram_pool=ngram_pool,
+            streamer=streamer,
+            parallel=parallel,
+            **prepared,
         )
 
     return type(model).generate(model, input_ids, custom_generate=decode_here, **kwargs)  # type: ignore[no-any-return]

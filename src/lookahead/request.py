@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -18,10 +18,11 @@ from lookahead.arguments import (
     prompt_tokens,
 )
 from lookahead.config import LookaheadConfig
-from lookahead.decoder import OnStep, decode
-from lookahead.drafting import NGramPool, build_drafter
-from lookahead.engine import ModelRunner, TreeCache, adopt_cache, engine_model, return_cache
+from lookahead.decoder import OnStep, TreeRunner, Verify, decode, verify
+from lookahead.drafting import Drafter, NGramPool, build_drafter
+from lookahead.engine import ModelRunner, StaticLoan, TreeCache, adopt_cache, engine_model, return_cache
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.model_state import draft_memory, keep_memory, step_costs
 from lookahead.output import LookaheadOutput, stack_collected, stack_texts
 from lookahead.processors import row_processors
 from lookahead.sequence import Sequence
@@ -29,6 +30,9 @@ from lookahead.statistics import Statistics, StepRecord
 from lookahead.stopping import StopRule
 from lookahead.streaming import StreamFeeder
 from lookahead.verification import Target
+
+if TYPE_CHECKING:
+    from lookahead.parallel import ParallelGroup
 
 
 def decode_request(
@@ -42,6 +46,7 @@ def decode_request(
     on_step: OnStep | None,
     ngram_pool: NGramPool | None,
     streamer: BaseStreamer | None = None,
+    parallel: ParallelGroup | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | LookaheadOutput:
     """Decode with arguments that transformers has checked and prepared, as its own decoding methods do.
@@ -56,6 +61,7 @@ def decode_request(
         on_step: Called with each step of each sequence.
         ngram_pool: Pool to use and fill, if the caller brought one.
         streamer: Gets the prompts and every token.
+        parallel: The ranks to decode with, if there are others than this process.
         **model_kwargs: What else transformers would hand to the model.
 
     Returns:
@@ -74,10 +80,19 @@ def decode_request(
     lengths = cache.lengths(len(tokens))
     before = _tokens_before(lengths, tokens, mask, input_ids)
     padding = [input_ids.shape[1] - len(row) for row in tokens]
-    runner = ModelRunner(engine, len(tokens), cache, before, padding, input_ids.device)
+    loan = _static_loan(engine, config, before, generation_config)
+    runner = ModelRunner(engine, len(tokens), cache, before, padding, input_ids.device, loan.steps if loan else None)
     _check_context(runner, tokens, before)
     _check_batch(runner, tokens, before, generation_config.max_length - input_ids.shape[1])
-    sequences = _sequences(input_ids, tokens, logits_processor, generation_config, config, ngram_pool)
+    if parallel is not None:
+        config = parallel.drafting(config)
+        parallel.begin(model, config, generation_config, (input_ids, mask))
+        if parallel.rank:
+            streamer = on_step = None
+    memory = draft_memory(model, config) if config.preset == "auto" else None
+    costs = step_costs(model, config, len(tokens)) if config.chooses_nodes else None
+    drafters = [build_drafter(config, pool, memory, costs, len(tokens)) for pool in _pools(config, ngram_pool, tokens)]
+    sequences = _sequences(input_ids, tokens, logits_processor, generation_config, drafters)
     rule = StopRule(stopping_criteria, runner.last_length, before)
     pad_token = _pad_token(generation_config) if rule.has_eos else None
     feeder = None if streamer is None else StreamFeeder(streamer, len(tokens), pad_token)
@@ -89,19 +104,35 @@ def decode_request(
         if feeder is not None:
             feeder.add(record)
 
-    if feeder is not None:
-        feeder.start(input_ids)
+    shared, walks = None, verify
+    if parallel is not None:
+        shared, walks = parallel.session(runner, before, sequences, rule.asks_others, config.tie_margin)
+    trees = shared or runner
     try:
+        if feeder is not None:
+            feeder.start(input_ids)
         with torch.no_grad():
-            statistics.prefill_passes = runner.prefill(tokens, generation_config.prefill_chunk_size)
-            decode(runner, sequences, rule, statistics, after_step, config.tie_margin)
+            statistics.prefill_passes = trees.prefill(tokens, generation_config.prefill_chunk_size)
+            decode(trees, sequences, rule, statistics, after_step, config.tie_margin, costs, walks)
             if not rule.has_eos:
-                _even_out(runner, sequences, statistics, after_step, config.tie_margin)
-    except Exception:
+                _even_out(trees, sequences, statistics, after_step, config.tie_margin, walks)
+            if shared is not None and (brought is not None or generation_config.return_dict_in_generate):
+                shared.complete_cache([sequence.tokens for sequence in sequences])
+    except Exception as error:
         cache.restore(lengths)  # the caller's cache is as it was before the call that failed
+        if parallel is not None:
+            parallel.fail(error)
         raise
+    finally:
+        if memory is not None:
+            keep_memory(model, config, memory)
     if feeder is not None:
         feeder.end()
+    returns_cache = generation_config.return_dict_in_generate and generation_config.use_cache
+    if loan is not None:
+        if brought is not None or returns_cache:
+            loan.copy_cache(cache)
+        loan.end()
     if brought is not None:
         return_cache(cache, brought)
     texts = stack_texts(sequences, pad_token)
@@ -111,9 +142,21 @@ def decode_request(
         sequences=texts,
         scores=stack_collected([sequence.target.scores for sequence in sequences]),
         logits=stack_collected([sequence.target.logits for sequence in sequences]),
-        past_key_values=(cache if brought is None else brought) if generation_config.use_cache else None,
+        past_key_values=(cache if brought is None else brought) if returns_cache else None,
         statistics=statistics,
     )
+
+
+def _static_loan(
+    engine: PreTrainedModel, config: LookaheadConfig, before: list[int], generation_config: GenerationConfig
+) -> StaticLoan | None:
+    """What the engine that was chosen needs beforehand, if it is not the dynamic one."""
+    if config.engine == "dynamic" or config.tie_margin > 0:
+        return None
+    longest = max(before) + generation_config.max_length
+    compiler = "inductor" if config.engine == "compiled" else None
+    loan = StaticLoan(engine, len(before), longest, config.max_nodes, compiler)
+    return loan if loan.steps is not None else None
 
 
 def _brought_cache(model_kwargs: dict[str, Any]) -> Cache | None:
@@ -126,23 +169,27 @@ def _pad_token(config: GenerationConfig) -> int | None:
     return None if config._pad_token_tensor is None else int(config._pad_token_tensor)
 
 
+def _pools(config: LookaheadConfig, pool: NGramPool | None, rows: list[list[int]]) -> list[NGramPool | None]:
+    """The n-gram pool of each row; `None` for one of its own."""
+    if pool is None and config.share_pool:
+        pool = NGramPool(config.ngram_size, config.guess_set_size)
+    return [pool] * len(rows)
+
+
 def _sequences(
     input_ids: torch.Tensor,
     tokens: list[list[int]],
     processors: LogitsProcessorList,
     generation_config: GenerationConfig,
-    config: LookaheadConfig,
-    pool: NGramPool | None,
+    drafters: list[Drafter],
 ) -> list[Sequence]:
     """One sequence for each row, with a drafter and a target of its own."""
-    if pool is None and config.share_pool:
-        pool = NGramPool(config.ngram_size, config.guess_set_size)
     rows = len(tokens)
     return [
         Sequence(
             input_ids[row : row + 1].long(),  # as the texts that transformers returns
             tokens[row],
-            build_drafter(config, pool),
+            drafters[row],
             _target(row_processors(processors, row, rows), generation_config),
         )
         for row in range(rows)
@@ -241,10 +288,15 @@ def _check_batch(runner: ModelRunner, tokens: list[list[int]], before: list[int]
 
 
 def _even_out(
-    runner: ModelRunner, sequences: list[Sequence], statistics: Statistics, on_step: OnStep, tie_margin: float
+    runner: TreeRunner,
+    sequences: list[Sequence],
+    statistics: Statistics,
+    on_step: OnStep,
+    tie_margin: float,
+    verify: Verify,
 ) -> None:
     """Go on with rows that ended before others: without an end-of-sequence token nothing is padded in transformers."""
     longest = max(sequence.ids.shape[1] for sequence in sequences)
     for sequence in sequences:
         sequence.finished = sequence.ids.shape[1] >= longest
-    decode(runner, sequences, lambda text: text.ids.shape[1] >= longest, statistics, on_step, tie_margin)
+    decode(runner, sequences, lambda text: text.ids.shape[1] >= longest, statistics, on_step, tie_margin, verify=verify)

@@ -43,6 +43,11 @@ class StopRule:
             else:
                 self._others.append(criterion)
 
+    @property
+    def asks_others(self) -> bool:
+        """Whether there are criteria besides those two, which may look at a clock, or at anything."""
+        return bool(self._others)
+
     def __call__(self, sequence: TextSequence) -> bool:
         """Whether `sequence` is complete with the token it has just got."""
         ids = sequence.ids

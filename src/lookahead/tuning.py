@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.cost_model import CostModel
-from lookahead.engine import ModelRunner, engine_model
+from lookahead.engine import ModelRunner, StaticLoan, engine_model
 from lookahead.errors import InvalidArgumentError
 from lookahead.token_tree import TokenTree
 
@@ -145,18 +145,30 @@ class StepBench:
         context: Tokens of random text to fill the cache with.
         seed: Of the text and the trees.
         pack_weights: See `LookaheadConfig.pack_weights`.
+        engine: See `LookaheadConfig.engine`.
 
     Raises:
         InvalidArgumentError: The model has no room for the text and a branch after it.
         UnsupportedModelError: The model cannot be run on token trees.
     """
 
-    def __init__(self, model: PreTrainedModel, context: int, seed: int = 0, pack_weights: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        context: int,
+        seed: int = 0,
+        pack_weights: bool = False,
+        engine: str = "dynamic",
+    ) -> None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self._random = np.random.default_rng(seed)
         self._vocabulary = int(vocabulary)
         self.context = context
-        self._runner = ModelRunner(engine_model(model, pack_weights), 1)
+        module, steps = engine_model(model, pack_weights), None
+        if engine != "dynamic":
+            compiler = "inductor" if engine == "compiled" else None
+            steps = StaticLoan(module, 1, context + 2, max(NODE_COUNTS), compiler).steps
+        self._runner = ModelRunner(module, 1, steps=steps)
         self.text = self._random.integers(self._vocabulary, size=context + 1).tolist()
         last = self._runner.last_length
         if last is not None and context + BRANCH > last:

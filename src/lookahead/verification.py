@@ -101,6 +101,11 @@ class Target:
         """Whether the likeliest token of the raw logits is all that is wanted, so that nobody reads the logits."""
         return self._processor is None and not self._sample and self.logits is None and self.scores is None
 
+    @property
+    def keeps(self) -> bool:
+        """Whether raw logits or processed scores are collected."""
+        return self.logits is not None or self.scores is not None
+
     def choose(self, text: torch.Tensor, logits: torch.Tensor) -> int:
         """The token after `text` `[1, tokens]`, given its `logits` `[1, vocabulary]` float32."""
         if self.logits is not None:

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lookahead.cli import exit_codes
+from lookahead.cli import exit_codes, ranks
 from lookahead.cli import options as opt
-from lookahead.cli.settings import ChatSettings, PromptSettings, TuneSettings
+from lookahead.cli.settings import BenchSettings, ChatSettings, PromptSettings, TuneSettings
 from lookahead.cli.versions import package_version
 from lookahead.errors import LookaheadError
 
@@ -41,6 +41,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+bench = typer.Typer(
+    help="Benchmarks: methods on tasks and models, from one small file; tables and plots.", no_args_is_help=True
+)
+app.add_typer(bench, name="bench")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
@@ -50,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _never_fail_on_encoding()
     try:
-        code = app(args=argv, prog_name="lookahead", standalone_mode=False)
+        given = sys.argv[1:] if argv is None else list(argv)
+        code = app(args=given, prog_name="lookahead", standalone_mode=False, obj=given)
         sys.stdout.flush()  # a full disk or a closed pipe shows here, not at interpreter exit
     except BrokenPipeError:
         return _broken_pipe()
@@ -96,6 +102,7 @@ def _lookahead(
 
 @app.command()
 def generate(
+    context: typer.Context,
     prompt: opt.PromptArgument = None,
     file: opt.FileOption = None,
     model: opt.ModelOption = None,
@@ -112,6 +119,7 @@ def generate(
     dtype: opt.DtypeOption = "auto",
     device: opt.DeviceOption = None,
     pack_weights: opt.PackWeightsOption = False,
+    parallel: opt.ParallelOption = None,
     json: opt.JsonOption = False,
     no_color: opt.NoColorOption = False,
 ) -> int:
@@ -132,7 +140,11 @@ def generate(
         pool_from_output=pool_from_output,
         seed=seed,
     )
+    if step_budget is None and window_size is None and guess_set_size is None:
+        config = ranks.scaled(config, parallel)
     settings = PromptSettings(model, config, max_new_tokens, dtype, device, json, no_color, prompt, file)
+    if parallel is not None and not ranks.started_together():
+        return ranks.start_ranks(parallel, settings, context.obj)
     # Importing torch takes seconds; help texts and refused options must not wait for it.
     from lookahead.cli.generate import run
 
@@ -267,3 +279,41 @@ def tune(
     from lookahead.cli.tune import run  # late, as in `generate`
 
     return run(settings)
+
+
+@bench.command("run")
+def bench_run(
+    suite: opt.SuiteArgument,
+    output: opt.ResultsFileOption,
+    data: opt.DataOption = None,
+    limit: opt.LimitOption = None,
+    restart: opt.RestartOption = False,
+    device: opt.DeviceOption = None,
+    threads: opt.ThreadsOption = None,
+    no_color: opt.NoColorOption = False,
+) -> int:
+    """Measure every method on every task and model of a benchmark.
+
+    Every output is compared with that of plain `model.generate`; the exit code is 1 if one differs that must not.
+    Each result is on the disk at once, and the same command goes on where an earlier one was stopped.
+    """
+    settings = BenchSettings(suite, output, data, limit, restart, device, threads, no_color)
+    from lookahead.cli.bench import run  # late, as in `generate`
+
+    return run(settings)
+
+
+@bench.command("report")
+def bench_report(
+    results: opt.ResultsArgument,
+    markdown: opt.MarkdownOption = None,
+    plots: opt.PlotsOption = None,
+    no_color: opt.NoColorOption = False,
+) -> int:
+    """Make tables and plots of raw results.
+
+    The exit code is 1 if an output differs from plain decoding that must not.
+    """
+    from lookahead.cli.bench import make_report  # late, as in `generate`
+
+    return make_report(results, markdown, plots, no_color)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -11,35 +12,51 @@ from lookahead.cli import exit_codes
 from lookahead.cli.decoding import Recording, decode_with_lookahead
 from lookahead.cli.loading import LoadedModel, load_model, quiet_libraries
 from lookahead.cli.prompt import Prompt, encode_prompt, read_prompt
+from lookahead.cli.ranks import joined_ranks, on_own_device
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json
 from lookahead.cli.reports import request_report, run_report
 from lookahead.cli.settings import PromptSettings
 
+if TYPE_CHECKING:
+    from lookahead.parallel import ParallelGroup
+
 
 def run(settings: PromptSettings) -> int:
     """Generate, print, and return the exit code."""
+    with joined_ranks() as group:
+        return _run(settings if group is None else on_own_device(settings), group)
+
+
+def _run(settings: PromptSettings, group: ParallelGroup | None) -> int:
     consoles = Consoles.create(no_color=settings.no_color)
     text = read_prompt(settings)
     with quiet_libraries():
         loaded = load_model(settings, consoles.notes)
         prompt = encode_prompt(loaded, text, settings.max_new_tokens, consoles.notes)
         if settings.json:
-            recording = _decode(settings, loaded, prompt, None)
+            recording = _decode(settings, loaded, prompt, None, group)
             interrupted = not recording.complete
             report = run_report(loaded.tokenizer, recording) | request_report(settings, loaded, prompt)
             print_json(consoles.out, report | {"interrupted": interrupted})
         else:
             printer = StepPrinter(consoles.out, loaded.tokenizer)
-            recording = _decode(settings, loaded, prompt, printer)
+            recording = _decode(settings, loaded, prompt, printer, group)
             printer.finish()
             print_statistics(consoles.notes, recording)
     return exit_codes.OK if recording.complete else exit_codes.INTERRUPTED
 
 
-def _decode(settings: PromptSettings, loaded: LoadedModel, prompt: Prompt, printer: StepPrinter | None) -> Recording:
+def _decode(
+    settings: PromptSettings,
+    loaded: LoadedModel,
+    prompt: Prompt,
+    printer: StepPrinter | None,
+    group: ParallelGroup | None,
+) -> Recording:
     recording = Recording()
+    on_step = None if printer is None else printer.step
     with suppress(KeyboardInterrupt):  # recording.complete stays False, and what was generated is still printed
-        decode_with_lookahead(loaded, prompt, settings.config, recording, None if printer is None else printer.step)
+        decode_with_lookahead(loaded, prompt, settings.config, recording, on_step, parallel=group)
     return recording
 
 

@@ -238,6 +238,18 @@ DeviceOption = Annotated[
         rich_help_panel=_RUN,
     ),
 ]
+ParallelOption = Annotated[
+    int | None,
+    typer.Option(
+        "--parallel",
+        metavar="INTEGER",
+        parser=_positive_number,
+        help="Decode on this many processes of this machine, each with the model on a device of its own. Sizes grow "
+        "with it where none is given. For several machines start this command with torchrun instead.",
+        show_default="this process alone",
+        rich_help_panel=_RUN,
+    ),
+]
 RepeatsOption = Annotated[
     int,
     typer.Option(
@@ -393,6 +405,81 @@ StoreFolderOption = Annotated[
         metavar="PATH",
         help="Folder to keep the curve in.",
         show_default="in the user's cache directory",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+SuiteArgument = Annotated[
+    Path,
+    typer.Argument(metavar="SUITE", help="TOML file that names models, tasks and methods.", show_default=False),
+]
+ResultsArgument = Annotated[
+    list[Path],
+    typer.Argument(metavar="RESULTS", help="Raw results (JSON lines, also as .gz); several count as one."),
+]
+ResultsFileOption = Annotated[
+    Path,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Raw results as JSON lines; what the file has already is not measured again.",
+        show_default=False,
+        rich_help_panel=_OUTPUT,
+    ),
+]
+DataOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        metavar="FOLDER",
+        help="Folder of the prompt files.",
+        show_default="the folder of SUITE",
+        rich_help_panel=_SOURCE,
+    ),
+]
+LimitOption = Annotated[
+    int | None,
+    typer.Option(
+        "--limit",
+        metavar="INTEGER",
+        parser=_positive_number,
+        help="Take only the first so many prompts of each task.",
+        show_default=False,
+        rich_help_panel=_SOURCE,
+    ),
+]
+RestartOption = Annotated[
+    bool,
+    typer.Option("--restart", help="Throw earlier results in the file away.", rich_help_panel=_OUTPUT),
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        metavar="INTEGER",
+        parser=_positive_number,
+        help="CPU threads.",
+        show_default="as many as torch takes",
+        rich_help_panel=_RUN,
+    ),
+]
+MarkdownOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--markdown",
+        metavar="FILE",
+        help="Write the tables into this file; in a page that has markers for them, between those.",
+        show_default="to standard output",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+PlotsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plots",
+        metavar="FOLDER",
+        help="Draw plots as PNG files into this folder.",
+        show_default="no plots",
         rich_help_panel=_OUTPUT,
     ),
 ]

@@ -129,3 +129,28 @@ class TuneSettings:
     plot: Path | None
     store: bool
     folder: Path | None
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """Settings of a benchmark.
+
+    Attributes:
+        suite: The file that describes it.
+        output: File of the raw results.
+        data: Folder of the prompt files, `None` for that of `suite`.
+        limit: Take only the first so many prompts of each task, `None` for as many as `suite` says.
+        restart: Throw earlier results in `output` away.
+        device: Device to run on, `None` for the best one there is.
+        threads: CPU threads, `None` for as many as torch takes by itself.
+        no_color: Never print colours.
+    """
+
+    suite: Path
+    output: Path
+    data: Path | None
+    limit: int | None
+    restart: bool
+    device: str | None
+    threads: int | None
+    no_color: bool

@@ -4,24 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lookahead.config import LookaheadConfig
+from lookahead.config import BUDGETED, LookaheadConfig
+from lookahead.drafting.context_matches import ContextMatches
+from lookahead.drafting.draft_memory import DraftMemory
 from lookahead.drafting.drafter import Drafter, StepResult
 from lookahead.drafting.jacobi_block import JacobiBlockDrafter
 from lookahead.drafting.jacobi_window import JacobiWindow
+from lookahead.drafting.merge import MergedDrafter
+from lookahead.drafting.ngram_memory import NGramMemory
 from lookahead.drafting.ngram_pool import NGramPool
 from lookahead.drafting.paper import PaperDrafter
+from lookahead.drafting.step_budget import PayingBudget, StepCosts
+from lookahead.drafting.token_recycling import TokenRecyclingDrafter
 from lookahead.token_tree import TokenTree
 
 __all__ = [
+    "ContextMatches",
+    "DraftMemory",
     "Drafter",
     "JacobiBlockDrafter",
     "JacobiWindow",
+    "MergedDrafter",
+    "NGramMemory",
     "NGramPool",
     "NoDrafter",
     "PaperDrafter",
+    "PayingBudget",
+    "StepCosts",
     "StepResult",
+    "TokenRecyclingDrafter",
     "build_drafter",
 ]
+
+
+FIXED_BUDGET = 64
+"""Nodes of a step, the root included, where neither a number nor costs are given."""
 
 
 class NoDrafter:
@@ -39,13 +56,30 @@ class NoDrafter:
         """Nothing to learn."""
 
 
-def build_drafter(config: LookaheadConfig, pool: NGramPool | None = None) -> Drafter:
+def build_drafter(
+    config: LookaheadConfig,
+    pool: NGramPool | None = None,
+    memory: DraftMemory | None = None,
+    costs: StepCosts | None = None,
+    rows: int = 1,
+) -> Drafter:
     """The drafter that `config.preset` names, with the sizes of `config`. One serves one sequence.
 
     Args:
         config: What to build.
         pool: The n-gram pool that the paper's method uses; a new one if not given.
+        memory: The memory that `"auto"` drafts from and fills; a new one if not given.
+        costs: What steps cost, for `"auto"` without a `step_budget`; `FIXED_BUDGET` nodes a step if not given.
+        rows: Sequences that share each step.
     """
+    if config.preset in BUDGETED:
+        fixed = config.step_budget or FIXED_BUDGET
+        if config.preset == "token_recycling":
+            return TokenRecyclingDrafter(fixed)
+        if config.preset == "context_matches":
+            return MergedDrafter(DraftMemory(), ContextMatches(), None, fixed, explore=False)
+        budget = PayingBudget(costs, rows) if costs is not None and config.step_budget is None else fixed
+        return MergedDrafter(memory or DraftMemory(), ContextMatches(), None, budget)
     if config.preset == "autoregressive":
         return NoDrafter()
     if config.preset == "jacobi":

@@ -2,13 +2,16 @@
 
 from lookahead.engine.cache_exchange import adopt_cache, return_cache
 from lookahead.engine.engine_model import engine_model
+from lookahead.engine.forward_result import ForwardResult
 from lookahead.engine.model_check import check_adapters, check_model
-from lookahead.engine.model_runner import ForwardResult, ModelRunner
+from lookahead.engine.model_runner import ModelRunner
+from lookahead.engine.static_engine import StaticLoan
 from lookahead.engine.tree_cache import TreeCache
 
 __all__ = [
     "ForwardResult",
     "ModelRunner",
+    "StaticLoan",
     "TreeCache",
     "adopt_cache",
     "check_adapters",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.engine.folded_attention import register
+from lookahead.engine import folded_attention, tree_attention
+from lookahead.engine.folded_attention import FOLDED_SDPA
 from lookahead.engine.model_check import check_model
+from lookahead.engine.model_runner import ModelRunner
 from lookahead.engine.packed_linear import check_packing
+from lookahead.engine.trial import agree, trial_logits
 from lookahead.engine.twin import Twin, can_have_twin
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
@@ -29,8 +33,8 @@ def engine_model(model: PreTrainedModel, pack_weights: bool = False) -> PreTrain
         UnsupportedArgumentError: `pack_weights` cannot be had for this model or machine.
     """
     check_model(model)
-    fold = _gains_from_folding(model)
-    if not fold and not pack_weights:
+    attention = _attention_for_trees(model)
+    if attention is None and not pack_weights:
         return model
     if pack_weights:
         _check_packing(model)
@@ -42,7 +46,7 @@ def engine_model(model: PreTrainedModel, pack_weights: bool = False) -> PreTrain
     if twin is not None and not twin.fits(model):
         del twin, twins[settings]  # before a new one is made: packed weights are large
     if settings not in twins:
-        twins[settings] = _tried_twin(model, fold, pack_weights)
+        twins[settings] = _tried_twin(model, attention, pack_weights)
     twin = twins[settings]
     if twin is None:
         if pack_weights:
@@ -55,16 +59,21 @@ def engine_model(model: PreTrainedModel, pack_weights: bool = False) -> PreTrain
     return twin.module
 
 
-def _gains_from_folding(model: PreTrainedModel) -> bool:
+def _attention_for_trees(model: PreTrainedModel) -> str | None:
+    """What is faster here than the model's `sdpa`; whoever chose another implementation meant it.
+
+    On a GPU it is our kernel: its masks are small and keep their shape, and it skips the empty part of a static
+    cache, which `sdpa` with a dense mask would read. On a CPU, where there is no Triton, query heads are folded if they
+    share heads of keys.
+    """
     config = model.config.get_text_config(decoder=True)
+    if config._attn_implementation != "sdpa" or not getattr(model, "_supports_attention_backend", False):
+        return None
+    if model.device.type == "cuda":
+        return tree_attention.NAME if find_spec("triton") is not None else None
     heads, shared = getattr(config, "num_attention_heads", 1), getattr(config, "num_key_value_heads", None)
-    return (
-        model.device.type == "cpu"
-        and config._attn_implementation == "sdpa"
-        and bool(getattr(model, "_supports_attention_backend", False))
-        and isinstance(shared, int)
-        and shared < heads
-    )
+    folds = model.device.type == "cpu" and isinstance(shared, int) and shared < heads
+    return FOLDED_SDPA if folds else None
 
 
 def _check_packing(model: PreTrainedModel) -> None:
@@ -81,16 +90,25 @@ def _check_packing(model: PreTrainedModel) -> None:
         )
 
 
-def _tried_twin(model: PreTrainedModel, fold: bool, pack_weights: bool) -> Twin | None:
+def _tried_twin(model: PreTrainedModel, attention: str | None, pack_weights: bool) -> Twin | None:
     """A twin that does what the model does; `None` if there is none."""
-    register()
-    twin = Twin(model, fold, pack_weights)
+    if attention is not None:
+        (tree_attention if attention == tree_attention.NAME else folded_attention).register()
+    twin = Twin(model, attention, pack_weights)
     try:
         check_model(twin.module)
     except UnsupportedModelError:
         return None
-    tokens = torch.tensor([[token % model.get_input_embeddings().num_embeddings for token in (5, 11, 7, 3)]])
     with torch.no_grad():
-        expected, logits = (module(input_ids=tokens, use_cache=False).logits.float() for module in (model, twin.module))
-    tolerance = 64 * torch.finfo(model.dtype).eps * float(expected.abs().max())
-    return twin if float((logits - expected).abs().max()) <= tolerance else None
+        same = agree(_plain_logits(twin.module), _plain_logits(model), model.dtype) and agree(
+            trial_logits(ModelRunner(twin.module, 1)), trial_logits(ModelRunner(model, 1)), model.dtype
+        )
+    return twin if same else None
+
+
+def _plain_logits(model: PreTrainedModel) -> torch.Tensor:
+    """Logits of a pass without any mask of ours."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    tokens = torch.tensor([[token % vocabulary for token in (5, 11, 7, 3)]], device=model.device)
+    logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits

@@ -4,50 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from lookahead.engine.forward_result import ForwardResult
 from lookahead.engine.masks import MaskBuilder
 from lookahead.engine.position_limit import PositionLimit
 from lookahead.engine.predictions import argmax, top_predictions
+from lookahead.engine.static_steps import StaticSteps
+from lookahead.engine.tree_attention.interface import NAME as TREE_ATTENTION
 from lookahead.engine.tree_cache import TreeCache
 from lookahead.token_tree import Layout, TokenTree, lay_out
 
 LONGEST_DRAFTED_PREFILL = 1024
 """Pending tokens up to which a step may also draft. A longer prompt is sent alone, with no mask of ours, as
 transformers sends it: a dense mask grows with the square of its length."""
-
-
-@dataclass(frozen=True)
-class ForwardResult:
-    """What a forward pass gave for one sequence.
-
-    Attributes:
-        logits: After each node that was read, `[reads, vocabulary]` float32.
-        predictions: Argmax of `logits` for each node, `[nodes]` int64; -1 where nothing was read.
-        top_ids: The likeliest tokens after each node, likeliest first, `[nodes, top_k]` int64; -1 likewise.
-        top_probabilities: Their probabilities, `[nodes, top_k]` float32; 0 likewise.
-    """
-
-    logits: torch.Tensor
-    predictions: NDArray[np.int64]
-    top_ids: NDArray[np.int64]
-    top_probabilities: NDArray[np.float32]
-    _rows: dict[int, int]
-
-    def logits_after(self, node: int) -> torch.Tensor:
-        """Logits of the token after `node`, `[1, vocabulary]` float32."""
-        row = self._rows[node]
-        return self.logits[row : row + 1]
-
-    def margin(self, node: int) -> float:
-        """How far the logit of the likeliest token after `node` is above the second one."""
-        first, second = self.logits_after(node)[0].topk(2).values.tolist()
-        return float(first - second)
 
 
 class ModelRunner:
@@ -60,6 +34,8 @@ class ModelRunner:
         before: Per sequence, how many tokens of the cache come before the text that `begin_tree` will be given.
         padding: Per sequence, how many padding tokens its prompt had; they count where transformers counts them.
         device: Where inputs go if the model cannot say, because its weights are brought in as they are needed.
+        steps: Runs trees of up to a certain size over fixed buffers; `cache` is copied into its own. Larger trees,
+            such as a prompt, are run as they are without it.
     """
 
     def __init__(
@@ -70,9 +46,14 @@ class ModelRunner:
         before: Sequence[int] | None = None,
         padding: Sequence[int] | None = None,
         device: torch.device | None = None,
+        steps: StaticSteps | None = None,
     ) -> None:
         self.model = model
         self.cache = TreeCache() if cache is None else cache
+        self._steps = steps
+        if steps is not None:
+            steps.begin(self.cache)
+            self.cache = steps.cache
         self._batch_size = batch_size
         self._before = list(before) if before is not None else [0] * batch_size
         self._padding = list(padding) if padding is not None else [0] * batch_size
@@ -154,6 +135,10 @@ class ModelRunner:
             top_k: How many of the likeliest tokens after each node that is read are wanted, with probabilities.
         """
         self._layouts = [lay_out(tree) for tree in trees]
+        if self._steps is not None:
+            results = self._steps.forward(self.model, self._layouts, top_k)
+            if results is not None:
+                return results
         # Trees of a batch are padded to the largest; reads are the union over its rows.
         keep = np.unique(np.concatenate([layout.read_slots for layout in self._layouts]))
         inputs = self._inputs(trees)
@@ -198,6 +183,11 @@ class ModelRunner:
 
     def _mask(self, lengths: list[int], positions: NDArray[np.int64]) -> object:
         batch, nodes = positions.shape
+        if self.model.config._attn_implementation == TREE_ATTENTION:
+            ancestors = np.zeros((batch, nodes, nodes), dtype=np.bool_)
+            for row, layout in enumerate(self._layouts):
+                ancestors[row, : len(layout.order), : len(layout.order)] = layout.ancestor_mask()
+            return self._masks.pack(ancestors, lengths, positions, self._device)
         scratch = max(lengths)
         visible = np.zeros((batch, nodes, scratch + nodes), dtype=np.bool_)
         # A padding node sees itself alone, so that no row of the softmax is empty.

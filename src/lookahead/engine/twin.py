@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.engine.folded_attention import FOLDED_SDPA
 from lookahead.engine.packed_linear import PackedLinear, can_pack, pack
 
 _ITS_OWN = frozenset({"_parameters", "_buffers", "_modules", "config", "generate"})
@@ -32,15 +31,16 @@ class Twin:
 
     Args:
         model: Any model that `can_have_twin`.
-        fold_attention: Let the twin's layers use `folded_sdpa` where the model's use `sdpa`.
+        attention: What the twin's layers use where the model's use `sdpa`, registered with transformers; `sdpa` as
+            well if not given.
         pack_weights: Replace the twin's linear layers with `PackedLinear`.
 
     Attributes:
         module: The twin itself.
     """
 
-    def __init__(self, model: PreTrainedModel, fold_attention: bool, pack_weights: bool) -> None:
-        self._fold_attention = fold_attention
+    def __init__(self, model: PreTrainedModel, attention: str | None, pack_weights: bool) -> None:
+        self._attention = attention
         self._pack_weights = pack_weights
         self._own: dict[int, torch.nn.Module] = {}  # by the id of the module that it stands for
         self._configs: dict[int, Any] = {}  # each configuration is copied once, wherever it is referred to
@@ -72,8 +72,8 @@ class Twin:
             own._modules[name] = None if child is None else self._twin(child)
         if "config" in vars(module):
             vars(own)["config"] = config = copy.deepcopy(vars(module)["config"], self._configs)
-            if self._fold_attention and getattr(config, "_attn_implementation", None) == "sdpa":
-                config._attn_implementation = FOLDED_SDPA
+            if self._attention is not None and getattr(config, "_attn_implementation", None) == "sdpa":
+                config._attn_implementation = self._attention
         return own
 
 

@@ -34,7 +34,7 @@ def register() -> None:
     Raises:
         ModuleNotFoundError: Triton is not installed.
     """
-    import lookahead.engine.tree_attention.kernel  # noqa: F401  (now, and not in the middle of a forward pass)
+    import lookahead.engine.tree_attention.operator  # noqa: F401  (now, and not in the middle of a forward pass)
 
     AttentionInterface.register(NAME, tree_attention_forward)
     AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -91,7 +91,13 @@ def tree_attention_forward(
     if dropout:
         raise InvalidArgumentError(f"dropout={dropout} in a tree attention; put the model into eval mode")
 
-    from lookahead.engine.tree_attention.kernel import tree_attention  # Triton is installed where it is registered
+    # Triton is installed where this is registered.
+    if torch.compiler.is_compiling():
+        from lookahead.engine.tree_attention.operator import tree_attention_operator
+
+        compiled: torch.Tensor = tree_attention_operator(query, key, value, attention_mask, scaling, softcap)
+        return compiled, None
+    from lookahead.engine.tree_attention.kernel import tree_attention
 
     return tree_attention(query, key, value, attention_mask, scaling, softcap), None
 

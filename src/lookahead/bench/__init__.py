@@ -1,0 +1,1 @@
+"""Benchmarks: methods on tasks on models, from one small file. `lookahead bench` is the way in."""

@@ -1,0 +1,129 @@
+"""The models of a benchmark, and the objects that each method runs on."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lookahead.bench.suite import MethodSpec, ModelSpec
+from lookahead.demo import demo_model_path
+from lookahead.errors import InvalidArgumentError
+from lookahead.identity import model_identity
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """A model that was loaded.
+
+    Attributes:
+        spec: What the benchmark says of it.
+        model: The model, which stays greedy: whatever it shipped for sampling is gone.
+        tokenizer: Its tokenizer.
+        identity: A name for its weights.
+    """
+
+    spec: ModelSpec
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    identity: str
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens of a text, `None` when the configuration names no limit."""
+        length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return length if isinstance(length, int) and length > 0 else None
+
+    def settings(self) -> dict[str, Any]:
+        """What the measured figures depend on."""
+        return {
+            **self.spec.settings(),
+            "architecture": type(self.model).__name__,
+            "parameters": sum(weight.numel() for weight in self.model.parameters()),
+            "identity": self.identity,
+        }
+
+
+def load(spec: ModelSpec, device: torch.device) -> BenchModel:
+    """Load a model, or make the one with random weights.
+
+    Raises:
+        InvalidArgumentError: It cannot be loaded; the message names the model.
+    """
+    tokenizer_path = spec.tokenizer or spec.path or "demo"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(_folder(tokenizer_path), local_files_only=True)
+        model = _random(spec, tokenizer) if spec.path is None else _load(spec.path, getattr(torch, spec.dtype))
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        raise InvalidArgumentError(f"models: {spec.name!r} cannot be loaded: {error}") from error
+    model = model.to(device).eval()
+    return BenchModel(spec, model, tokenizer, model_identity(model))
+
+
+def load_assistant(method: MethodSpec, model: PreTrainedModel) -> PreTrainedModel | None:
+    """The model that drafts for `model` in assisted generation, `None` where there is none.
+
+    Raises:
+        InvalidArgumentError: It cannot be loaded; the message names the method.
+    """
+    if method.assistant is None:
+        return None
+    try:
+        assistant = _load(method.assistant, model.dtype)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        raise InvalidArgumentError(f"methods: the assistant of {method.name!r} cannot be loaded: {error}") from error
+    return assistant.to(model.device).eval()
+
+
+def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Another object of the same model, weights shared: nothing that the library keeps for the one is known of it."""
+    tensors = chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def _folder(path: Path | str) -> Path:
+    return demo_model_path() if path == "demo" else Path(path)
+
+
+def _load(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(
+        _folder(path), dtype=dtype, local_files_only=True, trust_remote_code=False
+    )
+    shipped = model.generation_config
+    # Only which tokens end a text is taken over; tasks say how tokens are chosen.
+    model.generation_config = GenerationConfig(
+        bos_token_id=shipped.bos_token_id, eos_token_id=shipped.eos_token_id, pad_token_id=_pad_token(shipped)
+    )
+    return model
+
+
+def _pad_token(config: GenerationConfig) -> int | None:
+    """Without one every call of `generate` would warn about it."""
+    eos = config.eos_token_id
+    first: int | None = eos[0] if isinstance(eos, list) else eos
+    return first if config.pad_token_id is None else int(config.pad_token_id)
+
+
+def _random(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A Llama with random weights and no token that ends a text."""
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = LlamaConfig(**{"vocab_size": len(tokenizer), **special, **spec.random})
+    if config.vocab_size < len(tokenizer):
+        raise ValueError(f"vocab_size={config.vocab_size} is less than the {len(tokenizer)} tokens of the tokenizer")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        model = LlamaForCausalLM(config)
+    return model.to(getattr(torch, spec.dtype))

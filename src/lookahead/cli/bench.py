@@ -1,0 +1,145 @@
+"""`lookahead bench`: measures methods on tasks and models, and makes tables and plots of what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from lookahead.bench.comparison import Difference, Reference, differences
+from lookahead.bench.machine import describe_machine
+from lookahead.bench.markdown import NOTHING, identical, into_page, report
+from lookahead.bench.measuring import Benchmark, Watcher
+from lookahead.bench.plots import check_plots, draw
+from lookahead.bench.results_file import ResultsFile, read_files
+from lookahead.bench.rows import Row
+from lookahead.bench.suite_file import read_suite
+from lookahead.bench.summary import TaskSummary, summarise
+from lookahead.cli import exit_codes
+from lookahead.cli.loading import check_device, quiet_libraries
+from lookahead.cli.memory import memory_errors_explained
+from lookahead.cli.rendering import Consoles
+from lookahead.cli.settings import BenchSettings
+from lookahead.cli.versions import versions
+from lookahead.errors import InvalidArgumentError
+
+MOST_SHOWN = 10
+"""Differences named at the end of a run; the report lists more."""
+
+
+def run(settings: BenchSettings) -> int:
+    """Measure what is missing, print a summary, and return the exit code."""
+    consoles = Consoles.create(no_color=settings.no_color)
+    suite = read_suite(settings.suite, settings.data)
+    device = check_device(settings.device)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    benchmark = Benchmark(suite, device, settings.limit)
+    circumstances: dict[str, Any] = {"machine": describe_machine(device), "versions": versions()}
+    advice = "smaller models, a smaller max_new_tokens or fewer methods with pack_weights"
+    with ResultsFile(settings.output, circumstances, restart=settings.restart) as file:
+        try:
+            with quiet_libraries(), memory_errors_explained(f"on {device} while measuring", advice):
+                _measure(benchmark, file, circumstances, consoles.notes)
+        except KeyboardInterrupt:
+            consoles.notes.print(f"interrupted; {settings.output} has all finished runs, the same command goes on")
+            return exit_codes.INTERRUPTED
+    for summary in summarise(file.rows):
+        consoles.out.print(summary_table(summary))
+    return _verdict(differences(file.rows), consoles.notes)
+
+
+def make_report(results: list[Path], page: Path | None, plots: Path | None, no_color: bool) -> int:
+    """Write tables and plots of raw results, and return the exit code.
+
+    Args:
+        results: Files of `run`.
+        page: File for the tables; they go to standard output if there is neither this nor `plots`.
+        plots: Folder for the plots, `None` for none.
+        no_color: Never print colours.
+    """
+    consoles = Consoles.create(no_color=no_color)
+    if plots is not None:
+        check_plots(plots)
+    rows = read_files(results)
+    if not rows:
+        raise InvalidArgumentError(f"{', '.join(map(str, results))}: no results yet; measure with lookahead bench run")
+    tables = report(rows)
+    if page is not None:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        old = page.read_text(encoding="utf-8") if page.exists() else ""
+        page.write_text(into_page(old, tables), encoding="utf-8")
+        consoles.notes.print(f"tables written into {page}")
+    if plots is not None:
+        for path in draw(summarise(rows), plots):
+            consoles.notes.print(f"drawn into {path}")
+    if page is None and plots is None:
+        consoles.out.file.write(tables)
+    return _verdict(differences(rows), consoles.notes)
+
+
+def _measure(benchmark: Benchmark, file: ResultsFile, circumstances: dict[str, Any], notes: Console) -> None:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    # Redrawn between runs only: a thread that redraws would add its CPU time to what is measured.
+    with Progress(*columns, console=notes, auto_refresh=False, transient=True, disable=not notes.is_terminal) as bar:
+        task = bar.add_task("", total=benchmark.runs)
+
+        def starting(what: str) -> None:
+            bar.update(task, description=what, refresh=True)
+
+        def finished(row: Row | None) -> None:
+            bar.update(task, advance=1, refresh=row is not None)
+            if row is not None:
+                for found in _new_errors(row, file.rows):
+                    notes.print(f"DIFFERENT: {found}")
+
+        benchmark.measure(file, circumstances, Watcher(starting, finished))
+
+
+def _new_errors(row: Row, rows: list[Row]) -> list[Difference]:
+    """What a new row shows: that it differs, or, if it is the reference, that earlier rows of the prompt do."""
+    of_prompt = [other for other in rows if all(other[name] == row[name] for name in ("model", "task", "prompt"))]
+    reference = Reference(of_prompt)
+    news = of_prompt if row["reference"] else [row]
+    return [found for found in map(reference.difference, news) if found is not None and found.is_error]
+
+
+def summary_table(summary: TaskSummary) -> Table:
+    """A line for each method; the report has more columns."""
+    clock = "CPU" if summary.clock == "cpu" else "wall"
+    table = Table(
+        title=f"{summary.model}, {summary.task}",
+        caption=f"{clock} speed over transformers' (tf) and over our own plain decoding",
+    )
+    for title in ("method", "nodes", "S", f"{clock} ms", "over tf", "over own", "cycles", "same"):
+        name = title == "method"  # it may be long, and is broken where the figures need the room
+        table.add_column(title, justify="left" if name else "right", no_wrap=not name)
+    for method in summary.methods:
+        seconds = method.cpu_per_token if summary.clock == "cpu" else method.wall_per_token
+        table.add_row(
+            method.method,
+            f"{method.mean_nodes:.1f}",
+            f"{method.step_compression:.2f}",
+            NOTHING if seconds is None else f"{1000 * seconds:.2f}",
+            *(
+                NOTHING if ratio is None else f"{ratio.median:.2f}x"
+                for ratio in (method.over_reference, method.over_plain)
+            ),
+            f"{method.cycle_share:.0%}",
+            identical(method),
+        )
+    return table
+
+
+def _verdict(found: list[Difference], notes: Console) -> int:
+    """Say which outputs differ that must not, and return the exit code."""
+    errors = [difference for difference in found if difference.is_error]
+    for difference in errors[:MOST_SHOWN]:
+        notes.print(str(difference))
+    if errors:
+        notes.print(f"{len(errors)} outputs differ from plain generate although they must not")
+    return exit_codes.DIFFERENT if errors else exit_codes.OK

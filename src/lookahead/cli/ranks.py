@@ -1,0 +1,67 @@
+"""`--parallel`: this process as one of several ranks, or as the one that starts them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lookahead.cli.prompt import read_prompt
+from lookahead.cli.settings import PromptSettings
+from lookahead.config import LookaheadConfig
+
+if TYPE_CHECKING:
+    from lookahead.parallel import ParallelGroup
+
+
+def started_together() -> bool:
+    """Whether this process is a rank already: `torchrun`, or `--parallel`, has told it which one."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def start_ranks(count: int, settings: PromptSettings, argv: Sequence[str]) -> int:
+    """Run the same command line as `count` ranks; the exit code."""
+    from lookahead.parallel.launcher import run_ranks
+
+    text = read_prompt(settings)  # once, as there is one standard input
+    return run_ranks(count, [sys.executable, "-m", "lookahead", *argv], text.encode())
+
+
+def scaled(config: LookaheadConfig, count: int | None) -> LookaheadConfig:
+    """The configuration of one device for `count` of them, or for as many as this process was started with."""
+    ranks = count or (int(os.environ["WORLD_SIZE"]) if started_together() else 1)
+    if ranks == 1:
+        return config
+    from lookahead.parallel import scale_config
+
+    return scale_config(config, ranks)
+
+
+@contextmanager
+def joined_ranks() -> Iterator[ParallelGroup | None]:
+    """The ranks that this process was started with, if it was; all but rank 0 are silent."""
+    if not started_together():
+        yield None
+        return
+    from lookahead.parallel import join
+
+    with ExitStack() as stack:
+        group = stack.enter_context(join())
+        if group.rank:
+            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            stack.enter_context(redirect_stdout(nowhere))
+            stack.enter_context(redirect_stderr(nowhere))
+        yield group
+
+
+def on_own_device(settings: PromptSettings) -> PromptSettings:
+    """Settings with this rank's own GPU, where there are GPUs and none was named."""
+    import torch
+
+    if settings.device is None and torch.cuda.is_available():
+        own = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        return replace(settings, device=f"cuda:{own}")
+    return settings

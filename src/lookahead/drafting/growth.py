@@ -1,0 +1,369 @@
+"""Growing a tree best-first: the inner loop of drafting, compiled where numba is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from math import exp
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.drafting.acceptance import MATCH_CLASSES, Acceptance
+from lookahead.drafting.compiled import compiled, loop_arrays
+from lookahead.drafting.context_matches import LONGEST, SEARCHED, ContextMatches, find_matches
+from lookahead.drafting.draft_memory import DraftMemory
+from lookahead.drafting.ngram_memory import (
+    FIRST_FACTOR,
+    FIRST_PRIME,
+    LEAST_LOG_PROBABILITY,
+    SECOND_FACTOR,
+    SECOND_PRIME,
+    WAYS,
+    NGramMemory,
+)
+from lookahead.token_tree import TokenTree
+
+MOST_FAMILIAR = 64
+"""Most tokens that are tried after the root when nothing better is left."""
+
+KNOWN_SHARE = 0.25
+"""What a familiar token counts if the memory knows what comes after it already."""
+
+_SEEN = 512
+"""Places in the little hash table that tells which tokens a node has been proposed already."""
+
+
+class Growth:
+    """A tree while it grows, in arrays that are used again from step to step.
+
+    Nodes are numbered from 0; the first ones are the last tokens of the text, the last of these is the root.
+
+    Args:
+        nodes: Most nodes that are grown below the root.
+        ngrams: The memory that will be grown from, for its sizes.
+        acceptance: What will weigh the proposals, for its sizes.
+    """
+
+    def __init__(self, nodes: int, ngrams: NGramMemory, acceptance: Acceptance) -> None:
+        size = LONGEST + nodes + 1
+        proposals = (nodes + 1) * (ngrams.orders * ngrams.top_k + SEARCHED) + MOST_FAMILIAR
+        # Of each node: its token, its parent, its depth below the root, the estimated probability that it is accepted,
+        # the length of the longest context of it that the memory knows, and where its proposals begin.
+        self._tokens = np.zeros(size, dtype=np.int64)
+        self._parents = np.arange(-1, size - 1)
+        self._depths = np.zeros(size, dtype=np.int64)
+        self._gains = np.zeros(size)
+        self._longest = np.zeros(size, dtype=np.int64)
+        self._starts = np.zeros(size + 1, dtype=np.int64)
+        # Of each proposal: its token, the probability that it was given after its node, what spoke for it, that node.
+        self._proposed = np.zeros(proposals, dtype=np.int64)
+        self._estimates = np.zeros(proposals)
+        self._features = np.zeros((proposals, acceptance.features))
+        self._holders = np.zeros(proposals, dtype=np.int64)
+        # Of each node: the occurrences that its path follows, how many tokens agree there, how many occurrences.
+        self._places = np.zeros((size, SEARCHED), dtype=np.int64)
+        self._lengths = np.zeros((size, SEARCHED), dtype=np.int64)
+        self._found = np.zeros(size, dtype=np.int64)
+        # For the work at one node.
+        self._seen = np.zeros(_SEEN, dtype=np.int64)
+        self._seen_by = np.zeros(_SEEN, dtype=np.int64)
+        self._context = np.zeros(LONGEST, dtype=np.int64)
+        self._agreeing = np.zeros(ngrams.orders * ngrams.top_k + SEARCHED, dtype=np.int64)
+        self._unlisted = np.zeros(ngrams.orders)
+        self._root = 0
+        self._count = 0
+
+    @property
+    def grown_gains(self) -> NDArray[np.float64]:
+        """Probability that each grown node is accepted, in the order of growth, which is descending."""
+        return self._gains[self._root + 1 : self._root + 1 + self._count]
+
+    def grow(
+        self,
+        text: Sequence[int],
+        most: int,
+        room: int,
+        memory: DraftMemory,
+        matches: ContextMatches,
+        familiar: NDArray[np.int64],
+        familiar_gains: NDArray[np.float64],
+    ) -> int:
+        """Grow a new tree, the most probable continuation first.
+
+        Args:
+            text: The text so far, or its last tokens; at most `LONGEST`, at least one.
+            most: Nodes to grow, at most as many as the arrays were made for.
+            room: Levels that fit below the root.
+            memory: What to draft from.
+            matches: Earlier occurrences in the text.
+            familiar: Tokens that may follow the root if nobody knows anything better; at most `MOST_FAMILIAR`.
+            familiar_gains: The probability that each of them is given; `KNOWN_SHARE` of it if the memory knows it.
+
+        Returns:
+            How many nodes were grown.
+        """
+        self._root = len(text) - 1
+        self._tokens[: len(text)] = text
+        self._parents[: len(text)] = range(-1, self._root)
+        ngrams = memory.ngrams
+        self._seen_by.fill(-1)
+        own = loop_arrays(
+            self._tokens,
+            self._parents,
+            self._depths,
+            self._gains,
+            self._longest,
+            self._starts,
+            self._proposed,
+            self._estimates,
+            self._features,
+            self._holders,
+            self._places,
+            self._lengths,
+            self._found,
+        )
+        entries = loop_arrays(ngrams.tags, ngrams.ids, ngrams.logs, ngrams.floors)
+        counts = loop_arrays(ngrams.lookups, ngrams.hits)
+        (known_text,) = loop_arrays(matches.tokens)
+        index = loop_arrays(matches.newest, matches.earlier)
+        rest = loop_arrays(memory.acceptance.weights, familiar, familiar_gains)
+        scratch = loop_arrays(self._seen, self._seen_by, self._context, self._agreeing, self._unlisted)
+        arguments = [*own, *entries, ngrams.sets, *counts, known_text, matches.length, *index, *rest, *scratch]
+        self._count = _grow(len(text), most, room, *arguments)
+        return self._count
+
+    def add_to(self, tree: TokenTree, count: int) -> list[int]:
+        """Add the first `count` grown nodes to `tree`; returns the root and the nodes there."""
+        first = self._root + 1
+        nodes = [tree.root]
+        tokens = self._tokens[first : first + count].tolist()
+        parents = (self._parents[first : first + count] - self._root).tolist()
+        for token, parent in zip(tokens, parents, strict=True):
+            nodes += tree.add_candidates((token,), nodes[parent])
+        return nodes
+
+    def teach(self, acceptance: Acceptance, predictions: NDArray[np.int64], counts: NDArray[np.float64]) -> None:
+        """Let `acceptance` learn what came of the proposals.
+
+        Args:
+            acceptance: What weighed them.
+            predictions: What the model says after the root and each of the nodes that were sent, `[1 + sent]`.
+            counts: How much each of these counts, likewise.
+        """
+        starts = self._starts[self._root : self._root + len(predictions) + 1]
+        asked = np.flatnonzero(np.diff(starts))
+        begin, end = starts[0], starts[-1]
+        said = predictions[self._holders[begin:end] - self._root]
+        acceptance.learn(
+            self._features[begin:end],
+            self._estimates[begin:end],
+            (self._proposed[begin:end] == said).astype(np.float64),
+            starts[asked] - begin,
+            self._longest[self._root + asked],
+            counts[asked],
+        )
+
+
+@compiled
+def _grow(
+    tail: int,
+    most: int,
+    room: int,
+    tokens: NDArray[np.int64],
+    parents: NDArray[np.int64],
+    depths: NDArray[np.int64],
+    gains: NDArray[np.float64],
+    known_orders: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    proposed: NDArray[np.int64],
+    estimates: NDArray[np.float64],
+    features: NDArray[np.float64],
+    holders: NDArray[np.int64],
+    places: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    found: NDArray[np.int64],
+    tags: NDArray[np.int64],
+    ids: NDArray[np.int32],
+    logs: NDArray[np.float32],
+    floors: NDArray[np.float32],
+    sets: int,
+    lookups: NDArray[np.int64],
+    hits: NDArray[np.int64],
+    text: NDArray[np.int64],
+    end: int,
+    newest: NDArray[np.int32],
+    earlier: NDArray[np.int32],
+    weights: NDArray[np.float64],
+    familiar: NDArray[np.int64],
+    familiar_gains: NDArray[np.float64],
+    seen: NDArray[np.int64],
+    seen_by: NDArray[np.int64],
+    context: NDArray[np.int64],
+    agreeing: NDArray[np.int64],
+    unlisted: NDArray[np.float64],
+) -> int:
+    """Add the most probable unexplored continuation to the tree again and again, until there are `most` nodes.
+
+    Args:
+        tail: How many nodes at the beginning are text.
+        most: Nodes to grow.
+        room: Levels that fit below the root.
+        tokens, parents, depths, gains, known_orders, starts, proposed, estimates, features, holders, places, lengths,
+            found: The arrays of `Growth`.
+        tags, ids, logs, floors, sets, lookups, hits: Those of `NGramMemory`.
+        text, end, newest, earlier: Those of `ContextMatches`.
+        weights: Those of `Acceptance`.
+        familiar: Tokens that may follow the root if nobody knows anything better.
+        familiar_gains: The probability that each of them is given; `KNOWN_SHARE` of it if the memory knows it.
+        seen, seen_by, context, agreeing, unlisted: Room for the work at one node; `seen_by` is -1 everywhere.
+
+    Returns:
+        How many nodes were grown.
+    """
+    orders = len(lookups)
+    top_k = ids.shape[1]
+    matches_at = orders
+    repeated = features.shape[1] - 1
+    node = tail - 1
+    gains[node] = 1.0
+    depths[node] = 0
+    found[node] = 0
+    queue = [(1.0, -1)]
+    heappop(queue)
+    total = 0
+    count = 0
+    while True:
+        # Propose what may follow `node`.
+        begin = total
+        starts[node] = begin
+        longest = 0
+        if depths[node] < room:
+            size = 0
+            at = node
+            while at >= 0 and size < LONGEST:
+                context[size] = tokens[at]
+                at = parents[at]
+                size += 1
+            first = 1
+            second = 1
+            for order in range(min(orders, size)):
+                token = context[order]
+                first = (first * FIRST_FACTOR + token + 1) % FIRST_PRIME
+                second = (second * SECOND_FACTOR + token + 1) % SECOND_PRIME
+                tag = ((first << 31) | second) + 1
+                slot = (order * sets + (((tag - 1) >> 31) & (sets - 1))) * WAYS
+                lookups[order] += 1
+                way = 0
+                while way < WAYS and tags[slot + way] != tag:
+                    way += 1
+                unlisted[order] = 0.0
+                if way == WAYS:
+                    continue
+                slot += way
+                hits[order] += 1
+                longest = order + 1
+                unlisted[order] = max(floors[slot], LEAST_LOG_PROBABILITY)
+                for row in range(begin, total):
+                    features[row, order] = unlisted[order]
+                for rank in range(top_k):
+                    token = ids[slot, rank]
+                    if token < 0:
+                        break
+                    place = token % _SEEN
+                    while seen_by[place] == node and proposed[seen[place]] != token:
+                        place = (place + 1) % _SEEN
+                    if seen_by[place] != node:
+                        seen_by[place] = node
+                        seen[place] = total
+                        proposed[total] = token
+                        for column in range(features.shape[1]):
+                            features[total, column] = unlisted[column] if column < order else 0.0
+                        agreeing[total - begin] = 0
+                        total += 1
+                    features[seen[place], order] = max(logs[slot, rank], LEAST_LOG_PROBABILITY)
+            # Occurrences that the path has followed so far; when there are none left, others are looked for.
+            matching = 0
+            if node >= tail:
+                parent = parents[node]
+                for match in range(found[parent]):
+                    place = places[parent, match]
+                    if text[place] == tokens[node] and place + 1 < end:
+                        places[node, matching] = place + 1
+                        lengths[node, matching] = min(lengths[parent, match] + 1, LONGEST)
+                        matching += 1
+            if matching == 0:
+                matching = find_matches(context, size, text, end, newest, earlier, places, lengths, node)
+            found[node] = matching
+            for match in range(matching):
+                token = text[places[node, match]]
+                place = token % _SEEN
+                while seen_by[place] == node and proposed[seen[place]] != token:
+                    place = (place + 1) % _SEEN
+                if seen_by[place] != node:
+                    seen_by[place] = node
+                    seen[place] = total
+                    proposed[total] = token
+                    for column in range(features.shape[1]):
+                        features[total, column] = unlisted[column] if column < longest else 0.0
+                    agreeing[total - begin] = 0
+                    total += 1
+                row = seen[place]
+                if agreeing[row - begin] > 0:
+                    features[row, repeated] += 0.5
+                agreeing[row - begin] = max(agreeing[row - begin], lengths[node, match])
+        else:
+            found[node] = 0
+        known_orders[node] = longest
+        nothing = weights[longest, features.shape[1]]
+        top = nothing
+        for row in range(begin, total):
+            if agreeing[row - begin] > 0:
+                kind = 0
+                while kind + 1 < len(MATCH_CLASSES) and agreeing[row - begin] >= MATCH_CLASSES[kind + 1]:
+                    kind += 1
+                features[row, matches_at + kind] = 1.0
+            score = 0.0
+            for column in range(features.shape[1]):
+                score += features[row, column] * weights[longest, column]
+            estimates[row] = score
+            top = max(top, score)
+        mass = exp(nothing - top)
+        for row in range(begin, total):
+            estimates[row] = exp(estimates[row] - top)
+            mass += estimates[row]
+        for row in range(begin, total):
+            estimates[row] /= mass
+            holders[row] = node
+            heappush(queue, (-gains[node] * estimates[row], row))
+        starts[node + 1] = total
+        if node == tail - 1 and room > 0:
+            # What is tried when nothing better is left; these are no proposals to learn from.
+            for index in range(len(familiar)):
+                token = familiar[index]
+                place = token % _SEEN
+                while seen_by[place] == node and proposed[seen[place]] != token:
+                    place = (place + 1) % _SEEN
+                if seen_by[place] != node:
+                    # What the model says after it is worth more where that is not known yet.
+                    first = (FIRST_FACTOR + token + 1) % FIRST_PRIME
+                    tag = ((first << 31) | ((SECOND_FACTOR + token + 1) % SECOND_PRIME)) + 1
+                    slot = (first & (sets - 1)) * WAYS
+                    gain = familiar_gains[index]
+                    for way in range(WAYS):
+                        if tags[slot + way] == tag:
+                            gain *= KNOWN_SHARE
+                    extra = len(proposed) - 1 - index
+                    proposed[extra] = token
+                    holders[extra] = node
+                    heappush(queue, (-gain, extra))
+        if count == most or len(queue) == 0:
+            break
+        negative, row = heappop(queue)
+        node = tail + count
+        count += 1
+        tokens[node] = proposed[row]
+        parents[node] = holders[row]
+        depths[node] = depths[holders[row]] + 1
+        gains[node] = -negative
+    return count

@@ -1,0 +1,172 @@
+"""All sources of drafts in one tree, the likeliest continuation first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.config import MOST_CHOSEN_NODES
+from lookahead.drafting.context_matches import LONGEST, ContextMatches
+from lookahead.drafting.draft_memory import DraftMemory
+from lookahead.drafting.drafter import StepResult
+from lookahead.drafting.growth import MOST_FAMILIAR, Growth
+from lookahead.drafting.jacobi_window import JacobiWindow
+from lookahead.drafting.ngram_memory import NGramMemory
+from lookahead.drafting.step_budget import FixedBudget, StepBudget
+from lookahead.token_tree import NodeKind, TokenTree
+
+_REMEMBERED = 512
+_FAMILIAR_GAINS: NDArray[np.float64] = 0.001 / np.arange(4, 4 + MOST_FAMILIAR, dtype=np.float64)
+_LEAST_GROWN = 15
+
+
+class MergedDrafter:
+    """Drafts from the n-gram memory and from earlier occurrences in the text, by one best-first search.
+
+    From the root on, all sources propose what may follow a node; `Acceptance` turns what they say into one probability
+    for each proposal; and the continuation whose path is most probable is added next, until the budget is spent. When
+    the sources have little to say, as at the beginning of a text, the nodes that are left try tokens that the model
+    lately thought of, those first whose continuation is unknown: what it predicts after them fills the memory.
+
+    Args:
+        memory: What is known about the model. It may be shared by the sequences of a process and kept from one to the
+            next; each sequence has a drafter of its own. If not given, nothing is remembered.
+        matches: Earlier occurrences in the text; none are looked for if not given.
+        window: The paper's lookahead window, sent when it fits into the nodes that are left.
+        budget: Nodes of a step, the root included, or what chooses them.
+        most: Nodes of a step at most, the root included, whatever the budget would choose.
+        read_prompt: How many of the last tokens of the prompt are read like drafted ones when it is sent, so that the
+            memory begins with what the model predicts there. Costs the vocabulary projection of as many tokens.
+        explore: Try familiar tokens with the nodes that are left.
+
+    Raises:
+        InvalidArgumentError: The budget is less than one node.
+    """
+
+    def __init__(
+        self,
+        memory: DraftMemory | None,
+        matches: ContextMatches | None,
+        window: JacobiWindow | None,
+        budget: int | StepBudget,
+        most: int = MOST_CHOSEN_NODES,
+        read_prompt: int = 0,
+        explore: bool = True,
+    ) -> None:
+        if isinstance(budget, int):
+            most = budget
+        self.budget: StepBudget = FixedBudget(budget) if isinstance(budget, int) else budget
+        self.memory = DraftMemory(NGramMemory(1, 1, 1)) if memory is None else memory
+        self.top_k = 0 if memory is None else memory.ngrams.top_k
+        self.matches = matches
+        self.window = window
+        self._most = most - 1
+        self._read_prompt = read_prompt
+        self._explore = explore
+        self._growth = Growth(self._most, self.memory.ngrams, self.memory.acceptance)
+        self._no_text = ContextMatches(16)
+        self._text: list[int] = []  # its last tokens
+        self._length = 0
+        self._familiar: dict[int, None] = {}  # the latest last
+        self._tree: TokenTree | None = None  # this step's
+        self._nodes: list[int] = []  # of the tree, for each grown one, the root first
+        self._wanted = self._most  # how many nodes are grown before the budget is asked
+
+    def start(self, prompt: Sequence[int]) -> None:
+        """Begin a sequence."""
+        self._text = list(prompt[-LONGEST:])
+        self._length = len(prompt)
+        self._familiar = {}
+        self._think_of(prompt[-_REMEMBERED:])
+        if self.matches is not None:
+            self.matches.start(prompt)
+        if self.window is not None:
+            self.window.start(prompt)
+        self._tree = None
+
+    def propose(self, tree: TokenTree) -> None:
+        """Add the likeliest paths, the likeliest node first, and the window if it fits."""
+        if self.budget.rests:
+            return
+        for node in range(max(0, tree.root - self._read_prompt), tree.root):
+            tree.reads[node] = True
+        familiar = self._familiar_tokens()
+        matches = self._no_text if self.matches is None else self.matches
+        # What the budget will not take need not be grown; how much that is, the last step tells about.
+        limit = min(self._wanted, self._most)
+        while True:
+            count = self._growth.grow(self._text, limit, tree.room, self.memory, matches, familiar, _FAMILIAR_GAINS)
+            self.budget.begin(self._length)
+            if not all(map(self.budget.offer, self._growth.grown_gains.tolist())) or limit == self._most:
+                break
+            if count < limit:
+                break
+            limit = min(2 * limit, self._most)
+        chosen = min(self.budget.settle(), count)
+        self._wanted = 2 * chosen + _LEAST_GROWN
+        self._nodes = self._growth.add_to(tree, chosen)
+        self._tree = tree
+        if self.window is not None and sum(map(len, self.window.rows)) <= min(self.budget.left, self._most - chosen):
+            self.window.propose(tree)
+
+    def observe(self, result: StepResult) -> None:
+        """Learn from the predictions after every node, and add the new tokens to the text."""
+        tree = result.tree
+        if self.window is not None:
+            self.window.observe(result)
+        if tree is self._tree:
+            self._learn(result)
+        self.budget.learn(tree is self._tree and len(self._nodes) > 1, bool(result.path))
+        self._tree = None
+        if self.top_k and result.top_ids.shape[1]:
+            self._remember(result)
+        self._text = [*self._text, *result.tokens][-LONGEST:]
+        self._length += len(result.tokens)
+        if self.matches is not None:
+            self.matches.extend(result.tokens)
+
+    def _learn(self, result: StepResult) -> None:
+        nodes = np.array(self._nodes)
+        counts = np.full(len(nodes), self.memory.acceptance.off_path)
+        counts[np.isin(nodes, [result.tree.root, *result.path])] = 1.0
+        self._growth.teach(self.memory.acceptance, result.predictions[nodes], counts)
+
+    def _remember(self, result: StepResult) -> None:
+        """Put the predictions of the step into the memory; those in real text last, so that they count."""
+        tree, orders = result.tree, self.memory.ngrams.orders
+        before = self._text[: max(len(self._text) - tree.root - 1, 0)][-orders:]
+        offset = len(before) + 1
+        tokens = np.array([-1, *before, *tree.tokens], dtype=np.int64)
+        parents = np.array([0, *range(len(before)), *tree.parents], dtype=np.int64)
+        parents[offset:] += offset
+        real = np.zeros(len(tree), dtype=np.int64)
+        real[np.array(tree.kinds) != NodeKind.WINDOW] = 1
+        real[: tree.root + 1] = 2
+        real[result.path] = 2
+        read = np.flatnonzero(result.predictions >= 0)
+        read = read[np.argsort(real[read], kind="stable")]
+        contexts = np.empty((len(read), orders), dtype=np.int64)
+        at = read + offset
+        for column in range(orders):
+            contexts[:, column] = tokens[at]
+            at = parents[at]
+        self.memory.ngrams.insert(contexts, result.top_ids[read], result.top_probabilities[read])
+        if self._explore:
+            self._think_of(result.top_ids[read, :2].T.ravel()[::-1].tolist())
+
+    def _think_of(self, tokens: Iterable[int]) -> None:
+        """Move the tokens to the end of those that the model thought of lately."""
+        known = self._familiar
+        for token in tokens:
+            known.pop(token, None)
+            known[token] = None
+        for token in list(known)[: max(len(known) - _REMEMBERED, 0)]:
+            del known[token]
+
+    def _familiar_tokens(self) -> NDArray[np.int64]:
+        """Tokens that may be worth trying, the latest first."""
+        latest = islice(reversed(self._familiar), MOST_FAMILIAR if self._explore else 0)
+        return np.fromiter(latest, dtype=np.int64)

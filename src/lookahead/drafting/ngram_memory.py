@@ -1,0 +1,296 @@
+"""A memory of what the model predicts after short contexts: every node of every step is a lesson.
+
+A step runs the model on dozens of short paths, and its prediction after each of them is an answer to the question
+"what comes after these tokens?", whether the path was accepted or not. The answers are kept by the last one, two, ...
+tokens of the path. Token recycling (arXiv 2408.08696) keeps them by the last token alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.drafting.compiled import IS_COMPILED, compiled
+from lookahead.errors import InvalidArgumentError
+
+WAYS = 4
+"""Entries in a set: the places where one context may be kept."""
+
+LEAST_LOG_PROBABILITY = -9.2
+"""Smallest logarithm of a probability that is told apart from zero (one in 10,000)."""
+
+FIRST_PRIME, SECOND_PRIME = 2147483647, 2147483629
+FIRST_FACTOR, SECOND_FACTOR = 1103515245, 1664525
+"""Two polynomial hashes of 31 bits each; products stay below 2^62, so compiled and interpreted sums agree."""
+
+_UNLISTED = 0.3
+
+
+@dataclass(frozen=True)
+class MemoryStatistics:
+    """What a memory holds and how it was used.
+
+    Attributes:
+        entries: Contexts kept, one number for each context length.
+        capacity: Contexts that fit, for each context length.
+        lookups: How often a context was looked up, for each context length.
+        hits: How often it was there.
+        fan_out: Mean number of next tokens kept for a context.
+        bytes: Size of the arrays.
+    """
+
+    entries: list[int]
+    capacity: int
+    lookups: list[int]
+    hits: list[int]
+    fan_out: float
+    bytes: int
+
+    @property
+    def hit_rates(self) -> list[float]:
+        """Share of the lookups that found their context, for each context length."""
+        return [hits / max(lookups, 1) for hits, lookups in zip(self.hits, self.lookups, strict=True)]
+
+
+@compiled
+def _write(
+    tags: NDArray[np.int64],
+    sets: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    clock: int,
+    ids: NDArray[np.int64],
+    logs: NDArray[np.float32],
+    floors: NDArray[np.float32],
+    kept_tags: NDArray[np.int64],
+    kept_stamps: NDArray[np.uint32],
+    kept_ids: NDArray[np.int32],
+    kept_logs: NDArray[np.float32],
+    kept_floors: NDArray[np.float32],
+) -> None:
+    """Write entries one after another: to their old places, else to empty ones, else over the oldest of their sets."""
+    wide = logs.shape[1]
+    for index in range(len(tags)):
+        begin = sets[index] * WAYS
+        slot = -1
+        age = 0
+        for place in range(begin, begin + WAYS):
+            if kept_tags[place] == tags[index]:
+                slot = place
+                break
+            own_age = -1 if kept_tags[place] == 0 else np.int64(kept_stamps[place])
+            if slot < 0 or own_age < age:
+                slot = place
+                age = own_age
+        row = rows[index]
+        kept_tags[slot] = tags[index]
+        kept_stamps[slot] = clock
+        for rank in range(kept_ids.shape[1]):
+            kept_ids[slot, rank] = ids[row, rank] if rank < wide else -1
+        for rank in range(wide):
+            kept_logs[slot, rank] = logs[row, rank]
+        kept_floors[slot] = floors[row]
+
+
+class NGramMemory:
+    """The model's `top_k` likeliest next tokens and their probabilities after contexts of 1, 2, ... tokens.
+
+    A set-associative hash table for each context length, in arrays of fixed size: a context belongs to one set, which
+    keeps `WAYS` contexts and tells them apart by a 62-bit hash. A context that comes again takes the new prediction;
+    in a full set the one that was written longest ago makes room. An entry takes 16 + 8 * top_k bytes (80 for the
+    usual eight), so the whole memory takes `orders * capacity * 80` bytes, from the beginning and for ever; an
+    operating system that fills pages on first use, as Linux does, charges less until then.
+
+    The arrays are open to the inner loops of drafting (`growth.py`), one row for each entry:
+
+    Attributes:
+        tags: Hash of the context, `[entries]` int64; 0 where nothing is kept.
+        ids: The next tokens, likeliest first, `[entries, top_k]` int32; -1 where there are no more.
+        logs: Natural logarithm of their probabilities, `[entries, top_k]` float32.
+        floors: The same for a token that is not among them: an estimate, `[entries]` float32.
+
+    Args:
+        orders: Longest context, in tokens. At least 1.
+        capacity: Contexts kept for each context length; rounded up to a power of two, at least `WAYS`.
+        top_k: Next tokens kept for each context. At least 1.
+
+    Raises:
+        InvalidArgumentError: A size is out of range.
+    """
+
+    def __init__(self, orders: int = 4, capacity: int = 1 << 15, top_k: int = 8) -> None:
+        for name, value in (("orders", orders), ("capacity", capacity), ("top_k", top_k)):
+            if value < 1:
+                raise InvalidArgumentError(f"{name}={value} is out of range; it must be at least 1")
+        self.orders = orders
+        self.top_k = top_k
+        self._set_bits = max((capacity - 1).bit_length() - (WAYS - 1).bit_length(), 0)
+        self._sets = 1 << self._set_bits
+        slots = orders * self._sets * WAYS
+        self.tags = np.zeros(slots, dtype=np.int64)
+        self.ids = np.zeros((slots, top_k), dtype=np.int32)
+        self.logs = np.zeros((slots, top_k), dtype=np.float32)
+        self.floors = np.zeros(slots, dtype=np.float32)
+        self._stamps = np.zeros(slots, dtype=np.uint32)
+        self._clock = 0
+        self.lookups = np.zeros(orders, dtype=np.int64)
+        self.hits = np.zeros(orders, dtype=np.int64)
+        self._ways = np.arange(WAYS)
+        self._first_sets = np.arange(orders, dtype=np.int64) * self._sets
+
+    @property
+    def sets(self) -> int:
+        """Sets of each context length; a power of two."""
+        return self._sets
+
+    @property
+    def capacity(self) -> int:
+        """Contexts kept for each context length."""
+        return self._sets * WAYS
+
+    def hashes(self, contexts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The hash of the last 1, 2, ... tokens of each context, `[contexts, orders]`; 0 where there are not so many.
+
+        Args:
+            contexts: The last tokens of each context, the very last in column 0, `[contexts, orders]`; -1 before the
+                beginning of the text.
+        """
+        hashed = np.empty(contexts.shape, dtype=np.int64)
+        first = np.ones(len(contexts), dtype=np.int64)
+        second = first
+        for column in range(contexts.shape[1]):
+            tokens = contexts[:, column]
+            first = (first * FIRST_FACTOR + tokens + 1) % FIRST_PRIME
+            second = (second * SECOND_FACTOR + tokens + 1) % SECOND_PRIME
+            hashed[:, column] = np.where(tokens < 0, 0, (first << 31 | second) + 1)
+        return hashed
+
+    def insert(self, contexts: NDArray[np.int64], ids: NDArray[np.int64], probabilities: NDArray[np.float32]) -> None:
+        """Keep what the model predicts after each context; of equal contexts the last one counts.
+
+        Args:
+            contexts: As for `hashes`.
+            ids: The likeliest next tokens, likeliest first, `[contexts, at least top_k]`; fewer leave -1 behind.
+            probabilities: Their probabilities, likewise.
+        """
+        self._clock += 1
+        tags = self.hashes(contexts)
+        rows, orders = np.nonzero(tags)
+        tags = tags[rows, orders]
+        sets = self._first_sets[orders] + self._set_of(tags)
+        wide = min(self.top_k, ids.shape[1])
+        listed = probabilities[:, :wide]
+        logs = np.log(np.maximum(listed, 1e-30))
+        rest = np.minimum(listed[:, -1], 1 - listed.sum(axis=1)) * np.float32(_UNLISTED)
+        floors = np.log(np.maximum(rest, np.float32(1e-30)))
+        if IS_COMPILED:
+            _write(
+                tags,
+                sets,
+                rows,
+                self._clock,
+                ids,
+                logs,
+                floors,
+                self.tags,
+                self._stamps,
+                self.ids,
+                self.logs,
+                self.floors,
+            )
+            return
+        # Entries of one set go one after another, those of different sets at once.
+        while len(rows):
+            _, first = np.unique(sets, return_index=True)
+            slots, source = self._slots_to_write(tags[first], sets[first]), rows[first]
+            self.tags[slots] = tags[first]
+            self._stamps[slots] = self._clock
+            self.ids[slots, :wide] = ids[source, :wide]
+            self.ids[slots, wide:] = -1
+            self.logs[slots, :wide] = logs[source]
+            self.floors[slots] = floors[source]
+            left = np.ones(len(rows), dtype=np.bool_)
+            left[first] = False
+            rows, tags, sets = rows[left], tags[left], sets[left]
+
+    def lookup(self, contexts: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int32], NDArray[np.float32]]:
+        """What is known about each context and each length of it.
+
+        Args:
+            contexts: As for `hashes`.
+
+        Returns:
+            Whether the context of each length is known, `[contexts, orders]`; the next tokens, likeliest first, -1
+            where there are no more, and their probabilities, `[contexts, orders, top_k]` both.
+        """
+        tags = self.hashes(contexts)
+        places = (self._first_sets + self._set_of(tags))[:, :, None] * WAYS + self._ways
+        same = self.tags[places] == tags[:, :, None]
+        known = same.any(axis=2) & (tags != 0)
+        slots = np.take_along_axis(places, same.argmax(axis=2)[:, :, None], axis=2)[:, :, 0]
+        self.lookups += (tags != 0).sum(axis=0)
+        self.hits += known.sum(axis=0)
+        ids = np.where(known[:, :, None], self.ids[slots], np.int32(-1))
+        return known, ids, np.where(ids >= 0, np.exp(self.logs[slots]), np.float32(0))
+
+    def statistics(self) -> MemoryStatistics:
+        """What the memory holds and how it was used."""
+        used = self.tags != 0
+        return MemoryStatistics(
+            entries=used.reshape(self.orders, -1).sum(axis=1).tolist(),
+            capacity=self.capacity,
+            lookups=self.lookups.tolist(),
+            hits=self.hits.tolist(),
+            fan_out=float((self.ids[used] >= 0).sum(axis=1).mean()) if used.any() else 0.0,
+            bytes=self.tags.nbytes + self._stamps.nbytes + self.ids.nbytes + self.logs.nbytes + self.floors.nbytes,
+        )
+
+    def to_arrays(self) -> dict[str, NDArray[np.generic]]:
+        """All that is kept, as arrays by name, for a file."""
+        used = np.flatnonzero(self.tags)
+        return {
+            "ngram_sizes": np.array([self.orders, self.capacity, self.top_k, self._clock], dtype=np.int64),
+            "ngram_slots": used,
+            "ngram_tags": self.tags[used],
+            "ngram_stamps": self._stamps[used],
+            "ngram_ids": self.ids[used],
+            "ngram_logs": self.logs[used],
+            "ngram_floors": self.floors[used],
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> NGramMemory:
+        """The memory that `to_arrays` gave.
+
+        Raises:
+            KeyError: An array is missing.
+            ValueError, IndexError: The arrays do not belong together.
+            InvalidArgumentError: A size is out of range.
+        """
+        orders, capacity, top_k, clock = (int(size) for size in arrays["ngram_sizes"])
+        memory = cls(orders, capacity, top_k)
+        slots = arrays["ngram_slots"]
+        memory._clock = clock
+        memory.tags[slots] = arrays["ngram_tags"]
+        memory._stamps[slots] = arrays["ngram_stamps"]
+        memory.ids[slots] = arrays["ngram_ids"]
+        memory.logs[slots] = arrays["ngram_logs"]
+        memory.floors[slots] = arrays["ngram_floors"]
+        return memory
+
+    def _set_of(self, tags: NDArray[np.int64]) -> NDArray[np.int64]:
+        sets: NDArray[np.int64] = (tags - 1 >> 31) & (self._sets - 1)
+        return sets
+
+    def _slots_to_write(self, tags: NDArray[np.int64], sets: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where each entry goes: its old place, else an empty one, else that of the oldest entry of its set."""
+        places = sets[:, None] * WAYS + self._ways
+        kept = self.tags[places]
+        same = kept == tags[:, None]
+        ages = np.where(kept == 0, np.int64(-1), self._stamps[places].astype(np.int64))
+        way = np.where(same.any(axis=1), same.argmax(axis=1), ages.argmin(axis=1))
+        slots: NDArray[np.int64] = sets * WAYS + way
+        return slots

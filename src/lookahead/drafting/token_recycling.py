@@ -1,0 +1,57 @@
+"""Token recycling (arXiv 2408.08696): draft from what the model last predicted after the same token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+import numpy as np
+
+from lookahead.drafting.drafter import StepResult
+from lookahead.drafting.ngram_memory import NGramMemory
+from lookahead.token_tree import TokenTree
+
+
+class TokenRecyclingDrafter:
+    """Keeps the model's last `top_k` predictions after each token and drafts the likeliest tree through them.
+
+    The published method uses one fixed tree for every step; here the tree grows best-first by the product of the
+    probabilities along the path, which needs no tree to be designed for each budget and drafts at least as well.
+
+    Args:
+        budget: Nodes of a step, the root included. At least 1.
+        memory: Contexts of one token; a new memory if not given.
+    """
+
+    def __init__(self, budget: int, memory: NGramMemory | None = None) -> None:
+        self.budget = budget
+        self.memory = NGramMemory(orders=1) if memory is None else memory
+        self.top_k = self.memory.top_k
+
+    def start(self, prompt: Sequence[int]) -> None:
+        """Nothing to begin: what the memory holds is good for any text."""
+
+    def propose(self, tree: TokenTree) -> None:
+        """Add the likeliest paths, the likeliest node first."""
+        queue: list[tuple[float, int, int, int]] = []  # minus the probability, tie-breaker, parent, token
+        pushed = 0
+        node, probability = tree.root, 1.0
+        for _ in range(self.budget - 1):
+            if tree.depths[node] - tree.depths[tree.root] < tree.room:
+                context = np.array([[tree.tokens[node]]], dtype=np.int64)
+                _, ids, probabilities = self.memory.lookup(context)
+                for token, share in zip(ids[0, 0].tolist(), probabilities[0, 0].tolist(), strict=True):
+                    if token >= 0:
+                        heappush(queue, (-probability * share, pushed, node, token))
+                        pushed += 1
+            if not queue:
+                break
+            negative, _, parent, token = heappop(queue)
+            (node,) = tree.add_candidates([token], parent)
+            probability = -negative
+
+    def observe(self, result: StepResult) -> None:
+        """Keep the predictions after every node; of equal tokens the one that was added last counts."""
+        read = np.flatnonzero(result.predictions >= 0)
+        tokens = np.array(result.tree.tokens, dtype=np.int64)[read, None]
+        self.memory.insert(tokens, result.top_ids[read], result.top_probabilities[read])

@@ -1,0 +1,83 @@
+"""What is kept for a model between calls: what its steps cost, and what was learned about its predictions."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+from lookahead.config import LookaheadConfig
+from lookahead.cost_model import CostModel
+from lookahead.cost_store import CostStore, describe_setting
+from lookahead.drafting import DraftMemory
+from lookahead.identity import model_identity
+
+
+@dataclass
+class _ModelState:
+    costs: dict[str, CostModel] = field(default_factory=dict)
+    memories: dict[str, DraftMemory] = field(default_factory=dict)
+
+
+_states: WeakKeyDictionary[PreTrainedModel, _ModelState] = WeakKeyDictionary()
+
+
+def step_costs(model: PreTrainedModel, config: LookaheadConfig, rows: int) -> CostModel:
+    """What steps of `model` cost: as learned in earlier calls, else as `lookahead tune` stored it, else a first guess.
+
+    Args:
+        model: The model.
+        config: How its engine is set.
+        rows: Sequences that run together.
+    """
+    engine = {} if config.engine == "dynamic" else {"engine": config.engine}
+    setting = describe_setting(model, {"pack_weights": config.pack_weights, **engine})
+    costs = _states.setdefault(model, _ModelState()).costs
+    key = f"{rows} {sorted(setting.items())}"
+    if key not in costs:
+        stored = CostStore().load(setting)
+        costs[key] = CostModel.prior() if stored is None else stored.cost
+    return costs[key]
+
+
+def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory:
+    """The memory that a call drafts from and fills: a new one, or that of `config.memory`.
+
+    Raises:
+        InvalidArgumentError: The file is no memory, or that of another model.
+        OSError: The file cannot be read.
+    """
+    if config.memory == "request":
+        return DraftMemory()
+    memories = _states.setdefault(model, _ModelState()).memories
+    if config.memory == "process":
+        return memories.setdefault("process", DraftMemory())
+    path = _path(config)
+    if str(path) not in memories:
+        memories[str(path)] = DraftMemory.load(path, model_identity(model)) if path.exists() else DraftMemory()
+    return memories[str(path)]
+
+
+def keep_memory(model: PreTrainedModel, config: LookaheadConfig, memory: DraftMemory) -> None:
+    """Write the memory to its file, if it has one; whole or not at all.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    if config.memory in ("request", "process"):
+        return
+    path = _path(config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        memory.save(part, model_identity(model))
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _path(config: LookaheadConfig) -> Path:
+    return Path(os.fspath(config.memory)).expanduser().absolute()

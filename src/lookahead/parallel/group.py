@@ -1,0 +1,252 @@
+"""The ranks that decode one text together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from transformers import GenerationConfig, PreTrainedModel
+
+from lookahead.config import BUDGETED, LookaheadConfig
+from lookahead.engine import ModelRunner
+from lookahead.errors import InvalidArgumentError, ParallelError, UnsupportedArgumentError
+from lookahead.identity import model_identity
+from lookahead.parallel.agreement import agree, settings, share_random_state, versions
+from lookahead.parallel.exchange import Exchange
+from lookahead.parallel.monitor import Monitor
+from lookahead.parallel.runner import ParallelRunner
+from lookahead.parallel.traffic import Traffic
+from lookahead.parallel.verification import SharedVerification, walks_alone
+from lookahead.sequence import Sequence as TextSequence
+
+TIMEOUT = 60.0
+"""Seconds after which a rank that does not come counts as hung."""
+
+_FIXED_BUDGET = 64
+"""Nodes of a step for each rank, where one process would choose them by its clock, which no two ranks share."""
+
+
+class ParallelGroup:
+    """The ranks that decode one text together; made by `join`. Hand it to `lookahead.generate(..., parallel=group)`.
+
+    Every rank holds the model and makes the same calls with the same arguments; each gets the same text. A group that
+    an error has ended stays ended: start the processes again.
+
+    Args:
+        exchange: The way to the other ranks.
+        monitor: Signs of life.
+        rank: This rank in the group, from 0. Streamers and `on_step` are served by rank 0.
+        names: What messages call each rank: its number among all processes of the run.
+        tensor_mesh: Where there is tensor parallelism: the ranks that share one copy of the model with this one.
+        owns_processes: Whether `close` ends `torch.distributed` too.
+
+    Attributes:
+        traffic: What was run and sent so far.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        monitor: Monitor,
+        rank: int,
+        names: Sequence[int],
+        tensor_mesh: DeviceMesh | None = None,
+        owns_processes: bool = False,
+    ) -> None:
+        self.rank = rank
+        self.tensor_mesh = tensor_mesh
+        self.traffic = Traffic()
+        self._exchange = exchange
+        self._monitor = monitor
+        self._names = list(names)
+        self._owns_processes = owns_processes
+        self._identities: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
+        self._closed = False
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return self._exchange.size
+
+    @property
+    def failure(self) -> ParallelError | None:
+        """What ended the group, if something has."""
+        return self._exchange.failure
+
+    def drafting(self, config: LookaheadConfig) -> LookaheadConfig:
+        """`config` with everything fixed that each rank would choose for itself.
+
+        Raises:
+            UnsupportedArgumentError: It asks for a memory that ranks could not keep equal.
+        """
+        if config.memory != "request" and self.size > 1:
+            raise UnsupportedArgumentError(
+                f"memory={config.memory!r} is not supported on {self.size} ranks, which must draft alike; use "
+                'memory="request"'
+            )
+        if config.preset in BUDGETED and config.step_budget is None:
+            return replace(config, step_budget=_FIXED_BUDGET * self.size)
+        return config
+
+    def begin(
+        self,
+        model: PreTrainedModel,
+        config: LookaheadConfig,
+        generation_config: GenerationConfig,
+        prompts: Sequence[torch.Tensor],
+    ) -> None:
+        """Begin a call: see that it is the same on all ranks, and share the random state of rank 0.
+
+        Args:
+            model: The model, which must be the same on all ranks.
+            config: How to draft.
+            generation_config: The configuration of the call.
+            prompts: Token ids and attention mask.
+
+        Raises:
+            ParallelError: Something differs, or the group has ended.
+        """
+        if self._closed:
+            raise ParallelError("parallel is a group that was closed; join a new one")
+        if model not in self._identities:
+            self._identities[model] = model_identity(model)
+        values = {
+            "the version": versions(),
+            "the model": self._identities[model],
+            "lookahead_config": config,
+            "the generation configuration": settings(generation_config),
+            "input_ids": prompts[0],
+            "attention_mask": prompts[1],
+        }
+        sent = agree(self._exchange, values, self._names)
+        # In greedy calls too: processors of a user's own may draw.
+        sent += share_random_state(self._exchange, prompts[0].device)
+        self.traffic.start_bytes += sent * (self.size - 1)
+
+    def session(
+        self,
+        local: ModelRunner,
+        before: Sequence[int],
+        sequences: Sequence[TextSequence],
+        asks_others: bool,
+        tie_margin: float,
+    ) -> tuple[ParallelRunner, SharedVerification]:
+        """What runs and walks the trees of a call on all ranks.
+
+        Args:
+            local: The model of this rank.
+            before: Per sequence, how many tokens of its cache come before the text.
+            sequences: The sequences.
+            asks_others: Whether there are criteria that may answer differently on each rank.
+            tie_margin: As for `lookahead.decoder.decode`.
+        """
+        alone = walks_alone(sequences, asks_others, tie_margin)
+        runner = ParallelRunner(local, before, self._exchange, self.rank, self.traffic, whole_branches=not alone)
+        return runner, SharedVerification(runner, self._exchange, alone)
+
+    def fail(self, error: BaseException) -> None:
+        """Let the other ranks know that this one has failed; they end with an error that says so."""
+        if not isinstance(error, ParallelError):
+            what = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+            self._exchange.fail(ParallelError(what), blamed=False)
+
+    def close(self) -> None:
+        """Leave the group. What the processes were joined by goes on if it was there before `join`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._monitor.leave()
+        if self._owns_processes and self._exchange.failure is None:
+            dist.destroy_process_group()
+
+    def __enter__(self) -> ParallelGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.fail(error)
+        self.close()
+
+
+def join(
+    timeout: float = TIMEOUT,
+    tensor_parallel: int = 1,
+    device_type: str | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> ParallelGroup:
+    """Join the other processes of this run, all of which must call this.
+
+    The processes come from `torchrun`, or from anything else after which `torch.distributed.init_process_group` works
+    without arguments; or `torch.distributed` is initialised already, with any backend. Tokens are exchanged over a
+    `gloo` group beside it: they are read and made by Python, in main memory.
+
+    Args:
+        timeout: Seconds until a rank that is alive but does not come counts as hung. One that has died is found
+            after about five, if that is less. The first exchange waits for models to be loaded: load them first.
+        tensor_parallel: How many processes share one copy of the model, by transformers' tensor parallelism. Load
+            the model in each process, then `shard_model(model, group.tensor_mesh)`. 1 for a whole copy in each.
+        device_type: `"cuda"` or `"cpu"`, where models are; needed for `tensor_parallel` alone. As the machine has it
+            if not given.
+        process_group: The processes that decode together, if they are not all of them; a group that carries CPU
+            tensors. Only its members call this.
+
+    Raises:
+        InvalidArgumentError: The processes were not started together, or do not divide into copies of the model.
+    """
+    _check("timeout", timeout, 0 < timeout < float("inf"), "seconds, above 0")
+    whole = isinstance(tensor_parallel, int) and not isinstance(tensor_parallel, bool) and tensor_parallel >= 1
+    _check("tensor_parallel", tensor_parallel, whole, "a whole number of at least 1")
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    owns_processes = not dist.is_initialized()
+    if owns_processes:
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=max(timeout, 2 * TIMEOUT)))
+        except ValueError as error:
+            raise InvalidArgumentError(
+                f"parallel: this process was not started together with others ({error}); start it with torchrun, or "
+                "call torch.distributed.init_process_group first"
+            ) from error
+    world, own = dist.get_world_size(), dist.get_rank()
+    _check("tensor_parallel", tensor_parallel, world % tensor_parallel == 0, f"a divisor of {world} processes")
+    if process_group is None:
+        group, names = _own_group(world, own, tensor_parallel, timeout)
+    else:
+        group, names = process_group, dist.get_process_group_ranks(process_group)
+        _check("tensor_parallel", tensor_parallel, tensor_parallel == 1, "1 with a process_group")
+    mesh = None
+    if tensor_parallel > 1:
+        shape = (world // tensor_parallel, tensor_parallel)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("lookahead", "tensor"))["tensor"]
+    rank = names.index(own)
+    store = PrefixStore(f"lookahead/{group.group_name}", _get_default_store())
+    monitor = Monitor(store, rank, len(names))
+    return ParallelGroup(Exchange(group, monitor, names, timeout), monitor, rank, names, mesh, owns_processes)
+
+
+def _own_group(world: int, own: int, tensor_parallel: int, timeout: float) -> tuple[dist.ProcessGroup, list[int]]:
+    """The process group of the ranks that hold the same part of the model as this one, and who they are."""
+    result: tuple[dist.ProcessGroup, list[int]] | None = None
+    for part in range(tensor_parallel):
+        names = list(range(part, world, tensor_parallel))
+        # Waits end by themselves before the group's own time-out does, which knows no names.
+        group: Any = dist.new_group(names, timeout=timedelta(seconds=2 * timeout + TIMEOUT), backend="gloo")
+        if own in names:
+            result = group, names
+    assert result is not None
+    return result
+
+
+def _check(name: str, value: object, holds: bool, meaning: str) -> None:
+    if not holds:
+        raise InvalidArgumentError(f"{name}={value!r} must be {meaning}")

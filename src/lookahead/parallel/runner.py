@@ -1,0 +1,302 @@
+"""Runs this rank's part of each tree, and puts together what all ranks found.
+
+What the decoder sees is the tree that one process would send. Each rank runs its own part of it, on its own cache. A
+rank that did not run an accepted run of tokens has a shorter cache than others, and its next tree begins with more
+pending tokens; nothing of that is ever sent between ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.engine import ForwardResult, ModelRunner
+from lookahead.errors import ParallelError
+from lookahead.parallel.exchange import Bytes, Exchange
+from lookahead.parallel.split import Split, split_tree
+from lookahead.parallel.traffic import Traffic
+from lookahead.token_tree import NodeKind, TokenTree
+
+Codes = NDArray[np.int32]
+
+
+class ParallelRunner:
+    """One batch of sequences on the models of all ranks, with the interface of `ModelRunner`.
+
+    `forward` leaves the predictions of other ranks' nodes open; `share` fills them in.
+
+    Args:
+        local: The model of this rank.
+        before: Per sequence, how many tokens of its cache come before the text.
+        exchange: The way to the other ranks.
+        rank: This rank.
+        traffic: What is sent is counted there.
+        whole_branches: Run no branch of candidates on several ranks.
+    """
+
+    def __init__(
+        self,
+        local: ModelRunner,
+        before: Sequence[int],
+        exchange: Exchange,
+        rank: int,
+        traffic: Traffic,
+        whole_branches: bool,
+    ) -> None:
+        self.rank = rank
+        self._local = local
+        self._exchange = exchange
+        self._traffic = traffic
+        self._whole_branches = whole_branches
+        self._before = list(before)
+        # Tokens in the cache that one process would have, and in that of each rank: `[rows]` and `[ranks, rows]`.
+        self._lengths: list[int] = local.cache.lengths(len(self._before))
+        self._cached: list[list[int]] = [list(self._lengths) for _ in range(exchange.size)]
+        self._own_trees: dict[int, TokenTree] = {}  # of the coming step, by row: this rank's pending tokens
+        self._trees: list[TokenTree] = []
+        self._splits: list[Split] = []
+        self._results: list[ForwardResult] = []
+        self._step_bytes = 0
+        self._places: list[dict[int, int]] = []  # for each row, node of the tree -> node of this rank's tree
+
+    def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
+        """As `ModelRunner.prefill`; every rank reads the prompts itself."""
+        passes = self._local.prefill(texts, chunk_size)
+        self._lengths = self._local.cache.lengths(len(texts))
+        self._cached = [list(self._lengths) for _ in self._cached]
+        return passes
+
+    def idle_tree(self) -> TokenTree:
+        """As `ModelRunner.idle_tree`."""
+        return self._local.idle_tree()
+
+    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
+        """As `ModelRunner.begin_tree` gives it in one process: the same tree on every rank."""
+        cached = self._cached[self.rank][row]
+        own = self._local.begin_tree(row, text)
+        total = self._before[row] + len(text)
+        if total - len(own) < cached:  # the text is computed anew, by every rank
+            self._lengths[row] = 0
+            for lengths in self._cached:
+                lengths[row] = 0
+        pending = total - self._lengths[row]
+        changes_after = self._local.changes_after
+        if changes_after is not None and total > changes_after:
+            # What comes before that length must not be run together with what comes after.
+            if len(own) > pending:
+                self._catch_up(row, text)
+                own = self._local.begin_tree(row, text)
+            for lengths in self._cached:
+                lengths[row] = self._lengths[row]
+        self._own_trees[row] = own
+        return TokenTree(own.tokens[len(own) - pending :], own.room + pending - 1)
+
+    def wants_draft(self, tree: TokenTree) -> bool:
+        """As `ModelRunner.wants_draft`."""
+        return self._local.wants_draft(tree)
+
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> list[ForwardResult]:
+        """Run this rank's parts of `trees`.
+
+        Returns:
+            Results for the whole trees, of which the logits, and until `share` everything else, are there only
+            after the nodes that this rank answers for, and after the root.
+        """
+        self._trees = list(trees)
+        self._step_bytes = 0
+        self._splits, self._places, own_trees = [], [], []
+        for row, tree in enumerate(trees):
+            own = self._own_trees.pop(row, None)
+            if own is None:
+                own = self.idle_tree()
+                split = split_tree(tree, [1] * self._exchange.size)
+            else:
+                split = split_tree(tree, self._pending(row, tree), self._whole_branches)
+            self._splits.append(split)
+            self._places.append(_grow(own, tree, split, self.rank))
+            own_trees.append(own)
+        found = self._local.forward(own_trees, top_k)
+        self._results = [
+            _spread(result, tree, split, places, self.rank)
+            for result, tree, split, places in zip(found, trees, self._splits, self._places, strict=True)
+        ]
+        return self._results
+
+    def share(self, note: Codes) -> list[Codes]:
+        """Tell the other ranks what this one predicts, and `note`; take in what they predict.
+
+        Args:
+            note: Of the same length on every rank.
+
+        Returns:
+            The notes of all ranks.
+
+        Raises:
+            ParallelError: A rank does not come, or has drafted something else.
+        """
+        size = self._exchange.size
+        answers = [
+            [np.flatnonzero(split.owners == rank) for split in self._splits] for rank in range(size)
+        ]  # [ranks][rows], nodes
+        most = max(sum(map(len, rows)) for rows in answers)
+        received = self._send(self._packed(answers[self.rank], most, note))
+        head = 4 * (1 + len(note) + most)
+        for rank, message in enumerate(received):
+            words = message[:head].view(np.int32)
+            if words[0] != self._checksum():
+                self._disagree(rank)
+            predictions, tops = words[1 + len(note) :], message[head:]
+            self._unpack(answers[rank], most, predictions, tops)
+        self._count_step()
+        return [message[:head].view(np.int32)[1 : 1 + len(note)] for message in received]
+
+    def tell(self, note: Codes) -> list[Codes]:
+        """As `share`, with nothing but the notes."""
+        return [message.view(np.int32) for message in self._send(note.view(np.uint8))]
+
+    def owner(self, row: int, node: int) -> int:
+        """The rank that has the logits after `node` of the tree of `row`."""
+        return int(self._splits[row].owners[node])
+
+    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+        """As `ModelRunner.commit`: every rank keeps what it has of the paths, and all of its pending tokens."""
+        own_kept: list[list[int]] = []
+        for row, (nodes, tree, split) in enumerate(zip(kept, self._trees, self._splits, strict=True)):
+            if not nodes:
+                own_kept.append([])
+                continue
+            decided = sum(1 for node in nodes if node <= tree.root)
+            path = [node for node in nodes if node > tree.root]
+            for rank, lengths in enumerate(self._cached):
+                lengths[row] = self._lengths[row] + decided + _held(path, split.held[rank])
+            extra = self._places[row][tree.root] - tree.root
+            own_path = path[: _held(path, split.held[self.rank])]
+            own_kept.append([*range(extra + decided), *(self._places[row][node] for node in own_path)])
+            self._lengths[row] += len(nodes)
+        self._local.commit(own_kept)
+
+    def complete_cache(self, texts: Sequence[Sequence[int]]) -> None:
+        """Bring this rank's cache to what one process would have, for a caller who goes on with it."""
+        for row, text in enumerate(texts):
+            if self._cached[self.rank][row] < self._lengths[row]:
+                self._catch_up(row, text)
+
+    def _pending(self, row: int, tree: TokenTree) -> list[int]:
+        """For each rank how many decided tokens of `row` it has to run."""
+        decided = self._lengths[row] + tree.root + 1
+        return [decided - lengths[row] for lengths in self._cached]
+
+    def _catch_up(self, row: int, text: Sequence[int]) -> None:
+        """Run the accepted tokens of `row` that this rank has not run, by themselves."""
+        first, last = (length - self._before[row] for length in (self._cached[self.rank][row], self._lengths[row]))
+        trees = [self.idle_tree() for _ in self._before]
+        trees[row] = TokenTree(text[first:last])
+        self._local.forward(trees)
+        self._local.commit([range(last - first) if each == row else [] for each in range(len(trees))])
+        self._cached[self.rank][row] = self._lengths[row]
+
+    def _packed(self, nodes: list[NDArray[np.int64]], most: int, note: Codes) -> Bytes:
+        """One message: checksum, note, the likeliest token after each of `nodes`, and the `top_k` likeliest with
+        their probabilities in half precision. `most` nodes have room."""
+        results = self._results
+        predictions = np.full(most, -1, dtype=np.int32)
+        count = sum(map(len, nodes))
+        pairs = list(zip(results, nodes, strict=True))
+        predictions[:count] = np.concatenate([result.predictions[own] for result, own in pairs])
+        checksum = np.array([self._checksum()], dtype=np.int32)
+        parts: list[NDArray[np.int32] | NDArray[np.float16]] = [checksum, note, predictions]
+        top_k = results[0].top_ids.shape[1]
+        if top_k:
+            ids = np.full((most, top_k), -1, dtype=np.int32)
+            chances = np.zeros((most, top_k), dtype=np.float16)
+            ids[:count] = np.concatenate([result.top_ids[own] for result, own in pairs])
+            chances[:count] = np.concatenate([result.top_probabilities[own] for result, own in pairs])
+            parts += [ids.reshape(-1), chances.reshape(-1)]
+        return np.concatenate([part.view(np.uint8) for part in parts])
+
+    def _unpack(self, nodes: list[NDArray[np.int64]], most: int, predictions: Codes, tops: Bytes) -> None:
+        """Take in what one rank predicts after `nodes`; also this one, so that rounding is the same everywhere."""
+        start = 0
+        top_k = self._results[0].top_ids.shape[1]
+        ids = tops[: 4 * most * top_k].view(np.int32).reshape(most, top_k)
+        chances = tops[4 * most * top_k :].view(np.float16).reshape(most, top_k)
+        for result, own in zip(self._results, nodes, strict=True):
+            end = start + len(own)
+            result.predictions[own] = predictions[start:end]
+            result.top_ids[own] = ids[start:end]
+            result.top_probabilities[own] = chances[start:end]
+            start = end
+
+    def _send(self, message: Bytes) -> list[Bytes]:
+        sent = len(message) * (self._exchange.size - 1)
+        self._step_bytes += sent
+        self._traffic.exchanges += 1
+        self._traffic.bytes_sent += sent
+        self._traffic.most_bytes = max(self._traffic.most_bytes, self._step_bytes)
+        return self._exchange.gather(message)
+
+    def _checksum(self) -> int:
+        """A number that differs where trees do: drafts must be the same on every rank."""
+        value = 0
+        for tree in self._trees:
+            value = zlib.crc32(np.array([tree.tokens, tree.parents], dtype=np.int64).tobytes(), value)
+        return int(np.uint32(value).view(np.int32))
+
+    def _disagree(self, rank: int) -> None:
+        error = ParallelError(
+            f"rank {rank} drafted another tree than rank {self.rank}: what drafts are made from, ngram_pool for "
+            "example, must be the same on all ranks"
+        )
+        self._exchange.fail(error, blamed=True)
+        raise error
+
+    def _count_step(self) -> None:
+        traffic = self._traffic
+        traffic.steps += 1
+        splits = [split for split, tree in zip(self._splits, self._trees, strict=True) if tree.root == 0]
+        if splits:
+            traffic.loads.append([sum(split.loads[rank] for split in splits) for rank in range(self._exchange.size)])
+            traffic.redundant.append(sum(split.redundant for split in splits))
+
+
+def _held(path: Sequence[int], held: Sequence[int]) -> int:
+    """How many nodes of `path`, from the root downwards, are among `held`."""
+    own = set(held)
+    return next((place for place, node in enumerate(path) if node not in own), len(path))
+
+
+def _grow(own: TokenTree, tree: TokenTree, split: Split, rank: int) -> dict[int, int]:
+    """Add to `own`, this rank's pending tokens, what it runs of `tree`.
+
+    Returns:
+        Where each node of `tree` that this rank runs is in `own`.
+    """
+    extra = own.root - tree.root
+    places = {node: node + extra for node in range(tree.root + 1)}
+    for node in range(tree.root):
+        own.reads[node + extra] = bool(split.owners[node] == rank)
+    for node in split.held[rank]:
+        parent, token = places[tree.parents[node]], tree.tokens[node]
+        if tree.kinds[node] is NodeKind.CANDIDATE:
+            (places[node],) = own.add_candidates([token], parent)
+        else:
+            places[node] = own.add_window_node(token, parent, read=bool(split.owners[node] == rank))
+    return places
+
+
+def _spread(result: ForwardResult, tree: TokenTree, split: Split, places: dict[int, int], rank: int) -> ForwardResult:
+    """The result for this rank's tree as a result for all of `tree`, with nothing where other ranks answer."""
+    top_k = result.top_ids.shape[1]
+    predictions = np.full(len(tree), -1, dtype=np.int64)
+    top_ids = np.full((len(tree), top_k), -1, dtype=np.int64)
+    chances = np.zeros((len(tree), top_k), dtype=np.float32)
+    nodes = np.flatnonzero(split.owners == rank)
+    own = [places[node] for node in nodes.tolist()]
+    predictions[nodes] = result.predictions[own]
+    top_ids[nodes], chances[nodes] = result.top_ids[own], result.top_probabilities[own]
+    rows = {node: result._rows[place] for node, place in places.items() if place in result._rows}
+    return replace(result, predictions=predictions, top_ids=top_ids, top_probabilities=chances, _rows=rows)

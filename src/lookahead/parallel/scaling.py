@@ -1,0 +1,30 @@
+"""Sizes of the paper's method for more than one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lookahead.config import LookaheadConfig
+from lookahead.errors import InvalidArgumentError
+
+
+def scale_config(config: LookaheadConfig, ranks: int) -> LookaheadConfig:
+    """`config` with W and G times the number of ranks, so that each rank has about as many nodes as one device had.
+
+    Section 3.4 of the paper: the window and the guess set grow with the FLOPs of the devices. N stays as it is. Other
+    methods than the paper's get as many times the nodes of a step, where those are given.
+
+    Args:
+        config: What is right for one device.
+        ranks: Devices that work together.
+
+    Raises:
+        InvalidArgumentError: `ranks` is not positive, or the sizes become too large.
+    """
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise InvalidArgumentError(f"ranks={ranks!r} must be a whole number of at least 1")
+    if config.preset == "paper":
+        return replace(config, window_size=config.window_size * ranks, guess_set_size=config.guess_set_size * ranks)
+    if config.step_budget is not None:
+        return replace(config, step_budget=config.step_budget * ranks)
+    return config

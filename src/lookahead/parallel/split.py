@@ -1,0 +1,179 @@
+"""Splitting the tree of a step into one tree for each rank (section 3.4 of the paper, Figure 3).
+
+Whole branches of candidates go to one rank, so that the rank that answers for the first token of an accepted run
+answers for all of it; where nobody needs that, large branches are cut further down. Columns of the window go to one
+rank each, together with the part of the trunk that they hang from. That part, the root, and the tokens above a cut are
+what ranks compute in duplicate. The split depends on nothing but its arguments, so every rank finds the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.token_tree import NodeKind, TokenTree
+
+
+@dataclass(frozen=True)
+class Split:
+    """Who runs which nodes of a tree.
+
+    Attributes:
+        owners: The one rank that answers for each node, `[nodes]` int64; -1 where no prediction is wanted.
+        held: For each rank the nodes below the root that it runs, ascending, ancestors included.
+        loads: For each rank how many nodes it runs, pending ones included.
+        redundant: How many of all these are there in duplicate: runs of a node beyond its first.
+    """
+
+    owners: NDArray[np.int64]
+    held: list[list[int]]
+    loads: list[int]
+    redundant: int
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What goes to one rank.
+
+    Attributes:
+        above: The nodes between the root and `nodes`, which the rank has to run as well.
+        nodes: Nodes that are in no other piece.
+    """
+
+    above: list[int]
+    nodes: list[int]
+
+
+def split_tree(tree: TokenTree, pending: Sequence[int], whole_branches: bool = True) -> Split:
+    """Split `tree` so that the largest load is small, in nodes.
+
+    Candidates are dealt out from rank 0 upwards, the window from the last rank downwards: the likeliest path is
+    then on rank 0, which names the token after the root, and few ranks compute the trunk.
+
+    Args:
+        tree: The tree of the step.
+        pending: For each rank how many decided tokens it has to run anyway, the root included. They differ where
+            a rank did not run the run of tokens that was accepted last.
+        whole_branches: Cut no branch of candidates below the root.
+    """
+    ranks = len(pending)
+    columns = _columns(tree)
+    low = max(max(pending), -(-(sum(pending) + len(tree) - tree.root - 1) // ranks))
+    high = max(pending) + len(tree)
+    branches = _branches(tree, len(tree) if whole_branches or ranks == 1 else max(1, low // 2))
+    best = _deal(branches, columns, pending, high)
+    assert best is not None  # one rank alone has room for everything
+    while low < high:
+        middle = (low + high) // 2
+        dealt = _deal(branches, columns, pending, middle)
+        if dealt is None:
+            low = middle + 1
+        else:
+            best, high = dealt, middle
+    return _split(tree, best, pending)
+
+
+def _branches(tree: TokenTree, most: int) -> list[_Piece]:
+    """The candidates, those of each child of the root together, cut where there are more than `most`; largest first."""
+    children: dict[int, list[int]] = {}
+    for node in range(tree.root + 1, len(tree)):
+        if tree.kinds[node] is NodeKind.CANDIDATE:
+            children.setdefault(tree.parents[node], []).append(node)
+    pieces = []
+    waiting = [_Piece([], _subtree(top, children)) for top in reversed(children.get(tree.root, []))]
+    while waiting:
+        piece = waiting.pop()
+        cut = _cut(piece, children) if len(piece.nodes) > most else []
+        if cut:
+            waiting.extend(reversed(cut))
+        else:
+            pieces.append(piece)
+    return sorted(pieces, key=lambda piece: -len(piece.nodes))
+
+
+def _subtree(top: int, children: dict[int, list[int]]) -> list[int]:
+    nodes = [top]
+    for node in nodes:  # grows as it goes
+        nodes.extend(children.get(node, ()))
+    return nodes
+
+
+def _cut(piece: _Piece, children: dict[int, list[int]]) -> list[_Piece]:
+    """The branches below the first node of `piece` that has several children; empty if it is a chain."""
+    above, node = list(piece.above), piece.nodes[0]
+    while True:
+        above.append(node)
+        below = children.get(node, [])
+        if len(below) != 1:
+            return [_Piece(above, _subtree(child, children)) for child in below]
+        node = below[0]
+
+
+def _columns(tree: TokenTree) -> list[list[int]]:
+    """The window nodes that are read, last one first, each with all its ancestors below the root.
+
+    One that is an ancestor of another comes with that. Neighbours have most of the trunk in common, so that a rank
+    which takes them in turn runs it once.
+    """
+    chains: list[list[int]] = []
+    seen: set[int] = set()
+    for node in range(len(tree) - 1, tree.root, -1):
+        if tree.kinds[node] is not NodeKind.WINDOW or not tree.reads[node] or node in seen:
+            continue
+        chain = []
+        above = node
+        while above > tree.root:
+            chain.append(above)
+            above = tree.parents[above]
+        seen.update(chain)
+        chains.append(chain)
+    return chains
+
+
+def _deal(branches: list[_Piece], columns: list[list[int]], pending: Sequence[int], most: int) -> list[set[int]] | None:
+    """Deal everything out so that no rank runs more than `most` nodes; `None` if that was not found.
+
+    Returns:
+        The nodes below the root that each rank runs.
+    """
+    held: list[set[int]] = [set() for _ in pending]
+    room = [most - load for load in pending]
+    rank = len(pending) - 1
+    for chain in columns:
+        while True:
+            own = held[rank]
+            new = [node for node in chain if node not in own] if own else chain
+            if len(new) <= room[rank]:
+                break
+            rank -= 1
+            if rank < 0:
+                return None
+        held[rank].update(new)
+        room[rank] -= len(new)
+    for branch in branches:
+        for rank, left in enumerate(room):
+            above = [node for node in branch.above if node not in held[rank]]
+            if len(above) + len(branch.nodes) <= left:
+                held[rank].update(above, branch.nodes)
+                room[rank] -= len(above) + len(branch.nodes)
+                break
+        else:
+            return None
+    return held
+
+
+def _split(tree: TokenTree, held: list[set[int]], pending: Sequence[int]) -> Split:
+    owners = np.full(len(tree), -1, dtype=np.int64)
+    for node, wanted in enumerate(tree.reads[: tree.root + 1]):
+        if wanted:
+            owners[node] = 0  # every rank has it; one decides, as rounding may differ
+    for rank, nodes in enumerate(held):
+        for node in nodes:
+            if owners[node] < 0 and tree.reads[node]:
+                owners[node] = rank
+    loads = [own + len(nodes) for own, nodes in zip(pending, held, strict=True)]
+    distinct = max(pending) + len(set().union(*held))
+    return Split(owners, [sorted(nodes) for nodes in held], loads, sum(loads) - distinct)

@@ -1,0 +1,192 @@
+"""The walk of one process, made by several ranks.
+
+Where the likeliest token of the raw logits is all that is wanted, every rank walks by itself, over predictions that
+are the same everywhere. Otherwise a token is named by one rank, which has the logits: rank 0 names the one after the
+root, and the rank that runs the branch it leads into goes on to the end of the walk. What it named is told to the
+others, who do as if they had named it: processors and criteria with a memory see every token, in order, and the
+random state moves on by as many draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from lookahead.decoder import Stop, name_token, verify
+from lookahead.engine import ForwardResult
+from lookahead.parallel.exchange import Exchange
+from lookahead.parallel.runner import ParallelRunner
+from lookahead.sequence import Sequence as TextSequence
+from lookahead.token_tree import NodeKind, TokenTree
+from lookahead.verification import Walk
+
+_NOTHING, _DECLINED = -1, -2
+"""What stands in a note besides tokens, of which each is sent as twice its id, plus 1 if the text is complete."""
+
+
+@dataclass
+class _Row:
+    """A walk on its way."""
+
+    number: int
+    sequence: TextSequence
+    tree: TokenTree
+    result: ForwardResult
+    node: int
+    path: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    stopped: bool = False
+    done: bool = False
+
+    def decline(self) -> None:
+        self.done = True
+
+    def take(self, token: int, stopped: bool) -> None:
+        """Go on to the child that holds `token`, if there is one."""
+        self.tokens.append(token)
+        self.stopped = stopped
+        child = None if stopped else self.tree.child(self.node, token)
+        if child is None:
+            self.done = True
+        else:
+            self.path.append(child)
+            self.node = child
+
+
+def walks_alone(sequences: Sequence[TextSequence], asks_others: bool, tie_margin: float) -> bool:
+    """Whether predictions decide everything.
+
+    Args:
+        sequences: Whose targets name the tokens.
+        asks_others: Whether the answer to when a text is complete may differ between ranks, as that of a clock does.
+        tie_margin: As for `lookahead.decoder.decode`; it needs logits.
+    """
+    return not asks_others and not tie_margin and all(sequence.target.is_argmax for sequence in sequences)
+
+
+class SharedVerification:
+    """Verification on several ranks, as a `lookahead.decoder.Verify`.
+
+    Tokens are named row after row, as in one process, since rows draw from one random state. A rank goes on from row
+    to row for as long as the walks stay in branches of its own, so that one sequence takes two exchanges at most,
+    and a batch one more for each walk that leads to another rank than the walk before it.
+
+    Args:
+        runner: Has run the trees.
+        exchange: The way to the other ranks, for logits if a caller wants them.
+        alone: Whether every rank can walk by itself; see `walks_alone`.
+    """
+
+    def __init__(self, runner: ParallelRunner, exchange: Exchange, alone: bool) -> None:
+        self._runner = runner
+        self._exchange = exchange
+        self._alone = alone
+
+    def __call__(
+        self,
+        sequences: Sequence[TextSequence],
+        trees: Sequence[TokenTree],
+        results: Sequence[ForwardResult],
+        stop: Stop,
+        tie_margin: float,
+    ) -> list[Walk | None]:
+        """Walk the trees of all sequences; the same walks on every rank."""
+        if self._alone:
+            self._runner.share(np.empty(0, dtype=np.int32))
+            return verify(sequences, trees, results, stop, tie_margin)
+        parts = zip(sequences, trees, results, strict=True)
+        rows = [
+            _Row(number, sequence, tree, result, tree.root)
+            for number, (sequence, tree, result) in enumerate(parts)
+            if not sequence.finished
+        ]
+        self._walk(rows, stop, tie_margin)
+        walks: list[Walk | None] = [None] * len(trees)
+        for row in rows:
+            walks[row.number] = Walk(row.path, row.tokens, row.stopped)
+        return walks
+
+    def _walk(self, rows: list[_Row], stop: Stop, tie_margin: float) -> None:
+        room = sum(_most_tokens(row.tree) for row in rows)
+        keeps = any(row.sequence.target.keeps for row in rows)
+        walker, shared = 0, False
+        while not shared or not all(row.done for row in rows):
+            note = np.full(room, _NOTHING, dtype=np.int32)
+            logits: list[torch.Tensor] = []
+            if self._runner.rank == walker:
+                codes = self._name(rows, stop, tie_margin, logits)
+                note[: len(codes)] = codes
+            told = (self._runner.tell(note) if shared else self._runner.share(note))[walker]
+            shared = True
+            codes = told[told != _NOTHING].tolist()
+            given = self._given_logits(logits, codes, rows, walker) if keeps else None
+            if self._runner.rank != walker:
+                _repeat(rows, codes, stop, given)
+            ahead = next((row for row in rows if not row.done), None)
+            if ahead is not None:
+                walker = self._runner.owner(ahead.number, ahead.node)
+
+    def _name(self, rows: list[_Row], stop: Stop, tie_margin: float, logits: list[torch.Tensor]) -> list[int]:
+        """Name tokens for as long as this rank has the logits; what is to be told of it."""
+        codes: list[int] = []
+        for row in rows:
+            sequence = row.sequence
+            while not row.done:
+                if row.node != row.tree.root and self._runner.owner(row.number, row.node) != self._runner.rank:
+                    return codes
+                token = name_token(sequence, row.tree, row.result, row.node, tie_margin)
+                if token is None:
+                    row.decline()
+                    codes.append(_DECLINED)
+                    continue
+                if sequence.target.keeps:
+                    logits.append(row.result.logits_after(row.node))
+                sequence.append(token)
+                row.take(token, stop(sequence))
+                codes.append(2 * token + row.stopped)
+        return codes
+
+    def _given_logits(
+        self, logits: list[torch.Tensor], codes: list[int], rows: list[_Row], walker: int
+    ) -> torch.Tensor | None:
+        """The logits `[tokens, vocabulary]` that the tokens were named from, for a caller who wants to see them."""
+        count = sum(code != _DECLINED for code in codes)
+        if not count:
+            return None
+        mine = self._runner.rank == walker
+        given = torch.cat(logits).cpu() if mine else torch.empty(count, rows[0].result.logits.shape[-1])
+        self._exchange.broadcast(given, walker)
+        return given
+
+
+def _repeat(rows: list[_Row], codes: list[int], stop: Stop, given: torch.Tensor | None) -> None:
+    """Do what the rank did that named these tokens."""
+    unfinished = iter([row for row in rows if not row.done])
+    row = next(unfinished)
+    place = 0
+    for code in codes:
+        if row.done:
+            row = next(unfinished)
+        if code == _DECLINED:
+            row.decline()
+            continue
+        token, stopped = code >> 1, bool(code & 1)
+        target = row.sequence.target
+        if not target.is_argmax:
+            # What is drawn here does not count, but processors see the text, and the random state moves on: how far
+            # depends on the size of the vocabulary alone.
+            logits = torch.zeros(row.result.logits.shape[-1]) if given is None else given[place]
+            target.choose(row.sequence.ids, logits[None].to(row.sequence.ids.device))
+        row.sequence.append(token)
+        stop(row.sequence)
+        row.take(token, stopped)
+        place += 1
+
+
+def _most_tokens(tree: TokenTree) -> int:
+    """Most tokens that a walk of `tree` may name."""
+    kinds = zip(tree.depths, tree.kinds, strict=True)
+    return 1 + max((depth for depth, kind in kinds if kind is NodeKind.CANDIDATE), default=tree.root) - tree.root

@@ -1,0 +1,188 @@
+"""The scaling law of lookahead decoding (section 4 of the paper): S from an acceptance rate, W, G and N.
+
+The law looks at one step. It verifies b guesses of gamma tokens each, and a token of a guess passes with probability
+alpha, whatever passed before it. In the paper's method b = W = G and gamma = N-1. As the pool does not have a good
+guess for every step, one step in f is taken to have some, and the others to add one token.
+
+What the law leaves out: guesses that begin alike (they do not pass independently), a pool that is still filling, and
+rates that depend on W, N or the place in the text. It describes a trend; alpha and f of one model and one kind of text
+say little about another.
+
+Source: Fu, Bailis, Stoica, Zhang, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", 2024,
+section 4, Eq. 4 to 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.errors import InvalidArgumentError
+
+
+def expected_tokens(alpha: float, length: int, guesses: int = 1) -> float:
+    """Expected number of tokens that a step adds when it verifies several guesses: Eq. 5.
+
+    `(gamma + 1) - sum over i = 1..gamma of (1 - alpha^i)^b`, with gamma = `length` and b = `guesses`. The longest
+    accepted beginning counts, and the token that the model names after it.
+
+    Args:
+        alpha: Probability that a token of a guess passes, given that those before it did; from 0 to 1.
+        length: gamma, tokens of a guess; at least 0.
+        guesses: b, guesses that are verified; at least 0.
+
+    Returns:
+        Tokens, from 1 to `length` + 1.
+
+    Raises:
+        InvalidArgumentError: An argument is out of its range.
+    """
+    _check_share("alpha", alpha)
+    _check_least("length", length, 0)
+    _check_least("guesses", guesses, 0)
+    return float(length + 1 - sum((1 - alpha**i) ** guesses for i in range(1, length + 1)))
+
+
+def expected_tokens_of_one(alpha: float, length: int) -> float:
+    """Expected number of tokens that a step adds when it verifies one guess: Eq. 4.
+
+    `(1 - alpha^(gamma + 1)) / (1 - alpha)` with gamma = `length`, here as the sum of `alpha^i` for i = 0..gamma, which
+    is the same and also holds for alpha = 1. It stays below `1 / (1 - alpha)` however long the guess: that is the
+    bound which more guesses (Eq. 5) lift.
+
+    Args:
+        alpha: As in `expected_tokens`.
+        length: gamma, tokens of the guess; at least 0.
+
+    Raises:
+        InvalidArgumentError: An argument is out of its range.
+    """
+    _check_share("alpha", alpha)
+    _check_least("length", length, 0)
+    return float(sum(alpha**i for i in range(length + 1)))
+
+
+def tokens_per_step(window_size: int, ngram_size: int, guess_set_size: int) -> int:
+    """Tokens that a step of the paper's method sends, `(W + G)(N - 1)`, which its FLOPs are in proportion to.
+
+    A step of this library sends at most as many: guesses that begin alike share nodes, and the pool is not always full.
+
+    Raises:
+        InvalidArgumentError: An argument is out of its range.
+    """
+    _check_least("window_size", window_size, 1)
+    _check_least("ngram_size", ngram_size, 2)
+    _check_least("guess_set_size", guess_set_size, 0)
+    return (window_size + guess_set_size) * (ngram_size - 1)
+
+
+@dataclass(frozen=True)
+class ScalingLaw:
+    """S for any sizes, given how often guesses are good: Eq. 7.
+
+    Args:
+        alpha: Probability that a token of a good guess passes, from 0 to 1.
+        f: One step in f has good guesses; at least 1.
+
+    Raises:
+        InvalidArgumentError: An argument is out of its range.
+    """
+
+    alpha: float
+    f: float
+
+    def __post_init__(self) -> None:
+        _check_share("alpha", self.alpha)
+        if not self.f >= 1:
+            raise InvalidArgumentError(f"f={self.f!r} must be at least 1: one step in f has good guesses")
+
+    def step_compression(self, window_size: int, ngram_size: int) -> float:
+        """S for W = G = `window_size` and N = `ngram_size`: `(f - 1 + E(tokens)) / f`, E(tokens) from Eq. 5.
+
+        Raises:
+            InvalidArgumentError: A size is out of its range.
+        """
+        _check_least("window_size", window_size, 1)
+        _check_least("ngram_size", ngram_size, 2)
+        return (self.f - 1 + expected_tokens(self.alpha, ngram_size - 1, window_size)) / self.f
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measured S.
+
+    Attributes:
+        window_size: W, which is G as well.
+        ngram_size: N.
+        step_compression: S, tokens generated over steps (Eq. 6).
+    """
+
+    window_size: int
+    ngram_size: int
+    step_compression: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The law that fits some measured S best.
+
+    Attributes:
+        law: It.
+        deviation: Root of the mean squared difference of measured and computed S.
+    """
+
+    law: ScalingLaw
+    deviation: float
+
+
+def fit(points: Sequence[Measured]) -> Fit:
+    """The alpha and f with the least sum of squared differences between Eq. 7 and measured S.
+
+    For a given alpha Eq. 7 is linear in 1/f, `S - 1 = (E(tokens) - 1) / f`, so that the best f has a closed form;
+    alpha is searched on a grid that is refined around its best point, to 1e-9.
+
+    Args:
+        points: What was measured with W = G. Different sizes are needed: one alone fits any alpha.
+
+    Raises:
+        InvalidArgumentError: The points have fewer than two different sizes, or no S above 1, which no law fits.
+    """
+    if len({(point.window_size, point.ngram_size) for point in points}) < 2:
+        raise InvalidArgumentError(f"{len(points)} points do not tell alpha from f; measure S for two sizes or more")
+    gains = np.array([point.step_compression - 1 for point in points], dtype=np.float64)
+    low, high = 0.0, 1.0
+    for _ in range(10):
+        grid = np.linspace(low, high, 101)
+        costs = [_cost(alpha, points, gains)[0] for alpha in grid]
+        best, width = float(grid[int(np.argmin(costs))]), (high - low) / 100
+        low, high = max(0.0, best - width), min(1.0, best + width)
+    cost, rate = _cost(best, points, gains)
+    if rate <= 0:
+        raise InvalidArgumentError("no measured S is above 1: there is nothing to fit, whatever alpha and f")
+    return Fit(ScalingLaw(best, 1 / rate), float(np.sqrt(cost / len(points))))
+
+
+def _cost(alpha: float, points: Sequence[Measured], gains: NDArray[np.float64]) -> tuple[float, float]:
+    """Sum of squared differences for the best 1/f that goes with `alpha`, and that 1/f, from 0 to 1."""
+    most = np.array([expected_tokens(alpha, point.ngram_size - 1, point.window_size) - 1 for point in points])
+    square = float(most @ most)
+    rate = min(1.0, max(0.0, float(most @ gains) / square)) if square > 0 else 0.0
+    differences = gains - rate * most
+    return float(differences @ differences), rate
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise InvalidArgumentError(f"{name}={value!r} is a probability; it must be from 0 to 1")
+
+
+def _check_least(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise InvalidArgumentError(f"{name}={value!r} must be a whole number of at least {least}")
+
+
+PAPER_LAW = ScalingLaw(alpha=0.425, f=3.106)
+"""What the paper found for LLaMA-2-Chat-7B on MT-Bench (Fig. 4(b))."""

@@ -1,0 +1,342 @@
+"""`lookahead bench run`: what is measured and compared, what is not measured twice, and what is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import lookahead.bench.measuring as measuring
+from bench_suite import (
+    AUTO,
+    ENGINE,
+    KEPT,
+    LOOKUP,
+    MODEL,
+    NEW_TOKENS,
+    OTHERS,
+    PLAIN,
+    SAMPLED,
+    TASK,
+    WORDS,
+    make_model,
+    write_prompts,
+)
+from lookahead.bench.forward_counter import ForwardCounter
+from lookahead.bench.method_runner import MethodRunner, Run
+from lookahead.bench.models import load, sharing_weights
+from lookahead.bench.suite import ModelSpec
+from lookahead.cli import main
+
+Bench = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model_folder: Path) -> Path:
+    """A folder with the model and the prompts."""
+    (tmp_path / "tiny").symlink_to(model_folder)
+    write_prompts(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def bench(folder: Path) -> Bench:
+    """Run a benchmark, given as TOML, with more arguments if wanted; returns the exit code."""
+
+    def run(suite: str, *more: str) -> int:
+        (folder / "suite.toml").write_text(suite)
+        output = ["--output", str(folder / "results.jsonl"), "--device", "cpu"]
+        return main(["bench", "run", str(folder / "suite.toml"), *output, *more])
+
+    return run
+
+
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def keys(folder: Path) -> list[tuple[str, str, int]]:
+    return [(row["method"], row["prompt"], row["repeat"]) for row in rows_in(folder)]
+
+
+def refused(capsys: pytest.CaptureFixture[str]) -> str:
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, runs: int) -> None:
+    """Let Ctrl-C come in the middle of the run after so many."""
+    done = 0
+
+    class Interrupted(MethodRunner):
+        def run(self, *arguments: Any) -> Run:
+            nonlocal done
+            if done == runs:
+                raise KeyboardInterrupt
+            done += 1
+            return super().run(*arguments)
+
+    monkeypatch.setattr(measuring, "MethodRunner", Interrupted)
+
+
+# what is measured
+
+
+def test_all_methods_on_all_tasks(bench: Bench, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(MODEL + TASK + SAMPLED + PLAIN + ENGINE + AUTO + KEPT + LOOKUP + OTHERS) == 0
+    out, err = capsys.readouterr()
+    assert "tiny, words" in out
+    assert "tiny, drawn" in out
+    assert err == ""
+    rows = rows_in(folder)
+    methods = {row["method"] for row in rows}
+    assert methods == {
+        "plain",
+        "engine",
+        "auto",
+        "kept",
+        "lookup",
+        "assisted",
+        "jacobi",
+        "paper",
+        "recycling",
+        "matches",
+    }
+    assert len(rows) == 2 * 2 * len(methods)
+    assert [row["method"] for row in rows[:2]] == ["plain", "engine"]
+    assert rows[len(methods)]["method"] == "engine", "each prompt begins with another method"
+    for row in rows:
+        expected = next(
+            other["output"]
+            for other in rows
+            if other["reference"] and (other["task"], other["prompt"]) == (row["task"], row["prompt"])
+        )
+        drafts_of_transformers = row["method"] in ("lookup", "assisted")
+        assert row["exact"] == (row["task"] == "words" or not drafts_of_transformers)
+        if row["exact"]:
+            assert row["output"] == expected, row["method"]
+        assert len(row["output"]) == row["tokens"] == sum(row["accepted_lengths"]) == NEW_TOKENS
+        assert len(row["accepted_lengths"]) == len(row["nodes_per_step"]) == row["steps"]
+        assert all(
+            length <= nodes for length, nodes in zip(row["accepted_lengths"], row["nodes_per_step"], strict=True)
+        )
+        assert row["S"] == pytest.approx(row["tokens"] / row["steps"], abs=1e-4)
+        assert row["cpu_seconds"] >= 0
+        assert row["wall_seconds"] > 0
+        assert bool(row["seconds"]) == ("lookahead" in row["settings"]["method"])
+        assert row["machine"]["threads"] == torch.get_num_threads()
+        assert row["versions"]["torch"] == torch.__version__
+        assert len(row["config"]) == 16
+    assert len({tuple(row["output"]) for row in rows if row["reference"]}) == 4, "the texts are different ones"
+
+
+def test_steps_of_assisted_generation_are_those_of_the_model(model_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    prompt = torch.tensor([[1, 2, 3, 4, 1, 2]])
+    arguments = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
+    # A drafting model that is the model itself: what it drafts is right, up to where it stops drafting.
+    assistant = AutoModelForCausalLM.from_pretrained(model_folder)
+    assistant.generation_config.num_assistant_tokens = 5
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    with ForwardCounter(model, prompt.shape[1]) as counter:
+        output = model.generate(prompt, assistant_model=assistant, **arguments)
+    tokens = output.shape[1] - prompt.shape[1]
+    nodes, lengths = counter.steps(tokens)
+    assert sum(lengths) == tokens == 20
+    assert lengths[:3] == [6, 6, 6]
+    assert nodes[:3] == [6, 6, 6]
+    model.generate(prompt, **arguments)
+    assert counter.steps(tokens) == (nodes, lengths), "it has ended"
+
+
+def test_random_models_and_cut_prompts(bench: Bench, folder: Path) -> None:
+    model = (
+        '[[models]]\nname = "random"\ntokenizer = "tiny"\nseed = 5\n'
+        "random = { hidden_size = 16, intermediate_size = 16, num_hidden_layers = 1, num_attention_heads = 2, "
+        "max_position_embeddings = 16 }\n"
+    )
+    beginning = TASK.replace('"words"', '"beginning"') + 'max_prompt_tokens = 3\nkeep = "beginning"\n'
+    assert bench(model + TASK + beginning + PLAIN + ENGINE, "--limit", "1") == 0
+    rows = rows_in(folder)
+    assert [row["prompt_tokens"] for row in rows] == [4, 4, 3, 3], "16 positions, 12 of them for what is generated"
+    assert {row["settings"]["model"]["seed"] for row in rows} == {5}
+    assert {row["tokens"] for row in rows} == {NEW_TOKENS}
+
+
+def test_random_weights_come_from_the_seed(folder: Path) -> None:
+    state = torch.random.get_rng_state()
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    first, same, other = (
+        load(ModelSpec("x", None, sizes, seed=seed, tokenizer=folder / "tiny"), torch.device("cpu"))
+        for seed in (1, 1, 2)
+    )
+    assert first.identity == same.identity != other.identity
+    assert torch.equal(state, torch.random.get_rng_state()), "nobody else's draws are changed"
+
+
+def test_objects_share_weights(llama: LlamaForCausalLM) -> None:
+    other = sharing_weights(llama)
+    assert other is not llama
+    assert other.model.layers[0] is not llama.model.layers[0]
+    assert [weight.data_ptr() for weight in other.parameters()] == [weight.data_ptr() for weight in llama.parameters()]
+
+
+def test_a_method_with_a_memory_begins_every_pass_with_an_empty_one(
+    bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: dict[tuple[int, str], list[str]] = {}
+
+    class Watched(MethodRunner):
+        def run(self, *arguments: Any) -> Run:
+            met.setdefault((id(self._model), self.method.name), []).append(arguments[0].tolist()[0])
+            self.models = [*getattr(self, "models", []), self._model]  # keeps their ids theirs
+            return super().run(*arguments)
+
+    monkeypatch.setattr(measuring, "MethodRunner", Watched)
+    assert bench("repeats = 2\n" + MODEL + TASK + SAMPLED + PLAIN + AUTO + KEPT) == 0
+    of_kept = [prompts for (_, method), prompts in met.items() if method == "kept"]
+    assert [len(prompts) for prompts in of_kept] == [2, 2, 2, 2], "a model object for each task and pass, in order"
+    assert all(prompts == of_kept[0] for prompts in of_kept)
+    assert [len(prompts) for (_, method), prompts in met.items() if method == "auto"] == [8]
+
+
+# what is not measured twice
+
+
+def test_goes_on_where_it_stopped(
+    bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = MODEL + TASK + PLAIN + ENGINE + LOOKUP
+    interrupt_after(monkeypatch, 4)
+    assert bench(suite) == 130
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "the same command goes on" in err
+    assert len(rows_in(folder)) == 4
+    monkeypatch.undo()
+    before = (folder / "results.jsonl").read_text()
+    (folder / "results.jsonl").write_text(before + before[:100])  # a line that was cut off
+    assert bench(suite) == 0
+    assert (folder / "results.jsonl").read_text().startswith(before)
+    assert len(keys(folder)) == len(set(keys(folder))) == 6
+    whole = (folder / "results.jsonl").read_text()
+    assert bench(suite) == 0
+    assert (folder / "results.jsonl").read_text() == whole
+
+
+def test_a_method_with_a_memory_starts_its_task_again(
+    bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = MODEL + TASK + PLAIN + KEPT
+    interrupt_after(monkeypatch, 3)
+    assert bench(suite) == 130
+    assert [row["method"] for row in rows_in(folder)] == ["plain", "kept", "kept"]
+    monkeypatch.undo()
+    assert bench(suite) == 0, "it had come to the end of its prompts"
+    assert [row["method"] for row in rows_in(folder)] == ["plain", "kept", "kept", "plain"]
+
+    interrupt_after(monkeypatch, 2)
+    assert bench(suite, "--restart") == 130
+    assert keys(folder) == [("plain", "p/0", 0), ("kept", "p/0", 0)]
+    monkeypatch.undo()
+    assert bench(suite) == 0
+    assert sorted(keys(folder)) == sorted(
+        [("plain", "p/0", 0), ("kept", "p/0", 0), ("kept", "p/1", 0), ("plain", "p/1", 0)]
+    )
+    assert keys(folder)[0] == ("plain", "p/0", 0), "what needs no memory stays"
+
+    assert bench(suite, "--restart", "--limit", "1") == 0
+    before = rows_in(folder)
+    assert bench(suite) == 0
+    assert before[0] in rows_in(folder)
+    assert before[1] not in rows_in(folder), "a longer task is another walk through the prompts"
+
+
+def test_rows_measured_in_another_way_are_kept_apart(
+    bench: Bench, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(MODEL + TASK + PLAIN + LOOKUP, "--limit", "1") == 0
+    before = (folder / "results.jsonl").read_text()
+    capsys.readouterr()
+    for changed, words in (
+        (MODEL + TASK.replace("12", "8") + PLAIN, ["max_new_tokens", "12 then, 8 now"]),
+        (MODEL + TASK + PLAIN + LOOKUP.replace("4", "5"), ["'lookup'", "prompt_lookup_num_tokens", "4 then, 5 now"]),
+        (MODEL + 'dtype = "bfloat16"\n' + TASK + PLAIN, ["another model", "dtype", "'bfloat16' now"]),
+    ):
+        assert bench(changed) == 2
+        message = refused(capsys)
+        assert all(word in message for word in [*words, "--restart", "--output"]), message
+        assert (folder / "results.jsonl").read_text() == before
+    write_prompts(folder, [{"id": "p/0", "prompt": "w5 w6 w7"}])
+    assert bench(MODEL + TASK + PLAIN) == 2
+    assert "another task (input" in refused(capsys)
+    assert bench(MODEL + TASK.replace("12", "8") + PLAIN, "--restart") == 0
+    assert {row["tokens"] for row in rows_in(folder)} == {8}
+
+
+# whether outputs are identical
+
+
+def wrong(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Let a method say another word at its fourth place."""
+
+    class Wrong(MethodRunner):
+        def run(self, *arguments: Any) -> Run:
+            run = super().run(*arguments)
+            if self.method.name == method:
+                run.output[3] = (run.output[3] + 1) % len(WORDS)
+            return run
+
+    monkeypatch.setattr(measuring, "MethodRunner", Wrong)
+
+
+@pytest.mark.parametrize("method", ["engine", "lookup"])
+def test_another_text_is_found(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    wrong(monkeypatch, method)
+    assert bench(MODEL + TASK + PLAIN + ENGINE + LOOKUP) == 1
+    out, err = capsys.readouterr()
+    assert "NO, 0 of 2" in out
+    for prompt in ("p/0", "p/1"):
+        found = f"{method} on {prompt} (tiny, words, pass 1): differs from the reference at new token 3"
+        assert f"DIFFERENT: {found}" in err
+    assert "2 outputs differ" in err
+    monkeypatch.undo()
+    assert bench(MODEL + TASK + PLAIN + ENGINE + LOOKUP) == 1, "the rows are still in the file"
+
+
+def test_differences_are_counted_where_rounding_decides(
+    bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong(monkeypatch, "engine")
+    assert bench("exact = false\n" + MODEL + 'dtype = "bfloat16"\n' + TASK + PLAIN + ENGINE) == 0
+    out, err = capsys.readouterr()
+    assert "0 of 2" in out
+    assert "NO" not in out
+    assert err == ""
+    assert {row["exact"] for row in rows_in(folder)} == {False}
+
+
+def test_transformers_refuses_a_method(bench: Bench, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(MODEL + TASK + PLAIN + LOOKUP.replace("prompt_lookup_num_tokens", "prompt_look")) == 2
+    message = refused(capsys)
+    assert "'lookup'" in message
+    assert "prompt_look" in message
+    assert keys(folder) == [("plain", "p/0", 0)]

@@ -1,0 +1,146 @@
+"""The file that describes a benchmark: what it says, and what is refused, with the key that is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench_suite import AUTO, MODEL, PLAIN, SAMPLED, TASK, write_prompts
+from lookahead import InvalidArgumentError, LookaheadConfig
+from lookahead.bench.prompts import read_prompts
+from lookahead.bench.suite import SamplingSpec, TaskSpec
+from lookahead.bench.suite_file import read_suite
+from lookahead.cli import main
+
+CONFIGS = sorted((Path(__file__).parents[1] / "benchmarks" / "configs").glob("*.toml"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text("{}")
+    write_prompts(tmp_path)
+    return tmp_path
+
+
+def test_what_the_file_says(folder: Path) -> None:
+    path = folder / "suite.toml"
+    random = '[[models]]\nname = "made"\nrandom = { hidden_size = 8 }\nseed = 4\n'
+    assisted = '[[methods]]\nname = "assisted"\ntransformers = { num_beams_ = 1 }\nassistant = "demo"\n'
+    path.write_text("repeats = 2\n" + MODEL + random + TASK + SAMPLED + "prompts = 7\n" + PLAIN + AUTO + assisted)
+    suite = read_suite(path)
+    assert suite.repeats == 2
+    assert [(model.name, model.path, model.exact) for model in suite.models] == [
+        ("tiny", folder / "tiny", True),
+        ("made", None, True),
+    ]
+    assert suite.models[1].random == {"hidden_size": 8}
+    assert suite.models[1].seed == 4
+    greedy, sampled = suite.tasks
+    assert (greedy.sampling, greedy.prompts, greedy.keep) == (None, None, "end")
+    assert (sampled.sampling, sampled.prompts) == (SamplingSpec(temperature=0.8, seed=3), 7)
+    assert sampled.data == folder / "words.jsonl"
+    plain, auto, assisted_method = suite.methods
+    assert suite.reference is plain
+    assert auto.lookahead == LookaheadConfig(preset="auto")
+    assert assisted_method.assistant == "demo"
+    assert not assisted_method.keeps_draws(sampled)
+    assert assisted_method.keeps_draws(greedy)
+    assert auto.keeps_draws(sampled)
+
+
+def test_prompts_may_lie_elsewhere(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("suites") / "suite.toml"
+    path.write_text(MODEL.replace('"tiny"\n', '"demo"\n') + TASK + PLAIN)
+    with pytest.raises(InvalidArgumentError, match=r"tasks\[0\].data='words.jsonl'.*--data"):
+        read_suite(path)
+    assert read_suite(path, folder).tasks[0].data == folder / "words.jsonl"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_suites_that_come_along(path: Path, folder: Path) -> None:
+    for name in ("humaneval", "classeval", "gsm8k", "spec_bench"):
+        (folder / f"{name}.jsonl").write_text('{"id": "a", "prompt": "b"}\n')
+    suite = read_suite(path, folder)
+    assert any(method.lookahead is not None and method.lookahead.preset == "auto" for method in suite.methods)
+
+
+WHOLE = MODEL + TASK + PLAIN
+
+
+@pytest.mark.parametrize(
+    ("suite", "words"),
+    [
+        ("models = [", ["no TOML"]),
+        (TASK + PLAIN, ["models", "at least one table"]),
+        (MODEL + PLAIN, ["tasks", "at least one table"]),
+        ("models = 3\n" + TASK + PLAIN, ["models", "[[models]]"]),
+        ("repeats = 0\n" + WHOLE, ["repeats=0", "at least 1"]),
+        ("repeat = 2\n" + WHOLE, ["repeat is no key", "repeats"]),
+        ("exact = 1\n" + WHOLE, ["exact=1", "true or false"]),
+        (MODEL + MODEL + TASK + PLAIN, ["models[1].name='tiny'", "twice"]),
+        (MODEL.replace('name = "tiny"', "") + TASK + PLAIN, ["models[0].name", "missing"]),
+        (MODEL.replace('path = "tiny"', "") + TASK + PLAIN, ["models[0]", "`path` and `random`"]),
+        (MODEL.replace('path = "tiny"', 'path = "none"') + TASK + PLAIN, ["models[0].path='none'", "config.json"]),
+        (MODEL.replace('path = "tiny"', "random = { x = 1 }") + TASK + PLAIN, ["models[0].random.x", "LlamaConfig"]),
+        (MODEL + 'dtype = "int8"\n' + TASK + PLAIN, ["models[0].dtype='int8'", "bfloat16"]),
+        (MODEL + TASK.replace("words.jsonl", "none.jsonl") + PLAIN, ["tasks[0].data='none.jsonl'", "--data"]),
+        (MODEL + TASK.replace("12", '"12"') + PLAIN, ["tasks[0].max_new_tokens='12'", "whole number"]),
+        (MODEL + TASK + 'keep = "middle"\n' + PLAIN, ["tasks[0].keep='middle'", "beginning"]),
+        (MODEL + TASK + "sampling = { temperature = 0 }\n" + PLAIN, ["tasks[0].sampling.temperature=0", "above 0"]),
+        (MODEL + TASK + "sampling = { top_p = 2 }\n" + PLAIN, ["tasks[0].sampling.top_p=2", "at most 1"]),
+        (MODEL + TASK + "sampling = { heat = 2 }\n" + PLAIN, ["tasks[0].sampling.heat is no key", "temperature"]),
+        (MODEL + TASK + "sampling = 1\n" + PLAIN, ["tasks[0].sampling=1", "table"]),
+        (MODEL + TASK + AUTO, ["methods", "transformers = {}", "none"]),
+        (WHOLE + PLAIN.replace('"plain"', '"again"'), ["methods", "exactly one", "'plain', 'again'"]),
+        (WHOLE + '[[methods]]\nname = "x"\n', ["methods[1] ('x')", "`lookahead`", "`transformers`"]),
+        (WHOLE + AUTO.replace("preset", "present"), ["methods[1].lookahead", "'present'"]),
+        (WHOLE + AUTO.replace('"auto" }', '"fast" }'), ["methods[1].lookahead", "preset='fast'", "auto"]),
+        (WHOLE + AUTO.replace(" }", ", step_budget = 0 }"), ["methods[1].lookahead", "step_budget=0"]),
+        (WHOLE + AUTO.replace(" }", ', memory = "a.bin" }'), ["methods[1].lookahead.memory='a.bin'", "process"]),
+        (WHOLE + PLAIN.replace("{}", "{ do_sample = true }"), ["methods[1].transformers.do_sample", "tasks"]),
+        (WHOLE + AUTO + 'assistant = "demo"\n', ["methods[1].assistant is no key"]),
+    ],
+)
+def test_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], suite: str, words: list[str]) -> None:
+    path = folder / "suite.toml"
+    path.write_text(suite)
+    assert main(["bench", "run", str(path), "--output", str(folder / "out.jsonl")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert all(word in err for word in words), err
+    assert not (folder / "out.jsonl").exists()
+
+
+def test_no_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "run", "none.toml", "--output", "out.jsonl"]) == 2
+    assert "cannot read the benchmark none.toml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "field", "message"),
+    [
+        ("", None, "holds no prompts"),
+        ('{"id": "a"}\n', None, "line 1 needs a text in `prompt` or `turns`"),
+        ('{"prompt": "x"}\n', None, "line 1 needs an `id`"),
+        ('{"id": "a", "prompt": "x"}\nplain text\n', None, "line 2 is no JSON"),
+        ('{"id": "a", "prompt": "x"}\n\n{"id": "a", "prompt": "y"}\n', None, "same `id` twice"),
+        ('{"id": "a", "prompt": "x"}\n', "question", "needs a text in `question`, as task 'words' says"),
+    ],
+)
+def test_prompt_files_that_cannot_be_used(tmp_path: Path, lines: str, field: str | None, message: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(lines)
+    with pytest.raises(InvalidArgumentError, match=message):
+        read_prompts(TaskSpec("words", path, field))
+
+
+def test_prompts_by_field(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"id": 1, "question": "x", "prompt": "y"}\n{"id": 2, "question": ["z", "w"]}\n')
+    prompts = read_prompts(TaskSpec("words", path, "question"))
+    assert [(prompt.id, prompt.number, prompt.text) for prompt in prompts] == [("1", 0, "x"), ("2", 1, "z")]
+    assert len(read_prompts(TaskSpec("words", path, "question", prompts=1))) == 1
+    assert len(read_prompts(TaskSpec("words", path, "question"), limit=1)) == 1
