@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # never touches thread settings.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quantized test-exact lint format results bench-engine clean
+.PHONY: help demo test test-quantized test-exact test-parallel lint format results bench-engine paper-evaluation pictures clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -33,10 +33,14 @@ build/torchao: constraints.txt | $(VENV)/installed
 test-quantized: build/torchao  ## The tests that need torchao
 	PYTHONPATH=build/torchao $(BIN)/python -m pytest tests/test_wrappers.py -k quantisation
 
-test-exact: $(VENV)/installed  ## 1,000 greedy, 500 sampled and 300 batched random cases against transformers' own generate
+test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled and 300 batched random cases against transformers' own generate
 	$(BIN)/python tests/run_exactness.py --cases 1000 --seed 0
+	$(BIN)/python tests/run_exactness.py --cases 200 --seed 1 --engine static
 	$(BIN)/python tests/run_sampling.py --cases 500 --seed 0
 	$(BIN)/python tests/run_batches.py --cases 300 --seed 0
+
+test-parallel: $(VENV)/installed  ## 200 random cases on 1 to 4 ranks against one process, and 20 times a rank is killed
+	$(BIN)/python tests/run_parallel.py --cases 200 --kills 20 --seed 0
 
 lint: $(VENV)/installed  ## Style and types
 	$(BIN)/ruff check src tests tools benchmarks
@@ -64,6 +68,23 @@ bench-engine: $(VENV)/installed  ## Measure what steps cost on one CPU thread an
 	$(BIN)/python benchmarks/engine.py --model demo --dtype bfloat16 --threads 1 \
 		--output benchmarks/results/engine-demo.jsonl $(RESTART)
 	$(BIN)/python benchmarks/write_engine.py
+
+paper-evaluation: $(VENV)/installed  ## Repeat the paper's evaluation and write docs/paper.md (half an hour); SHARED=folder
+	$(BIN)/python benchmarks/paper_evaluation.py grid --model $(SHARED)/models/stories260k --data $(SHARED)/data \
+		--prompts stories.jsonl --threads 1 --output benchmarks/results/paper-grid-stories260k.jsonl $(RESTART)
+	$(BIN)/python benchmarks/paper_evaluation.py tasks --model demo --data $(SHARED)/data \
+		--prompts humaneval.jsonl,classeval.jsonl,gsm8k.jsonl,spec_bench.jsonl --per-task 4 --max-new-tokens 96 \
+		--threads 1 --output benchmarks/results/paper-tasks-demo.jsonl $(RESTART)
+	$(BIN)/python benchmarks/paper_evaluation.py sampling --model $(SHARED)/models/stories260k --data $(SHARED)/data \
+		--prompts stories.jsonl --seeds 3 --max-new-tokens 100 --threads 1 \
+		--output benchmarks/results/paper-sampling-stories260k.jsonl $(RESTART)
+	$(BIN)/python benchmarks/paper_evaluation.py sampling --model demo --data $(SHARED)/data \
+		--prompts humaneval.jsonl,gsm8k.jsonl --per-task 3 --seeds 2 --max-new-tokens 64 --threads 1 \
+		--output benchmarks/results/paper-sampling-demo.jsonl $(RESTART)
+	$(BIN)/python benchmarks/write_paper_evaluation.py
+
+pictures: $(VENV)/installed  ## Draw the pictures of docs/method.md from a real run of the demo model
+	$(BIN)/python benchmarks/method_pictures.py
 
 clean:  ## Remove the environment and all that the tools left behind
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -1,0 +1,424 @@
+"""Draw how lookahead decoding works, from a real run: docs/images/method-{tree,mask,window}.png.
+
+    python benchmarks/method_pictures.py [--model demo] [--prompt TEXT] [--output docs/images]
+
+A text is decoded greedily with the paper's method and a small window (W=5, N=4, G=3), and every step is kept. Of these
+steps the pictures show one whose candidates were accepted (its token tree, and the attention mask of that tree), and
+six in a row in which the window forms an n-gram that is accepted soon afterwards. Nothing in them is made up: tokens,
+parents and mask are those that the model was given. matplotlib is needed: `pip install 'lookahead-decoding[plot]'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from common import load_model, parse_positive, run_safely
+from lookahead.decoder import decode
+from lookahead.demo import DEMO_PROMPT
+from lookahead.drafting import JacobiWindow, NGramPool, PaperDrafter, StepResult
+from lookahead.engine import ModelRunner
+from lookahead.sequence import Sequence as TextSequence
+from lookahead.statistics import Statistics
+from lookahead.token_tree import NodeKind, TokenTree, lay_out
+from lookahead.verification import Target
+from write_results import ResultsError
+
+WINDOW_SIZE, NGRAM_SIZE, GUESS_SET_SIZE = 5, 4, 3
+"""W, N and G of the pictures: W and N are those of the paper's Fig. 2."""
+
+SHOWN_STEPS = 6
+
+# Colours that are told apart by most colour-blind readers; those of the window's rows are Fig. 2's, oldest first.
+ROOT, CANDIDATE, ACCEPTED, UNSEEN = "#56b4e9", "#cdb4db", "#1b7f3b", "#f2f2f2"
+ROWS = ("#f4b860", "#8fd3a8", "#ee8f7a", "#ffffff")
+
+
+@dataclass
+class Step:
+    """One step as it was: what was sent, what came of it, and the window before it."""
+
+    tree: TokenTree
+    guesses: list[tuple[int, ...]]
+    rows: list[list[int]]
+    result: StepResult | None = None
+    ngrams: list[tuple[int, ...]] = field(default_factory=list)
+    new_row: list[int] = field(default_factory=list)
+
+    @property
+    def root(self) -> int:
+        """Token id of the last decided token."""
+        return self.tree.tokens[self.tree.root]
+
+    @property
+    def path(self) -> list[int]:
+        """Nodes that were accepted."""
+        return [] if self.result is None else self.result.path
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids that the step added to the text."""
+        return [] if self.result is None else self.result.tokens
+
+    def window_rows(self) -> list[list[int]]:
+        """The window's nodes, row 0 (without the root) first."""
+        nodes = iter([node for node, kind in enumerate(self.tree.kinds) if kind is NodeKind.WINDOW])
+        return [[next(nodes) for _ in row] for row in self.rows]
+
+
+class WatchedDrafter:
+    """The paper's method, every step of which is kept."""
+
+    top_k = 0
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._window = JacobiWindow(WINDOW_SIZE, NGRAM_SIZE, seed=0)
+        self._pool = NGramPool(NGRAM_SIZE, GUESS_SET_SIZE)
+        self._drafter = PaperDrafter(self._window, self._pool)
+
+    def start(self, prompt: Sequence[int]) -> None:
+        """Begin a text."""
+        self._drafter.start(prompt)
+
+    def propose(self, tree: TokenTree) -> None:
+        """Draft, and note what was drafted."""
+        guesses = self._pool.lookup(tree.tokens[tree.root])
+        self.steps.append(Step(tree, guesses, self._window.rows))
+        self._drafter.propose(tree)
+
+    def observe(self, result: StepResult) -> None:
+        """Learn, and note what was learned."""
+        step = self.steps[-1]
+        step.result = result
+        if len(step.rows) == NGRAM_SIZE - 1:  # not in warm-up
+            step.new_row = [int(result.predictions[node]) for node in step.window_rows()[-1]]
+            step.ngrams = list(zip([step.root, *step.rows[0]], *step.rows[1:], step.new_row, strict=True))
+        self._drafter.observe(result)
+
+
+def watch(model: Any, tokens: list[int], length: int) -> list[Step]:
+    """The steps of a greedy text of `length` new tokens."""
+    drafter = WatchedDrafter()
+    sequence = TextSequence(torch.tensor([tokens]), tokens, drafter, Target())
+    with torch.no_grad():
+        decode(ModelRunner(model, 1), [sequence], lambda text: len(text.tokens) >= len(tokens) + length, Statistics())
+    return drafter.steps
+
+
+def choose_step(steps: Sequence[Step]) -> Step:
+    """The step for tree and mask: most tokens accepted, then most candidates, then the earliest."""
+    full = [step for step in steps if step.new_row and step.path]
+    if not full:
+        raise ResultsError("no candidate was accepted in this text: choose another --prompt, or more --tokens")
+    return max(full, key=lambda step: (len(step.path), step.tree.kinds.count(NodeKind.CANDIDATE)))
+
+
+@dataclass(frozen=True)
+class Life:
+    """An n-gram from its first token to its acceptance.
+
+    Attributes:
+        column: Column of the window that it formed in.
+        tokens: It, N token ids.
+        found: Index of the step that finished it.
+        accepted: Index of the step that accepted it.
+    """
+
+    column: int
+    tokens: tuple[int, ...]
+    found: int
+    accepted: int
+
+
+def choose_life(steps: Sequence[Step]) -> Life:
+    """The n-gram for the picture of the window: formed from its first token on and accepted in the six steps shown."""
+    lives = []
+    for accepted, step in enumerate(steps):
+        guess = tuple(step.tree.tokens[node] for node in step.path)
+        first = max(accepted - SHOWN_STEPS + NGRAM_SIZE, 2 * NGRAM_SIZE)
+        for found in range(first, accepted):
+            for column, ngram in enumerate(steps[found].ngrams):
+                # Column 0 begins with a decided token: not all of its n-gram comes from the window.
+                if column and guess and ngram[0] == step.root and ngram[1 : 1 + len(guess)] == guess:
+                    lives.append(Life(column, ngram, found, accepted))
+    if not lives:
+        raise ResultsError("no n-gram was found and accepted within six steps: choose another --prompt, or --tokens")
+    return max(lives, key=lambda life: (len(steps[life.accepted].path), len(set(life.tokens)), -life.accepted))
+
+
+def label(tokenizer: Any, token: int) -> str:
+    """A token as it may be drawn: blanks and line breaks visible, several blanks counted, long ones cut short."""
+    text = re.sub(" {2,}", lambda blanks: f"␣×{len(blanks[0])}", tokenizer.decode([token]))
+    text = text.replace(" ", "␣").replace("\n", "↵").replace("\t", "→")
+    text = text if len(text) <= 8 else f"{text[:4]}…{text[-3:]}"
+    return text.replace("$", r"\$")
+
+
+class Canvas:
+    """A figure on which tokens are boxes."""
+
+    def __init__(self, width: float, height: float, name: Callable[[int], str], token_size: float = 8.5) -> None:
+        # A figure of its own rather than pyplot, which keeps state for the process and may look for a screen.
+        from matplotlib.figure import Figure
+
+        self.figure = Figure(figsize=(width, height), layout="constrained")
+        self.axes = self.figure.add_subplot()
+        self.axes.set_axis_off()
+        self._name = name
+        self._token_size = token_size
+
+    def box(self, x: float, y: float, token: int, colour: str, *, edge: str = "#777777", bold: bool = False) -> None:
+        """A token, with its middle at (x, y)."""
+        from matplotlib.patches import FancyBboxPatch
+
+        style = "round,pad=0,rounding_size=0.08"
+        width = 2.2 if bold else 0.8
+        dashes = "--" if colour == ROWS[-1] else "-"
+        self.axes.add_patch(
+            FancyBboxPatch(
+                (x - 0.44, y - 0.3), 0.88, 0.6, boxstyle=style, facecolor=colour, edgecolor=edge, linewidth=width,
+                linestyle=dashes, zorder=3 if bold else 2,
+            )
+        )  # fmt: skip
+        self.text(x, y, self._name(token), zorder=4, family="monospace", size=self._token_size)
+
+    def text(self, x: float, y: float, text: str, **style: Any) -> None:
+        """Words at (x, y), centred unless said otherwise."""
+        self.axes.text(x, y, text, **{"ha": "center", "va": "center", "size": 9, **style})
+
+    def line(self, start: tuple[float, float], end: tuple[float, float], *, bold: bool = False) -> None:
+        """From the right side of a box to the left side of another."""
+        (x, y), (to, to_y) = start, end
+        colour, width = (ACCEPTED, 2.2) if bold else ("#999999", 0.9)
+        self.axes.plot([x + 0.44, to - 0.44], [y, to_y], color=colour, linewidth=width, zorder=1)
+
+    def save(self, path: Path, title: str, limits: tuple[float, float, float, float]) -> None:
+        """Write a PNG file; `limits` are left, right, bottom and top of what is drawn."""
+        left, right, bottom, top = limits
+        self.axes.set_xlim(left, right)
+        self.axes.set_ylim(bottom, top)
+        self.axes.set_title(title, size=11, loc="left")
+        self.figure.savefig(path, format="png", dpi=130)
+
+    def legend(self, entries: Sequence[tuple[str, str]], **place: Any) -> None:
+        """What the colours mean."""
+        from matplotlib.patches import Patch
+
+        handles = [
+            Patch(
+                facecolor=colour,
+                edgecolor=ACCEPTED if "(green)" in text else "black" if "(black)" in text else "#777777",
+                linewidth=2 if ")" in text else 0.8,
+                label=text,
+            )
+            for colour, text in entries
+        ]
+        self.axes.legend(handles=handles, fontsize=8.5, frameon=False, **place)
+
+
+def legend_entries() -> list[tuple[str, str]]:
+    """Colours and their meaning."""
+    return [
+        (ROOT, "root: last decided token"),
+        (CANDIDATE, "candidate, from the pool"),
+        *((colour, f"window, row {row}") for row, colour in enumerate(ROWS[:-1])),
+    ]
+
+
+def colours_of(step: Step) -> dict[int, str]:
+    """The colour of each node from the root on."""
+    colours = {step.tree.root: ROOT}
+    colours |= {node: CANDIDATE for node, kind in enumerate(step.tree.kinds) if kind is NodeKind.CANDIDATE}
+    for row, nodes in enumerate(step.window_rows()):
+        colours |= dict.fromkeys(nodes, ROWS[row])
+    return colours
+
+
+def tree_places(step: Step) -> dict[int, tuple[float, float]]:
+    """Where each node stands: to the right by its depth, candidates above the trunk, columns of the window below."""
+    tree = step.tree
+    depth = {node: float(tree.depths[node] - tree.depths[tree.root]) for node in range(tree.root, len(tree))}
+    places = {tree.root: (0.0, 0.0)}
+    candidates = [node for node, kind in enumerate(tree.kinds) if kind is NodeKind.CANDIDATE]
+    lines, level = dict[int, float](), 0.0
+    for node in candidates:
+        parent = tree.parents[node]
+        first_child = parent in lines and all(tree.parents[other] != parent for other in lines)
+        if not first_child:
+            level += 1
+        lines[node] = lines[parent] if first_child else level
+        places[node] = (depth[node], lines[node])
+    rows = step.window_rows()
+    places |= {node: (depth[node], 0.0) for node in rows[0]}
+    places |= {node: (depth[node], -1.0 - column) for row in rows[1:] for column, node in enumerate(row)}
+    return places
+
+
+def draw_tree(path: Path, step: Step, name: Callable[[int], str]) -> None:
+    """The token tree of a step."""
+    canvas, tree, places, colours = Canvas(11, 6.2, name), step.tree, tree_places(step), colours_of(step)
+    accepted = {tree.root, *step.path}
+    for node, place in places.items():
+        if node != tree.root:
+            canvas.line(places[tree.parents[node]], place, bold=node in accepted)
+        edge = ACCEPTED if node in step.path else "#777777"
+        canvas.box(*place, tree.tokens[node], colours[node], edge=edge, bold=node in step.path)
+    for node, token in zip(step.window_rows()[-1], step.new_row, strict=True):
+        x, y = places[node]
+        canvas.line((x, y), (x + 1, y))
+        canvas.box(x + 1, y, token, ROWS[-1])
+    x, y = places[step.path[-1]]
+    canvas.line((x, y), (x + 1, y), bold=True)
+    canvas.box(x + 1, y, step.tokens[-1], ROWS[-1], edge=ACCEPTED, bold=True)
+    deepest, top = WINDOW_SIZE + NGRAM_SIZE - 2, max(y for _, y in places.values())
+    for place in range(deepest + 1):
+        canvas.text(place, top + 0.75, str(place), size=8.5, color="#555555")
+    canvas.text(-1.2, top + 0.75, "tokens after\nthe root:", size=8.5, color="#555555")
+    canvas.text(-1.2, (1 + top) / 2, "verification\nbranch", weight="bold")
+    canvas.text(-1.2, 0, "cached text …", color="#555555", style="italic")
+    canvas.text(-1.2, -(1 + WINDOW_SIZE) / 2, "lookahead\nbranch", weight="bold")
+    entries = [*legend_entries(), (ROWS[-1], "named by the model in this step"), (CANDIDATE, "accepted (green)")]
+    canvas.legend(entries, loc="lower left", bbox_to_anchor=(0.62, 0.02) if top > 3 else (0.0, -0.02), ncol=1)
+    count = len(tree) - tree.root
+    title = f"One step: {count} nodes sent, {len(step.tokens)} tokens decided (W={WINDOW_SIZE}, N={NGRAM_SIZE})"
+    canvas.save(path, title, (-1.9, deepest + 0.6, -WINDOW_SIZE - 0.6, top + 1.2))
+
+
+def draw_mask(path: Path, step: Step, name: Callable[[int], str]) -> None:
+    """The attention mask of the same step, in the order in which its nodes were sent."""
+    from matplotlib.patches import Rectangle
+
+    tree, colours, layout = step.tree, colours_of(step), lay_out(step.tree)
+    nodes = [int(node) for node in layout.order[tree.root :]]
+    mask = layout.ancestor_mask()[tree.root :, tree.root :]
+    canvas, count = Canvas(9, 9, name), len(nodes)
+    for row, node in enumerate(nodes):
+        y = -row
+        canvas.axes.add_patch(Rectangle((-3, y - 0.5), 2.6, 1, facecolor=colours[node], edgecolor="white", alpha=0.55))
+        for column in range(count):
+            colour = colours[node] if mask[row, column] else UNSEEN
+            canvas.axes.add_patch(Rectangle((column - 0.5, y - 0.5), 1, 1, facecolor=colour, edgecolor="white"))
+            if mask[row, column]:
+                place = tree.depths[nodes[column]] - tree.depths[tree.root]
+                canvas.text(column, y, str(place), size=8)
+        accepted = node in step.path
+        style: dict[str, Any] = {"family": "monospace", "size": 8, "color": ACCEPTED if accepted else "black"}
+        style["weight"] = "bold" if accepted else "normal"
+        canvas.text(-3.2, y, name(tree.tokens[node]), ha="right", **style)
+        canvas.text(row, 0.8, name(tree.tokens[node]), rotation=90, va="bottom", **style)
+    canvas.text(-1.7, 0.8, "cached text", rotation=0, va="bottom", size=8.5)
+    canvas.text(-5.6, -count / 2, "token that is computed", rotation=90)
+    canvas.text(count / 2, 3.4, "token that it sees; digits: tokens after the root", va="bottom")
+    title = f"The mask of that step: {count} nodes, each sees its ancestors, itself and all cached text"
+    canvas.legend(legend_entries(), loc="upper center", bbox_to_anchor=(0.55, 0.02), ncol=5, columnspacing=1.0)
+    canvas.save(path, title, (-5.9, count - 0.4, -count - 0.6, 4.3))
+
+
+def draw_window(path: Path, steps: Sequence[Step], life: Life, name: Callable[[int], str]) -> None:
+    """The window over six steps, and an n-gram in it."""
+    first = life.found - NGRAM_SIZE + 1
+    height, lines = 0.8 * NGRAM_SIZE + 1.5, NGRAM_SIZE
+    canvas = Canvas(12, 13, name, token_size=7.5)
+    right = SHOWN_STEPS + WINDOW_SIZE + NGRAM_SIZE - 2
+    for number in range(SHOWN_STEPS):
+        step, top = steps[first + number], -number * height
+        canvas.text(-0.9, top, f"step {first + number + 1}: text", size=8.5, ha="right", weight="bold")
+        _draw_text_line(canvas, step, number, top, accepted=first + number == life.accepted)
+        rows = [*step.rows, step.new_row]
+        for row, tokens in enumerate(rows):
+            y = top - 1 - row * 0.8
+            canvas.text(-0.9, y, f"row {row}" if row < lines - 1 else "new", size=8.5, color="#555555", ha="right")
+            for index, token in enumerate(tokens):
+                column = index + 1 if row == 0 else index  # row 0 begins with the root, which the text line shows
+                # Row `row` holds what the window added `lines - 1 - row` steps ago; row 0 of the found step is token 0.
+                born = number - (lines - 1 - row)
+                mine = column == life.column and 0 <= born < NGRAM_SIZE and first + number <= life.found
+                edge = "black" if mine else "#999999"
+                canvas.box(number + column + row, y, token, ROWS[row], edge=edge, bold=mine)
+        canvas.text(right + 0.2, top - 1.3, _story(number, first, life, name), ha="left", va="center", size=9)
+        if number:
+            canvas.axes.plot([-2.2, right + 3.6], [top + 0.55] * 2, color="#dddddd", linewidth=0.8)
+    spelled = " ".join(name(token) for token in life.tokens)
+    shown = f"Steps {first + 1} to {first + SHOWN_STEPS} (W={WINDOW_SIZE}, N={NGRAM_SIZE})"
+    title = f"{shown}, and the life of the n-gram  {spelled}"
+    entries = [
+        *legend_entries(),
+        (ROWS[-1], "named by the model in this step"),
+        (CANDIDATE, "accepted candidate (green)"),
+    ]
+    entries.append((ROWS[-1], "the n-gram that is followed (black)"))
+    canvas.legend(entries, loc="upper center", bbox_to_anchor=(0.45, 0.01), ncol=4)
+    canvas.save(path, title, (-2.2, right + 3.6, -SHOWN_STEPS * height + 0.7, 0.7))
+
+
+def _draw_text_line(canvas: Canvas, step: Step, number: int, top: float, *, accepted: bool) -> None:
+    """The root and the tokens that the step decided."""
+    canvas.box(number, top, step.root, ROOT, edge="black" if accepted else "#777777", bold=accepted)
+    for index, token in enumerate(step.tokens):
+        drafted = index < len(step.path)
+        canvas.box(number + 1 + index, top, token, CANDIDATE if drafted else ROWS[-1], edge=ACCEPTED, bold=True)
+
+
+def _story(number: int, first: int, life: Life, name: Callable[[int], str]) -> str:
+    """What happens to the n-gram in a step."""
+    step = first + number
+    if step < life.found:
+        words = ("first", "second", "third", "fourth", "fifth")
+        which = words[number] if number < len(words) else f"{number + 1}th"
+        return f"column {life.column} gets the {which}\ntoken:  {name(life.tokens[number])}"
+    if step == life.found:
+        return "the n-gram is whole\nand goes into the pool"
+    if step == life.accepted:
+        return "its first token is the root:\nit is verified and accepted"
+    return "it waits in the pool" if step < life.accepted else "the text goes on behind it"
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Draw how lookahead decoding works, from a real run.")
+    add = parser.add_argument
+    add("--model", default="demo", help="folder of a transformers model, an id on the hub, or `demo` (demo)")
+    add("--prompt", default=DEMO_PROMPT, help="text to go on with (the demo's)")
+    add("--tokens", type=parse_positive, default=120, help="tokens to generate (120)")
+    add("--output", type=Path, default=Path("docs/images"), help="folder for the pictures (docs/images)")
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Decode and draw; returns the exit status."""
+    if find_spec("matplotlib") is None:
+        raise ResultsError("drawing needs matplotlib: pip install 'lookahead-decoding[plot]'")
+    model, tokenizer = load_model(options.model, "float32", "cpu")
+    steps = watch(model, tokenizer(options.prompt).input_ids, options.tokens)
+    options.output.mkdir(parents=True, exist_ok=True)
+    step, life = choose_step(steps), choose_life(steps)
+
+    def name(token: int) -> str:
+        return label(tokenizer, token)
+
+    draw_tree(options.output / "method-tree.png", step, name)
+    draw_mask(options.output / "method-mask.png", step, name)
+    draw_window(options.output / "method-window.png", steps, life, name)
+    console.print(f"{options.output}: method-tree.png, method-mask.png, method-window.png")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    options = parse_options(arguments)
+    console = Console(stderr=True)
+    return run_safely(lambda: run(options, console), options.output, console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
