@@ -70,8 +70,16 @@ RANDOM_CONFIG: dict[str, Any] = {
 }
 """A Llama of 461 million parameters, 923 MB in bfloat16."""
 
-VARIANTS: dict[str, Row] = {"default": {"pack_weights": False}, "packed": {"pack_weights": True}}
+VARIANTS: dict[str, Row] = {
+    "default": {"pack_weights": False},
+    "packed": {"pack_weights": True},
+    "static": {"pack_weights": False, "engine": "static"},
+    "compiled": {"pack_weights": False, "engine": "compiled"},
+}
 """Engines to measure, each with what `LookaheadConfig` calls its options."""
+
+USUAL_VARIANTS = ("default", "packed")
+"""Those that are measured if nothing is said: the others are meant for GPUs, which have no packed weights."""
 
 SETTINGS = ("model", "dtype", "machine", "versions", "nodes")
 """What the rows of one file must have in common."""
@@ -183,7 +191,7 @@ class Bench:
         vocabulary = self.model.config.get_text_config().vocab_size
         ids = torch.randint(vocabulary, (1, context), generator=generator).to(self.model.device)
         config = lookahead.LookaheadConfig.from_dict(asdict(PAPER) | VARIANTS[variant])
-        self._decode(ids, config, 1)  # the warm-up
+        self._decode(ids, config, TOKENS_OF_PARTS)  # the warm-up: what is captured or compiled, is then
         runs = [self._decode(ids, config, tokens) for tokens in (1, TOKENS_OF_PARTS)]
         steps = runs[1].steps - runs[0].steps
         first, whole = (asdict(run.seconds) for run in runs)
@@ -253,7 +261,7 @@ def describe(options: argparse.Namespace, model: Any) -> Row:
 def command_line(options: argparse.Namespace) -> str:
     """The command that repeats this run, files by their names only."""
     words = ["python", "benchmarks/engine.py", "--model", short_name(options.model), "--dtype", options.dtype]
-    for name, default in (("contexts", CONTEXTS), ("nodes", NODE_COUNTS), ("variants", tuple(VARIANTS))):
+    for name, default in (("contexts", CONTEXTS), ("nodes", NODE_COUNTS), ("variants", USUAL_VARIANTS)):
         values = getattr(options, name)
         words += [f"--{name}", ",".join(map(str, values))] if tuple(values) != tuple(default) else []
     words += ["--repeats", str(options.repeats)]
@@ -313,7 +321,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=list(DTYPES), default="bfloat16", help="number format of the model (bfloat16)")
     add("--contexts", type=parse_sizes, default=list(CONTEXTS), help="tokens of text before a step (128,512,2048)")
     add("--nodes", type=parse_nodes, default=list(NODE_COUNTS), help="nodes of a step (1,2,4,8,16,32,64,128)")
-    add("--variants", type=parse_variants, default=list(VARIANTS), help=f"engines to measure ({','.join(VARIANTS)})")
+    engines = f"engines to measure, of {', '.join(VARIANTS)} ({','.join(USUAL_VARIANTS)})"
+    add("--variants", type=parse_variants, default=list(USUAL_VARIANTS), help=engines)
     add("--repeats", type=parse_positive, default=9, help="timings of each, after one that does not count (9)")
     add("--device", default="cpu", help="where the model runs (cpu)")
     add("--threads", type=parse_positive, default=None, help="CPU threads (as many as torch takes by itself)")

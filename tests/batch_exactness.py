@@ -434,7 +434,8 @@ def _random_settings(random: Random, prompts: tuple[tuple[int, ...], ...], eos: 
 
 def _random_drafting(random: Random) -> dict[str, Any]:
     return {
-        "preset": random.choices(("paper", "jacobi", "autoregressive"), weights=(8, 1, 1))[0],
+        "preset": random.choices(("auto", "paper", "jacobi", "autoregressive"), weights=(4, 4, 1, 1))[0],
+        "step_budget": random.choice((None, None, 3, 20)),
         "window_size": random.randint(1, 10),
         "ngram_size": random.randint(2, 5),
         "guess_set_size": random.randint(1, 10),

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 import lookahead
+from lookahead.config import PRESETS
 from model_zoo import ARCHITECTURES, VOCAB_SIZE, build, greedy, position_limit
 
 NEW_TOKENS = 60
@@ -27,6 +28,10 @@ NEAR_TIE = 1e-4
 """Gap between two logits below which rounding may decide; logits of the zoo differ by up to about 2e-5."""
 MODEL_SEEDS = 4
 """How many sets of weights of each architecture are drawn from."""
+
+
+PRESET_WEIGHTS = {"auto": 8, "paper": 8, "jacobi": 2, "token_recycling": 1, "context_matches": 1, "autoregressive": 1}
+assert tuple(PRESET_WEIGHTS) == PRESETS
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Case:
         eos_at: Places in the text that the model would write without a stop token, whose tokens are the
             stop tokens. Places beyond that text count from its beginning again.
         preset, window_size, ngram_size, guess_set_size, pool_from_prompt, pool_from_output, block_size,
-            max_iterations, seed: As for `LookaheadConfig`.
+            max_iterations, seed, engine, step_budget: As for `LookaheadConfig`.
     """
 
     architecture: str
@@ -65,6 +70,8 @@ class Case:
     block_size: int = 8
     max_iterations: int | None = None
     seed: int = 0
+    engine: str = "dynamic"
+    step_budget: int | None = None
 
     def config(self) -> lookahead.LookaheadConfig:
         """The configuration of the lookahead run."""
@@ -78,6 +85,8 @@ class Case:
             block_size=self.block_size,
             max_iterations=self.max_iterations,
             seed=self.seed,
+            engine=self.engine,
+            step_budget=self.step_budget,
         )
 
 
@@ -198,7 +207,8 @@ def random_case(random: Random, architecture: str | None = None) -> Case:
         padding=padding,
         max_new_tokens=_fitting(name, len(prompt) + continued + padding, random.randint(20, NEW_TOKENS)),
         eos_at=tuple(random.randint(10, NEW_TOKENS) for _ in range(random.choice((0, 0, 0, 0, 1, 3)))),
-        preset=random.choices(("paper", "jacobi", "autoregressive"), weights=(16, 3, 1))[0],
+        preset=random.choices(PRESETS, weights=tuple(PRESET_WEIGHTS.values()))[0],
+        step_budget=random.choice((None, None, 2, 9, 33)),
         window_size=random.randint(1, 16),
         ngram_size=random.randint(2, 6),
         guess_set_size=random.randint(1, 16),
@@ -227,7 +237,8 @@ def cases(draw: st.DrawFn, architecture: str | None = None) -> Case:
         padding=padding,
         max_new_tokens=_fitting(name, len(prompt) + continued + padding, draw(st.integers(1, NEW_TOKENS))),
         eos_at=tuple(draw(st.lists(st.integers(0, NEW_TOKENS), max_size=3))),
-        preset=draw(st.sampled_from(("paper", "paper", "paper", "jacobi", "autoregressive"))),
+        preset=draw(st.sampled_from(PRESETS)),
+        step_budget=draw(st.sampled_from((None, 2, 9, 33))),
         window_size=draw(st.integers(1, 16)),
         ngram_size=draw(st.integers(2, 6)),
         guess_set_size=draw(st.integers(1, 16)),

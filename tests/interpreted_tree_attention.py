@@ -16,10 +16,16 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+import lookahead
+from lookahead import LookaheadConfig
 from lookahead.engine import ModelRunner
+from lookahead.engine.graph_recorder import NoRecorder
+from lookahead.engine.static_cache import layer_shapes
+from lookahead.engine.static_steps import StaticSteps
 from lookahead.engine.tree_attention import NAME, pack, register, unpack
 from lookahead.engine.tree_attention.kernel import Tiling, choose_tiling, tree_attention
 from lookahead.engine.tree_attention.reference import dense_attention
+from lookahead.engine.trial import TRIAL_LENGTH, trial_logits
 from lookahead.token_tree import TokenTree, lay_out
 from model_zoo import SLIDING_WINDOW, build
 from tree_attention_cases import Step, attention_by_definition, states, steps, tolerance
@@ -171,6 +177,34 @@ def packed_forward(model: PreTrainedModel, cache: object, step: list[TokenTree])
             attention_mask={kind: masks[kind] for kind in set(kinds)} if kinds else masks[single],
             past_key_values=cache,
         ).logits
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral_sliding", "qwen2_mixed_sliding", "gemma2", "deepseek_v3", "llama4_chunked"]
+)
+@torch.no_grad()
+def test_both_engines_with_the_kernel(name: str) -> None:
+    """The kernel reads nothing that is not text, whatever lies in a static cache."""
+    register()
+    expected = trial_logits(ModelRunner(build(name, attention="eager"), 1))
+    model = build(name, attention=NAME)
+    dynamic = ModelRunner(model, 1)
+    torch.testing.assert_close(trial_logits(dynamic), expected, rtol=1e-4, atol=1e-4)
+    shapes = layer_shapes(dynamic.cache)
+    for compiler in (None, "eager") if name == "gemma2" else (None,):
+        steps = StaticSteps(model, shapes, 1, TRIAL_LENGTH, (1, 8), NoRecorder(), compiler)
+        for buffer in steps.cache.buffers:
+            buffer.fill_(float("nan"))
+        torch.testing.assert_close(trial_logits(ModelRunner(model, 1, steps=steps)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_static_engine_with_the_kernel_writes_the_same_text(prompt: torch.Tensor) -> None:
+    register()
+    config = LookaheadConfig(window_size=3, ngram_size=3, guess_set_size=3, pool_from_prompt=True, engine="static")
+    expected = build("qwen2_mixed_sliding", attention="sdpa").generate(prompt, max_new_tokens=6, do_sample=False)
+    model = build("qwen2_mixed_sliding", attention=NAME)
+    got = lookahead.generate(model, prompt, lookahead_config=config, max_new_tokens=6, do_sample=False)
+    assert got.equal(expected)
 
 
 @torch.inference_mode()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from exactness import Case, Outcome, random_case, run_case
+from lookahead.config import ENGINES
 from model_zoo import ARCHITECTURES
 
 
@@ -30,7 +32,7 @@ def main() -> int:
         task = progress.add_task("", total=arguments.cases)
         for case in draw_cases(arguments.cases, arguments.seed, arguments.architectures):
             progress.update(task, description=f"{case.architecture:<{_name_width()}}")
-            outcome = run_case(case)
+            outcome = run_case(replace(case, engine=arguments.engine))
             by_architecture[case.architecture].append(outcome)
             if not outcome.matched:
                 console.print(outcome.report(), markup=False, highlight=False, soft_wrap=True)
@@ -66,6 +68,7 @@ def _parse() -> argparse.Namespace:
         metavar="NAME",
         help="only these; all of the model zoo if not given",
     )
+    parser.add_argument("--engine", choices=ENGINES, default="dynamic", help="how steps are run (default: dynamic)")
     return parser.parse_args()
 
 

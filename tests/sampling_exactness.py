@@ -461,7 +461,8 @@ def _stop_tokens(random: Random, prompt: tuple[int, ...], vocabulary: int) -> in
 
 def _random_drafting(random: Random) -> dict[str, Any]:
     return {
-        "preset": random.choices(("paper", "jacobi"), weights=(8, 1))[0],
+        "preset": random.choices(("auto", "paper", "jacobi"), weights=(4, 4, 1))[0],
+        "step_budget": random.choice((None, None, 3, 20)),
         "window_size": random.randint(1, 10),
         "ngram_size": random.randint(2, 5),
         "guess_set_size": random.randint(1, 10),

@@ -132,7 +132,8 @@ def describe_setting(model: PreTrainedModel, engine: Mapping[str, Any] | None = 
     return {
         "model": {
             "class": type(model).__name__,
-            **{name: value for name in _SIZES if (value := getattr(config, name, None)) is not None},
+            # as a dict: some configurations refuse to name a size that differs between layers
+            **{name: value for name, value in config.to_dict().items() if name in _SIZES and value is not None},
             "parameters": sum(weight.numel() for weight in weights),
             "bytes": sum(weight.numel() * weight.element_size() for weight in weights),
         },

@@ -71,7 +71,7 @@ def decode_request(
     check_mode(generation_config)
     check_prompt_ids(input_ids)
     check_model_inputs(model_kwargs, generation_config.use_cache)
-    engine = engine_model(model, config.pack_weights)
+    engine = engine_model(model, config.pack_weights, static=config.engine != "dynamic")
     brought = _brought_cache(model_kwargs)
     cache = TreeCache() if brought is None else adopt_cache(brought)
     mask = _whole_mask(input_ids, model_kwargs.get("attention_mask"), generation_config)
@@ -106,7 +106,7 @@ def decode_request(
 
     shared, walks = None, verify
     if parallel is not None:
-        shared, walks = parallel.session(runner, before, sequences, rule.asks_others, config.tie_margin)
+        shared, walks = parallel.decoding(runner, before, sequences, rule.asks_others, config.tie_margin)
     trees = shared or runner
     try:
         if feeder is not None:

@@ -164,7 +164,7 @@ class StepBench:
         self._random = np.random.default_rng(seed)
         self._vocabulary = int(vocabulary)
         self.context = context
-        module, steps = engine_model(model, pack_weights), None
+        module, steps = engine_model(model, pack_weights, static=engine != "dynamic"), None
         if engine != "dynamic":
             compiler = "inductor" if engine == "compiled" else None
             steps = StaticLoan(module, 1, context + 2, max(NODE_COUNTS), compiler).steps

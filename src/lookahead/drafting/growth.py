@@ -143,22 +143,35 @@ class Growth:
             nodes += tree.add_candidates((token,), nodes[parent])
         return nodes
 
-    def teach(self, acceptance: Acceptance, predictions: NDArray[np.int64], counts: NDArray[np.float64]) -> None:
+    def teach(
+        self,
+        acceptance: Acceptance,
+        top_ids: NDArray[np.int64],
+        top_probabilities: NDArray[np.float32],
+        counts: NDArray[np.float64],
+        drawn: float,
+    ) -> None:
         """Let `acceptance` learn what came of the proposals.
 
         Args:
             acceptance: What weighed them.
-            predictions: What the model says after the root and each of the nodes that were sent, `[1 + sent]`.
-            counts: How much each of these counts, likewise.
+            top_ids: The likeliest tokens after the root and each of the nodes that were sent, `[1 + sent, top_k]`.
+            top_probabilities: Their probabilities, likewise.
+            counts: How much each of these nodes counts, `[1 + sent]`.
+            drawn: How far the target draws from these probabilities instead of naming the likeliest, from 0 to 1.
         """
-        starts = self._starts[self._root : self._root + len(predictions) + 1]
+        starts = self._starts[self._root : self._root + len(counts) + 1]
         asked = np.flatnonzero(np.diff(starts))
         begin, end = starts[0], starts[-1]
-        said = predictions[self._holders[begin:end] - self._root]
+        holders, proposed = self._holders[begin:end] - self._root, self._proposed[begin:end]
+        outcomes = (proposed == top_ids[holders, 0]).astype(np.float64)
+        if drawn:
+            shares = np.where(proposed[:, None] == top_ids[holders], top_probabilities[holders], 0).sum(axis=1)
+            outcomes += drawn * (shares - outcomes)
         acceptance.learn(
             self._features[begin:end],
             self._estimates[begin:end],
-            (self._proposed[begin:end] == said).astype(np.float64),
+            outcomes,
             starts[asked] - begin,
             self._longest[self._root + asked],
             counts[asked],

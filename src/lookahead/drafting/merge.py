@@ -21,6 +21,7 @@ from lookahead.token_tree import NodeKind, TokenTree
 _REMEMBERED = 512
 _FAMILIAR_GAINS: NDArray[np.float64] = 0.001 / np.arange(4, 4 + MOST_FAMILIAR, dtype=np.float64)
 _LEAST_GROWN = 15
+_FOLLOWING = 0.03
 
 
 class MergedDrafter:
@@ -73,6 +74,7 @@ class MergedDrafter:
         self._familiar: dict[int, None] = {}  # the latest last
         self._tree: TokenTree | None = None  # this step's
         self._nodes: list[int] = []  # of the tree, for each grown one, the root first
+        self._strayed = self._uncertainty = 0.0  # moving averages, a token each
         self._wanted = self._most  # how many nodes are grown before the budget is asked
 
     def start(self, prompt: Sequence[int]) -> None:
@@ -85,6 +87,7 @@ class MergedDrafter:
             self.matches.start(prompt)
         if self.window is not None:
             self.window.start(prompt)
+        self._strayed, self._uncertainty = 0.0, 0.2
         self._tree = None
 
     def propose(self, tree: TokenTree) -> None:
@@ -117,11 +120,14 @@ class MergedDrafter:
         tree = result.tree
         if self.window is not None:
             self.window.observe(result)
-        if tree is self._tree:
-            self._learn(result)
+        learns = self.top_k > 0 and result.top_ids.shape[1] > 0
+        if learns:
+            self._follow(result)
+            if tree is self._tree:
+                self._learn(result)
         self.budget.learn(tree is self._tree and len(self._nodes) > 1, bool(result.path))
         self._tree = None
-        if self.top_k and result.top_ids.shape[1]:
+        if learns:
             self._remember(result)
         self._text = [*self._text, *result.tokens][-LONGEST:]
         self._length += len(result.tokens)
@@ -132,7 +138,21 @@ class MergedDrafter:
         nodes = np.array(self._nodes)
         counts = np.full(len(nodes), self.memory.acceptance.off_path)
         counts[np.isin(nodes, [result.tree.root, *result.path])] = 1.0
-        self._growth.teach(self.memory.acceptance, result.predictions[nodes], counts)
+        self._growth.teach(
+            self.memory.acceptance,
+            result.top_ids[nodes],
+            result.top_probabilities[nodes],
+            counts,
+            min(self._strayed / self._uncertainty, 1.0),
+        )
+
+    def _follow(self, result: StepResult) -> None:
+        """Note how often the target strays from the likeliest token, and how often it would if it drew from the
+        model's distribution: their ratio is 0 for greedy decoding and about 1 for sampling."""
+        named = [result.tree.root, *result.path][: len(result.tokens)]
+        for node, token in zip(named, result.tokens, strict=True):
+            self._strayed += _FOLLOWING * (float(token != result.predictions[node]) - self._strayed)
+            self._uncertainty += _FOLLOWING * (1 - float(result.top_probabilities[node, 0]) - self._uncertainty)
 
     def _remember(self, result: StepResult) -> None:
         """Put the predictions of the step into the memory; those in real text last, so that they count."""

@@ -21,26 +21,27 @@ _twins: WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], Twin | None]
 """What was made for each model; `None` for a twin that did not do what the model does."""
 
 
-def engine_model(model: PreTrainedModel, pack_weights: bool = False) -> PreTrainedModel:
+def engine_model(model: PreTrainedModel, pack_weights: bool = False, static: bool = False) -> PreTrainedModel:
     """The module that runs the trees of `model`, which itself stays as it is. Made and tried once per model object.
 
     Args:
         model: A causal language model of transformers.
         pack_weights: See `LookaheadConfig.pack_weights`.
+        static: Whether it is for the static engine, whose masks are packed.
 
     Raises:
         UnsupportedModelError: The model cannot be run on token trees.
         UnsupportedArgumentError: `pack_weights` cannot be had for this model or machine.
     """
     check_model(model)
-    attention = _attention_for_trees(model)
+    attention = _attention_for_trees(model, static)
     if attention is None and not pack_weights:
         return model
     if pack_weights:
         _check_packing(model)
     elif not can_have_twin(model):
         return model
-    settings = (model.config._attn_implementation, model.dtype, pack_weights)
+    settings = (model.config._attn_implementation, attention, model.dtype, pack_weights)
     twins = _twins.setdefault(model, {})
     twin = twins.get(settings)
     if twin is not None and not twin.fits(model):
@@ -59,20 +60,21 @@ def engine_model(model: PreTrainedModel, pack_weights: bool = False) -> PreTrain
     return twin.module
 
 
-def _attention_for_trees(model: PreTrainedModel) -> str | None:
+def _attention_for_trees(model: PreTrainedModel, static: bool) -> str | None:
     """What is faster here than the model's `sdpa`; whoever chose another implementation meant it.
 
-    On a GPU it is our kernel: its masks are small and keep their shape, and it skips the empty part of a static
-    cache, which `sdpa` with a dense mask would read. On a CPU, where there is no Triton, query heads are folded if they
+    On a GPU with the static engine it is our kernel: its masks are small and keep their shape, and it skips the empty
+    part of the cache, which `sdpa` with a dense mask would read. On a CPU, where there is no Triton, query heads are folded if they
     share heads of keys.
     """
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != "sdpa" or not getattr(model, "_supports_attention_backend", False):
         return None
     if model.device.type == "cuda":
-        return tree_attention.NAME if find_spec("triton") is not None else None
-    heads, shared = getattr(config, "num_attention_heads", 1), getattr(config, "num_key_value_heads", None)
-    folds = model.device.type == "cpu" and isinstance(shared, int) and shared < heads
+        return tree_attention.NAME if static and find_spec("triton") is not None else None
+    sizes = config.to_dict()  # as a dict: some configurations refuse to name a size that differs between layers
+    heads, shared = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
+    folds = model.device.type == "cpu" and isinstance(heads, int) and isinstance(shared, int) and shared < heads
     return FOLDED_SDPA if folds else None
 
 

@@ -131,7 +131,7 @@ class ParallelGroup:
         sent += share_random_state(self._exchange, prompts[0].device)
         self.traffic.start_bytes += sent * (self.size - 1)
 
-    def session(
+    def decoding(
         self,
         local: ModelRunner,
         before: Sequence[int],

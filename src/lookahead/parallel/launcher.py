@@ -18,7 +18,7 @@ GRACE = 15.0
 _POLL = 0.05
 
 
-def run_ranks(count: int, command: Sequence[str], stdin: bytes | None = None) -> int:
+def run_ranks(count: int, command: Sequence[str], stdin: bytes | None = None, grace: float = GRACE) -> int:
     """Run `command` as `count` processes, each told who it is as `torchrun` tells it, until all have ended.
 
     Rank 0 has this process's standard output and error; the others speak through it, by the errors they cause.
@@ -27,6 +27,7 @@ def run_ranks(count: int, command: Sequence[str], stdin: bytes | None = None) ->
         count: How many.
         command: The program and its arguments.
         stdin: What every rank finds on its standard input; nothing if not given.
+        grace: Seconds that ranks go on after one has failed, before they are stopped.
 
     Returns:
         The exit code of rank 0, or if that is 0 of the first other rank that has another one.
@@ -50,7 +51,7 @@ def run_ranks(count: int, command: Sequence[str], stdin: bytes | None = None) ->
             with suppress(BrokenPipeError):
                 process.stdin.write(stdin or b"")
                 process.stdin.close()
-        return _wait(ranks)
+        return _wait(ranks, grace)
     finally:
         for process in ranks:
             if process.poll() is None:
@@ -72,7 +73,7 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
     }
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace: float) -> int:
     failed_at = None
     while any(process.poll() is None for process in ranks):
         try:
@@ -82,7 +83,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         codes = [process.poll() for process in ranks]
         if failed_at is None and any(codes):
             failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() - failed_at > GRACE:
+        if failed_at is not None and time.monotonic() - failed_at > grace:
             stuck = [str(rank) for rank, code in enumerate(codes) if code is None]
             print(f"error: rank {', '.join(stuck)} did not end after another had failed; stopped", file=sys.stderr)
             break

@@ -1,0 +1,111 @@
+"""A team of processes that are ranks of one run, kept for many tasks: starting them takes seconds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lookahead.parallel import ParallelGroup, join
+
+Task = Callable[..., Any]
+"""What a rank runs: a function of a module, given the group of its size and the arguments. Results are pickled."""
+
+
+_LATE = ["lookahead.parallel", "lookahead.request", "transformers.generation.utils", "torch._dynamo", "hypothesis"]
+
+
+class TaskError(Exception):
+    """A rank raised; the message is its traceback."""
+
+
+class Team:
+    """`size` processes, and among them groups of the first one, the first two, ... up to all of them.
+
+    Args:
+        size: How many.
+        timeout: Of each group, as in `join`.
+    """
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        # One process imports everything; the ranks are copies of it.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "lookahead.generation", *_LATE])
+        port = free_port()
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, timeout, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        for pipe in self.pipes:
+            assert pipe.recv() == "ready"
+
+    def run(self, ranks: int, task: Task, *arguments: Any) -> list[Any]:
+        """What `task(group, *arguments)` returns on each of the first `ranks` ranks; an exception where it raised."""
+        self.begin(ranks, task, *arguments)
+        return [self.result(rank) for rank in range(ranks)]
+
+    def begin(self, ranks: int, task: Task, *arguments: Any) -> None:
+        """Start a task without waiting for it."""
+        for pipe in self.pipes[:ranks]:
+            pipe.send((ranks, task, arguments))
+
+    def result(self, rank: int, timeout: float = 300.0) -> Any:
+        """What the task of one rank returned."""
+        if not self.pipes[rank].poll(timeout):
+            raise TimeoutError(f"rank {rank} has not answered within {timeout} s")
+        return self.pipes[rank].recv()
+
+    def close(self) -> None:
+        """End the processes."""
+        if not all(process.is_alive() for process in self.processes):  # nobody could leave in good order
+            for process in self.processes:
+                process.kill()
+        for pipe in self.pipes:
+            with suppress(OSError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _serve(rank: int, size: int, port: int, timeout: float, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    groups: dict[int, ParallelGroup] = {}
+    for ranks in range(1, size + 1):
+        processes: Any = dist.new_group(list(range(ranks)), backend="gloo", timeout=timedelta(seconds=300))
+        if rank < ranks:
+            groups[ranks] = join(timeout, process_group=processes)
+    pipe.send("ready")
+    while (work := pipe.recv()) is not None:
+        ranks, task, arguments = work
+        try:
+            pipe.send(task(groups[ranks], *arguments))
+        except Exception as error:
+            pipe.send(TaskError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    for group in groups.values():
+        group.close()

@@ -1,0 +1,87 @@
+"""Context matches against a search through the whole text."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookahead.drafting import ContextMatches
+from lookahead.drafting.context_matches import LONGEST, RUNS, SEARCHED
+from lookahead.errors import InvalidArgumentError
+
+
+def search(text: list[int], context: list[int]) -> list[tuple[int, int]]:
+    """Every place in `text` that follows as many of the last tokens of `context` as the longest run that occurs."""
+    for run in RUNS:
+        found = []
+        for place in range(len(text) - 1, run - 1, -1):
+            length = 0
+            while length < min(place, len(context), LONGEST) and text[place - 1 - length] == context[-1 - length]:
+                length += 1
+            if len(context) >= run and length >= run:
+                found.append((place, length))
+        if found:
+            return sorted(found[:SEARCHED], key=lambda match: -match[1])
+    return []
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(
+    text=st.lists(st.integers(0, 2), min_size=1, max_size=60),
+    cuts=st.lists(st.integers(0, 60), max_size=5),
+    drafted=st.lists(st.integers(0, 2), max_size=6),
+)
+def test_it_finds_what_a_search_finds(text: list[int], cuts: list[int], drafted: list[int]) -> None:
+    matches = ContextMatches()
+    ends = sorted({min(cut, len(text)) for cut in cuts} | {len(text)})
+    matches.start(text[: ends[0]])
+    for begin, end in pairwise(ends):
+        matches.extend(text[begin:end])
+    context = text + drafted
+    assert [(match.place, match.length) for match in matches.find(context)] == search(text, context)
+
+
+def test_nothing_follows_the_end_of_the_text() -> None:
+    matches = ContextMatches()
+    matches.start([1, 2, 3])
+    assert matches.find([1, 2, 3]) == []
+    matches.extend([1, 2])
+    assert [(match.place, match.length) for match in matches.find([1, 2, 3, 1, 2])] == [(2, 2)]
+
+
+def test_a_new_text_forgets_the_old_one() -> None:
+    matches = ContextMatches()
+    matches.start([1, 2, 3, 1, 2])
+    matches.start([5, 1, 2])
+    assert matches.find([5, 1, 2]) == []
+
+
+def test_its_memory_is_bounded_and_it_goes_on_finding() -> None:
+    rng, matches = np.random.default_rng(0), ContextMatches(memory=64)
+    matches.start([])
+    text: list[int] = []
+    for _ in range(300):
+        new = rng.integers(0, 3, 7).tolist()
+        text += new
+        matches.extend(new)
+        assert matches.length <= 128
+        assert len(matches.tokens) <= 129
+        kept = matches.text.tolist()
+        assert kept == text[len(text) - len(kept) :]
+        assert len(kept) >= min(64, len(text))
+        assert [(match.place, match.length) for match in matches.find(kept[-40:])] == search(kept, kept[-40:])
+
+
+def test_a_prompt_longer_than_the_memory_keeps_its_end() -> None:
+    matches = ContextMatches(memory=32)
+    matches.start(list(range(1000)))
+    assert matches.text.tolist() == list(range(968, 1000))
+
+
+def test_too_small_a_memory_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="memory=3"):
+        ContextMatches(memory=3)

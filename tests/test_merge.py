@@ -1,0 +1,291 @@
+"""The merged drafter: what it draws from its sources, within its bounds, and that texts stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookahead.decoder import decode
+from lookahead.drafting import ContextMatches, DraftMemory, JacobiWindow, MergedDrafter, NGramMemory, StepResult, growth
+from lookahead.drafting.acceptance import Acceptance
+from lookahead.engine import ModelRunner
+from lookahead.errors import InvalidArgumentError
+from lookahead.sequence import Sequence as TextSequence
+from lookahead.statistics import Statistics
+from lookahead.token_tree import NodeKind, TokenTree
+from lookahead.verification import Target, walk
+from model_zoo import VOCAB_SIZE, build, greedy
+
+VOCABULARY = 12
+TOP_K = 4
+
+
+class Chain:
+    """A model without depth: what follows depends on the last two tokens, under a seed.
+
+    Attributes:
+        text: The text so far.
+    """
+
+    def __init__(self, drafter: MergedDrafter, prompt: list[int], seed: int = 0, positions: int | None = None) -> None:
+        self.text = list(prompt)
+        self._drafter = drafter
+        self._seed = seed
+        self._positions = positions
+        self._cached = 0
+        drafter.start(prompt)
+
+    def predict(self, context: Sequence[int]) -> tuple[list[int], list[float]]:
+        return _top_tokens(self._seed, *context[-2:])
+
+    def step(self) -> TokenTree:
+        """Take one step; returns the tree that was sent."""
+        tree = TokenTree(self.text[self._cached :], None if self._positions is None else self._positions - self._cached)
+        self._drafter.propose(tree)
+        ids = np.full((len(tree), TOP_K), -1)
+        shares = np.zeros((len(tree), TOP_K), dtype=np.float32)
+        contexts: list[list[int]] = []
+        for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+            contexts.append([*(self.text[: self._cached] if parent < 0 else contexts[parent]), token])
+            if tree.reads[node]:
+                ids[node], shares[node] = self.predict(contexts[-1])
+        self._cached = len(self.text)
+
+        def append(token: int) -> bool:
+            self.text.append(token)
+            return False
+
+        walked = walk(tree, lambda node: int(ids[node, 0]), append)
+        self._cached += len(walked.path)
+        self._drafter.observe(StepResult(tree, ids[:, 0], walked.path, walked.tokens, ids, shares))
+        return tree
+
+
+@cache
+def _top_tokens(*seed: int) -> tuple[list[int], list[float]]:
+    rng = np.random.default_rng(seed)
+    shares = -np.sort(-rng.dirichlet(np.full(VOCABULARY, 0.3)))
+    return rng.permutation(VOCABULARY)[:TOP_K].tolist(), shares[:TOP_K].tolist()
+
+
+def drafter_of(budget: int, **settings: object) -> MergedDrafter:
+    return MergedDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), ContextMatches(), None, budget, **settings)  # type: ignore[arg-type]
+
+
+def plain(chain: Chain, count: int) -> list[int]:
+    text = list(chain.text)
+    for _ in range(count):
+        text.append(chain.predict(text)[0][0])
+    return text
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@given(
+    budget=st.integers(1, 40),
+    prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=50),
+    seed=st.integers(0, 9),
+    read_prompt=st.sampled_from([0, 5, 100]),
+    positions=st.sampled_from([None, 60]),
+    window=st.booleans(),
+)
+def test_texts_are_the_same_and_bounds_are_kept(
+    budget: int, prompt: list[int], seed: int, read_prompt: int, positions: int | None, window: bool
+) -> None:
+    memory = DraftMemory(NGramMemory(3, 64, TOP_K))
+    sent = JacobiWindow(3, 3, 0) if window else None
+    chain = Chain(
+        MergedDrafter(memory, ContextMatches(16), sent, budget, read_prompt=read_prompt), prompt, seed, positions
+    )
+    expected = plain(chain, 130)
+    while len(chain.text) < min(80, positions or 80):
+        length = len(chain.text)
+        tree = chain.step()
+        assert len(tree) - tree.root <= budget
+        if positions is not None:
+            assert max(tree.depths) - tree.depths[tree.root] + length - 1 <= positions
+    assert chain.text == expected[: len(chain.text)]
+
+
+def test_it_takes_fewer_steps_as_it_learns() -> None:
+    memory = DraftMemory(NGramMemory(3, 4096, TOP_K))
+    steps = []
+    for _ in range(2):
+        chain = Chain(MergedDrafter(memory, ContextMatches(), None, 16), [1, 2, 3])
+        count = 0
+        while len(chain.text) < 60:
+            chain.step()
+            count += 1
+        steps.append(count)
+    assert steps[1] < steps[0] < 57
+    assert steps[1] <= 57 / 4
+
+
+def test_nodes_come_by_falling_probability_after_their_parents() -> None:
+    drafter = drafter_of(30)
+    chain = Chain(drafter, [1, 2, 3])
+    for _ in range(8):
+        tree = chain.step()
+        gains = drafter._growth.grown_gains
+        assert np.all(np.diff(gains) <= 0)
+        assert np.all((gains > 0) & (gains < 1))
+        assert len({(parent, token) for parent, token in zip(tree.parents, tree.tokens, strict=True)}) == len(tree)
+
+
+def test_probabilities_of_one_node_are_a_softmax_of_their_scores() -> None:
+    ngrams = NGramMemory(2, 64, 2)
+    memory = DraftMemory(ngrams)
+    ngrams.insert(np.array([[5, -1]]), np.array([[1, 2]]), np.array([[0.5, 0.25]], dtype=np.float32))
+    ngrams.insert(np.array([[5, 4]]), np.array([[3, 1]]), np.array([[0.8, 0.1]], dtype=np.float32))
+    ngrams.insert(np.array([[5, -1]]), np.array([[1, 2]]), np.array([[0.5, 0.25]], dtype=np.float32))
+    drafter = MergedDrafter(memory, None, None, 4, explore=False)
+    drafter.start([4, 5])
+    tree = TokenTree([5], max_depth=1)
+    drafter.propose(tree)
+    weights = memory.acceptance.weights[2]
+    unlisted = [np.log(0.3 * 0.25), np.log(0.3 * 0.1)]  # after one token, after two
+    log_shares = {1: [np.log(0.5), np.log(0.1)], 2: [np.log(0.25), unlisted[1]], 3: [unlisted[0], np.log(0.8)]}
+    scores = {token: float(np.dot(weights[:2], logs)) for token, logs in log_shares.items()}
+    total = sum(np.exp(list(scores.values()))) + np.exp(weights[-1])
+    expected = sorted(((np.exp(score) / total, token) for token, score in scores.items()), reverse=True)
+    assert tree.tokens[1:] == [token for _, token in expected]
+    assert drafter._growth.grown_gains == pytest.approx([gain for gain, _ in expected], rel=1e-5)
+
+
+def test_text_that_was_there_before_is_copied() -> None:
+    drafter = MergedDrafter(DraftMemory(), ContextMatches(), None, 6, explore=False)
+    drafter.start([1, 2, 3, 4, 5, 6, 7, 1, 2, 3])
+    tree = TokenTree([3])
+    drafter.propose(tree)
+    assert tree.tokens == [3, 4, 5, 6, 7, 1]
+    assert tree.parents == [-1, 0, 1, 2, 3, 4]
+
+
+def test_without_anything_to_go_by_familiar_tokens_are_tried() -> None:
+    drafter = drafter_of(4)
+    drafter.start([7, 8, 9])
+    tree = TokenTree([7, 8, 9])
+    drafter.propose(tree)
+    assert tree.tokens[3:] == [9, 8, 7]
+    assert set(tree.parents[3:]) == {tree.root}
+
+
+def test_the_prompt_is_read_as_far_as_asked() -> None:
+    drafter = drafter_of(1, read_prompt=2)
+    drafter.start([7, 8, 9, 10])
+    tree = TokenTree([7, 8, 9, 10])
+    drafter.propose(tree)
+    assert tree.reads == [False, True, True, True]
+
+
+def test_a_window_takes_what_is_left() -> None:
+    window = JacobiWindow(3, 3, 0)
+    drafter = MergedDrafter(DraftMemory(), ContextMatches(), window, 8, explore=False)
+    drafter.start([1])
+    tree = TokenTree([1])
+    drafter.propose(tree)
+    assert [kind for kind in tree.kinds if kind is NodeKind.WINDOW]
+    assert len(tree) <= 8
+
+
+def test_a_step_that_was_not_asked_for_a_draft_teaches_all_the_same() -> None:
+    drafter = drafter_of(8)
+    drafter.start([1, 2])
+    tree = TokenTree([1, 2])
+    shares = np.array([[0, 0], [0.9, 0.05]], dtype=np.float32)
+    drafter.observe(StepResult(tree, np.array([-1, 3]), [], [3], np.array([[-1, -1], [3, 4]]), shares))
+    assert drafter.memory.ngrams.lookup(np.array([[2, 1, -1]]))[0].tolist() == [[True, True, False]]
+
+
+class Stingy:
+    """A budget that takes two nodes, and says when it was asked."""
+
+    rests = False
+    left = 0
+
+    def __init__(self) -> None:
+        self.offers: list[float] = []
+        self.learned: list[tuple[bool, bool]] = []
+
+    def begin(self, context: int) -> None:
+        self.offers = []
+
+    def offer(self, gain: float) -> bool:
+        self.offers.append(gain)
+        return len(self.offers) < 5
+
+    def settle(self) -> int:
+        return 2
+
+    def learn(self, drafted: bool, accepted: bool) -> None:
+        self.learned.append((drafted, accepted))
+
+
+def test_a_budget_decides_how_many_nodes_are_sent() -> None:
+    budget = Stingy()
+    chain = Chain(MergedDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), ContextMatches(), None, budget), [1, 2, 3])
+    trees = [chain.step() for _ in range(6)]
+    assert all(len(tree) - tree.root == 3 for tree in trees)
+    assert len(budget.offers) == 5
+    assert len(budget.learned) == 6
+    budget.rests = True
+    assert chain.step().is_chain
+    assert budget.learned[-1] == (False, False)
+
+
+def test_no_node_at_all_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError):
+        drafter_of(0)
+
+
+def test_acceptance_learns_what_comes_true() -> None:
+    acceptance = Acceptance(orders=2, rate=0.5)
+    features = np.zeros((2, acceptance.features))
+    features[:, 1] = np.log([0.5, 0.3])
+    before = acceptance.weights.copy()
+    outcomes = np.array([0.0, 0.0])
+    for _ in range(20):  # nothing that was proposed ever comes
+        acceptance.learn(features, np.array([0.5, 0.3]), outcomes, np.array([0]), np.array([2]), np.ones(1))
+    assert acceptance.weights[2, -1] > before[2, -1]
+    assert np.array_equal(acceptance.weights[:2], before[:2]), "what is known less of is another matter"
+
+
+@pytest.mark.parametrize(("window", "budget"), [(False, 24), (True, 40), (False, 1)])
+def test_texts_of_a_transformers_model_are_the_same(window: bool, budget: int) -> None:
+    model = build("llama", seed=0)
+    prompt = [5, 8, 2, 5, 8, 2, 5]
+    drafter = MergedDrafter(
+        DraftMemory(), ContextMatches(), JacobiWindow(4, 3, 0) if window else None, budget, read_prompt=16
+    )
+    sequence = TextSequence(torch.tensor([prompt]), prompt, drafter, Target())
+    with torch.no_grad():
+        decode(ModelRunner(model, 1), [sequence], lambda text: len(text.tokens) >= 60, Statistics())
+    assert sequence.tokens == [*prompt, *greedy(model, tuple(prompt), 80)[: len(sequence.tokens) - len(prompt)]]
+    assert max(sequence.tokens) < VOCAB_SIZE
+
+
+def test_compiled_loops_give_the_same_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    trees: list[list[list[int]]] = []
+    compiled = growth._grow
+    for loop in (compiled, compiled.py_func):
+        monkeypatch.setattr(growth, "_grow", loop)
+        chain = Chain(drafter_of(40), [1, 2, 3, 1, 2])
+        trees.append([[*tree.tokens, *tree.parents] for tree in (chain.step() for _ in range(25))])
+    assert trees[0] == trees[1]
+
+
+def test_without_a_memory_it_drafts_from_the_text_alone() -> None:
+    drafter = MergedDrafter(None, ContextMatches(), None, 8, explore=False)
+    assert drafter.top_k == 0
+    chain = Chain(drafter, [1, 2, 3, 1, 2])
+    expected = plain(chain, 250)
+    sent = [len(chain.step()) for _ in range(30)]
+    assert chain.text == expected[: len(chain.text)]
+    assert drafter.memory.ngrams.statistics().entries == [0]
+    assert max(sent) > 1

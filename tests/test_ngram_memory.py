@@ -1,0 +1,158 @@
+"""The n-gram memory against a dictionary, its bounds, and its way through a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from lookahead.drafting import DraftMemory, NGramMemory
+from lookahead.drafting.ngram_memory import WAYS
+from lookahead.errors import InvalidArgumentError
+
+ORDERS = 3
+TOP_K = 4
+
+
+def predictions(
+    rng: np.random.Generator, count: int, width: int = TOP_K
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Made-up top tokens of `count` nodes: distinct ids and falling probabilities."""
+    ids = np.stack([rng.permutation(50)[:width] for _ in range(count)]) if count else np.zeros((0, width), np.int64)
+    shares = -np.sort(-rng.random((count, width)), axis=1)
+    return ids, (0.9 * shares / np.maximum(shares.sum(axis=1, keepdims=True), 1e-9)).astype(np.float32)
+
+
+class Dictionary:
+    """What the memory should be, as long as nothing has to make room."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
+
+    def insert(self, contexts: NDArray[np.int64], ids: NDArray[np.int64], probabilities: NDArray[np.float32]) -> None:
+        for context, row, shares in zip(contexts.tolist(), ids.tolist(), probabilities.tolist(), strict=True):
+            for length in range(1, ORDERS + 1):
+                if -1 not in context[:length]:
+                    self.known[tuple(context[:length])] = (row, shares)
+
+
+def check_equal(memory: NGramMemory, reference: Dictionary, contexts: NDArray[np.int64]) -> None:
+    known, ids, probabilities = memory.lookup(contexts)
+    for row, context in enumerate(contexts.tolist()):
+        for length in range(1, ORDERS + 1):
+            expected = None if -1 in context[:length] else reference.known.get(tuple(context[:length]))
+            assert known[row, length - 1] == (expected is not None)
+            if expected is not None:
+                assert ids[row, length - 1].tolist() == expected[0]
+                assert probabilities[row, length - 1] == pytest.approx(expected[1], rel=1e-5)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    batches=st.lists(st.lists(st.tuples(*[st.integers(0, 4)] * ORDERS), max_size=12), max_size=6),
+    seed=st.integers(0, 99),
+)
+def test_it_knows_what_a_dictionary_knows(batches: list[list[tuple[int, ...]]], seed: int) -> None:
+    rng, memory, reference = np.random.default_rng(seed), NGramMemory(ORDERS, 4096, TOP_K), Dictionary()
+    for batch in batches:
+        contexts = np.array(batch, dtype=np.int64).reshape(-1, ORDERS)
+        contexts[::3, -1] = -1  # some stand near the beginning of a text
+        told = predictions(rng, len(contexts))
+        memory.insert(contexts, *told)
+        reference.insert(contexts, *told)
+    everything = np.stack(np.meshgrid(*[np.arange(6)] * ORDERS), axis=-1).reshape(-1, ORDERS)
+    check_equal(memory, reference, everything)
+
+
+def test_the_newest_prediction_counts_and_the_last_of_a_batch() -> None:
+    memory = NGramMemory(1, 64, 2)
+    context = np.array([[7], [7]])
+    memory.insert(context, np.array([[1, 2], [3, 4]]), np.array([[0.5, 0.2], [0.6, 0.1]], dtype=np.float32))
+    assert memory.lookup(context[:1])[1][0, 0].tolist() == [3, 4]
+    memory.insert(context[:1], np.array([[5, 6]]), np.array([[0.5, 0.2]], dtype=np.float32))
+    assert memory.lookup(context[:1])[1][0, 0].tolist() == [5, 6]
+    assert memory.statistics().entries == [1]
+
+
+def test_a_full_set_forgets_its_oldest_context() -> None:
+    memory = NGramMemory(1, WAYS, 1)  # one set
+    probability = np.array([[0.5]], dtype=np.float32)
+    for token in range(WAYS):
+        memory.insert(np.array([[token]]), np.array([[token + 100]]), probability)
+    memory.insert(np.array([[0]]), np.array([[200]]), probability)  # seen again, so the youngest
+    memory.insert(np.array([[50]]), np.array([[150]]), probability)
+    assert memory.lookup(np.array([[0], [1], [2], [50]]))[0][:, 0].tolist() == [True, False, True, True]
+
+
+def test_a_long_stream_takes_no_more_room() -> None:
+    rng, memory = np.random.default_rng(0), NGramMemory(ORDERS, 256, TOP_K)
+    size = memory.statistics().bytes
+    for _ in range(200):
+        memory.insert(rng.integers(0, 10**6, (64, ORDERS)), *predictions(rng, 64))
+    statistics = memory.statistics()
+    assert statistics.bytes == size == ORDERS * 256 * (16 + 8 * TOP_K)
+    assert all(200 < entries <= 256 for entries in statistics.entries)
+    assert statistics.fan_out == TOP_K
+
+
+def test_fewer_predictions_than_it_keeps_leave_gaps() -> None:
+    memory = NGramMemory(1, 64, 4)
+    memory.insert(np.array([[1]]), np.array([[9, 8]]), np.array([[0.7, 0.2]], dtype=np.float32))
+    _, ids, probabilities = memory.lookup(np.array([[1]]))
+    assert ids[0, 0].tolist() == [9, 8, -1, -1]
+    assert probabilities[0, 0].tolist() == pytest.approx([0.7, 0.2, 0, 0])
+
+
+def test_lookups_and_hits_are_counted() -> None:
+    memory = NGramMemory(2, 64, 1)
+    memory.insert(np.array([[1, -1]]), np.array([[5]]), np.array([[0.5]], dtype=np.float32))
+    memory.lookup(np.array([[1, 2], [3, -1]]))
+    statistics = memory.statistics()
+    assert statistics.lookups == [2, 1]
+    assert statistics.hits == [1, 0]
+    assert statistics.hit_rates == [0.5, 0.0]
+
+
+@pytest.mark.parametrize("sizes", [(0, 64, 8), (2, 0, 8), (2, 64, 0)])
+def test_sizes_out_of_range_are_refused(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(InvalidArgumentError):
+        NGramMemory(*sizes)
+
+
+def test_a_saved_memory_is_the_same_memory(tmp_path: Path) -> None:
+    rng, kept = np.random.default_rng(1), DraftMemory(NGramMemory(ORDERS, 64, TOP_K))
+    contexts = rng.integers(0, 30, (100, ORDERS))
+    kept.ngrams.insert(contexts, *predictions(rng, 100))
+    kept.acceptance.weights += 0.25
+    path = tmp_path / "memory.npz"
+    kept.save(path, "a model")
+    loaded = DraftMemory.load(path, "a model")
+    more = rng.integers(0, 30, (50, ORDERS))
+    told = predictions(rng, 50)
+    for memory in (kept, loaded):
+        memory.ngrams.insert(more, *told)  # and it makes room as before
+    for one, other in zip(kept.ngrams.lookup(contexts), loaded.ngrams.lookup(contexts), strict=True):
+        assert np.array_equal(one, other)
+    assert np.array_equal(kept.acceptance.weights, loaded.acceptance.weights)
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    DraftMemory(NGramMemory(1, 64)).save(tmp_path / "memory", "a model")
+    with pytest.raises(InvalidArgumentError, match="another model"):
+        DraftMemory.load(tmp_path / "memory", "the other")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a memory", b"PK\x03\x04 cut short"])
+def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "memory").write_bytes(content)
+    with pytest.raises(InvalidArgumentError, match="no saved memory"):
+        DraftMemory.load(tmp_path / "memory", "a model")
+
+
+def test_a_missing_file_is_an_error_of_the_system(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        DraftMemory.load(tmp_path / "nothing", "a model")

@@ -1,0 +1,286 @@
+"""Lookahead parallelism: the tokens of one process on any number of ranks, and an end for all if one of them fails.
+
+`make test-parallel` runs many more cases of the same kind.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import StoppingCriteria
+
+import lookahead
+from batch_exactness import BatchCase
+from exactness import Case
+from lookahead import LookaheadConfig, ParallelError
+from lookahead.parallel import ParallelGroup, join, scale_config
+from model_zoo import build
+from parallel_exactness import ParallelCase, compare, random_parallel_case
+from parallel_team import Team
+from sampling_exactness import SamplingCase
+
+RANKS = 3
+PROMPT = (3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6)
+SIZES = {"preset": "paper", "window_size": 6, "ngram_size": 4, "guess_set_size": 6, "pool_from_prompt": True}
+CONFIG = LookaheadConfig(**SIZES)
+
+
+@pytest.fixture(scope="module")
+def team() -> Iterator[Team]:
+    """The ranks; starting them takes most of the time of this file."""
+    team = Team(RANKS)
+    yield team
+    team.close()
+
+
+@pytest.mark.parametrize("ranks", range(1, RANKS + 1))
+def test_greedy(team: Team, ranks: int) -> None:
+    assert compare(team, ParallelCase(ranks, Case("llama", PROMPT, pool_from_prompt=True))) == []
+
+
+@pytest.mark.parametrize("ranks", range(1, RANKS + 1))
+def test_sampling_with_processors_that_have_a_memory(team: Team, ranks: int) -> None:
+    settings = {"temperature": 0.8, "repetition_penalty": 1.1, "fatigue": 0.5}
+    assert compare(team, ParallelCase(ranks, SamplingCase("qwen3", PROMPT, settings, seed=4, drafting=SIZES))) == []
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_ragged_batches(team: Team, drawn: bool) -> None:
+    case = BatchCase("gemma2", (PROMPT, (5,), PROMPT[:4]), eos=(1, 2, 3), streamed=True, drafting=SIZES)
+    assert compare(team, ParallelCase(RANKS, case, seed=3, drawn=drawn)) == []
+
+
+def test_where_positions_change_with_the_length(team: Team) -> None:
+    """Ranks that are behind must not run what comes before the change with what comes after it."""
+    for architecture in ("llama_dynamic_rope", "phi3_long_rope"):
+        case = Case(architecture, PROMPT, max_new_tokens=40, pool_from_prompt=True, pool_from_output=True)
+        assert compare(team, ParallelCase(RANKS, case)) == []
+
+
+def test_one_rank_answers_what_a_clock_is_asked(team: Team) -> None:
+    assert compare(team, ParallelCase(RANKS, Case("llama", PROMPT), timed=True)) == []
+
+
+def test_logits(team: Team) -> None:
+    case = Case("llama", PROMPT, pool_from_prompt=True)
+    assert compare(team, ParallelCase(RANKS, case, collected=True)) == []
+
+
+@pytest.mark.parametrize("number", range(3, 24, 5))
+def test_random_cases(team: Team, number: int) -> None:
+    case = random_parallel_case(Random(f"default {number}"), number)
+    assert compare(team, replace(case, ranks=min(case.ranks, RANKS))) == []
+
+
+def test_few_bytes_and_even_loads(team: Team) -> None:
+    """W = G = 15, N = 5: one exchange a step, far below 4 KB."""
+    traffic = team.run(RANKS, _traffic)
+    assert traffic[0].loads == traffic[1].loads == traffic[2].loads
+    assert traffic[0].exchanges == traffic[0].steps > 10
+    assert traffic[0].bytes_per_step < 1024
+    assert traffic[0].imbalance < 1.2
+
+
+def test_two_exchanges_a_step_at_most_where_tokens_are_drawn(team: Team) -> None:
+    traffic = team.run(RANKS, _traffic, True)[0]
+    assert traffic.steps <= traffic.exchanges <= 2 * traffic.steps
+    assert traffic.most_bytes < 2048
+
+
+def _traffic(group: ParallelGroup, do_sample: bool = False) -> Any:
+    fresh = _fresh(group)
+    config = LookaheadConfig(
+        preset="paper", window_size=15, ngram_size=5, guess_set_size=15, pool_from_prompt=True, pool_from_output=True
+    )
+    arguments = {**_LIMITS, "do_sample": do_sample, "temperature": 0.5 if do_sample else None}
+    lookahead.generate(build("llama"), torch.tensor([PROMPT]), lookahead_config=config, parallel=fresh, **arguments)
+    return fresh.traffic
+
+
+_LIMITS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+
+
+def _fresh(group: ParallelGroup, timeout: float = 60.0) -> ParallelGroup:
+    """Another group of all ranks, which may come to harm."""
+    processes: Any = dist.new_group(list(range(group.size)), backend="gloo", timeout=timedelta(seconds=120))
+    return join(timeout, process_group=processes)
+
+
+# --- the choices of a configuration ---------------------------------------------------------------------------
+
+
+def test_close_choices_are_put_off_as_in_one_process(team: Team) -> None:
+    config = replace(CONFIG, tie_margin=1.0)
+    wanted = _run(None, config, {})
+    assert wanted["steps"] > _run(None, CONFIG, {})["steps"]
+    for got in team.run(RANKS, _run, config, {}):
+        assert got == wanted
+
+
+def test_the_static_engine(team: Team) -> None:
+    config = replace(CONFIG, engine="static")
+    wanted = _run(None, CONFIG, {})
+    for got in team.run(RANKS, _run, config, {}):
+        assert got == wanted
+
+
+@pytest.mark.parametrize("preset", ["auto", "token_recycling", "context_matches"])
+def test_other_methods(team: Team, preset: str) -> None:
+    """Their steps may differ, as probabilities are sent in half precision; the tokens may not."""
+    config = LookaheadConfig(preset=preset)
+    for ranks in (1, RANKS):
+        texts = [got["text"] for got in team.run(ranks, _run, config, {})]
+        assert texts == [_run(None, config, {})["text"]] * ranks
+
+
+def _run(group: ParallelGroup | None, config: LookaheadConfig, arguments: dict[str, Any]) -> dict[str, Any]:
+    arguments = {**_LIMITS, **arguments, "return_dict_in_generate": True}
+    output = lookahead.generate(
+        build("llama"), torch.tensor([PROMPT]), lookahead_config=config, parallel=group, **arguments
+    )
+    return {"text": output.sequences.tolist(), "steps": output.statistics.steps}
+
+
+def test_a_cache_that_comes_back(team: Team) -> None:
+    """What a call returns as cache is whole on every rank, whoever ran the last tokens."""
+    wanted = _two_turns(None)
+    for got in team.run(RANKS, _two_turns):
+        assert got == wanted
+
+
+def _two_turns(group: ParallelGroup | None) -> tuple[int, Any]:
+    model, ids = build("llama"), torch.tensor([PROMPT])
+    arguments = {"lookahead_config": CONFIG, "parallel": group, "return_dict_in_generate": True, **_LIMITS}
+    first = lookahead.generate(model, ids, **arguments)
+    length = first.past_key_values.get_seq_length()
+    again = torch.cat([first.sequences, torch.tensor([[9, 9, 4]])], dim=1)
+    second = lookahead.generate(model, again, past_key_values=first.past_key_values, **arguments)
+    return length, second.sequences.tolist()
+
+
+def test_sizes_grow_with_the_ranks() -> None:
+    config = LookaheadConfig(preset="paper", window_size=15, ngram_size=5, guess_set_size=10, seed=3)
+    assert scale_config(config, 4) == replace(config, window_size=60, guess_set_size=40)
+    assert scale_config(LookaheadConfig(preset="auto", step_budget=32), 2).step_budget == 64
+    with pytest.raises(lookahead.InvalidArgumentError, match="ranks=0"):
+        scale_config(config, 0)
+
+
+def test_alone_and_not_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(lookahead.InvalidArgumentError, match="torchrun"):
+        join()
+
+
+# --- failures -------------------------------------------------------------------------------------------------
+
+
+def test_what_differs_between_ranks_is_found_before_anything_runs(team: Team) -> None:
+    for what, name in (("model", "the model"), ("prompt", "input_ids"), ("length", "the generation configuration")):
+        for error in team.run(RANKS, _differing, what):
+            assert f"{name} on rank 1 differs from that on rank 0" in error
+    assert compare(team, ParallelCase(RANKS, Case("llama", PROMPT))) == [], "the group works on"
+
+
+def _differing(group: ParallelGroup, what: str) -> str:
+    odd = group.rank == 1
+    model = build("llama", seed=1 if odd and what == "model" else 0)
+    prompt = torch.tensor([PROMPT[::-1] if odd and what == "prompt" else PROMPT])
+    try:
+        lookahead.generate(
+            model,
+            prompt,
+            lookahead_config=CONFIG,
+            parallel=group,
+            max_new_tokens=9 if odd and what == "length" else 10,
+            do_sample=False,
+        )
+    except ParallelError as error:
+        return str(error)
+    return "no error"
+
+
+class _Trouble(StoppingCriteria):  # type: ignore[misc]
+    """On one rank: raises, or sleeps, after a few tokens."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+        if input_ids.shape[1] == len(PROMPT) + 8:
+            if not self._seconds:
+                raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+            time.sleep(self._seconds)
+        return torch.tensor([False])
+
+
+def test_a_rank_that_runs_out_of_memory_ends_all(team: Team) -> None:
+    outcomes = team.run(RANKS, _troubled, 0.0, 60.0)
+    assert outcomes[1][0] == "OutOfMemoryError"
+    for rank in (0, 2):
+        kind, message, seconds = outcomes[rank]
+        assert kind == "ParallelError"
+        assert "rank 1 failed: OutOfMemoryError: tried to allocate 2 GiB" in message
+        assert seconds < 15
+
+
+def test_a_rank_that_hangs_ends_all(team: Team) -> None:
+    outcomes = team.run(RANKS, _troubled, 8.0, 3.0)
+    for kind, message, seconds in outcomes:
+        assert kind == "ParallelError"
+        assert "rank 1 did not come within 3 s" in message
+        assert seconds < 20
+
+
+def _troubled(group: ParallelGroup, seconds: float, timeout: float) -> tuple[str, str, float]:
+    fresh = _fresh(group, timeout)
+    criteria = [_Trouble(seconds)] if group.rank == 1 else [_Trouble(1e-6)]
+    begun = time.monotonic()
+    kind, message = "", ""
+    try:
+        lookahead.generate(
+            build("llama"),
+            torch.tensor([PROMPT]),
+            lookahead_config=CONFIG,
+            parallel=fresh,
+            stopping_criteria=criteria,
+            **_LIMITS,
+        )
+    except Exception as error:
+        kind, message = type(error).__name__, str(error)
+        if isinstance(error, ParallelError):
+            with pytest.raises(ParallelError):  # and it stays ended
+                lookahead.generate(build("llama"), torch.tensor([PROMPT]), parallel=fresh, **_LIMITS)
+    return kind, message, time.monotonic() - begun
+
+
+def test_a_rank_that_is_killed_ends_all(team: Team) -> None:
+    """The last test of this file: the team is no more after it."""
+    team.begin(RANKS, _decode_for_ever)
+    time.sleep(2)
+    os.kill(team.processes[2].pid, signal.SIGKILL)
+    begun = time.monotonic()
+    for rank in (0, 1):
+        assert "rank 2" in team.result(rank, timeout=60)
+    assert time.monotonic() - begun < 20
+
+
+def _decode_for_ever(group: ParallelGroup) -> str:
+    try:
+        while True:
+            lookahead.generate(
+                build("llama"), torch.tensor([PROMPT]), lookahead_config=CONFIG, parallel=group, **_LIMITS
+            )
+    except ParallelError as error:
+        return str(error)

@@ -1,0 +1,163 @@
+"""Splitting a tree among ranks: nothing is lost, every rank has what it needs, and loads are even."""
+
+from __future__ import annotations
+
+from itertools import product
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookahead.drafting import JacobiWindow, StepResult
+from lookahead.parallel import Split, split_tree
+from lookahead.token_tree import NodeKind, TokenTree
+
+
+def paper_tree(window_size: int, ngram_size: int, guesses: int, seed: int = 0, steps: int | None = None) -> TokenTree:
+    """A step of the paper's method: after warm-up, or after as many steps as given; `guesses` candidates."""
+    import numpy as np
+
+    random = Random(seed)
+    window = JacobiWindow(window_size, ngram_size, seed)
+    window.start([1, 2, 3])
+    tree = TokenTree([7])
+    for _ in range(1 + (ngram_size - 2 if steps is None else steps)):
+        tree = TokenTree([7])
+        for _ in range(guesses):
+            tree.add_candidates([random.randrange(50) for _ in range(ngram_size - 1)])
+        window.propose(tree)
+        predictions = np.array([random.randrange(50) for _ in range(len(tree))])
+        before = window.rows
+        window.observe(StepResult(tree, predictions, [], [7]))
+    assert before is not None
+    return tree
+
+
+def check(tree: TokenTree, split: Split, pending: list[int], whole: bool = True) -> None:
+    """What must hold of every split."""
+    held = [set(nodes) for nodes in split.held]
+    for nodes in held:
+        for node in nodes:
+            assert node > tree.root
+            assert tree.parents[node] == tree.root or tree.parents[node] in nodes, "an ancestor is missing"
+    for node in range(len(tree)):
+        if not tree.reads[node]:
+            assert split.owners[node] == -1
+        elif node <= tree.root:
+            assert split.owners[node] == 0
+        else:
+            assert node in held[split.owners[node]], "the owner does not run it"
+    assert split.loads == [own + len(nodes) for own, nodes in zip(pending, held, strict=True)]
+    for node in range(tree.root + 1, len(tree)):
+        if tree.kinds[node] is NodeKind.CANDIDATE and whole:
+            assert sum(node in nodes for nodes in held) == 1, "candidates are run once"
+            child = tree.parents[node]
+            if child != tree.root:
+                assert split.owners[child] == split.owners[node], "a branch is on one rank"
+    distinct = max(pending) + len(set().union(*held))
+    assert split.redundant == sum(split.loads) - distinct
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> TokenTree:
+    """Any tree of candidates and window nodes, a few pending ones first."""
+    tree = TokenTree(list(range(draw(st.integers(1, 4)))))
+    window = [tree.root]
+    for _ in range(draw(st.integers(0, 40))):
+        if draw(st.booleans()):
+            candidates = [n for n in range(tree.root, len(tree)) if tree.kinds[n] is not NodeKind.WINDOW]
+            tree.add_candidates([draw(st.integers(0, 5))], draw(st.sampled_from(candidates)))
+        else:
+            window.append(tree.add_window_node(0, draw(st.sampled_from(window)), draw(st.booleans())))
+    return tree
+
+
+@given(tree=trees(), pending=st.lists(st.integers(0, 6), min_size=1, max_size=6), whole=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_any_tree_is_covered_with_its_ancestors(tree: TokenTree, pending: list[int], whole: bool) -> None:
+    pending = [tree.root + 1 + extra for extra in pending]
+    check(tree, split_tree(tree, pending, whole), pending, whole)
+
+
+def test_a_large_branch_is_cut_where_that_is_allowed() -> None:
+    tree = TokenTree([1])
+    for first in range(3):
+        for second in range(4):
+            tree.add_candidates([9, 9, first, second, 0, 0])
+    assert split_tree(tree, [1, 1, 1]).loads == [len(tree), 1, 1]
+    split = split_tree(tree, [1, 1, 1], whole_branches=False)
+    check(tree, split, [1, 1, 1], whole=False)
+    assert max(split.loads) <= len(tree) / 3 + 3
+
+
+@given(
+    ranks=st.integers(1, 8),
+    window_size=st.integers(1, 30),
+    ngram_size=st.integers(2, 7),
+    guesses=st.integers(0, 30),
+    steps=st.integers(0, 8),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_papers_trees_are_covered(
+    ranks: int, window_size: int, ngram_size: int, guesses: int, steps: int, seed: int
+) -> None:
+    tree = paper_tree(window_size, ngram_size, guesses, seed, steps)
+    check(tree, split_tree(tree, [1] * ranks), [1] * ranks)
+
+
+def best_load(tree: TokenTree, ranks: int) -> int:
+    """The smallest largest load that any dealing out of branches and columns has, by trying them all."""
+    branches: dict[int, set[int]] = {}
+    columns = []
+    for node in range(tree.root + 1, len(tree)):
+        chain = [node]
+        while tree.parents[chain[-1]] > tree.root:
+            chain.append(tree.parents[chain[-1]])
+        if tree.kinds[node] is NodeKind.CANDIDATE:
+            branches.setdefault(chain[-1], set()).add(node)
+        elif tree.reads[node]:
+            columns.append(set(chain))
+    pieces = [*branches.values(), *columns]
+    best = len(tree)
+    for dealt in product(range(ranks), repeat=len(pieces)):
+        held: list[set[int]] = [set() for _ in range(ranks)]
+        for rank, piece in zip(dealt, pieces, strict=True):
+            held[rank] |= piece
+        best = min(best, max(map(len, held)) + 1)
+    return best
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_loads_are_nearly_as_even_as_can_be(ranks: int, seed: int) -> None:
+    random = Random(seed)
+    window_size, ngram_size = random.randint(1, 5), random.randint(2, 4)
+    tree = paper_tree(window_size, ngram_size, random.randint(0, 4), seed)
+    largest = max(split_tree(tree, [1] * ranks).loads)
+    assert largest <= best_load(tree, ranks) + 1
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(1, 120), (2, 62), (3, 45), (4, 34), (8, 22)])
+def test_the_papers_sizes(ranks: int, most: int) -> None:
+    """W = G = 15, N = 5, 120 nodes: what one rank runs at most."""
+    assert max(split_tree(paper_tree(15, 5, 15), [1] * ranks).loads) <= most
+
+
+def test_a_rank_that_is_behind_gets_less() -> None:
+    split = split_tree(paper_tree(15, 5, 15), [1, 5, 5, 5])
+    assert max(split.loads) <= 37
+    assert len(split.held[0]) > max(map(len, split.held[1:]))
+
+
+def test_the_likeliest_candidates_are_on_rank_0() -> None:
+    tree = paper_tree(15, 5, 15)
+    split = split_tree(tree, [1] * 4)
+    assert split.owners[tree.root + 1] == 0
+
+
+def test_every_rank_finds_the_same_split() -> None:
+    first, second = (split_tree(paper_tree(9, 4, 9), [1, 3, 2]) for _ in range(2))
+    assert first.held == second.held
+    assert first.owners.tolist() == second.owners.tolist()

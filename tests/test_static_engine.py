@@ -1,0 +1,572 @@
+"""The static engine: fixed shapes and fixed memory, and the same text."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import DynamicCache, PreTrainedModel
+
+import lookahead
+from exactness import NEAR_TIE, Case, random_case, run_case
+from lookahead import LookaheadConfig
+from lookahead.engine import ModelRunner, TreeCache, engine_model, graph_recorder, static_engine
+from lookahead.engine.graph_recorder import CudaGraphRecorder, NoRecorder, Outputs, Pass, Recorder
+from lookahead.engine.masks import MaskBuilder
+from lookahead.engine.static_cache import LayerShape, StaticTreeCache, layer_shapes
+from lookahead.engine.static_inputs import StaticInputs
+from lookahead.engine.static_steps import StaticSteps, pass_sizes, rounded
+from lookahead.engine.tree_attention import unpack
+from lookahead.engine.trial import trial_logits
+from lookahead.token_tree import TokenTree, lay_out
+from model_zoo import ARCHITECTURES, SLIDING_WINDOW, VOCAB_SIZE, build
+from test_engine_model import grouped_llama
+from test_tree_cache import states
+
+NAMES = sorted(ARCHITECTURES)
+BY_LENGTH = ["llama_dynamic_rope", "phi3_long_rope"]
+"""Their positions change when a text becomes long, so that no pass serves all lengths."""
+CHOSEN = ["llama", "gemma3", "gpt2", "llama4_chunked", "deepseek_v3"]
+CPU = torch.device("cpu")
+STATIC = LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4, pool_from_prompt=True, engine="static")
+PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
+
+
+class TapeRecorder:
+    """What a CUDA graph does, on the CPU: records the operations on tensors, and replays them without any Python."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.replays = 0
+
+    def record(self, work: Pass) -> Pass:
+        work()  # the warm-up
+        tape = make_fx(work)()
+
+        def replay() -> Outputs:
+            self.replays += 1
+            outputs: Outputs = tape()
+            return outputs
+
+        return replay
+
+
+def static_steps(
+    model: PreTrainedModel,
+    batch: int = 1,
+    capacity: int = 128,
+    nodes: int = 32,
+    recorder: Recorder | None = None,
+    compiler: Any = None,
+) -> StaticSteps:
+    """Steps for `model` as the engine makes them."""
+    with torch.no_grad():
+        trial = ModelRunner(model, 1)
+        trial_logits(trial)
+    return StaticSteps(
+        model, layer_shapes(trial.cache), batch, capacity, pass_sizes(nodes), recorder or NoRecorder(), compiler
+    )
+
+
+def drafted(runner: ModelRunner, row: int, text: list[int], draft: int) -> TokenTree:
+    """A tree whose size and shape depend on `draft`."""
+    tree = runner.begin_tree(row, text)
+    random = Random(draft)
+    for _ in range(draft % 5):
+        tree.add_candidates(random.choices(range(6), k=random.randint(1, 4)))
+    if draft % 5:
+        tree.add_window_node(11, tree.root, read=True)
+    return tree
+
+
+@torch.no_grad()
+def logits_of_steps(
+    runner: ModelRunner, steps: int = 12, batch: int = 1, before_step: Callable[[], None] = lambda: None
+) -> list[torch.Tensor]:
+    """Logits of all nodes that are read, over steps of trees that change; what is kept does not depend on them."""
+    texts = [[5, 9, 1, 4, 7, 5, 9][: 7 - 3 * row] for row in range(batch)]
+    collected = []
+    for step in range(steps):
+        before_step()
+        trees = [drafted(runner, row, text, step + row) for row, text in enumerate(texts)]
+        results = runner.forward(trees, 3)
+        paths = []
+        for row, (tree, result) in enumerate(zip(trees, results, strict=True)):
+            nodes = [node for node in range(len(tree)) if tree.reads[node]]
+            logits = torch.cat([result.logits_after(node) for node in nodes])
+            collected.append(logits)
+            assert result.predictions[nodes].tolist() == logits.argmax(dim=-1).tolist()
+            probabilities, ids = logits.softmax(dim=-1).topk(3)
+            assert result.top_ids[nodes].tolist() == ids.tolist()
+            np.testing.assert_allclose(result.top_probabilities[nodes], probabilities.numpy(), rtol=1e-5)
+            unread = [node for node in range(len(tree)) if not tree.reads[node]]
+            assert (result.predictions[unread] == -1).all()
+            children = [node for node in range(tree.root + 1, len(tree) - 1) if tree.parents[node] == tree.root]
+            paths.append(children[-1:])  # seldom the one in place
+            texts[row] = texts[row] + [tree.tokens[node] for node in paths[-1]] + [(7 * step + row) % VOCAB_SIZE]
+        runner.commit([[*range(tree.root + 1), *path] for tree, path in zip(trees, paths, strict=True)])
+    return collected
+
+
+def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    """Equal but for rounding."""
+    assert len(one) == len(other)
+    for left, right in zip(one, other, strict=True):
+        torch.testing.assert_close(left, right, atol=NEAR_TIE, rtol=1e-4)
+
+
+@contextmanager
+def recorded_with(recorder: type) -> Iterator[None]:
+    """Calls of `generate` record their passes with `recorder`; nothing that it recorded stays behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(static_engine, "recorder_for", recorder)
+        patch.setattr(static_engine, "_idle", weakref.WeakKeyDictionary())
+        yield
+
+
+# --- the same text ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_are_those_of_generate(name: str) -> None:
+    random = Random(name)
+    for _ in range(2):
+        outcome = run_case(replace(random_case(random, name), engine="static"))
+        assert outcome.matched, outcome.report()
+    assert (static_engine._static_shapes(engine_model(build(name, attention=outcome.case.attention))) is None) == (
+        name in BY_LENGTH
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mixtral", "llama4_chunked", *BY_LENGTH])
+def test_sampled_texts_and_batches_are_those_of_generate(name: str) -> None:
+    model = build(name)
+    arguments: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "top_k": 8}
+    for seed in range(2):
+        torch.manual_seed(seed)
+        expected = model.generate(PROMPT, **arguments)
+        torch.manual_seed(seed)
+        assert torch.equal(lookahead.generate(model, PROMPT, lookahead_config=STATIC, **arguments), expected)
+    texts = [[3, 14, 15, 9, 2, 6, 3, 14, 15], [7, 8], [20, 21, 22, 20]]
+    ids = torch.tensor([[0] * (9 - len(text)) + text for text in texts])
+    mask = torch.tensor([[0] * (9 - len(text)) + [1] * len(text) for text in texts])
+    arguments = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 5, "pad_token_id": 0}
+    batch = lookahead.generate(model, ids, attention_mask=mask, lookahead_config=STATIC, **arguments)
+    for row, text in zip(batch, texts, strict=True):
+        model(torch.zeros((1, 1), dtype=torch.long), use_cache=False)  # dynamic RoPE forgets the last text
+        expected = model.generate(torch.tensor([text]), **arguments)[0, len(text) :].tolist()
+        assert row[9 : 9 + len(expected)].tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_mixed_sliding", "qwen3_moe", "llama4_chunked"])
+def test_recorded_passes_write_the_same_text(name: str) -> None:
+    """What a captured graph keeps of the first step must be right for all others."""
+    with recorded_with(TapeRecorder):
+        model = build(name, 0, "sdpa")
+        case = Case(name, tuple(range(5)) * 3, attention="sdpa", max_new_tokens=30, pool_from_prompt=True)
+        outcome = run_case(replace(case, engine="static"))
+        assert outcome.matched, outcome.report()
+        _, steps = static_engine._idle[engine_model(model)]
+        assert steps._recorder.replays == len(outcome.accepted_lengths)
+        assert steps.recordings <= len(steps.sizes)
+
+
+def test_long_prompts_go_the_dynamic_way(llama: PreTrainedModel) -> None:
+    prompt = torch.randint(VOCAB_SIZE, (1, 150), generator=torch.Generator().manual_seed(3))
+    for chunk in (None, 40):
+        arguments: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "prefill_chunk_size": chunk}
+        got = lookahead.generate(llama, prompt, lookahead_config=STATIC, **arguments)
+        assert torch.equal(got, llama.generate(prompt, max_new_tokens=24, do_sample=False))
+
+
+def test_scores_and_logits_are_not_overwritten_by_later_steps(llama: PreTrainedModel) -> None:
+    arguments: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    arguments |= {"output_logits": True, "output_scores": True}
+    with recorded_with(TapeRecorder):
+        got = lookahead.generate(llama, PROMPT, lookahead_config=STATIC, **arguments)
+    expected = llama.generate(PROMPT, **arguments)
+    for name in ("logits", "scores"):
+        assert_same(list(getattr(got, name)), list(getattr(expected, name)))
+
+
+def test_a_tie_margin_and_hooks_go_the_dynamic_way() -> None:
+    model = grouped_llama(torch.float32)
+    expected = model.generate(PROMPT, max_new_tokens=8, do_sample=False)
+    got = lookahead.generate(model, PROMPT, lookahead_config=replace(STATIC, tie_margin=0.1), max_new_tokens=8)
+    assert torch.equal(got, expected)
+    calls: list[torch.nn.Module] = []
+    model.model.layers[0].register_forward_hook(lambda module, *_: calls.append(module))
+    assert torch.equal(lookahead.generate(model, PROMPT, lookahead_config=STATIC, max_new_tokens=8), expected)
+    assert calls
+    assert engine_model(model) not in static_engine._idle
+
+
+# --- fixed memory -------------------------------------------------------------------------------------------
+
+
+def addresses(steps: StaticSteps) -> list[int]:
+    """Where everything lies that is there for longer than a step."""
+    inputs = [steps._inputs[size] for size in sorted(steps._inputs)]
+    return [
+        *(buffer.data_ptr() for buffer in steps.cache.buffers),
+        *(states.data_ptr() for layer in steps.cache.layers for states in (layer.keys, layer.values)),
+        *(one._host.data_ptr() for one in inputs),
+        *(mask.data_ptr() for one in inputs for mask in one.packed_masks),
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_nothing_moves_and_nothing_is_recorded_twice(name: str) -> None:
+    model = build(name)
+    recorder = TapeRecorder()
+    steps = static_steps(model, batch=2, recorder=recorder)
+    runner = ModelRunner(model, 2, steps=steps)
+    first = logits_of_steps(runner, batch=2)
+    seen, recordings = addresses(steps), steps.recordings
+    assert recordings == len(steps._inputs)
+    assert recorder.replays == 12
+    runner = ModelRunner(model, 2, steps=steps)  # the next text
+    second = logits_of_steps(runner, batch=2, before_step=lambda: addresses(steps) == seen or pytest.fail("moved"))
+    assert addresses(steps) == seen
+    assert steps.recordings == recordings
+    expected = logits_of_steps(ModelRunner(model, 2), batch=2)
+    assert_same(first, expected)
+    assert_same(second, expected)
+
+
+def test_the_next_call_takes_what_the_last_one_left() -> None:
+    model = grouped_llama(torch.float32)
+    expected = model.generate(PROMPT, max_new_tokens=24, do_sample=False)
+
+    def decode(new_tokens: int = 24) -> StaticSteps:
+        got = lookahead.generate(model, PROMPT, lookahead_config=STATIC, max_new_tokens=new_tokens)
+        assert torch.equal(got[:, :36], expected)
+        return static_engine._idle[engine_model(model)][1]
+
+    steps = decode()
+    seen, recordings = addresses(steps), steps.recordings
+    with torch.inference_mode():
+        assert decode() is steps
+    assert (addresses(steps), steps.recordings) == (seen, recordings)
+    assert decode(200) is not steps, "too short for this text"
+    steps = decode(200)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.data = model.model.layers[0].mlp.up_proj.weight.data.clone()
+    assert decode(200) is not steps, "a graph would read the weights where they were"
+
+
+def test_nothing_is_kept_of_a_call_that_failed(llama: PreTrainedModel) -> None:
+    engine = engine_model(llama)
+    lookahead.generate(llama, PROMPT, lookahead_config=STATIC, max_new_tokens=8)
+    assert engine in static_engine._idle
+
+    def fail(_: object) -> None:
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        lookahead.generate(llama, PROMPT, lookahead_config=STATIC, max_new_tokens=8, on_step=fail)
+    assert engine not in static_engine._idle
+
+
+def test_memory_goes_when_the_model_goes() -> None:
+    model = grouped_llama()
+    lookahead.generate(model, PROMPT, lookahead_config=STATIC, max_new_tokens=8)
+    engine = engine_model(model)
+    gone = [weakref.ref(thing) for thing in (model, engine, static_engine._idle[engine][1])]
+    del model, engine
+    gc.collect()
+    assert [one() for one in gone] == [None] * 3
+
+
+def test_longer_texts_than_were_expected() -> None:
+    model = build("qwen2_mixed_sliding")
+    steps = static_steps(model, capacity=16, nodes=8, recorder=TapeRecorder())
+    assert_same(logits_of_steps(ModelRunner(model, 1, steps=steps)), logits_of_steps(ModelRunner(model, 1)))
+    assert steps.cache.capacity >= 32
+    assert steps.recordings > 2, "what was recorded for the smaller cache is of no use"
+
+
+# --- padding and garbage ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_no_node_sees_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(name)
+    clean = logits_of_steps(ModelRunner(model, 2, steps=static_steps(model, batch=2)), batch=2)
+    stage, random = StaticInputs.stage, np.random.default_rng(0)
+
+    def stage_and_fill(self: StaticInputs, layouts: Any, lengths: Any) -> None:
+        stage(self, layouts, lengths)
+        for row, layout in enumerate(layouts):
+            padding = self._tokens[row, len(layout.order) :]
+            padding[:] = random.integers(VOCAB_SIZE, size=padding.shape)
+
+    monkeypatch.setattr(StaticInputs, "stage", stage_and_fill)
+    dirty = logits_of_steps(ModelRunner(model, 2, steps=static_steps(model, batch=2)), batch=2)
+    assert_same(clean, dirty)
+    larger = static_steps(model, batch=2)
+    larger.sizes = (64,)
+    assert_same(clean, logits_of_steps(ModelRunner(model, 2, steps=larger), batch=2))
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_no_node_sees_what_is_not_text(name: str) -> None:
+    model = build(name)
+    steps = static_steps(model, batch=2)
+    runner = ModelRunner(model, 2, steps=steps)
+
+    def fill() -> None:
+        # As large as it gets with a finite score: dense masks only add to scores.
+        for buffer in steps.cache.buffers:
+            for row, length in enumerate(steps.cache.lengths(2)):
+                buffer[:, row, :, length:] = 1e30
+
+    assert_same(logits_of_steps(runner, batch=2, before_step=fill), logits_of_steps(ModelRunner(model, 2), batch=2))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_sliding", "qwen2_mixed_sliding", "llama4_chunked"])
+def test_staged_masks_are_those_of_the_dynamic_engine(name: str) -> None:
+    masks = MaskBuilder(build(name).config)
+    runner = ModelRunner(build(name), 2)
+    random = Random(0)
+    staged = {nodes: StaticInputs(masks, 2, nodes, CPU) for nodes in (8, 32, 64)}
+    for step in range(40):
+        lengths = [random.randint(0, 3 * SLIDING_WINDOW), random.randint(0, 2)]
+        trees = [drafted(runner, 0, [1] * random.randint(1, 3), step), drafted(runner, 1, [2], step // 2)]
+        layouts = [lay_out(tree) for tree in trees]
+        most = max(map(len, trees))
+        inputs = staged[next(nodes for nodes in staged if nodes >= most)]
+        inputs.stage(layouts, lengths)
+        positions, ancestors = np.zeros((2, inputs.nodes), dtype=np.int64), np.zeros((2, *[inputs.nodes] * 2), bool)
+        for row, layout in enumerate(layouts):
+            own = len(layout.order)
+            positions[row, :own] = lengths[row] + layout.depths
+            ancestors[row, :own, :own] = layout.ancestor_mask()
+            assert inputs.tokens[row].tolist() == [*layout.tokens, *[0] * (inputs.nodes - own)]
+        assert inputs.positions.tolist() == positions.tolist()
+        assert inputs.columns.tolist() == [max(lengths) + node for node in range(inputs.nodes)]
+        expected = masks.pack(ancestors, lengths, positions, CPU)
+        for kind, packed in zip(masks.kinds, inputs.packed_masks, strict=True):
+            other = expected[kind] if isinstance(expected, dict) else expected
+            assert torch.equal(packed, other)
+            assert unpack(packed, max(lengths) + inputs.nodes).any(dim=-1).all(), "no row of a softmax is empty"
+
+
+# --- the cache ----------------------------------------------------------------------------------------------
+
+
+def test_the_cache_keeps_what_was_committed() -> None:
+    shape = LayerShape(2, 3, 3, torch.float32)
+    cache = StaticTreeCache([shape, None, replace(shape, value_size=5)], 2, 20, CPU)
+    assert len(cache.buffers) == 2, "one for each size"
+    expected: list[list[int]] = [[], []]
+    random, count = Random(1), 0
+    for _ in range(4):
+        fresh = [[count + 10 * row + node for node in range(5)] for row in range(2)]
+        count += 20
+        cache.columns = max(map(len, expected)) + torch.arange(5)
+        for layer in (0, 2):
+            values = -states(fresh)[..., :1].expand(-1, -1, -1, cache.layers[layer].values.shape[3])
+            keys, _ = cache.update(states(fresh), values, layer)
+            assert keys.data_ptr() == cache.layers[layer].keys.data_ptr()
+            assert keys.shape == (2, 2, 20, 3)
+            assert cache.get_seq_length() == 0, "the same for every step"
+        cache.columns = None
+        slots = [sorted(random.sample(range(5), random.randint(0, 3))) for _ in range(2)]
+        cache.commit(slots)
+        for row in range(2):
+            expected[row] += [fresh[row][slot] for slot in slots[row]]
+        assert cache.lengths(2) == [len(row) for row in expected]
+        assert cache.get_seq_length() == cache.longest == max(map(len, expected))
+        for layer in (0, 2):
+            for row, tokens in enumerate(expected):
+                assert cache.layers[layer].keys[row, 1, : len(tokens), 2].tolist() == tokens
+                assert cache.layers[layer].values[row, 0, : len(tokens), -1].tolist() == [-token for token in tokens]
+    copied, grown = TreeCache(), StaticTreeCache([shape, None, replace(shape, value_size=5)], 2, 30, CPU)
+    cache.copy_to(copied)
+    grown.adopt(copied)
+    cache.grow(40)
+    for other in (copied, grown):
+        assert other.lengths(2) == cache.lengths(2)
+        for row, tokens in enumerate(expected):
+            assert other.layers[2].keys[row, 0, : len(tokens), 0].tolist() == tokens
+    assert not copied.layers[1].is_initialized
+
+
+def test_caches_that_come_and_go(llama: PreTrainedModel) -> None:
+    arguments: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True}
+    expected = llama.generate(PROMPT, **{**arguments, "max_new_tokens": 30})
+    for first, second, third in (("static", "static", "dynamic"), ("dynamic", "static", "static")):
+        turn = lookahead.generate(llama, PROMPT, lookahead_config=replace(STATIC, engine=first), **arguments)
+        for engine in (second, third):
+            before, length = turn.past_key_values, turn.past_key_values.get_seq_length()
+            assert type(before) is TreeCache
+            assert length == turn.sequences.shape[1] - 1
+            config = replace(STATIC, engine=engine)
+            arguments["past_key_values"] = before
+            turn = lookahead.generate(llama, turn.sequences, lookahead_config=config, **arguments)
+            assert turn.past_key_values is before
+        del arguments["past_key_values"]
+        assert torch.equal(turn.sequences, expected.sequences)
+        for own, layer in zip(before.layers, expected.past_key_values.layers, strict=True):
+            torch.testing.assert_close(own.keys[:, :, :41], layer.keys, atol=1e-4, rtol=1e-4)
+    brought = DynamicCache(config=llama.config)
+    with torch.no_grad():
+        llama(PROMPT[:, :-1], past_key_values=brought)
+    turn = lookahead.generate(llama, PROMPT, past_key_values=brought, lookahead_config=STATIC, **arguments)
+    assert turn.past_key_values is brought
+    assert torch.equal(turn.sequences, expected.sequences[:, :22])
+    torch.testing.assert_close(
+        brought.layers[1].values, expected.past_key_values.layers[1].values[:, :, :21], atol=1e-4, rtol=1e-4
+    )
+
+
+# --- recording and compiling --------------------------------------------------------------------------------
+
+
+class FakeCuda:
+    """The part of `torch.cuda` that graphs need; notes what is done in which state."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.state = "default stream"
+        self.sync_mode = 0
+
+    def graph_pool_handle(self) -> str:
+        return "pool"
+
+    @contextmanager
+    def _within(self, state: str) -> Iterator[None]:
+        before, self.state = self.state, state
+        try:
+            yield
+        finally:
+            self.state = before
+
+    def device(self, device: object) -> Any:
+        return self._within(self.state)
+
+    def stream(self, stream: object) -> Any:
+        return self._within("side stream")
+
+    def graph(self, graph: object, pool: str, capture_error_mode: str) -> Any:
+        assert (pool, capture_error_mode) == ("pool", "thread_local")
+        return self._within("capture")
+
+    def Stream(self) -> Any:
+        return SimpleNamespace(wait_stream=lambda other: self.calls.append("side waits"))
+
+    def current_stream(self) -> Any:
+        return SimpleNamespace(wait_stream=lambda other: self.calls.append("default waits"))
+
+    def CUDAGraph(self) -> Any:
+        return SimpleNamespace(replay=lambda: self.calls.append("replay"))
+
+    def get_sync_debug_mode(self) -> int:
+        return self.sync_mode
+
+    def set_sync_debug_mode(self, mode: int | str) -> None:
+        self.sync_mode = 2 if mode == "error" else int(mode)
+
+
+def test_graphs_are_captured_once_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda()
+    monkeypatch.setattr(graph_recorder, "torch", SimpleNamespace(cuda=cuda))
+    outputs = torch.zeros(1), torch.zeros(1)
+
+    def work() -> Outputs:
+        cuda.calls.append(f"work, {cuda.state}, sync mode {cuda.sync_mode}")
+        return outputs
+
+    replay = CudaGraphRecorder(torch.device("cuda")).record(work)
+    assert cuda.calls == [
+        "side waits",
+        "work, side stream, sync mode 0",
+        "work, side stream, sync mode 2",
+        "default waits",
+        "work, capture, sync mode 0",
+    ]
+    cuda.calls.clear()
+    assert replay() is outputs
+    assert replay() is outputs
+    assert cuda.calls == ["replay", "replay"]
+
+    def waits() -> Outputs:
+        raise RuntimeError("called a synchronizing operation")
+
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        CudaGraphRecorder(torch.device("cuda")).record(waits)
+    assert cuda.sync_mode == 0
+
+
+def test_what_cannot_be_recorded_runs_dynamically(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(TapeRecorder):
+        def record(self, work: Pass) -> Pass:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = grouped_llama(torch.float32)
+    with recorded_with(Failing):
+        monkeypatch.setattr(static_engine, "_tried", weakref.WeakKeyDictionary())
+        got = lookahead.generate(model, PROMPT, lookahead_config=STATIC, max_new_tokens=8)
+        assert engine_model(model) not in static_engine._idle
+    assert torch.equal(got, model.generate(PROMPT, max_new_tokens=8, do_sample=False))
+
+
+def test_python_that_changes_with_the_text_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that goes by the length of its cache, in Python, would be wrong in a captured graph."""
+    model = grouped_llama(torch.float32)
+    engine = engine_model(model)
+    plain = type(model.model).forward
+
+    def scaled(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        kept = past_key_values.get_seq_length() if past_key_values is not None else 0
+        output = plain(self, *args, past_key_values=past_key_values, **kwargs)
+        output.last_hidden_state = output.last_hidden_state * (1 + kept)
+        return output
+
+    monkeypatch.setattr(type(model.model), "forward", scaled)
+    assert static_engine._try_static(engine) is None
+
+
+def test_compiled_without_breaks_and_once_for_each_size() -> None:
+    model, counter = build("qwen2_mixed_sliding"), CompileCounter()
+    steps = static_steps(model, capacity=256, compiler=counter)
+    runner = ModelRunner(model, 1, steps=steps)
+    assert_same(logits_of_steps(runner, 50), logits_of_steps(ModelRunner(model, 1), 50))
+    assert counter.frame_count == steps.recordings == len(steps._inputs) > 1
+
+
+def test_compiled_with_inductor(llama: PreTrainedModel) -> None:
+    steps = static_steps(llama, compiler="inductor")
+    steps.sizes = (32,)
+    runner = ModelRunner(llama, 1, steps=steps)
+    assert_same(logits_of_steps(runner), logits_of_steps(ModelRunner(llama, 1)))
+    assert steps.recordings == 1
+
+
+# --- small things -------------------------------------------------------------------------------------------
+
+
+def test_sizes() -> None:
+    assert pass_sizes(1) == (1,)
+    assert pass_sizes(2) == pass_sizes(8) == (1, 8)
+    assert pass_sizes(120) == pass_sizes(128) == (1, 8, 16, 32, 64, 128)
+    assert [rounded(tokens) for tokens in (1, 192, 193, 256, 257, 384, 385, 5000)] == [
+        *[192, 192, 256, 256, 384, 384, 512],
+        6144,
+    ]
+
+
+def test_unknown_engine() -> None:
+    with pytest.raises(lookahead.InvalidArgumentError, match="engine='quick'"):
+        LookaheadConfig(engine="quick")

@@ -1,0 +1,106 @@
+"""The static engine on a GPU: captured graphs, the kernel, and what a capture that fails leaves behind."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.engine import ModelRunner, engine_model, static_engine, tree_attention
+from lookahead.engine.graph_recorder import CudaGraphRecorder
+from lookahead.engine.static_cache import layer_shapes
+from lookahead.engine.static_steps import StaticSteps, pass_sizes
+from lookahead.engine.trial import trial_logits
+from model_zoo import ARCHITECTURES, build
+from test_static_engine import BY_LENGTH, NAMES, PROMPT, STATIC, addresses, assert_same, logits_of_steps
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+WITH_KERNEL = ["llama", "mistral_sliding", "qwen2_mixed_sliding", "gemma3", "deepseek_v3", "llama4_chunked"]
+
+
+def on_gpu(name: str) -> PreTrainedModel:
+    return copy.deepcopy(build(name, attention=ARCHITECTURES[name].attention[0])).to("cuda")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_are_those_of_generate(name: str) -> None:
+    model, prompt = on_gpu(name), PROMPT.cuda()
+    expected = model.generate(prompt, **GREEDY)
+    for config in (LookaheadConfig(engine="dynamic"), STATIC, STATIC):  # the third replays what the second captured
+        model(torch.zeros((1, 1), dtype=torch.long, device="cuda"), use_cache=False)  # dynamic RoPE forgets
+        assert torch.equal(lookahead.generate(model, prompt, lookahead_config=config, **GREEDY), expected), config
+    engine = engine_model(model)
+    assert (engine.config._attn_implementation == tree_attention.NAME) >= (name in WITH_KERNEL)
+    print(name, engine.config._attn_implementation, "static" if engine in static_engine._idle else "dynamic")
+    assert (engine in static_engine._idle) <= (name not in BY_LENGTH)
+
+
+@pytest.mark.parametrize("name", WITH_KERNEL)
+def test_replays_are_the_dynamic_steps(name: str) -> None:
+    """Also with whatever may lie in the cache where no text is: the kernel does not read it."""
+    model = engine_model(on_gpu(name))
+    with torch.no_grad():
+        trial = ModelRunner(model, 1)
+        trial_logits(trial)
+        recorder = CudaGraphRecorder(torch.device("cuda"))
+        steps = StaticSteps(model, layer_shapes(trial.cache), 2, 128, pass_sizes(32), recorder)
+    for buffer in steps.cache.buffers:
+        buffer.fill_(float("nan"))
+    expected = [logits.cpu() for logits in logits_of_steps(ModelRunner(model, 2), batch=2)]
+    for _ in range(2):
+        got = logits_of_steps(ModelRunner(model, 2, steps=steps), batch=2)
+        assert_same([logits.cpu() for logits in got], expected)
+        seen = addresses(steps)
+    assert addresses(steps) == seen
+    assert steps.recordings == len(steps._inputs)
+
+
+def test_steps_take_no_memory() -> None:
+    model, prompt = on_gpu("llama"), PROMPT.cuda()
+    allocated: list[int] = []
+
+    def note(_: object) -> None:
+        allocated.append(torch.cuda.memory_allocated())
+
+    for _ in range(2):
+        allocated.clear()
+        lookahead.generate(model, prompt, lookahead_config=STATIC, on_step=note, **GREEDY)
+    # The text itself grows by a token at a time.
+    assert max(allocated) - min(allocated) < 64 * 1024
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_numbers_can_be_drawn_after_a_capture(failing: bool) -> None:
+    """Sampling goes on to give what transformers draws under the same seed, even if the trial could not be captured."""
+    model, prompt = on_gpu("llama"), PROMPT.cuda()
+    if failing:
+        plain = model.model.norm.forward.__func__
+
+        class Waiting(type(model.model.norm)):  # type: ignore[misc]
+            def forward(self, states: torch.Tensor) -> torch.Tensor:
+                assert float(states.abs().amax()) >= 0  # waits for the device
+                result: torch.Tensor = plain(self, states)
+                return result
+
+        model.model.norm.__class__ = Waiting
+    for seed in range(3):
+        torch.manual_seed(seed)
+        expected = model.generate(prompt, max_new_tokens=30, do_sample=True)
+        torch.manual_seed(seed)
+        got = lookahead.generate(model, prompt, lookahead_config=STATIC, max_new_tokens=30, do_sample=True)
+        assert torch.equal(got, expected)
+    assert (engine_model(model) in static_engine._idle) != failing
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_stays_static(dtype: torch.dtype) -> None:
+    model = on_gpu("llama").to(dtype)
+    lookahead.generate(model, PROMPT.cuda(), lookahead_config=STATIC, **GREEDY)
+    assert engine_model(model) in static_engine._idle
