@@ -162,8 +162,7 @@ class Parity(LogitsProcessor):  # type: ignore[misc]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         same = (torch.arange(scores.shape[1]) + input_ids[:, -1:]) % 2 == 0
-        scores -= self._strength * same
-        return scores
+        return scores - self._strength * same  # writing into them would reach the `logits` that transformers returns
 
 
 def run_batch_case(case: BatchCase) -> BatchOutcome:

@@ -64,8 +64,8 @@ def _attention_for_trees(model: PreTrainedModel, static: bool) -> str | None:
     """What is faster here than the model's `sdpa`; whoever chose another implementation meant it.
 
     On a GPU with the static engine it is our kernel: its masks are small and keep their shape, and it skips the empty
-    part of the cache, which `sdpa` with a dense mask would read. On a CPU, where there is no Triton, query heads are folded if they
-    share heads of keys.
+    part of the cache, which `sdpa` with a dense mask would read. On a CPU query heads are folded, if they share heads
+    of keys.
     """
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != "sdpa" or not getattr(model, "_supports_attention_backend", False):
