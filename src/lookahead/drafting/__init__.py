@@ -77,7 +77,7 @@ def build_drafter(
         if config.preset == "token_recycling":
             return TokenRecyclingDrafter(fixed)
         if config.preset == "context_matches":
-            return MergedDrafter(DraftMemory(), ContextMatches(), None, fixed, explore=False)
+            return MergedDrafter(None, ContextMatches(), None, fixed, explore=False)
         budget = PayingBudget(costs, rows) if costs is not None and config.step_budget is None else fixed
         return MergedDrafter(memory or DraftMemory(), ContextMatches(), None, budget)
     if config.preset == "autoregressive":
