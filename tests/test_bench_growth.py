@@ -36,6 +36,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         model.config.layer_types = None
         return model
 
+    # a process of its own would not leave transformers silent
+    monkeypatch.setattr(growth.transformers.utils.logging, "set_verbosity_error", lambda: None)
     monkeypatch.setattr(growth, "build_model", of_one_layer)
     monkeypatch.setattr(growth, "in_own_process", growth.measure)
 

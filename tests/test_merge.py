@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from lookahead.decoder import decode
 from lookahead.drafting import ContextMatches, DraftMemory, JacobiWindow, MergedDrafter, NGramMemory, StepResult, growth
@@ -203,24 +204,19 @@ def test_a_step_that_was_not_asked_for_a_draft_teaches_all_the_same() -> None:
 
 
 class Stingy:
-    """A budget that takes two nodes, and says when it was asked."""
+    """A budget that takes two nodes, and says what it was offered."""
 
     rests = False
     left = 0
+    chosen = 2
 
     def __init__(self) -> None:
-        self.offers: list[float] = []
+        self.offers: list[list[float]] = []
         self.learned: list[tuple[bool, bool]] = []
 
-    def begin(self, context: int) -> None:
-        self.offers = []
-
-    def offer(self, gain: float) -> bool:
-        self.offers.append(gain)
-        return len(self.offers) < 5
-
-    def settle(self) -> int:
-        return 2
+    def offer(self, gains: NDArray[np.float64], context: int) -> bool:
+        self.offers.append(gains.tolist())
+        return False
 
     def learn(self, drafted: bool, accepted: bool) -> None:
         self.learned.append((drafted, accepted))
@@ -228,13 +224,16 @@ class Stingy:
 
 def test_a_budget_decides_how_many_nodes_are_sent() -> None:
     budget = Stingy()
-    chain = Chain(MergedDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), ContextMatches(), None, budget), [1, 2, 3])
+    drafter = MergedDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), ContextMatches(), None, budget)
+    chain = Chain(drafter, [1, 2, 3])
     trees = [chain.step() for _ in range(6)]
     assert all(len(tree) - tree.root == 3 for tree in trees)
-    assert len(budget.offers) == 5
-    assert len(budget.learned) == 6
+    assert len(budget.offers) == len(budget.learned) == 6
+    assert all(gains == sorted(gains, reverse=True) for gains in budget.offers)
+    assert drafter.top_k == TOP_K
     budget.rests = True
     assert chain.step().is_chain
+    assert drafter.top_k == 0
     assert budget.learned[-1] == (False, False)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -64,19 +66,21 @@ def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory
 def keep_memory(model: PreTrainedModel, config: LookaheadConfig, memory: DraftMemory) -> None:
     """Write the memory to its file, if it has one; whole or not at all.
 
-    Raises:
-        OSError: The file cannot be written.
+    A file that cannot be written is a warning: the text is there, and worth more.
     """
     if config.memory in ("request", "process"):
         return
     path = _path(config)
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         memory.save(part, model_identity(model))
         os.replace(part, path)
+    except OSError as error:
+        warnings.warn(f"memory={str(path)!r} could not be written ({error}); the next call begins anew", stacklevel=2)
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
 
 
 def _path(config: LookaheadConfig) -> Path:

@@ -166,6 +166,8 @@ def lay_out(tree: TokenTree) -> Layout:
     first, then the window. Drafters add the likeliest path first, so the accepted path most often lies
     directly behind the root, where its keys and values need not be moved.
     """
+    if tree.is_chain:
+        return _lay_out_chain(tree)
     children: dict[int, list[int]] = {}
     window = []
     for node in range(tree.root + 1, len(tree)):
@@ -191,4 +193,18 @@ def lay_out(tree: TokenTree) -> Layout:
         read_slots=np.flatnonzero(np.array(tree.reads)[order]),
         _parent_slots=np.where(parents < 0, -1, slots[parents]),
         _pending=tree.root + 1,
+    )
+
+
+def _lay_out_chain(tree: TokenTree) -> Layout:
+    """The pending tokens as they are: the layout of a step of plain decoding, which has little time for one."""
+    places = np.arange(len(tree))
+    return Layout(
+        order=places,
+        slots=places,
+        tokens=np.array(tree.tokens, dtype=np.int64),
+        depths=places,
+        read_slots=np.flatnonzero(np.array(tree.reads)),
+        _parent_slots=places - 1,
+        _pending=len(tree),
     )

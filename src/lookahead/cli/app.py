@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -229,8 +230,6 @@ def chat(
     Ctrl-D ends. Ctrl-C stops an answer, and the conversation goes on from there; at the prompt, or where turns are
     piped in, it ends the chat. Nothing that is in the cache already is computed again.
     """
-    if preset == "paper" and pool_from_prompt is None:
-        pool_from_prompt = True  # answers repeat what was said before
     config = opt.lookahead_config(
         preset=preset,
         step_budget=step_budget,
@@ -243,6 +242,8 @@ def chat(
         pool_from_output=pool_from_output,
         seed=seed,
     )
+    if config.preset == "paper" and pool_from_prompt is None:
+        config = replace(config, pool_from_prompt=True)  # answers repeat what was said before
     sampling = opt.sampling(sample, temperature, top_p, top_k, sampling_seed)
     settings = ChatSettings(
         model, config, max_new_tokens, dtype, device, json, no_color, system, template, raw, sampling

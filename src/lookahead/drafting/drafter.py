@@ -37,13 +37,11 @@ class StepResult:
 
 
 class Drafter(Protocol):
-    """Proposes tokens for one sequence. Whatever it proposes, the text stays the same; only the steps get fewer.
+    """Proposes tokens for one sequence. Whatever it proposes, the text stays the same; only the steps get fewer."""
 
-    Attributes:
-        top_k: How many of the likeliest next tokens `observe` wants of each node; 0 if the likeliest alone will do.
-    """
-
-    top_k: int
+    @property
+    def top_k(self) -> int:
+        """How many of the likeliest next tokens `observe` wants of each node; 0 if the likeliest alone will do."""
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence that follows `prompt`, the token ids of the text so far."""

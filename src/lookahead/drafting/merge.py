@@ -61,7 +61,7 @@ class MergedDrafter:
             most = budget
         self.budget: StepBudget = FixedBudget(budget) if isinstance(budget, int) else budget
         self.memory = DraftMemory(NGramMemory(1, 1, 1)) if memory is None else memory
-        self.top_k = 0 if memory is None else memory.ngrams.top_k
+        self._top_k = 0 if memory is None else memory.ngrams.top_k
         self.matches = matches
         self.window = window
         self._most = most - 1
@@ -76,6 +76,11 @@ class MergedDrafter:
         self._nodes: list[int] = []  # of the tree, for each grown one, the root first
         self._strayed = self._uncertainty = 0.0  # moving averages, a token each
         self._wanted = self._most  # how many nodes are grown before the budget is asked
+
+    @property
+    def top_k(self) -> int:
+        """How many of the likeliest next tokens `observe` wants of each node; none while drafting rests."""
+        return 0 if self.budget.rests else self._top_k
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence."""
@@ -102,13 +107,11 @@ class MergedDrafter:
         limit = min(self._wanted, self._most)
         while True:
             count = self._growth.grow(self._text, limit, tree.room, self.memory, matches, familiar, _FAMILIAR_GAINS)
-            self.budget.begin(self._length)
-            if not all(map(self.budget.offer, self._growth.grown_gains.tolist())) or limit == self._most:
-                break
-            if count < limit:
+            more = self.budget.offer(self._growth.grown_gains, self._length)
+            if not more or limit == self._most or count < limit:
                 break
             limit = min(2 * limit, self._most)
-        chosen = min(self.budget.settle(), count)
+        chosen = min(self.budget.chosen, count)
         self._wanted = 2 * chosen + _LEAST_GROWN
         self._nodes = self._growth.add_to(tree, chosen)
         self._tree = tree
@@ -120,7 +123,7 @@ class MergedDrafter:
         tree = result.tree
         if self.window is not None:
             self.window.observe(result)
-        learns = self.top_k > 0 and result.top_ids.shape[1] > 0
+        learns = self._top_k > 0 and result.top_ids.shape[1] > 0
         if learns:
             self._follow(result)
             if tree is self._tree:

@@ -28,31 +28,33 @@ class StepCosts(Protocol):
 
 
 class StepBudget(Protocol):
-    """Decides about the candidates of a step, which are offered one by one, the likeliest first."""
+    """Decides how many candidates a step sends."""
 
     @property
     def rests(self) -> bool:
         """Whether the coming step goes without a draft, so that nothing need be offered or learned."""
 
-    def begin(self, context: int) -> None:
-        """Begin a step after `context` tokens of text."""
+    def offer(self, gains: NDArray[np.float64], context: int) -> bool:
+        """Choose among the candidates of a step.
 
-    def offer(self, gain: float) -> bool:
-        """Take a candidate into account that is accepted with probability `gain`, no larger than the one before.
+        Args:
+            gains: Probability that each is accepted, the likeliest first, `[candidates]`.
+            context: Tokens of text before the step.
 
         Returns:
-            Whether it may be worth sending; if not, nor is any that would come after it.
+            Whether more candidates, less likely than these, may be worth sending as well.
         """
 
-    def settle(self) -> int:
-        """How many of the candidates offered are sent, the likeliest ones."""
-
-    def learn(self, drafted: bool, accepted: bool) -> None:
-        """Note how a step went: whether it had a draft, and whether any of it was accepted."""
+    @property
+    def chosen(self) -> int:
+        """How many of the candidates that were offered last are sent, the likeliest ones."""
 
     @property
     def left(self) -> int:
-        """Nodes that the step may still have beside the root and the candidates, for the window."""
+        """Nodes that the step may have beside the root and the chosen candidates, for the window."""
+
+    def learn(self, drafted: bool, accepted: bool) -> None:
+        """Note how a step went: whether it had a draft, and whether any of it was accepted."""
 
 
 class FixedBudget:
@@ -71,30 +73,20 @@ class FixedBudget:
         if nodes < 1:
             raise InvalidArgumentError(f"nodes={nodes} is out of range; a step has at least its root")
         self._nodes = nodes
-        self._offered = 0
+        self.chosen = 0
 
-    def begin(self, context: int) -> None:
+    def offer(self, gains: NDArray[np.float64], context: int) -> bool:
         """See `StepBudget`."""
-        self._offered = 0
-
-    def offer(self, gain: float) -> bool:
-        """See `StepBudget`."""
-        if self._offered == self._nodes - 1:
-            return False
-        self._offered += 1
-        return True
-
-    def settle(self) -> int:
-        """See `StepBudget`."""
-        return self._offered
-
-    def learn(self, drafted: bool, accepted: bool) -> None:
-        """See `StepBudget`."""
+        self.chosen = min(len(gains), self._nodes - 1)
+        return self.left > 0
 
     @property
     def left(self) -> int:
         """See `StepBudget`."""
-        return self._nodes - 1 - self._offered
+        return self._nodes - 1 - self.chosen
+
+    def learn(self, drafted: bool, accepted: bool) -> None:
+        """See `StepBudget`."""
 
 
 class PayingBudget:
@@ -112,13 +104,9 @@ class PayingBudget:
 
     def __init__(self, costs: StepCosts, rows: int = 1, most: int = MOST_CHOSEN_NODES) -> None:
         self._costs = costs
-        self._rows = rows
+        self._most = most - 1
         self._sizes = rows * np.arange(1, most + 1)
-        self._rates = np.zeros(most)  # of time: 1 / seconds of a step of 1, 2, ... nodes
-        self._tokens = 1.0
-        self._offered = 0
-        self._best = 0.0
-        self._chosen = 0
+        self.chosen = 0
         self._idle = 0  # steps in a row for which nothing paid
         self._rest = 0  # steps that go without a draft from here
         self._pause = 1
@@ -128,36 +116,24 @@ class PayingBudget:
         """See `StepBudget`."""
         return self._rest > 0
 
-    def begin(self, context: int) -> None:
+    def offer(self, gains: NDArray[np.float64], context: int) -> bool:
         """See `StepBudget`."""
-        self._rates = 1 / self._costs.step_time(self._sizes, context)
-        self._tokens, self._offered, self._chosen = 1.0, 0, 0
-        self._best = WORTHWHILE * float(self._rates[0])
-
-    def offer(self, gain: float) -> bool:
-        """See `StepBudget`."""
-        place = self._offered + 1
-        if place >= len(self._rates):
+        gains = gains[: self._most]
+        tokens = 1 + np.concatenate([[0.0], np.cumsum(gains)])
+        seconds = self._costs.step_time(self._sizes, context)
+        rates = tokens / seconds[: len(tokens)]
+        rates[0] *= WORTHWHILE
+        self.chosen = int(rates.argmax())
+        if len(gains) in (0, self._most):
             return False
-        # Were all that follow as likely as this one, would any number of them pay?
-        ahead = np.arange(1, len(self._rates) - self._offered)
-        if float(((self._tokens + gain * ahead) * self._rates[place:]).max()) <= self._best:
-            return False
-        self._offered = place
-        self._tokens += gain
-        rate = self._tokens * float(self._rates[place])
-        if rate > self._best:
-            self._best, self._chosen = rate, place
-        return True
-
-    def settle(self) -> int:
-        """See `StepBudget`."""
-        return self._chosen
+        # Were all that follow as likely as the last one, would any number of them pay?
+        ahead = np.arange(1, len(seconds) - len(gains))
+        return bool(((tokens[-1] + gains[-1] * ahead) / seconds[len(tokens) :]).max() > rates[self.chosen])
 
     @property
     def left(self) -> int:
         """See `StepBudget`."""
-        return len(self._rates) - 1 - self._chosen
+        return self._most - self.chosen
 
     def learn(self, drafted: bool, accepted: bool) -> None:
         """Note how a step went: whether it had a draft, and whether any of it was accepted."""

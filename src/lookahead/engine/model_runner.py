@@ -140,7 +140,8 @@ class ModelRunner:
             if results is not None:
                 return results
         # Trees of a batch are padded to the largest; reads are the union over its rows.
-        keep = np.unique(np.concatenate([layout.read_slots for layout in self._layouts]))
+        reads = [layout.read_slots for layout in self._layouts]
+        keep = reads[0] if len(reads) == 1 else np.unique(np.concatenate(reads))
         inputs = self._inputs(trees)
         if self._keeps_logits:
             inputs["logits_to_keep"] = torch.from_numpy(keep).to(self._device)
