@@ -70,6 +70,7 @@ class MergedDrafter:
         self._growth = Growth(self._most, self.memory.ngrams, self.memory.acceptance)
         self._no_text = ContextMatches(16)
         self._text: list[int] = []  # its last tokens
+        self._late: list[int] = []  # new tokens that are not part of it yet
         self._length = 0
         self._familiar: dict[int, None] = {}  # the latest last
         self._tree: TokenTree | None = None  # this step's
@@ -85,6 +86,7 @@ class MergedDrafter:
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence."""
         self._text = list(prompt[-LONGEST:])
+        self._late = []
         self._length = len(prompt)
         self._familiar = {}
         self._think_of(prompt[-_REMEMBERED:])
@@ -99,6 +101,7 @@ class MergedDrafter:
         """Add the likeliest paths, the likeliest node first, and the window if it fits."""
         if self.budget.rests:
             return
+        self._catch_up()
         for node in range(max(0, tree.root - self._read_prompt), tree.root):
             tree.reads[node] = True
         familiar = self._familiar_tokens()
@@ -120,6 +123,11 @@ class MergedDrafter:
 
     def observe(self, result: StepResult) -> None:
         """Learn from the predictions after every node, and add the new tokens to the text."""
+        if self.budget.rests and self.window is None:
+            self._late += result.tokens  # a resting drafter does nothing that can wait
+            self.budget.learn(drafted=False, accepted=False)
+            return
+        self._catch_up()
         tree = result.tree
         if self.window is not None:
             self.window.observe(result)
@@ -132,10 +140,18 @@ class MergedDrafter:
         self._tree = None
         if learns:
             self._remember(result)
-        self._text = [*self._text, *result.tokens][-LONGEST:]
-        self._length += len(result.tokens)
+        self._late += result.tokens
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Add the tokens to the text that were not added yet."""
+        if not self._late:
+            return
+        self._text = [*self._text, *self._late][-LONGEST:]
+        self._length += len(self._late)
         if self.matches is not None:
-            self.matches.extend(result.tokens)
+            self.matches.extend(self._late)
+        self._late = []
 
     def _learn(self, result: StepResult) -> None:
         nodes = np.array(self._nodes)

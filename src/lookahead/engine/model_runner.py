@@ -144,7 +144,10 @@ class ModelRunner:
         keep = reads[0] if len(reads) == 1 else np.unique(np.concatenate(reads))
         inputs = self._inputs(trees)
         if self._keeps_logits:
-            inputs["logits_to_keep"] = torch.from_numpy(keep).to(self._device)
+            nodes = max(len(layout.order) for layout in self._layouts)
+            # A number keeps the last ones, without the copy that picking them takes.
+            tail = len(keep) > 0 and nodes - int(keep[0]) == len(keep)
+            inputs["logits_to_keep"] = len(keep) if tail else torch.from_numpy(keep).to(self._device)
         with self.cache.scratch():
             logits = self.model(**inputs, use_cache=True, return_dict=True).logits  # [batch, keep or nodes, vocabulary]
         if not self._keeps_logits:
