@@ -128,6 +128,7 @@ def decode_request(
     finally:
         if memory is not None:
             keep_memory(model, config, memory)
+    statistics.sources = [drafter.statistics() for drafter in drafters]
     if feeder is not None:
         feeder.end()
     returns_cache = generation_config.return_dict_in_generate and generation_config.use_cache

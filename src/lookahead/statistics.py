@@ -70,6 +70,8 @@ class Statistics:
             step and sequence, in the order of the steps.
         accepted_lengths: Tokens that each step added to one sequence, in the same order.
         seconds: Wall time by part.
+        sources: What each sequence drafts from at the end: entries, hit rates and so on of the n-gram pool
+            (`NGramPool.statistics`) or memory (`MemoryStatistics`); counts go on over calls that share it.
     """
 
     steps: int = 0
@@ -78,6 +80,7 @@ class Statistics:
     nodes_per_step: list[int] = field(default_factory=list)
     accepted_lengths: list[int] = field(default_factory=list)
     seconds: Seconds = field(default_factory=Seconds)
+    sources: list[dict[str, Any]] = field(default_factory=list)
 
     def record(self, step: StepRecord) -> None:
         """Count one step of one sequence."""

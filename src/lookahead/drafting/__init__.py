@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from lookahead.config import BUDGETED, LookaheadConfig
 from lookahead.drafting.context_matches import ContextMatches
@@ -54,6 +55,10 @@ class NoDrafter:
 
     def observe(self, result: StepResult) -> None:
         """Nothing to learn."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Nothing is kept."""
+        return {}
 
 
 def build_drafter(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,3 +51,6 @@ class Drafter(Protocol):
 
     def observe(self, result: StepResult) -> None:
         """Learn from the step. Called after every step, also after one for which nothing was asked (a long prefill)."""
+
+    def statistics(self) -> dict[str, Any]:
+        """What the drafter draws from, as plain numbers and lists: how much it holds and how often that was of use."""

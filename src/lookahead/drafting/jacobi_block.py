@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +59,10 @@ class JacobiBlockDrafter:
         self._chain = None
         if not self._guesses or self._iterations >= self.max_iterations:
             self._begin_block()
+
+    def statistics(self) -> dict[str, Any]:
+        """Nothing is kept beyond a block."""
+        return {}
 
     def _begin_block(self) -> None:
         self._guesses = [self._prompt[i] for i in self._rng.integers(len(self._prompt), size=self.block_size)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,6 +144,10 @@ class MergedDrafter:
             self._remember(result)
         self._late += result.tokens
         self._catch_up()
+
+    def statistics(self) -> dict[str, Any]:
+        """Of the n-gram memory; see `MemoryStatistics`."""
+        return asdict(self.memory.ngrams.statistics())
 
     def _catch_up(self) -> None:
         """Add the tokens to the text that were not added yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class NGramPool:
@@ -21,6 +22,8 @@ class NGramPool:
         self.guess_set_size = guess_set_size
         # first token -> the N-1 tokens that followed it, oldest first (a dict keeps order and finds quickly)
         self._guesses: dict[int, dict[tuple[int, ...], None]] = {}
+
+        self._lookups = self._hits = 0
 
     def __len__(self) -> int:
         return sum(len(guesses) for guesses in self._guesses.values())
@@ -41,4 +44,18 @@ class NGramPool:
 
     def lookup(self, first: int) -> list[tuple[int, ...]]:
         """The continuations kept for the token `first`, `ngram_size - 1` token ids each, most recently used first."""
-        return list(reversed(self._guesses.get(first, {})))
+        guesses = self._guesses.get(first, {})
+        self._lookups += 1
+        self._hits += bool(guesses)
+        return list(reversed(guesses))
+
+    def statistics(self) -> dict[str, Any]:
+        """N-grams and first tokens kept, n-grams for each first token, and the share of lookups that found any."""
+        entries, keys = len(self), len(self._guesses)
+        return {
+            "entries": entries,
+            "keys": keys,
+            "fan_out": entries / max(keys, 1),
+            "lookups": self._lookups,
+            "hit_rate": self._hits / max(self._lookups, 1),
+        }

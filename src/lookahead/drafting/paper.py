@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from lookahead.drafting.drafter import StepResult
 from lookahead.drafting.jacobi_window import JacobiWindow
@@ -59,6 +60,10 @@ class PaperDrafter:
             text = [*self._text_end, *result.tokens]
             self.pool.add_text(text)
             self._keep_text_end(text)
+
+    def statistics(self) -> dict[str, Any]:
+        """Of the pool; see `NGramPool.statistics`."""
+        return self.pool.statistics()
 
     def _keep_text_end(self, text: Sequence[int]) -> None:
         self._text_end = list(text[-(self.pool.ngram_size - 1) :])

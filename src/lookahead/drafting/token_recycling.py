@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 
@@ -55,3 +57,7 @@ class TokenRecyclingDrafter:
         read = np.flatnonzero(result.predictions >= 0)
         tokens = np.array(result.tree.tokens, dtype=np.int64)[read, None]
         self.memory.insert(tokens, result.top_ids[read], result.top_probabilities[read])
+
+    def statistics(self) -> dict[str, Any]:
+        """Of the memory; see `MemoryStatistics`."""
+        return asdict(self.memory.statistics())

@@ -1,0 +1,105 @@
+"""`preset="auto"` through the door: what it keeps between calls, and where."""
+
+import copy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import lookahead
+from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadOutput
+from model_zoo import build
+
+PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
+OPTIONS = {"max_new_tokens": 48, "do_sample": False, "return_dict_in_generate": True}
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return copy.deepcopy(build("llama"))
+
+
+def run(model: PreTrainedModel, **fields: object) -> LookaheadOutput:
+    output = lookahead.generate(model, PROMPT, lookahead_config=LookaheadConfig(**fields), **OPTIONS)
+    assert torch.equal(output.sequences, model.generate(PROMPT, max_new_tokens=48, do_sample=False))
+    return output
+
+
+def test_it_is_the_default_and_sizes_choose_their_method() -> None:
+    assert LookaheadConfig().preset == "auto"
+    assert LookaheadConfig(step_budget=16).preset == "auto"
+    assert LookaheadConfig(window_size=15).preset == "paper"
+    assert LookaheadConfig(pool_from_output=False).preset == "paper"
+    assert LookaheadConfig(block_size=16).preset == "jacobi"
+    assert LookaheadConfig(preset="auto", window_size=7).preset == "auto"
+    paper = LookaheadConfig(preset="paper")
+    assert (paper.window_size, paper.ngram_size, paper.guess_set_size) == (15, 5, 15)
+    assert paper == LookaheadConfig(window_size=15)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 16, 64])
+def test_a_budget_is_never_exceeded_and_filled_where_it_can(model: PreTrainedModel, budget: int) -> None:
+    nodes = run(model, step_budget=budget).statistics.nodes_per_step
+    assert max(nodes) <= budget
+    assert budget in nodes[-3:]
+
+
+def test_a_memory_of_the_process_saves_steps_in_the_next_call(model: PreTrainedModel) -> None:
+    first, second = (run(model, step_budget=16, memory="process").statistics for _ in range(2))
+    assert second.steps < first.steps
+    assert second.sources[0]["entries"][0] >= first.sources[0]["entries"][0] > 0
+    assert run(model, step_budget=16).statistics.steps == first.steps  # a request's own memory begins anew
+    other = copy.deepcopy(model)
+    assert run(other, step_budget=16, memory="process").statistics.steps == first.steps
+
+
+def test_a_memory_in_a_file_goes_on_in_another_process(model: PreTrainedModel, tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "memory.npz"
+    first = run(model, step_budget=16, memory=path).statistics
+    assert path.exists()
+    again = copy.deepcopy(model)  # another object, as in another process: only the file can have told it
+    second = run(again, step_budget=16, memory=path).statistics
+    assert second.steps < first.steps
+    # What was saved gives the same drafts as what was kept.
+    kept = copy.deepcopy(model)
+    run(kept, step_budget=16, memory="process")
+    assert run(kept, step_budget=16, memory="process").statistics.steps == second.steps
+    assert not [file for file in path.parent.iterdir() if file != path]
+
+
+def test_a_memory_of_another_model_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    path = tmp_path / "memory.npz"
+    run(model, memory=path)
+    with pytest.raises(InvalidArgumentError, match=r"memory\.npz"):
+        run(copy.deepcopy(build("qwen2")), memory=path)
+    path.write_bytes(b"nothing of the kind")
+    with pytest.raises(InvalidArgumentError, match=r"memory\.npz"):
+        run(copy.deepcopy(model), memory=path)
+
+
+def test_a_memory_that_cannot_be_written_costs_no_text(model: PreTrainedModel, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.warns(UserWarning, match="could not be written"):
+        run(model, memory=tmp_path / "file" / "memory.npz")
+
+
+def test_statistics_say_what_was_drafted_from(model: PreTrainedModel) -> None:
+    (memory,) = run(model).statistics.sources
+    assert sum(memory["entries"]) > 0
+    assert memory["bytes"] > 0
+    (pool,) = run(model, preset="paper").statistics.sources
+    assert pool["entries"] >= pool["keys"] > 0
+    assert 0 < pool["hit_rate"] <= 1
+    assert run(model, preset="autoregressive").statistics.sources == [{}]
+
+
+def test_drawn_rows_come_again_under_the_same_seed(model: PreTrainedModel) -> None:
+    texts = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            texts.append(lookahead.generate(model, PROMPT, max_new_tokens=40, do_sample=True, num_return_sequences=4))
+    assert torch.equal(*texts)
