@@ -60,9 +60,14 @@ def test_prompts_may_lie_elsewhere(folder: Path, tmp_path_factory: pytest.TempPa
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_suites_that_come_along(path: Path, folder: Path) -> None:
-    for name in ("humaneval", "classeval", "gsm8k", "spec_bench"):
-        (folder / f"{name}.jsonl").write_text('{"id": "a", "prompt": "b"}\n')
-    suite = read_suite(path, folder)
+    data = folder / "data"
+    data.mkdir()
+    for name in ("humaneval", "classeval", "gsm8k", "spec_bench", "stories"):
+        (data / f"{name}.jsonl").write_text('{"id": "a", "prompt": "b"}\n')
+    model = folder / "models" / "stories260k"  # seen from the data, as the suite says it
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    suite = read_suite(path, data)
     assert any(method.lookahead is not None and method.lookahead.preset == "auto" for method in suite.methods)
 
 

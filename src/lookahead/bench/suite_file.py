@@ -103,7 +103,7 @@ def read_suite(path: Path, data: Path | None = None) -> Suite:
 
     Args:
         path: The file. Paths in it are relative to its folder.
-        data: Folder of the prompt files, if it is not that of `path`.
+        data: Folder of the prompt files, if it is not that of `path`; models are looked for from there as well.
 
     Raises:
         InvalidArgumentError: The file cannot be read, or something in it is wrong; the message names the key.
@@ -119,7 +119,7 @@ def read_suite(path: Path, data: Path | None = None) -> Suite:
     exact = root.flag("exact", True)
     suite = Suite(
         repeats=root.count("repeats", 1) or 1,
-        models=_named(root, "models", lambda table: _model(table, folder, exact)),
+        models=_named(root, "models", lambda table: _model(table, (folder, data or folder), exact)),
         tasks=_named(root, "tasks", lambda table: _task(table, folder if data is None else data)),
         methods=_named(root, "methods", lambda table: _method(table, folder)),
     )
@@ -156,30 +156,31 @@ def _name(table: Table) -> str:
     return name
 
 
-def _source(table: Table, key: str, folder: Path) -> Path | str | None:
-    """A folder of a model, seen from the file; or the demonstration model."""
+def _source(table: Table, key: str, *folders: Path) -> Path | str | None:
+    """A folder of a model, seen from the first of `folders` that has it; or the demonstration model."""
     text = table.text(key)
     if text is None or text == DEMO:
         return text
-    path = folder / Path(text).expanduser()
-    if not (path / "config.json").is_file() and not (key == "tokenizer" and path.is_dir()):
-        raise InvalidArgumentError(
-            f"{table.key(key)}={text!r} is no model folder ({path} has no config.json); give the path of one, "
-            f'seen from the benchmark file, or "{DEMO}"'
-        )
-    return path
+    paths = [folder / Path(text).expanduser() for folder in folders]
+    for path in paths:
+        if (path / "config.json").is_file() or (key == "tokenizer" and path.is_dir()):
+            return path
+    raise InvalidArgumentError(
+        f"{table.key(key)}={text!r} is no model folder ({paths[0]} has no config.json); give the path of one, seen "
+        f'from the benchmark file or from --data, or "{DEMO}"'
+    )
 
 
-def _model(table: Table, folder: Path, exact: bool) -> ModelSpec:
+def _model(table: Table, folders: tuple[Path, Path], exact: bool) -> ModelSpec:
     name = _name(table)
     if ("path" in table) == ("random" in table):
         raise InvalidArgumentError(f"{table.where} must have one of `path` and `random`")
     return ModelSpec(
         name=name,
-        path=_source(table, "path", folder),
+        path=_source(table, "path", *folders),
         random=_random(Table(table.take("random", {}), table.key("random"))),
         seed=table.count("seed", 0, 0) or 0,
-        tokenizer=_source(table, "tokenizer", folder),
+        tokenizer=_source(table, "tokenizer", *folders),
         dtype=table.choice("dtype", DTYPES, "float32"),
         exact=table.flag("exact", exact),
     )
