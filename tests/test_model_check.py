@@ -46,7 +46,8 @@ class IgnoresContext(LlamaForCausalLM):
     def forward(self, input_ids: Any, past_key_values: Any = None, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
         logits = self.lm_head(self.model.embed_tokens(input_ids))
         output = super().forward(input_ids, past_key_values=past_key_values, logits_to_keep=logits_to_keep, **kwargs)
-        output.logits = logits[:, logits_to_keep]
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        output.logits = logits[:, kept]
         return output
 
 
