@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # never touches thread settings.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quantized test-exact test-parallel lint format results bench-engine paper-evaluation pictures clean
+.PHONY: help demo test test-quantized test-exact test-parallel lint format results bench-engine paper-evaluation ablation pictures clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -82,6 +82,15 @@ paper-evaluation: $(VENV)/installed  ## Repeat the paper's evaluation and write 
 		--prompts humaneval.jsonl,gsm8k.jsonl --per-task 3 --seeds 2 --max-new-tokens 64 --threads 1 \
 		--output benchmarks/results/paper-sampling-demo.jsonl $(RESTART)
 	$(BIN)/python benchmarks/write_paper_evaluation.py
+
+ablation: $(VENV)/installed  ## Measure what each part of drafting brings and takes, and write docs/drafting.md (five minutes); SHARED=folder
+	$(BIN)/python benchmarks/ablation.py --model $(SHARED)/models/stories260k --prompts $(SHARED)/data/stories.jsonl \
+		--name stories --limit 12 --max-new-tokens 200 --threads 1 \
+		--output benchmarks/results/ablation-stories260k.jsonl $(RESTART)
+	$(BIN)/python benchmarks/ablation.py --model demo --prompts $(SHARED)/data/humaneval.jsonl --name humaneval \
+		--limit 8 --max-new-tokens 128 --threads 1 --output benchmarks/results/ablation-demo.jsonl $(RESTART)
+	$(BIN)/python benchmarks/drafting_cost.py --output benchmarks/results/drafting-cost.jsonl
+	$(BIN)/python benchmarks/write_ablation.py
 
 pictures: $(VENV)/installed  ## Draw the pictures of docs/method.md from a real run of the demo model
 	$(BIN)/python benchmarks/method_pictures.py

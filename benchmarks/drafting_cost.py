@@ -1,0 +1,363 @@
+"""Measure what the drafting of `preset="auto"` takes: microseconds of each part of a step, bytes over many requests.
+
+    python benchmarks/drafting_cost.py --output benchmarks/results/drafting-cost.jsonl
+
+No model runs: one made of a hash function says what follows after every node, with tokens as unevenly frequent as those
+of texts, so that the parts can be timed alone and the vocabulary can be as large as one likes. Times are CPU time of
+the process, since wall time counts the work of others on a shared machine. The exit status is 0 when all was measured
+and a saved memory drafts as before, 1 when not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from statistics import median
+from time import process_time_ns
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+
+from common import inside, parse_positive, progress_bar, run_safely, to_line, versions
+from lookahead.bench.machine import describe_machine, resident_bytes
+from lookahead.config import MOST_CHOSEN_NODES
+from lookahead.cost_model import CostModel
+from lookahead.drafting import ContextMatches, DraftMemory, MergedDrafter, PayingBudget, StepResult
+from lookahead.drafting.compiled import IS_COMPILED
+from lookahead.engine.predictions import argmax, top_predictions
+from lookahead.token_tree import TokenTree
+from write_results import ResultsError, Row, write_whole
+
+TOP_K = 8
+PROBABILITIES: NDArray[np.float32] = np.array([0.5, 0.18, 0.09, 0.05, 0.03, 0.02, 0.015, 0.01], dtype=np.float32)
+TOPIC_TOKENS = 50
+"""Tokens after which the model changes its mind about pairs of tokens, so that texts do not go round in circles."""
+
+PROMPT_TOKENS = 200
+WARM_UP_STEPS = 40
+TEXT_STEPS = 200
+REQUEST_STEPS, REQUEST_NODES = 24, 16
+MARKS = (1, 10, 100, 1000)
+
+PARTS: dict[str, tuple[str, str]] = {
+    "grow the tree": ("_growth", "grow"),
+    "budget": ("budget", "offer"),
+    "add to the tree": ("_growth", "add_to"),
+    "learn": ("", "_learn"),
+    "remember": ("", "_remember"),
+    "extend the matches": ("matches", "extend"),
+}
+"""Where the parts of a step are: an attribute of `MergedDrafter`, or none for itself, and a method of that."""
+
+
+class HashedModel:
+    """A model without weights: what follows depends on the last two tokens, and now and then on the place.
+
+    Args:
+        vocabulary: Its tokens; a multiple of `TOP_K`.
+        seed: Which of all such models.
+    """
+
+    def __init__(self, vocabulary: int, seed: int = 0) -> None:
+        self.vocabulary = vocabulary
+        self._seed = seed
+
+    def top_ids(self, tokens: NDArray[np.int64], before: NDArray[np.int64], place: int) -> NDArray[np.int64]:
+        """The likeliest next tokens after each pair of tokens, `[pairs, TOP_K]`; every second one by the last alone."""
+        ranks = np.arange(TOP_K)
+        pairs = (before + 1) * 7919 + place // TOPIC_TOKENS * 104729
+        codes = tokens[:, None] * 1_000_003 + np.where(ranks % 2, 0, pairs[:, None]) + ranks * 613 + self._seed
+        return self.from_codes(codes) + ranks
+
+    def from_codes(self, codes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens that are multiples of `TOP_K`, small ones more often, as in texts."""
+        mixed = (codes * 2654435761) & 0xFFFFFFFF
+        mixed = ((mixed ^ (mixed >> 15)) * 2246822519) & 0xFFFFFFFF
+        shares = (mixed ^ (mixed >> 13)) / 2**32
+        return ((self.vocabulary // TOP_K) ** shares - 1).astype(np.int64) * TOP_K
+
+
+class Text:
+    """A text that `HashedModel` writes, drafted for by a drafter."""
+
+    def __init__(self, model: HashedModel, drafter: MergedDrafter, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.tokens = model.from_codes(rng.integers(1 << 30, size=PROMPT_TOKENS)).tolist()
+        self.drafter = drafter
+        self.accepted = 0
+        self._model = model
+        self._cached = 0
+        drafter.start(self.tokens)
+
+    def propose(self) -> TokenTree:
+        """The tree of the next step."""
+        tree = TokenTree(self.tokens[self._cached :])
+        self.drafter.propose(tree)
+        return tree
+
+    def result(self, tree: TokenTree) -> StepResult:
+        """What the model says about it; the text goes on."""
+        tokens = np.array(tree.tokens)
+        before = np.array(
+            [tree.tokens[parent] if parent >= 0 else self.tokens[self._cached - 1] for parent in tree.parents]
+        )
+        read = np.array(tree.reads)
+        ids = np.where(read[:, None], self._model.top_ids(tokens, before, len(self.tokens)), -1)
+        shares = np.where(read[:, None], PROBABILITIES, np.float32(0))
+        node, path, new = tree.root, [], []
+        while True:
+            new.append(int(ids[node, 0]))
+            child = tree.child(node, new[-1])
+            if child is None:
+                break
+            node = child
+            path.append(node)
+        self._cached = len(self.tokens) + len(path)
+        self.tokens += new
+        self.accepted += len(new)
+        return StepResult(tree, ids[:, 0], path, new, ids, shares)
+
+
+class ChosenBudget:
+    """Asks a `PayingBudget`, whose work counts, and then sends a fixed number of nodes: so sizes can be compared."""
+
+    rests = False
+
+    def __init__(self, nodes: int) -> None:
+        self._paying = PayingBudget(CostModel.prior())
+        self._nodes = nodes
+        self.chosen = 0
+        self.left = 0
+
+    def offer(self, gains: NDArray[np.float64], context: int) -> bool:
+        """See `StepBudget`."""
+        self._paying.offer(gains, context)
+        self.chosen = min(len(gains), self._nodes - 1)
+        return False
+
+    def learn(self, drafted: bool, accepted: bool) -> None:
+        """See `StepBudget`."""
+        self._paying.learn(drafted, accepted)
+
+
+class PartTimes:
+    """Nanoseconds of the parts of each step."""
+
+    def __init__(self, drafter: MergedDrafter) -> None:
+        self.steps: list[dict[str, int]] = [{}]
+        for part, (holder, method) in PARTS.items():
+            self._watch(getattr(drafter, holder) if holder else drafter, method, part)
+
+    def _watch(self, holder: Any, method: str, part: str) -> None:
+        call: Callable[..., Any] = getattr(holder, method)
+
+        def timed(*arguments: Any) -> Any:
+            start = process_time_ns()
+            value = call(*arguments)
+            self.steps[-1][part] = self.steps[-1].get(part, 0) + process_time_ns() - start
+            return value
+
+        setattr(holder, method, timed)
+
+
+def new_drafter(memory: DraftMemory, nodes: int, chooses: bool) -> MergedDrafter:
+    """A drafter as `preset="auto"` has it, with a `step_budget` or with one that chooses."""
+    if chooses:
+        return MergedDrafter(memory, ContextMatches(), None, ChosenBudget(nodes), MOST_CHOSEN_NODES)
+    return MergedDrafter(memory, ContextMatches(), None, nodes)
+
+
+def time_steps(vocabulary: int, nodes: int, chooses: bool, texts: int) -> Row:
+    """Medians of the microseconds that drafting takes in a step, as a whole and by its parts."""
+    proposing, observing, sent = [], [], []
+    steps: list[dict[str, int]] = []
+    model, memory, accepted = HashedModel(vocabulary), DraftMemory(), 0
+    for seed in range(2 * texts):
+        drafter = new_drafter(memory, nodes, chooses)
+        times = PartTimes(drafter) if seed % 2 else None  # clocks take time as well: the whole is timed without them
+        text = Text(model, drafter, seed)
+        for step in range(WARM_UP_STEPS + TEXT_STEPS):
+            if times is not None:
+                times.steps.append({})
+            start = process_time_ns()
+            tree = text.propose()
+            middle = process_time_ns()
+            result = text.result(tree)
+            begin = process_time_ns()
+            drafter.observe(result)
+            end = process_time_ns()
+            if step >= WARM_UP_STEPS and times is None:
+                proposing.append(middle - start)
+                observing.append(end - begin)
+                sent.append(len(tree) - tree.root)
+                accepted += len(result.tokens)
+        if times is not None:
+            steps += times.steps[-TEXT_STEPS:]
+    whole = [before + after for before, after in zip(proposing, observing, strict=True)]
+    return {
+        "kind": "steps",
+        "nodes": nodes,
+        "budget": "chosen" if chooses else "fixed",
+        "vocabulary": vocabulary,
+        "steps": len(whole),
+        "mean_nodes": round(float(np.mean(sent)), 2),
+        "tokens_per_step": round(accepted / len(whole), 3),
+        "microseconds": {
+            "propose": microseconds(proposing),
+            "observe": microseconds(observing),
+            "whole": microseconds(whole),
+            "whole_quartiles": [round(float(value) / 1000, 1) for value in np.percentile(whole, (25, 75))],
+        },
+        "parts": {part: microseconds([step.get(part, 0) for step in steps]) for part in PARTS},
+    }
+
+
+def microseconds(nanoseconds: Sequence[int]) -> float:
+    """The median."""
+    return round(median(nanoseconds) / 1000, 1)
+
+
+def time_predictions(vocabulary: int, nodes: int, repeats: int) -> Row:
+    """Medians of the microseconds that the engine takes on a CPU to find the likeliest tokens of a step's logits."""
+    logits = torch.randn(nodes, vocabulary, generator=torch.Generator().manual_seed(0))
+    likeliest, listed = [], []
+    for _ in range(repeats):
+        start = process_time_ns()
+        argmax(logits)
+        middle = process_time_ns()
+        top_predictions(logits, TOP_K)
+        likeliest.append(middle - start)
+        listed.append(process_time_ns() - middle)
+    times = {"likeliest": microseconds(likeliest), f"top {TOP_K}": microseconds(listed)}
+    return {"kind": "predictions", "nodes": nodes, "vocabulary": vocabulary, "microseconds": times}
+
+
+def array_bytes(*holders: Any) -> int:
+    """Bytes of the arrays that the objects hold."""
+    return sum(value.nbytes for holder in holders for value in vars(holder).values() if isinstance(value, np.ndarray))
+
+
+def serve(
+    memory: DraftMemory, requests: int, vocabulary: int, marks: Sequence[int] = MARKS, steps: int = REQUEST_STEPS
+) -> Iterator[Row]:
+    """Draft for many short texts with one memory; yields what is kept after so many of them as `marks` say."""
+    model = HashedModel(vocabulary)
+    for number in range(1, requests + 1):
+        drafter = MergedDrafter(memory, ContextMatches(), None, REQUEST_NODES)
+        text = Text(model, drafter, number)
+        for _ in range(steps):
+            drafter.observe(text.result(text.propose()))
+        if number in marks:
+            statistics = memory.ngrams.statistics()
+            yield {
+                "kind": "requests",
+                "requests": number,
+                "steps": steps,
+                "nodes": REQUEST_NODES,
+                "entries": statistics.entries,
+                "capacity": statistics.capacity,
+                "memory_bytes": array_bytes(memory.ngrams, memory.acceptance),
+                "request_bytes": array_bytes(drafter.matches, getattr(drafter, "_growth")),  # noqa: B009
+                "resident_bytes": resident_bytes(),
+            }
+
+
+def drafts(memory: DraftMemory, vocabulary: int, steps: int, seed: int) -> list[tuple[list[int], list[int]]]:
+    """Tokens and parents of the trees that a memory leads to on a new text; it learns from them."""
+    text = Text(HashedModel(vocabulary), MergedDrafter(memory, ContextMatches(), None, 64), seed)
+    trees = []
+    for _ in range(steps):
+        trees.append(text.propose())
+        text.drafter.observe(text.result(trees[-1]))
+    return [(tree.tokens, tree.parents) for tree in trees]
+
+
+def save_and_compare(memory: DraftMemory, vocabulary: int, steps: int = 50) -> Row:
+    """Whether the memory drafts alike when it has been written to a file and read again."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "memory.npz"
+        memory.save(path, "hashed")
+        size, loaded = path.stat().st_size, DraftMemory.load(path, "hashed")
+    identical = drafts(memory, vocabulary, steps, 0) == drafts(loaded, vocabulary, steps, 0)
+    return {"kind": "file", "bytes": size, "steps": steps, "identical": identical}
+
+
+def describe_run(options: argparse.Namespace) -> Row:
+    """The header row."""
+    words = ["python", "benchmarks/drafting_cost.py", "--vocabulary", str(options.vocabulary)]
+    words += ["--texts", str(options.texts), "--requests", str(options.requests)]
+    return {
+        "kind": "header",
+        "benchmark": "drafting cost",
+        "compiled": IS_COMPILED,
+        "machine": {**describe_machine(torch.device("cpu")), "threads": torch.get_num_threads()},
+        "versions": {**versions(), "numpy": np.__version__},
+        "date": date.today().isoformat(),
+        "command": shlex.join([*words, "--output", str(inside(Path.cwd(), options.output))]),
+    }
+
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """All rows but the header."""
+    for chooses in (False, True):
+        for nodes in (32, 64):
+            yield time_steps(options.vocabulary, nodes, chooses, options.texts)
+    for nodes in (32, 64):
+        yield time_predictions(options.vocabulary, nodes, 2 * options.texts + 1)
+    memory = DraftMemory()
+    yield from serve(memory, options.requests, options.vocabulary)
+    yield save_and_compare(memory, options.vocabulary)
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    description, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=description, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--output", required=True, type=Path, help="results file (.jsonl); written over when all is measured")
+    add("--vocabulary", type=parse_positive, default=128_000, help=f"a multiple of {TOP_K} (128000)")
+    add("--texts", type=parse_positive, default=5, help=f"texts of {TEXT_STEPS} steps for each size (5)")
+    add("--requests", type=parse_positive, default=1000, help="texts with one memory (1000)")
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Measure and write; returns the exit status."""
+    if options.vocabulary % TOP_K:
+        raise ResultsError(f"--vocabulary {options.vocabulary} must be a multiple of {TOP_K}")
+    torch.set_num_threads(1)
+    rows = [describe_run(options)]
+    marks = sum(mark <= options.requests for mark in MARKS)
+    with progress_bar(console, auto_refresh=False) as progress:  # a thread that draws would count in the CPU time
+        task = progress.add_task("drafting", total=7 + marks)
+        for row in measure(options):
+            rows.append(row)
+            progress.update(task, advance=1, description=row["kind"], refresh=True)
+    write_whole(options.output, "".join(map(to_line, rows)))
+    for row in rows[1:]:
+        console.print(row)
+    if all(row["identical"] for row in rows if row["kind"] == "file"):
+        return 0
+    console.print("A memory that was saved and read drafts otherwise.", style="red")
+    return 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    options = parse_options(arguments)
+    console = Console(stderr=True)
+    return run_safely(lambda: run(options, console), options.output, console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
