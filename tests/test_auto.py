@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadOutput
+from lookahead.drafting import DraftMemory
 from model_zoo import build
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
@@ -79,10 +80,22 @@ def test_a_memory_of_another_model_is_refused(model: PreTrainedModel, tmp_path: 
         run(copy.deepcopy(model), memory=path)
 
 
-def test_a_memory_that_cannot_be_written_costs_no_text(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_memory_that_cannot_be_written_is_refused_at_once(model: PreTrainedModel, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.warns(UserWarning, match="could not be written"):
-        run(model, memory=tmp_path / "file" / "memory.npz")
+    for path in (tmp_path / "file" / "memory.npz", tmp_path):
+        with pytest.raises(InvalidArgumentError, match="cannot be written"):
+            run(model, memory=path)
+
+
+def test_a_disk_that_fills_up_costs_no_text(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(DraftMemory, "save", full)
+    with pytest.warns(UserWarning, match=r"memory\.npz.*could not be written"):
+        run(model, memory=tmp_path / "memory.npz")
 
 
 def test_statistics_say_what_was_drafted_from(model: PreTrainedModel) -> None:

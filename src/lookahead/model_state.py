@@ -15,6 +15,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.cost_model import CostModel
 from lookahead.cost_store import CostStore, describe_setting
 from lookahead.drafting import DraftMemory
+from lookahead.errors import InvalidArgumentError
 from lookahead.identity import model_identity
 
 
@@ -49,7 +50,7 @@ def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory
     """The memory that a call drafts from and fills: a new one, or that of `config.memory`.
 
     Raises:
-        InvalidArgumentError: The file is no memory, or that of another model.
+        InvalidArgumentError: The file is no memory, or that of another model, or its folder cannot be written to.
         OSError: The file cannot be read.
     """
     if config.memory == "request":
@@ -59,6 +60,7 @@ def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory
         return memories.setdefault("process", DraftMemory())
     path = _path(config)
     if str(path) not in memories:
+        _check_folder(path)
         memories[str(path)] = DraftMemory.load(path, model_identity(model)) if path.exists() else DraftMemory()
     return memories[str(path)]
 
@@ -73,7 +75,6 @@ def keep_memory(model: PreTrainedModel, config: LookaheadConfig, memory: DraftMe
     path = _path(config)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         memory.save(part, model_identity(model))
         os.replace(part, path)
     except OSError as error:
@@ -81,6 +82,16 @@ def keep_memory(model: PreTrainedModel, config: LookaheadConfig, memory: DraftMe
     finally:
         with suppress(OSError):
             part.unlink()
+
+
+def _check_folder(path: Path) -> None:
+    """Make the folder of a memory: before anything is generated, not after."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgumentError(f"memory={str(path)!r} cannot be written: {error}; choose another folder") from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise InvalidArgumentError(f"memory={str(path)!r} cannot be written; choose a file in a folder of yours")
 
 
 def _path(config: LookaheadConfig) -> Path:

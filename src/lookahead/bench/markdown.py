@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -55,9 +56,12 @@ def into_page(page: str, tables: str, section: str = "results") -> str:
         tables: What to put there.
         section: Name of the section, which lies between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
     """
-    before, begin, rest = page.partition(f"<!-- {section}: begin -->")
-    _, end, after = rest.partition(f"<!-- {section}: end -->")
-    return f"{before}{begin}\n\n{tables}\n{end}{after}" if begin and end else tables
+    # Lines of their own: a page may also speak of its marks.
+    marks = rf"(?ms)^(<!-- {section}: begin -->)$.*?^(<!-- {section}: end -->)$"
+    found = re.search(marks, page)
+    if found is None:
+        return tables
+    return f"{page[: found.end(1)]}\n\n{tables}\n{page[found.start(2) :]}"
 
 
 def _circumstances(summary: TaskSummary) -> str:

@@ -60,7 +60,7 @@ def draw(summaries: Sequence[TaskSummary], folder: Path) -> list[Path]:
             ),
         ):
             path = folder / f"{_file_name(model)}-{name}.png"
-            _figure(of_model, panel, f"{title}, {model}", label).savefig(path, format="png", dpi=150)
+            _figure(of_model, panel, f"{title}, {model}", label).savefig(path, format="png", dpi=100)
             drawn.append(path)
     return drawn
 
