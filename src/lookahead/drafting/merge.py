@@ -208,8 +208,8 @@ class MergedDrafter:
         for token in tokens:
             known.pop(token, None)
             known[token] = None
-        for token in list(known)[: max(len(known) - _REMEMBERED, 0)]:
-            del known[token]
+        while len(known) > _REMEMBERED:
+            del known[next(iter(known))]
 
     def _familiar_tokens(self) -> NDArray[np.int64]:
         """Tokens that may be worth trying, the latest first."""

@@ -95,6 +95,18 @@ def _write(
         kept_floors[slot] = floors[row]
 
 
+@compiled
+def _hash(contexts: NDArray[np.int64], hashed: NDArray[np.int64]) -> None:
+    """`NGramMemory.hashes`, one context after another."""
+    for row in range(contexts.shape[0]):
+        first = second = 1
+        for column in range(contexts.shape[1]):
+            token = contexts[row, column]
+            first = (first * FIRST_FACTOR + token + 1) % FIRST_PRIME
+            second = (second * SECOND_FACTOR + token + 1) % SECOND_PRIME
+            hashed[row, column] = 0 if token < 0 else (first << 31 | second) + 1
+
+
 class NGramMemory:
     """The model's `top_k` likeliest next tokens and their probabilities after contexts of 1, 2, ... tokens.
 
@@ -159,6 +171,9 @@ class NGramMemory:
                 beginning of the text.
         """
         hashed = np.empty(contexts.shape, dtype=np.int64)
+        if IS_COMPILED:
+            _hash(contexts, hashed)
+            return hashed
         first = np.ones(len(contexts), dtype=np.int64)
         second = first
         for column in range(contexts.shape[1]):
