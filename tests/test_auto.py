@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadOutput
+from lookahead.cost_model import CostModel
+from lookahead.cost_store import CostStore, StoredCost, describe_setting
 from lookahead.drafting import DraftMemory
 from model_zoo import build
 
@@ -106,6 +108,20 @@ def test_statistics_say_what_was_drafted_from(model: PreTrainedModel) -> None:
     assert pool["entries"] >= pool["keys"] > 0
     assert 0 < pool["hit_rate"] <= 1
     assert run(model, preset="autoregressive").statistics.sources == [{}]
+
+
+@pytest.mark.parametrize(("factor", "most"), [(100.0, 1), (1.0, 128)])
+def test_the_nodes_follow_from_a_stored_cost_curve(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, most: int
+) -> None:
+    """What `lookahead tune` stored: steps of more than one node that are not worth it, or that cost nothing more."""
+    curve = CostModel.fit([(1, 0, 1.0), *((nodes, 0, factor) for nodes in (2, 16, 128))])
+    store = CostStore(tmp_path)
+    store.save(describe_setting(model, {"pack_weights": False}), StoredCost(curve))
+    monkeypatch.setattr("lookahead.cost_store.default_folder", lambda: tmp_path)
+    monkeypatch.setattr(CostModel, "observe", lambda *_: None)  # or this machine would be learned
+    nodes = run(model).statistics.nodes_per_step
+    assert max(nodes) == most if most == 1 else max(nodes) > 32
 
 
 def test_drawn_rows_come_again_under_the_same_seed(model: PreTrainedModel) -> None:
