@@ -244,13 +244,15 @@ def _draw_weights(model: PreTrainedModel, seed: int, embedding_gain: float) -> N
     """Replace the initial weights by larger ones, then scale the logits to `LOGIT_SPREAD`."""
     random = torch.Generator().manual_seed(seed)
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
+        for name, parameter in module.named_parameters(recurse=False):
             noise = torch.randn(parameter.shape, generator=random)
             if module is model.get_input_embeddings():
                 parameter.copy_(embedding_gain * noise)
             elif isinstance(module, nn.Embedding):  # learned positions
                 parameter.copy_(0.3 * noise)
-            elif parameter.dim() < 2:  # biases and the weights of norms, which stay near their defaults
+            elif name in ("bias", "sinks"):  # some models leave theirs as the memory was
+                parameter.copy_(0.1 * noise)
+            elif parameter.dim() < 2:  # the weights of norms, which stay near their defaults
                 parameter.add_(0.1 * noise)
             else:
                 parameter.copy_(1.3 * noise / _fan_in(module, parameter) ** 0.5)
