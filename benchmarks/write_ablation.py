@@ -21,6 +21,7 @@ from write_results import (
     describe_settings,
     how_to_repeat,
     join_parts,
+    marked_page,
     parse_rows,
     percent,
     summarise,
@@ -29,8 +30,7 @@ from write_results import (
     write_whole,
 )
 
-BEGIN = "<!-- From here to the next mark written by benchmarks/write_ablation.py; do not edit by hand. -->"
-END = "<!-- End of what benchmarks/write_ablation.py writes. -->"
+SCRIPT = "benchmarks/write_ablation.py"
 
 WHOLE = "all"
 """The variant that the others are compared with."""
@@ -310,20 +310,6 @@ def tables(results: Path) -> str:
     return "\n".join(join_parts(sections)) + "\n"
 
 
-def page(old: str | None, content: str) -> str:
-    """The page with new tables; `old` is what it was, `None` if there was none.
-
-    Raises:
-        ResultsError: The page lacks the marks between which the tables go.
-    """
-    text = f"{INTRODUCTION}\n{BEGIN}\n{END}\n" if old is None else old
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ResultsError(f"the page has no lines {BEGIN!r} and {END!r}; add them where the tables go")
-    return f"{before}{BEGIN}\n\n{content}\n{END}{after}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page; the exit status is 0 when it was written."""
     parser = argparse.ArgumentParser(description="Write docs/drafting.md from the rows of its two benchmarks.")
@@ -333,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         old = options.output.read_text(encoding="utf-8") if options.output.exists() else None
-        text = page(old, tables(options.results))
+        text = marked_page(old, INTRODUCTION, SCRIPT, tables(options.results))
     except ResultsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

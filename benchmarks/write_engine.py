@@ -14,10 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from write_results import ResultsError, Row, join_parts, parse_rows, table, write_whole
+from write_results import ResultsError, Row, join_parts, marked_page, parse_rows, table, write_whole
 
-BEGIN = "<!-- From here to the next mark written by benchmarks/write_engine.py; do not edit by hand. -->"
-END = "<!-- End of what benchmarks/write_engine.py writes. -->"
+SCRIPT = "benchmarks/write_engine.py"
 
 TARGETS = {16: 1.12, 32: 1.35, 64: 1.75}
 """What a step of so many nodes should take at most, over the one-token step."""
@@ -202,20 +201,6 @@ def tables(files: Iterable[EngineResults]) -> str:
     return "\n".join(line for results in files for line in ["", *section(results)]) + "\n"
 
 
-def page(old: str | None, files: Iterable[EngineResults]) -> str:
-    """The page with new tables; `old` is what it was, `None` if there was none.
-
-    Raises:
-        ResultsError: The page lacks the marks between which the tables go.
-    """
-    text = f"{INTRODUCTION}\n{BEGIN}\n{END}\n" if old is None else old
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ResultsError(f"the page has no lines {BEGIN!r} and {END!r}; add them where the tables go")
-    return f"{before}{BEGIN}\n{tables(files)}\n{END}{after}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the tables; the exit status is 0 when they were written."""
     parser = argparse.ArgumentParser(description="Write docs/engine.md from benchmarks/results/engine-*.jsonl.")
@@ -231,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The larger model first: it is the one that such a library is for.
         files.sort(key=lambda results: -results.header["model"]["parameters"])
         old = options.output.read_text(encoding="utf-8") if options.output.exists() else None
-        text = page(old, files)
+        text = marked_page(old, INTRODUCTION, SCRIPT, tables(files))
     except ResultsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -23,6 +23,7 @@ from write_results import (
     ResultsError,
     Row,
     join_parts,
+    marked_page,
     parse_rows,
     percent,
     summarise,
@@ -31,8 +32,7 @@ from write_results import (
     write_whole,
 )
 
-BEGIN = "<!-- From here to the next mark written by benchmarks/write_paper_evaluation.py; do not edit by hand. -->"
-END = "<!-- End of what benchmarks/write_paper_evaluation.py writes. -->"
+SCRIPT = "benchmarks/write_paper_evaluation.py"
 
 INTRODUCTION = """\
 # The paper's evaluation, repeated
@@ -389,20 +389,6 @@ def tables(parts: Sequence[Part], images: Path) -> str:
     return "\n".join(join_parts(sections)) + "\n"
 
 
-def page(old: str | None, content: str) -> str:
-    """The page with new tables; `old` is what it was, `None` if there was none.
-
-    Raises:
-        ResultsError: The page lacks the marks between which the tables go.
-    """
-    text = f"{INTRODUCTION}\n{BEGIN}\n{END}\n" if old is None else old
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ResultsError(f"the page has no lines {BEGIN!r} and {END!r}; add them where the tables go")
-    return f"{before}{BEGIN}\n\n{content}\n{END}{after}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page; the exit status is 0 when it was written."""
     parser = argparse.ArgumentParser(description="Write docs/paper.md from benchmarks/results/paper-*.jsonl.")
@@ -417,7 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not parts:
             raise ResultsError(f"no measurements in {options.results}; run paper_evaluation.py first")
         old = options.output.read_text(encoding="utf-8") if options.output.exists() else None
-        text = page(old, tables(parts, options.output.parent / "images"))
+        text = marked_page(old, INTRODUCTION, SCRIPT, tables(parts, options.output.parent / "images"))
     except ResultsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

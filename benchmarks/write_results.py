@@ -337,6 +337,35 @@ def read_folder(folder: Path) -> list[Results]:
     return [results for results in found if results is not None]
 
 
+def marks(script: str) -> tuple[str, str]:
+    """The lines between which a script writes into a page."""
+    return (
+        f"<!-- From here to the next mark written by {script}; do not edit by hand. -->",
+        f"<!-- End of what {script} writes. -->",
+    )
+
+
+def marked_page(old: str | None, introduction: str, script: str, content: str) -> str:
+    """A page whose prose is kept by hand, with what a script writes between two marks.
+
+    Args:
+        old: The page as it was, `None` if there was none.
+        introduction: What a new page begins with.
+        script: The script that writes, as the marks name it.
+        content: What it writes.
+
+    Raises:
+        ResultsError: The page lacks the marks.
+    """
+    first, last = marks(script)
+    text = f"{introduction}\n{first}\n{last}\n" if old is None else old
+    before, begin, rest = text.partition(first)
+    _, end, after = rest.partition(last)
+    if not begin or not end:
+        raise ResultsError(f"the page has no lines {first!r} and {last!r}; add them where the tables go")
+    return f"{before}{first}\n\n{content.strip()}\n\n{last}{after}"
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that nobody ever finds half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,11 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from word_model import save_word_model
 
-WORDS = [f"w{number}" for number in range(40)]
 PROMPTS = [
     {"id": "p/0", "task": "words", "prompt": "w1 w2 w3 w4 w1 w2"},
     {"id": "p/1", "task": "words", "turns": ["w9 w8 w7 w9 w8", "a second turn, not used"]},
@@ -50,23 +47,7 @@ lookahead = { preset = "context_matches", step_budget = 8 }
 
 def make_model(folder: Path) -> None:
     """A random model with a tokenizer of forty words; its texts neither end early nor say one word for ever."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.5,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    save_word_model(folder, max_position_embeddings=64, initializer_range=0.5)
 
 
 def write_prompts(folder: Path, prompts: list[dict[str, Any]] = PROMPTS) -> None:

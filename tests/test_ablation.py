@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from lookahead.drafting import DraftMemory, NGramMemory
 from lookahead.drafting.acceptance import MATCH_CLASSES, Acceptance
 from model_zoo import VOCAB_SIZE, build, greedy
+from word_model import save_word_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 ablation = importlib.import_module("ablation")
@@ -35,10 +34,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with a tokenizer of as many words."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     build("llama", seed=0).save_pretrained(folder)
-    words = {f"w{number}": number for number in range(VOCAB_SIZE)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    save_word_tokenizer(folder, [f"w{number}" for number in range(VOCAB_SIZE)])
     return folder
 
 

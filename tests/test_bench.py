@@ -23,7 +23,6 @@ from bench_suite import (
     PLAIN,
     SAMPLED,
     TASK,
-    WORDS,
     make_model,
     write_prompts,
 )
@@ -32,6 +31,7 @@ from lookahead.bench.method_runner import MethodRunner, Run
 from lookahead.bench.models import load, sharing_weights
 from lookahead.bench.suite import ModelSpec
 from lookahead.cli import main
+from word_model import WORDS
 
 Bench = Callable[..., int]
 

@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from word_model import WORDS, save_word_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 step_compression = importlib.import_module("step_compression")
 write_results = importlib.import_module("write_results")
 
 METHODS = list(step_compression.METHODS)
-WORDS = [f"w{number}" for number in range(40)]
 PROMPTS = [
     {"id": "p/0", "task": "words", "prompt": "w1 w2 w3 w4 w1 w2"},
     {"id": "p/1", "task": "words", "turns": ["w9 w8 w7", "a second turn, not used"]},
@@ -31,22 +29,7 @@ PROMPTS = [
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with a tokenizer of forty words."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    save_word_model(folder, max_position_embeddings=128)
     return folder
 
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lookahead.scaling_law import Measured
+from word_model import WORDS, save_word_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 evaluation = importlib.import_module("paper_evaluation")
@@ -23,7 +22,6 @@ writer = importlib.import_module("write_paper_evaluation")
 pictures = importlib.import_module("method_pictures")
 write_results = importlib.import_module("write_results")
 
-WORDS = [f"w{number}" for number in range(40)]
 FILES = {
     "words.jsonl": [
         {"id": "a/0", "task": "words", "prompt": "w1 w2 w3 w4 w1 w2"},
@@ -42,22 +40,7 @@ FEW = ("prompt lookup", "(5,15,15)", "(5,1,30)+text")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with a tokenizer of forty words."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    save_word_model(folder, max_position_embeddings=256)
     return folder
 
 
