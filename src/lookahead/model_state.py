@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from lookahead.config import LookaheadConfig
+from lookahead.config import MEMORY_SCOPES, LookaheadConfig
 from lookahead.cost_model import CostModel
 from lookahead.cost_store import CostStore, describe_setting
 from lookahead.drafting import DraftMemory
@@ -70,7 +70,7 @@ def keep_memory(model: PreTrainedModel, config: LookaheadConfig, memory: DraftMe
 
     A file that cannot be written is a warning: the text is there, and worth more.
     """
-    if config.memory in ("request", "process"):
+    if config.memory in MEMORY_SCOPES:
         return
     path = _path(config)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")

@@ -91,7 +91,10 @@ def decode_request(
         if parallel.rank:
             streamer = on_step = None
     memory = draft_memory(model, config) if config.preset == "auto" else None
-    costs = _costs(model, config, len(tokens), bool(generation_config.do_sample))
+    # The rows of a batch share one generator, and which of them draws first depends on the nodes of the steps. So
+    # that a seed gives the same texts again, these must not depend on the clock there.
+    clocked = config.chooses_nodes and not (generation_config.do_sample and len(tokens) > 1)
+    costs = step_costs(model, config, len(tokens)) if clocked else CostModel.prior()
     drafters = [build_drafter(config, pool, memory, costs, len(tokens)) for pool in _pools(config, ngram_pool, tokens)]
     sequences = _sequences(input_ids, tokens, logits_processor, generation_config, drafters)
     rule = StopRule(stopping_criteria, runner.last_length, before)
@@ -114,7 +117,7 @@ def decode_request(
             feeder.start(input_ids)
         with torch.no_grad():
             statistics.prefill_passes = trees.prefill(tokens, generation_config.prefill_chunk_size)
-            times = None if generation_config.do_sample and len(tokens) > 1 else costs
+            times = costs if clocked else None
             decode(trees, sequences, rule, statistics, after_step, config.tie_margin, times, walks)
             if not rule.has_eos:
                 _even_out(trees, sequences, statistics, after_step, config.tie_margin, walks)
@@ -170,15 +173,6 @@ def _brought_cache(model_kwargs: dict[str, Any]) -> Cache | None:
 
 def _pad_token(config: GenerationConfig) -> int | None:
     return None if config._pad_token_tensor is None else int(config._pad_token_tensor)
-
-
-def _costs(model: PreTrainedModel, config: LookaheadConfig, rows: int, samples: bool) -> CostModel | None:
-    """What steps cost, if that decides how many nodes they have."""
-    if not config.chooses_nodes:
-        return None
-    # The rows of a batch share one generator, and which of them draws first depends on the nodes of the steps. So
-    # that a seed gives the same texts again, these must not depend on the clock.
-    return CostModel.prior() if samples and rows > 1 else step_costs(model, config, rows)
 
 
 def _pools(config: LookaheadConfig, pool: NGramPool | None, rows: list[list[int]]) -> list[NGramPool | None]:

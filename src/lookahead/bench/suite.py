@@ -115,11 +115,6 @@ class MethodSpec:
         return self.lookahead is None and not self.transformers and self.assistant is None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether this decodes a token a step through this library's engine."""
-        return self.lookahead is not None and self.lookahead.preset == "autoregressive"
-
-    @property
     def has_memory(self) -> bool:
         """Whether it carries what it learned from prompt to prompt, so that prompts have to come in order."""
         return self.lookahead is not None and self.lookahead.memory != "request"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from transformers import LlamaConfig
 
 from lookahead.bench.suite import DTYPES, MethodSpec, ModelSpec, SamplingSpec, Suite, TaskSpec
-from lookahead.config import LookaheadConfig
+from lookahead.config import MEMORY_SCOPES, LookaheadConfig
 from lookahead.errors import InvalidArgumentError
 
 if sys.version_info >= (3, 11):
@@ -252,7 +252,7 @@ def _lookahead(values: object, where: str) -> LookaheadConfig:
         config = LookaheadConfig.from_dict(Table(values, where).values)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{where}: {error}") from error
-    if config.memory not in ("request", "process"):
+    if config.memory not in MEMORY_SCOPES:
         raise InvalidArgumentError(
             f'{where}.memory={config.memory!r} must be "request" or "process" here: with a file a run would depend on '
             "those before it"
