@@ -30,8 +30,9 @@ from common import inside, parse_positive, progress_bar, run_safely, to_line, ve
 from lookahead.bench.machine import describe_machine, resident_bytes
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.cost_model import CostModel
-from lookahead.drafting import ContextMatches, DraftMemory, MergedDrafter, PayingBudget, StepResult
+from lookahead.drafting import ContextMatches, DraftMemory, MergedDrafter, Neighbours, PayingBudget, StepResult
 from lookahead.drafting.compiled import IS_COMPILED
+from lookahead.drafting.neighbours import COORDINATES
 from lookahead.engine.predictions import argmax, top_predictions
 from lookahead.token_tree import TokenTree
 from write_results import ResultsError, Row, write_whole
@@ -52,6 +53,7 @@ PARTS: dict[str, tuple[str, str]] = {
     "budget": ("budget", "offer"),
     "add to the tree": ("_growth", "add_to"),
     "learn": ("", "_learn"),
+    "find stand-ins": ("", "_find_stand_ins"),
     "remember": ("", "_remember"),
     "extend the matches": ("matches", "extend"),
 }
@@ -168,20 +170,24 @@ class PartTimes:
         setattr(holder, method, timed)
 
 
-def new_drafter(memory: DraftMemory, nodes: int, chooses: bool) -> MergedDrafter:
+def new_drafter(memory: DraftMemory, nodes: int, chooses: bool, neighbours: Neighbours) -> MergedDrafter:
     """A drafter as `preset="auto"` has it, with a `step_budget` or with one that chooses."""
-    if chooses:
-        return MergedDrafter(memory, ContextMatches(), None, ChosenBudget(nodes), MOST_CHOSEN_NODES)
-    return MergedDrafter(memory, ContextMatches(), None, nodes)
+    budget, most = (ChosenBudget(nodes), MOST_CHOSEN_NODES) if chooses else (nodes, nodes)
+    return MergedDrafter(memory, ContextMatches(), None, budget, most, neighbours=neighbours)
 
 
-def time_steps(vocabulary: int, nodes: int, chooses: bool, texts: int) -> Row:
+def some_neighbours(vocabulary: int) -> Neighbours:
+    """As many as a model has, of no particular kind: who is near does not change what asking takes."""
+    return Neighbours(np.random.default_rng(0).standard_normal((vocabulary, COORDINATES), dtype=np.float32))
+
+
+def time_steps(vocabulary: int, nodes: int, chooses: bool, texts: int, neighbours: Neighbours) -> Row:
     """Medians of the microseconds that drafting takes in a step, as a whole and by its parts."""
     proposing, observing, sent = [], [], []
     steps: list[dict[str, int]] = []
     model, memory, accepted = HashedModel(vocabulary), DraftMemory(), 0
     for seed in range(2 * texts):
-        drafter = new_drafter(memory, nodes, chooses)
+        drafter = new_drafter(memory, nodes, chooses, neighbours)
         times = PartTimes(drafter) if seed % 2 else None  # clocks take time as well: the whole is timed without them
         text = Text(model, drafter, seed)
         for step in range(WARM_UP_STEPS + TEXT_STEPS):
@@ -307,9 +313,10 @@ def describe_run(options: argparse.Namespace) -> Row:
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """All rows but the header."""
+    neighbours = some_neighbours(options.vocabulary)
     for chooses in (False, True):
         for nodes in (32, 64):
-            yield time_steps(options.vocabulary, nodes, chooses, options.texts)
+            yield time_steps(options.vocabulary, nodes, chooses, options.texts, neighbours)
     for nodes in (32, 64):
         yield time_predictions(options.vocabulary, nodes, 2 * options.texts + 1)
     memory = DraftMemory()

@@ -139,7 +139,7 @@ def test_nodes_come_by_falling_probability_after_their_parents() -> None:
 
 
 def test_probabilities_of_one_node_are_a_softmax_of_their_scores() -> None:
-    ngrams = NGramMemory(2, 64, 2)
+    ngrams = NGramMemory(2, 64, 2, old_share=0.0)
     memory = DraftMemory(ngrams)
     ngrams.insert(np.array([[5, -1]]), np.array([[1, 2]]), np.array([[0.5, 0.25]], dtype=np.float32))
     ngrams.insert(np.array([[5, 4]]), np.array([[3, 1]]), np.array([[0.8, 0.1]], dtype=np.float32))

@@ -30,14 +30,27 @@ def predictions(
 class Dictionary:
     """What the memory should be, as long as nothing has to make room."""
 
-    def __init__(self) -> None:
+    def __init__(self, old_share: float) -> None:
+        self._old_share = old_share
         self.known: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
 
     def insert(self, contexts: NDArray[np.int64], ids: NDArray[np.int64], probabilities: NDArray[np.float32]) -> None:
         for context, row, shares in zip(contexts.tolist(), ids.tolist(), probabilities.tolist(), strict=True):
             for length in range(1, ORDERS + 1):
                 if -1 not in context[:length]:
-                    self.known[tuple(context[:length])] = (row, shares)
+                    key = tuple(context[:length])
+                    mixes = length == 1 and key in self.known
+                    self.known[key] = self._mixed(self.known[key], row, shares) if mixes else (row, shares)
+
+    def _mixed(
+        self, old: tuple[list[int], list[float]], ids: list[int], shares: list[float]
+    ) -> tuple[list[int], list[float]]:
+        mixed = {token: (1 - self._old_share) * share for token, share in zip(ids, shares, strict=True)}
+        if self._old_share:
+            for token, share in zip(*old, strict=True):
+                mixed[token] = mixed.get(token, 0.0) + self._old_share * share
+        best = sorted(mixed, key=lambda token: -mixed[token])[:TOP_K]
+        return best, [mixed[token] for token in best]
 
 
 def check_equal(memory: NGramMemory, reference: Dictionary, contexts: NDArray[np.int64]) -> None:
@@ -55,9 +68,11 @@ def check_equal(memory: NGramMemory, reference: Dictionary, contexts: NDArray[np
 @given(
     batches=st.lists(st.lists(st.tuples(*[st.integers(0, 4)] * ORDERS), max_size=12), max_size=6),
     seed=st.integers(0, 99),
+    old_share=st.sampled_from([0.0, 0.3]),
 )
-def test_it_knows_what_a_dictionary_knows(batches: list[list[tuple[int, ...]]], seed: int) -> None:
-    rng, memory, reference = np.random.default_rng(seed), NGramMemory(ORDERS, 4096, TOP_K), Dictionary()
+def test_it_knows_what_a_dictionary_knows(batches: list[list[tuple[int, ...]]], seed: int, old_share: float) -> None:
+    rng, memory = np.random.default_rng(seed), NGramMemory(ORDERS, 4096, TOP_K, old_share)
+    reference = Dictionary(old_share)
     for batch in batches:
         contexts = np.array(batch, dtype=np.int64).reshape(-1, ORDERS)
         contexts[::3, -1] = -1  # some stand near the beginning of a text
@@ -69,13 +84,28 @@ def test_it_knows_what_a_dictionary_knows(batches: list[list[tuple[int, ...]]], 
 
 
 def test_the_newest_prediction_counts_and_the_last_of_a_batch() -> None:
-    memory = NGramMemory(1, 64, 2)
+    memory = NGramMemory(1, 64, 2, old_share=0.0)
     context = np.array([[7], [7]])
     memory.insert(context, np.array([[1, 2], [3, 4]]), np.array([[0.5, 0.2], [0.6, 0.1]], dtype=np.float32))
     assert memory.lookup(context[:1])[1][0, 0].tolist() == [3, 4]
     memory.insert(context[:1], np.array([[5, 6]]), np.array([[0.5, 0.2]], dtype=np.float32))
     assert memory.lookup(context[:1])[1][0, 0].tolist() == [5, 6]
     assert memory.statistics().entries == [1]
+
+
+def test_what_follows_a_single_token_keeps_some_of_what_it_was() -> None:
+    memory = NGramMemory(2, 64, 2, old_share=0.25)
+    for ids, shares in (([1, 2], [0.8, 0.1]), ([3, 4], [0.6, 0.1])):
+        memory.insert(np.array([[7, 9]]), np.array([ids]), np.array([shares], dtype=np.float32))
+    _, known, probabilities = memory.lookup(np.array([[7, 9]]))
+    assert known[0].tolist() == [[3, 1], [3, 4]], "longer contexts take the new prediction as it is"
+    assert probabilities[0, 0].tolist() == pytest.approx([0.75 * 0.6, 0.25 * 0.8])
+
+
+@pytest.mark.parametrize("old_share", [-0.1, 1.0])
+def test_a_share_out_of_range_is_refused(old_share: float) -> None:
+    with pytest.raises(InvalidArgumentError, match="old_share"):
+        NGramMemory(old_share=old_share)
 
 
 def test_a_full_set_forgets_its_oldest_context() -> None:

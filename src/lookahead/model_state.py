@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+import torch
 from transformers import PreTrainedModel
 
 from lookahead.config import MEMORY_SCOPES, LookaheadConfig
 from lookahead.cost_model import CostModel
 from lookahead.cost_store import CostStore, describe_setting
-from lookahead.drafting import DraftMemory
+from lookahead.drafting import DraftMemory, Neighbours
+from lookahead.drafting.neighbours import COORDINATES
 from lookahead.errors import InvalidArgumentError
 from lookahead.identity import model_identity
 
@@ -23,6 +25,7 @@ from lookahead.identity import model_identity
 class _ModelState:
     costs: dict[str, CostModel] = field(default_factory=dict)
     memories: dict[str, DraftMemory] = field(default_factory=dict)
+    neighbours: list[Neighbours | None] = field(default_factory=list)  # none or one
 
 
 _states: WeakKeyDictionary[PreTrainedModel, _ModelState] = WeakKeyDictionary()
@@ -44,6 +47,28 @@ def step_costs(model: PreTrainedModel, config: LookaheadConfig, rows: int) -> Co
         stored = CostStore().load(setting)
         costs[key] = CostModel.prior() if stored is None else stored.cost
     return costs[key]
+
+
+def neighbours(model: PreTrainedModel) -> Neighbours | None:
+    """Which tokens the input embedding of `model` treats alike, worked out once.
+
+    Returns:
+        `None` where the embedding cannot be read as plain numbers: quantised, shared out among processes, not loaded.
+    """
+    known = _states.setdefault(model, _ModelState()).neighbours
+    if not known:
+        known.append(_make_neighbours(getattr(model.get_input_embeddings(), "weight", None)))
+    return known[0]
+
+
+def _make_neighbours(weight: object) -> Neighbours | None:
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    assert isinstance(weight, torch.Tensor)
+    if weight.is_meta or weight.ndim != 2 or not weight.is_floating_point():
+        return None
+    step = max(1, weight.shape[1] // COORDINATES)
+    return Neighbours(weight.detach()[:, ::step][:, :COORDINATES].float().cpu().numpy())
 
 
 def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory:

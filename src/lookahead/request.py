@@ -23,9 +23,10 @@ from lookahead.decoder import OnStep, TreeRunner, Verify, decode, verify
 from lookahead.drafting import Drafter, NGramPool, build_drafter
 from lookahead.engine import ModelRunner, StaticLoan, TreeCache, adopt_cache, engine_model, return_cache
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
-from lookahead.model_state import draft_memory, keep_memory, step_costs
+from lookahead.model_state import draft_memory, keep_memory, neighbours, step_costs
 from lookahead.output import LookaheadOutput, stack_collected, stack_texts
 from lookahead.processors import row_processors
+from lookahead.prompt_reading import tokens_to_read
 from lookahead.sequence import Sequence
 from lookahead.statistics import Statistics, StepRecord
 from lookahead.stopping import StopRule
@@ -95,7 +96,11 @@ def decode_request(
     # that a seed gives the same texts again, these must not depend on the clock there.
     clocked = config.chooses_nodes and not (generation_config.do_sample and len(tokens) > 1)
     costs = step_costs(model, config, len(tokens)) if clocked else CostModel.prior()
-    drafters = [build_drafter(config, pool, memory, costs, len(tokens)) for pool in _pools(config, ngram_pool, tokens)]
+    alike = neighbours(model) if memory is not None else None
+    drafters = [
+        build_drafter(config, pool, memory, costs, len(tokens), alike, tokens_to_read(model, len(row), clocked))
+        for pool, row in zip(_pools(config, ngram_pool, tokens), tokens, strict=True)
+    ]
     sequences = _sequences(input_ids, tokens, logits_processor, generation_config, drafters)
     rule = StopRule(stopping_criteria, runner.last_length, before)
     pad_token = _pad_token(generation_config) if rule.has_eos else None

@@ -12,6 +12,7 @@ from lookahead.drafting.drafter import Drafter, StepResult
 from lookahead.drafting.jacobi_block import JacobiBlockDrafter
 from lookahead.drafting.jacobi_window import JacobiWindow
 from lookahead.drafting.merge import MergedDrafter
+from lookahead.drafting.neighbours import Neighbours
 from lookahead.drafting.ngram_memory import NGramMemory
 from lookahead.drafting.ngram_pool import NGramPool
 from lookahead.drafting.paper import PaperDrafter
@@ -28,6 +29,7 @@ __all__ = [
     "MergedDrafter",
     "NGramMemory",
     "NGramPool",
+    "Neighbours",
     "NoDrafter",
     "PaperDrafter",
     "PayingBudget",
@@ -67,6 +69,8 @@ def build_drafter(
     memory: DraftMemory | None = None,
     costs: StepCosts | None = None,
     rows: int = 1,
+    neighbours: Neighbours | None = None,
+    read_prompt: int = 0,
 ) -> Drafter:
     """The drafter that `config.preset` names, with the sizes of `config`. One serves one sequence.
 
@@ -76,6 +80,8 @@ def build_drafter(
         memory: The memory that `"auto"` drafts from and fills; a new one if not given.
         costs: What steps cost, for `"auto"` without a `step_budget`; `FIXED_BUDGET` nodes a step if not given.
         rows: Sequences that share each step.
+        neighbours: Which tokens of the model resemble each other, for `"auto"`; unknown if not given.
+        read_prompt: How many of the last tokens of the prompt `"auto"` has the model's predictions read of.
     """
     if config.preset in BUDGETED:
         fixed = config.step_budget or FIXED_BUDGET
@@ -84,7 +90,9 @@ def build_drafter(
         if config.preset == "context_matches":
             return MergedDrafter(None, ContextMatches(), None, fixed, explore=False)
         budget = PayingBudget(costs, rows) if costs is not None and config.step_budget is None else fixed
-        return MergedDrafter(memory or DraftMemory(), ContextMatches(), None, budget)
+        return MergedDrafter(
+            memory or DraftMemory(), ContextMatches(), None, budget, read_prompt=read_prompt, neighbours=neighbours
+        )
     if config.preset == "autoregressive":
         return NoDrafter()
     if config.preset == "jacobi":

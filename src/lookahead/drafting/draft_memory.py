@@ -10,7 +10,7 @@ from lookahead.drafting.acceptance import Acceptance
 from lookahead.drafting.ngram_memory import NGramMemory
 from lookahead.errors import InvalidArgumentError
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class DraftMemory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from math import exp
+from math import exp, log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from lookahead.drafting.acceptance import MATCH_CLASSES, Acceptance
 from lookahead.drafting.compiled import compiled, loop_arrays
 from lookahead.drafting.context_matches import LONGEST, SEARCHED, ContextMatches, find_matches
 from lookahead.drafting.draft_memory import DraftMemory
+from lookahead.drafting.neighbours import NEAREST, Neighbours, follow_neighbours
 from lookahead.drafting.ngram_memory import (
     FIRST_FACTOR,
     FIRST_PRIME,
@@ -30,6 +31,15 @@ MOST_FAMILIAR = 64
 KNOWN_SHARE = 0.25
 """What a familiar token counts if the memory knows what comes after it already."""
 
+MOST_BORROWED = 16
+"""Most proposals that neighbours make after a node, and most that stand-ins make after the root."""
+
+LEAST_LENDING = 0.3
+"""How likely a node must be for neighbours to be looked for, which takes as long as growing several nodes."""
+
+UNBORROWED_LOG = -7.0
+"""Logarithm of the probability of a token that neighbours or stand-ins do not name."""
+
 _SEEN = 512
 """Places in the little hash table that tells which tokens a node has been proposed already."""
 
@@ -43,11 +53,15 @@ class Growth:
         nodes: Most nodes that are grown below the root.
         ngrams: The memory that will be grown from, for its sizes.
         acceptance: What will weigh the proposals, for its sizes.
+        neighbours: Which tokens resemble each other; none do if not given.
     """
 
-    def __init__(self, nodes: int, ngrams: NGramMemory, acceptance: Acceptance) -> None:
+    def __init__(
+        self, nodes: int, ngrams: NGramMemory, acceptance: Acceptance, neighbours: Neighbours | None = None
+    ) -> None:
         size = LONGEST + nodes + 1
-        proposals = (nodes + 1) * (ngrams.orders * ngrams.top_k + SEARCHED) + MOST_FAMILIAR
+        own_proposals = ngrams.orders * ngrams.top_k + SEARCHED + 2 * MOST_BORROWED
+        proposals = (nodes + 1) * own_proposals + MOST_FAMILIAR
         # Of each node: its token, its parent, its depth below the root, the estimated probability that it is accepted,
         # the length of the longest context of it that the memory knows, and where its proposals begin.
         self._tokens = np.zeros(size, dtype=np.int64)
@@ -69,8 +83,13 @@ class Growth:
         self._seen = np.zeros(_SEEN, dtype=np.int64)
         self._seen_by = np.zeros(_SEEN, dtype=np.int64)
         self._context = np.zeros(LONGEST, dtype=np.int64)
-        self._agreeing = np.zeros(ngrams.orders * ngrams.top_k + SEARCHED, dtype=np.int64)
+        self._agreeing = np.zeros(own_proposals, dtype=np.int64)
         self._unlisted = np.zeros(ngrams.orders)
+        self._neighbours = Neighbours(np.zeros((0, 0), dtype=np.float32)) if neighbours is None else neighbours
+        self._nearest = np.zeros(NEAREST)
+        self._nearest_slots = np.zeros(NEAREST, dtype=np.int64)
+        self._followers = np.zeros(NEAREST * ngrams.top_k, dtype=np.int64)
+        self._shares = np.zeros(NEAREST * ngrams.top_k)
         self._root = 0
         self._count = 0
 
@@ -88,6 +107,7 @@ class Growth:
         matches: ContextMatches,
         familiar: NDArray[np.int64],
         familiar_gains: NDArray[np.float64],
+        stand_ins: tuple[NDArray[np.int64], NDArray[np.float64]],
     ) -> int:
         """Grow a new tree, the most probable continuation first.
 
@@ -97,8 +117,12 @@ class Growth:
             room: Levels that fit below the root.
             memory: What to draft from.
             matches: Earlier occurrences in the text.
-            familiar: Tokens that may follow the root if nobody knows anything better; at most `MOST_FAMILIAR`.
-            familiar_gains: The probability that each of them is given; `KNOWN_SHARE` of it if the memory knows it.
+            familiar: Tokens that the model thought of lately, the latest first. The memory may know those that are near
+                to a token which it does not know.
+            familiar_gains: The probability that each of the first of them is given to follow the root if nobody knows
+                anything better, at most `MOST_FAMILIAR` numbers; `KNOWN_SHARE` of it if the memory knows the token.
+            stand_ins: Tokens that may follow the root, by what the model said after those that stood in its place, and
+                their probabilities; at most `MOST_BORROWED`.
 
         Returns:
             How many nodes were grown.
@@ -129,7 +153,10 @@ class Growth:
         index = loop_arrays(matches.newest, matches.earlier)
         rest = loop_arrays(memory.acceptance.weights, familiar, familiar_gains)
         scratch = loop_arrays(self._seen, self._seen_by, self._context, self._agreeing, self._unlisted)
+        alike = loop_arrays(self._neighbours.codes, self._neighbours.lengths)
+        borrowing = loop_arrays(self._nearest, self._nearest_slots, self._followers, self._shares, *stand_ins)
         arguments = [*own, *entries, ngrams.sets, *counts, known_text, matches.length, *index, *rest, *scratch]
+        arguments += [*alike, *borrowing]
         self._count = _grow(len(text), most, room, *arguments)
         return self._count
 
@@ -163,11 +190,9 @@ class Growth:
         starts = self._starts[self._root : self._root + len(counts) + 1]
         asked = np.flatnonzero(np.diff(starts))
         begin, end = starts[0], starts[-1]
-        holders, proposed = self._holders[begin:end] - self._root, self._proposed[begin:end]
-        outcomes = (proposed == top_ids[holders, 0]).astype(np.float64)
-        if drawn:
-            shares = np.where(proposed[:, None] == top_ids[holders], top_probabilities[holders], 0).sum(axis=1)
-            outcomes += drawn * (shares - outcomes)
+        outcomes = np.empty(end - begin)
+        proposals = (self._proposed[begin:end], self._holders[begin:end])
+        _compare(self._root, drawn, *loop_arrays(*proposals, top_ids, top_probabilities, outcomes))
         acceptance.learn(
             self._features[begin:end],
             self._estimates[begin:end],
@@ -176,6 +201,52 @@ class Growth:
             self._longest[self._root + asked],
             counts[asked],
         )
+
+
+@compiled
+def _compare(
+    root: int,
+    drawn: float,
+    proposed: NDArray[np.int64],
+    holders: NDArray[np.int64],
+    top_ids: NDArray[np.int64],
+    top_probabilities: NDArray[np.float32],
+    outcomes: NDArray[np.float64],
+) -> None:
+    """Write the probability that each proposal turned out to have to `outcomes`; see `Growth.teach`."""
+    for proposal in range(len(proposed)):
+        node = holders[proposal] - root
+        outcome = 1.0 if top_ids[node, 0] == proposed[proposal] else 0.0
+        if drawn > 0:
+            share = 0.0
+            for rank in range(top_ids.shape[1]):
+                if top_ids[node, rank] == proposed[proposal]:
+                    share = top_probabilities[node, rank]
+                    break
+            outcome += drawn * (share - outcome)
+        outcomes[proposal] = outcome
+
+
+@compiled
+def _place_of(
+    token: int, node: int, total: int, proposed: NDArray[np.int64], seen: NDArray[np.int64], seen_by: NDArray[np.int64]
+) -> int:
+    """Which proposal of `node` the token is; a new one, number `total`, if it was not proposed there yet."""
+    place = token % _SEEN
+    while seen_by[place] == node and proposed[seen[place]] != token:
+        place = (place + 1) % _SEEN
+    if seen_by[place] != node:
+        seen_by[place] = node
+        seen[place] = total
+        proposed[total] = token
+    return int(seen[place])
+
+
+@compiled
+def _begin_features(row: int, known: int, unlisted: NDArray[np.float64], features: NDArray[np.float64]) -> None:
+    """What speaks for a new proposal: so far only that the `known` shortest contexts do not list it."""
+    for column in range(features.shape[1]):
+        features[row, column] = unlisted[column] if column < known else 0.0
 
 
 @compiled
@@ -215,6 +286,14 @@ def _grow(
     context: NDArray[np.int64],
     agreeing: NDArray[np.int64],
     unlisted: NDArray[np.float64],
+    codes: NDArray[np.int8],
+    code_lengths: NDArray[np.float32],
+    nearest: NDArray[np.float64],
+    nearest_slots: NDArray[np.int64],
+    followers: NDArray[np.int64],
+    shares: NDArray[np.float64],
+    stand_ins: NDArray[np.int64],
+    stand_in_shares: NDArray[np.float64],
 ) -> int:
     """Add the most probable unexplored continuation to the tree again and again, until there are `most` nodes.
 
@@ -227,9 +306,11 @@ def _grow(
         tags, ids, logs, floors, sets, lookups, hits: Those of `NGramMemory`.
         text, end, newest, earlier: Those of `ContextMatches`.
         weights: Those of `Acceptance`.
-        familiar: Tokens that may follow the root if nobody knows anything better.
-        familiar_gains: The probability that each of them is given; `KNOWN_SHARE` of it if the memory knows it.
+        familiar, familiar_gains: See `Growth.grow`.
         seen, seen_by, context, agreeing, unlisted: Room for the work at one node; `seen_by` is -1 everywhere.
+        codes, code_lengths: Those of `Neighbours`.
+        nearest, nearest_slots, followers, shares: Room for `follow_neighbours`.
+        stand_ins, stand_in_shares: See `Growth.grow`.
 
     Returns:
         How many nodes were grown.
@@ -237,7 +318,9 @@ def _grow(
     orders = len(lookups)
     top_k = ids.shape[1]
     matches_at = orders
-    repeated = features.shape[1] - 1
+    repeated = orders + len(MATCH_CLASSES)
+    borrowed = repeated + 1
+    stood_in = repeated + 2
     node = tail - 1
     gains[node] = 1.0
     depths[node] = 0
@@ -283,18 +366,12 @@ def _grow(
                     token = ids[slot, rank]
                     if token < 0:
                         break
-                    place = token % _SEEN
-                    while seen_by[place] == node and proposed[seen[place]] != token:
-                        place = (place + 1) % _SEEN
-                    if seen_by[place] != node:
-                        seen_by[place] = node
-                        seen[place] = total
-                        proposed[total] = token
-                        for column in range(features.shape[1]):
-                            features[total, column] = unlisted[column] if column < order else 0.0
-                        agreeing[total - begin] = 0
+                    row = _place_of(token, node, total, proposed, seen, seen_by)
+                    if row == total:
+                        _begin_features(row, order, unlisted, features)
+                        agreeing[row - begin] = 0
                         total += 1
-                    features[seen[place], order] = max(logs[slot, rank], LEAST_LOG_PROBABILITY)
+                    features[row, order] = max(logs[slot, rank], LEAST_LOG_PROBABILITY)
             # Occurrences that the path has followed so far; when there are none left, others are looked for.
             matching = 0
             if node >= tail:
@@ -309,22 +386,53 @@ def _grow(
                 matching = find_matches(context, size, text, end, newest, earlier, places, lengths, node)
             found[node] = matching
             for match in range(matching):
-                token = text[places[node, match]]
-                place = token % _SEEN
-                while seen_by[place] == node and proposed[seen[place]] != token:
-                    place = (place + 1) % _SEEN
-                if seen_by[place] != node:
-                    seen_by[place] = node
-                    seen[place] = total
-                    proposed[total] = token
-                    for column in range(features.shape[1]):
-                        features[total, column] = unlisted[column] if column < longest else 0.0
-                    agreeing[total - begin] = 0
+                row = _place_of(text[places[node, match]], node, total, proposed, seen, seen_by)
+                if row == total:
+                    _begin_features(row, longest, unlisted, features)
+                    agreeing[row - begin] = 0
                     total += 1
-                row = seen[place]
                 if agreeing[row - begin] > 0:
                     features[row, repeated] += 0.5
                 agreeing[row - begin] = max(agreeing[row - begin], lengths[node, match])
+            # What is borrowed: from the neighbours of an unknown token, and from what stood in the place of the root.
+            lent = 0
+            if longest == 0 and gains[node] >= LEAST_LENDING:
+                lent = follow_neighbours(
+                    tokens[node],
+                    familiar,
+                    codes,
+                    code_lengths,
+                    tags,
+                    ids,
+                    logs,
+                    sets,
+                    nearest,
+                    nearest_slots,
+                    followers,
+                    shares,
+                )
+            lent = min(lent, MOST_BORROWED)
+            if lent > 0:
+                for row in range(begin, total):
+                    features[row, borrowed] = UNBORROWED_LOG
+            for index in range(lent):
+                row = _place_of(followers[index], node, total, proposed, seen, seen_by)
+                if row == total:
+                    _begin_features(row, longest, unlisted, features)
+                    agreeing[row - begin] = 0
+                    total += 1
+                features[row, borrowed] = max(log(shares[index]), UNBORROWED_LOG)
+            if node == tail - 1 and len(stand_ins) > 0:
+                for row in range(begin, total):
+                    features[row, stood_in] = UNBORROWED_LOG
+                for index in range(len(stand_ins)):
+                    row = _place_of(stand_ins[index], node, total, proposed, seen, seen_by)
+                    if row == total:
+                        _begin_features(row, longest, unlisted, features)
+                        features[row, borrowed] = UNBORROWED_LOG if lent > 0 else 0.0
+                        agreeing[row - begin] = 0
+                        total += 1
+                    features[row, stood_in] = max(log(stand_in_shares[index]), UNBORROWED_LOG)
         else:
             found[node] = 0
         known_orders[node] = longest
@@ -352,12 +460,9 @@ def _grow(
         starts[node + 1] = total
         if node == tail - 1 and room > 0:
             # What is tried when nothing better is left; these are no proposals to learn from.
-            for index in range(len(familiar)):
+            for index in range(min(len(familiar), len(familiar_gains))):
                 token = familiar[index]
-                place = token % _SEEN
-                while seen_by[place] == node and proposed[seen[place]] != token:
-                    place = (place + 1) % _SEEN
-                if seen_by[place] != node:
+                if _place_of(token, node, total, proposed, seen, seen_by) == total:
                     # What the model says after it is worth more where that is not known yet.
                     first = (FIRST_FACTOR + token + 1) % FIRST_PRIME
                     tag = ((first << 31) | ((SECOND_FACTOR + token + 1) % SECOND_PRIME)) + 1

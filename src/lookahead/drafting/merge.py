@@ -14,15 +14,18 @@ from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.drafting.context_matches import LONGEST, ContextMatches
 from lookahead.drafting.draft_memory import DraftMemory
 from lookahead.drafting.drafter import StepResult
-from lookahead.drafting.growth import MOST_FAMILIAR, Growth
+from lookahead.drafting.growth import MOST_BORROWED, MOST_FAMILIAR, Growth
 from lookahead.drafting.jacobi_window import JacobiWindow
+from lookahead.drafting.neighbours import Neighbours
 from lookahead.drafting.ngram_memory import NGramMemory
 from lookahead.drafting.step_budget import FixedBudget, StepBudget
 from lookahead.token_tree import NodeKind, TokenTree
 
 _REMEMBERED = 512
+_NEAR = 256
 _FAMILIAR_GAINS: NDArray[np.float64] = 0.001 / np.arange(4, 4 + MOST_FAMILIAR, dtype=np.float64)
 _LEAST_GROWN = 15
+_NO_STAND_INS = (np.empty(0, dtype=np.int64), np.empty(0))
 _FOLLOWING = 0.03
 
 
@@ -44,6 +47,7 @@ class MergedDrafter:
         read_prompt: How many of the last tokens of the prompt are read like drafted ones when it is sent, so that the
             memory begins with what the model predicts there. Costs the vocabulary projection of as many tokens.
         explore: Try familiar tokens with the nodes that are left.
+        neighbours: Which tokens resemble each other, so that what is unknown can be drafted; none do if not given.
 
     Raises:
         InvalidArgumentError: The budget is less than one node.
@@ -58,6 +62,7 @@ class MergedDrafter:
         most: int = MOST_CHOSEN_NODES,
         read_prompt: int = 0,
         explore: bool = True,
+        neighbours: Neighbours | None = None,
     ) -> None:
         if isinstance(budget, int):
             most = budget
@@ -68,13 +73,15 @@ class MergedDrafter:
         self.window = window
         self._most = most - 1
         self._read_prompt = read_prompt
-        self._explore = explore
-        self._growth = Growth(self._most, self.memory.ngrams, self.memory.acceptance)
+        self._tried_gains = _FAMILIAR_GAINS if explore else _FAMILIAR_GAINS[:0]
+        self._thinks = explore or neighbours is not None
+        self._growth = Growth(self._most, self.memory.ngrams, self.memory.acceptance, neighbours)
         self._no_text = ContextMatches(16)
         self._text: list[int] = []  # its last tokens
         self._late: list[int] = []  # new tokens that are not part of it yet
         self._length = 0
         self._familiar: dict[int, None] = {}  # the latest last
+        self._stand_ins: tuple[NDArray[np.int64], NDArray[np.float64]] = _NO_STAND_INS
         self._tree: TokenTree | None = None  # this step's
         self._nodes: list[int] = []  # of the tree, for each grown one, the root first
         self._strayed = self._uncertainty = 0.0  # moving averages, a token each
@@ -97,6 +104,7 @@ class MergedDrafter:
         if self.window is not None:
             self.window.start(prompt)
         self._strayed, self._uncertainty = 0.0, 0.2
+        self._stand_ins = _NO_STAND_INS
         self._tree = None
 
     def propose(self, tree: TokenTree) -> None:
@@ -111,7 +119,9 @@ class MergedDrafter:
         # What the budget will not take need not be grown; how much that is, the last step tells about.
         limit = min(self._wanted, self._most)
         while True:
-            count = self._growth.grow(self._text, limit, tree.room, self.memory, matches, familiar, _FAMILIAR_GAINS)
+            count = self._growth.grow(
+                self._text, limit, tree.room, self.memory, matches, familiar, self._tried_gains, self._stand_ins
+            )
             more = self.budget.offer(self._growth.grown_gains, self._length)
             if not more or limit == self._most or count < limit:
                 break
@@ -138,6 +148,7 @@ class MergedDrafter:
             self._follow(result)
             if tree is self._tree:
                 self._learn(result)
+        self._stand_ins = self._find_stand_ins(result) if learns and tree is self._tree else _NO_STAND_INS
         self.budget.learn(tree is self._tree and len(self._nodes) > 1, bool(result.path))
         self._tree = None
         if learns:
@@ -179,6 +190,21 @@ class MergedDrafter:
             self._strayed += _FOLLOWING * (float(token != result.predictions[node]) - self._strayed)
             self._uncertainty += _FOLLOWING * (1 - float(result.top_probabilities[node, 0]) - self._uncertainty)
 
+    def _find_stand_ins(self, result: StepResult) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """What the model says after the tokens that were tried where the coming root stands, each as likely as it was
+        thought to be: it often says the same after the right one."""
+        tree = result.tree
+        before = result.path[-1] if result.path else tree.root
+        tried = [index for index, node in enumerate(self._nodes[1:]) if tree.parents[node] == before]
+        if not tried:
+            return _NO_STAND_INS
+        nodes = [self._nodes[1 + index] for index in tried]
+        weights = result.top_probabilities[nodes] * self._growth.grown_gains[tried][:, None]
+        ids, places = np.unique(result.top_ids[nodes], return_inverse=True)
+        shares = np.bincount(places.ravel(), weights.ravel())
+        best = np.argsort(-shares, kind="stable")[:MOST_BORROWED]
+        return ids[best], shares[best] / shares.sum()
+
     def _remember(self, result: StepResult) -> None:
         """Put the predictions of the step into the memory; those in real text last, so that they count."""
         tree, orders = result.tree, self.memory.ngrams.orders
@@ -199,7 +225,7 @@ class MergedDrafter:
             contexts[:, column] = tokens[at]
             at = parents[at]
         self.memory.ngrams.insert(contexts, result.top_ids[read], result.top_probabilities[read])
-        if self._explore:
+        if self._thinks:
             self._think_of(result.top_ids[read, :2].T.ravel()[::-1].tolist())
 
     def _think_of(self, tokens: Iterable[int]) -> None:
@@ -212,6 +238,6 @@ class MergedDrafter:
             del known[next(iter(known))]
 
     def _familiar_tokens(self) -> NDArray[np.int64]:
-        """Tokens that may be worth trying, the latest first."""
-        latest = islice(reversed(self._familiar), MOST_FAMILIAR if self._explore else 0)
+        """Tokens that may be worth trying, and those that may be near to others, the latest first."""
+        latest = islice(reversed(self._familiar), _NEAR)
         return np.fromiter(latest, dtype=np.int64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import exp, log
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ WAYS = 4
 
 LEAST_LOG_PROBABILITY = -9.2
 """Smallest logarithm of a probability that is told apart from zero (one in 10,000)."""
+
+LEAST_PROBABILITY = 1e-30
+"""What is kept of a probability of zero, which has no logarithm."""
 
 FIRST_PRIME, SECOND_PRIME = 2147483647, 2147483629
 FIRST_FACTOR, SECOND_FACTOR = 1103515245, 1664525
@@ -57,6 +61,55 @@ class MemoryStatistics:
 
 
 @compiled
+def _blend(
+    slot: int,
+    row: int,
+    ids: NDArray[np.int64],
+    logs: NDArray[np.float32],
+    floors: NDArray[np.float32],
+    kept_ids: NDArray[np.int32],
+    kept_logs: NDArray[np.float32],
+    kept_floors: NDArray[np.float32],
+    tokens: NDArray[np.int64],
+    shares: NDArray[np.float64],
+    old_share: float,
+) -> None:
+    """Mix a new prediction into the one that is kept, of which `old_share` stays.
+
+    `tokens` and `shares` are room for both, `[2 * top_k]`.
+    """
+    top_k = kept_ids.shape[1]
+    count = 0
+    for rank in range(logs.shape[1]):
+        tokens[count] = ids[row, rank]
+        shares[count] = (1 - old_share) * exp(float(logs[row, rank]))
+        count += 1
+    for rank in range(top_k):
+        token = kept_ids[slot, rank]
+        if token < 0:
+            break
+        place = 0
+        while place < count and tokens[place] != token:
+            place += 1
+        if place == count:
+            tokens[count] = token
+            shares[count] = 0.0
+            count += 1
+        shares[place] += old_share * exp(float(kept_logs[slot, rank]))
+    for rank in range(min(top_k, count)):
+        best = rank
+        for place in range(rank + 1, count):
+            if shares[place] > shares[best]:
+                best = place
+        token, share = tokens[best], shares[best]
+        tokens[best], shares[best] = tokens[rank], shares[rank]
+        kept_ids[slot, rank] = token
+        kept_logs[slot, rank] = log(max(share, LEAST_PROBABILITY))
+    floor = (1 - old_share) * exp(float(floors[row])) + old_share * exp(float(kept_floors[slot]))
+    kept_floors[slot] = log(max(floor, LEAST_PROBABILITY))
+
+
+@compiled
 def _write(
     tags: NDArray[np.int64],
     sets: NDArray[np.int64],
@@ -70,8 +123,15 @@ def _write(
     kept_ids: NDArray[np.int32],
     kept_logs: NDArray[np.float32],
     kept_floors: NDArray[np.float32],
+    tokens: NDArray[np.int64],
+    shares: NDArray[np.float64],
+    old_share: float,
+    blended: int,
 ) -> None:
-    """Write entries one after another: to their old places, else to empty ones, else over the oldest of their sets."""
+    """Write entries one after another: to their old places, else to empty ones, else over the oldest of their sets.
+
+    In the first `blended` entries a new prediction is mixed with that of the same context which is there.
+    """
     wide = logs.shape[1]
     for index in range(len(tags)):
         begin = sets[index] * WAYS
@@ -86,8 +146,11 @@ def _write(
                 slot = place
                 age = own_age
         row = rows[index]
-        kept_tags[slot] = tags[index]
         kept_stamps[slot] = clock
+        if slot < blended and kept_tags[slot] == tags[index]:
+            _blend(slot, row, ids, logs, floors, kept_ids, kept_logs, kept_floors, tokens, shares, old_share)
+            continue
+        kept_tags[slot] = tags[index]
         for rank in range(kept_ids.shape[1]):
             kept_ids[slot, rank] = ids[row, rank] if rank < wide else -1
         for rank in range(wide):
@@ -111,10 +174,11 @@ class NGramMemory:
     """The model's `top_k` likeliest next tokens and their probabilities after contexts of 1, 2, ... tokens.
 
     A set-associative hash table for each context length, in arrays of fixed size: a context belongs to one set, which
-    keeps `WAYS` contexts and tells them apart by a 62-bit hash. A context that comes again takes the new prediction;
-    in a full set the one that was written longest ago makes room. An entry takes 16 + 8 * top_k bytes (80 for the
-    usual eight), so the whole memory takes `orders * capacity * 80` bytes, from the beginning and for ever; an
-    operating system that fills pages on first use, as Linux does, charges less until then.
+    keeps `WAYS` contexts and tells them apart by a 62-bit hash. A context that comes again takes the new prediction
+    (that of a single token keeps `old_share` of the old one); in a full set the one that was written longest ago makes
+    room. An entry takes 16 + 8 * top_k bytes (80 for the usual eight), so the whole memory takes
+    `orders * capacity * 80` bytes, from the beginning and for ever; an operating system that fills pages on first use,
+    as Linux does, charges less until then.
 
     The arrays are open to the inner loops of drafting (`growth.py`), one row for each entry:
 
@@ -128,17 +192,22 @@ class NGramMemory:
         orders: Longest context, in tokens. At least 1.
         capacity: Contexts kept for each context length; rounded up to a power of two, at least `WAYS`.
         top_k: Next tokens kept for each context. At least 1.
+        old_share: How far the prediction after a single token keeps what it was before, from 0 to below 1: so short a
+            context comes again in other surroundings.
 
     Raises:
         InvalidArgumentError: A size is out of range.
     """
 
-    def __init__(self, orders: int = 4, capacity: int = 1 << 15, top_k: int = 8) -> None:
+    def __init__(self, orders: int = 4, capacity: int = 1 << 15, top_k: int = 8, old_share: float = 0.3) -> None:
+        if not 0 <= old_share < 1:
+            raise InvalidArgumentError(f"old_share={old_share} is out of range; it must be at least 0 and below 1")
         for name, value in (("orders", orders), ("capacity", capacity), ("top_k", top_k)):
             if value < 1:
                 raise InvalidArgumentError(f"{name}={value} is out of range; it must be at least 1")
         self.orders = orders
         self.top_k = top_k
+        self.old_share = old_share
         self._set_bits = max((capacity - 1).bit_length() - (WAYS - 1).bit_length(), 0)
         self._sets = 1 << self._set_bits
         slots = orders * self._sets * WAYS
@@ -150,6 +219,8 @@ class NGramMemory:
         self._clock = 0
         self.lookups = np.zeros(orders, dtype=np.int64)
         self.hits = np.zeros(orders, dtype=np.int64)
+        self._tokens = np.zeros(2 * top_k, dtype=np.int64)
+        self._shares = np.zeros(2 * top_k)
         self._ways = np.arange(WAYS)
         self._first_sets = np.arange(orders, dtype=np.int64) * self._sets
 
@@ -198,9 +269,10 @@ class NGramMemory:
         sets = self._first_sets[orders] + self._set_of(tags)
         wide = min(self.top_k, ids.shape[1])
         listed = probabilities[:, :wide]
-        logs = np.log(np.maximum(listed, 1e-30))
+        logs = np.log(np.maximum(listed, LEAST_PROBABILITY))
         rest = np.minimum(listed[:, -1], 1 - listed.sum(axis=1)) * np.float32(_UNLISTED)
-        floors = np.log(np.maximum(rest, np.float32(1e-30)))
+        floors = np.log(np.maximum(rest, np.float32(LEAST_PROBABILITY)))
+        blended = self._sets * WAYS if self.old_share else 0
         if IS_COMPILED:
             _write(
                 tags,
@@ -215,20 +287,30 @@ class NGramMemory:
                 self.ids,
                 self.logs,
                 self.floors,
+                self._tokens,
+                self._shares,
+                self.old_share,
+                blended,
             )
             return
         # Entries of one set go one after another, those of different sets at once.
         while len(rows):
             _, first = np.unique(sets, return_index=True)
+            left = np.ones(len(rows), dtype=np.bool_)
+            left[first] = False
             slots, source = self._slots_to_write(tags[first], sets[first]), rows[first]
+            met = (slots < blended) & (self.tags[slots] == tags[first])
+            for slot, row in zip(slots[met].tolist(), source[met].tolist(), strict=True):
+                kept = (self.ids, self.logs, self.floors)
+                _blend(slot, row, ids, logs, floors, *kept, self._tokens, self._shares, self.old_share)
+            self._stamps[slots[met]] = self._clock
+            slots, source, first = slots[~met], source[~met], first[~met]
             self.tags[slots] = tags[first]
             self._stamps[slots] = self._clock
             self.ids[slots, :wide] = ids[source, :wide]
             self.ids[slots, wide:] = -1
             self.logs[slots, :wide] = logs[source]
             self.floors[slots] = floors[source]
-            left = np.ones(len(rows), dtype=np.bool_)
-            left[first] = False
             rows, tags, sets = rows[left], tags[left], sets[left]
 
     def lookup(self, contexts: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int32], NDArray[np.float32]]:
@@ -268,6 +350,7 @@ class NGramMemory:
         used = np.flatnonzero(self.tags)
         return {
             "ngram_sizes": np.array([self.orders, self.capacity, self.top_k, self._clock], dtype=np.int64),
+            "ngram_old_share": np.array(self.old_share),
             "ngram_slots": used,
             "ngram_tags": self.tags[used],
             "ngram_stamps": self._stamps[used],
@@ -286,7 +369,7 @@ class NGramMemory:
             InvalidArgumentError: A size is out of range.
         """
         orders, capacity, top_k, clock = (int(size) for size in arrays["ngram_sizes"])
-        memory = cls(orders, capacity, top_k)
+        memory = cls(orders, capacity, top_k, float(arrays["ngram_old_share"]))
         slots = arrays["ngram_slots"]
         memory._clock = clock
         memory.tags[slots] = arrays["ngram_tags"]

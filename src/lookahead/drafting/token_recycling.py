@@ -27,7 +27,7 @@ class TokenRecyclingDrafter:
 
     def __init__(self, budget: int, memory: NGramMemory | None = None) -> None:
         self.budget = budget
-        self.memory = NGramMemory(orders=1) if memory is None else memory
+        self.memory = NGramMemory(orders=1, old_share=0.0) if memory is None else memory
         self.top_k = self.memory.top_k
 
     def start(self, prompt: Sequence[int]) -> None:

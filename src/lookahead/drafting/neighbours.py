@@ -1,0 +1,146 @@
+"""Tokens that resemble each other: after one that was never seen may follow what follows its neighbours.
+
+The model's own input embedding says which tokens it treats alike. A memory that has not met a context yet can
+therefore borrow: from the tokens nearest to its last one, of those that it has met.
+"""
+
+from __future__ import annotations
+
+from math import exp
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.drafting.compiled import compiled
+from lookahead.drafting.ngram_memory import FIRST_FACTOR, FIRST_PRIME, SECOND_FACTOR, SECOND_PRIME, WAYS
+from lookahead.errors import InvalidArgumentError
+
+COORDINATES = 128
+"""Coordinates of an embedding that are kept: cosines of as many tell neighbours from strangers."""
+
+NEAREST = 16
+"""Neighbours that are asked."""
+
+_SHARPNESS = 8.0
+_RANGE = 127
+
+
+class Neighbours:
+    """Where tokens lie: rows of an embedding in 8 bits, with the mean of all tokens taken away.
+
+    A token takes one byte for each coordinate and 4 more, 132 for the usual 128 coordinates: 17 MB for a vocabulary of
+    128,000. The arrays are open to the inner loops of drafting.
+
+    Attributes:
+        codes: `[tokens, coordinates]` int8, each row scaled to its own range.
+        lengths: Euclidean length of each row of `codes`, `[tokens]` float32; 0 for a row that is no direction.
+
+    Args:
+        rows: Some coordinates of the embedding of every token, `[tokens, coordinates]` float32.
+
+    Raises:
+        InvalidArgumentError: `rows` is not two-dimensional.
+    """
+
+    def __init__(self, rows: NDArray[np.float32]) -> None:
+        if rows.ndim != 2:
+            raise InvalidArgumentError(f"rows of shape {rows.shape} are no embedding; it must be [tokens, coordinates]")
+        centred = np.nan_to_num(rows - rows.mean(axis=0)) if len(rows) else rows
+        largest = np.abs(centred).max(axis=1, keepdims=True, initial=0)
+        scale = np.divide(_RANGE, largest, out=np.zeros_like(largest), where=largest > 0)
+        self.codes = np.rint(centred * scale).astype(np.int8)
+        self.lengths = np.sqrt(np.square(self.codes, dtype=np.float32).sum(axis=1)).astype(np.float32)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the arrays."""
+        return int(self.codes.nbytes + self.lengths.nbytes)
+
+
+@compiled
+def follow_neighbours(
+    token: int,
+    known: NDArray[np.int64],
+    codes: NDArray[np.int8],
+    lengths: NDArray[np.float32],
+    tags: NDArray[np.int64],
+    ids: NDArray[np.int32],
+    logs: NDArray[np.float32],
+    sets: int,
+    nearest: NDArray[np.float64],
+    slots: NDArray[np.int64],
+    followers: NDArray[np.int64],
+    shares: NDArray[np.float64],
+) -> int:
+    """What the memory expects after the tokens nearest to `token`, blended: each counts exp(8 cosine).
+
+    Args:
+        token: The token that the memory does not know.
+        known: Tokens that it may know.
+        codes, lengths: Those of `Neighbours`.
+        tags, ids, logs, sets: Those of `NGramMemory`, whose contexts of one token are read.
+        nearest, slots: Room for the neighbours, `[NEAREST]`.
+        followers: Gets the tokens that may follow, the likeliest first, `[NEAREST * top_k]`.
+        shares: Gets their probabilities, likewise.
+
+    Returns:
+        How many may follow; 0 if no neighbour is known.
+    """
+    if token >= len(lengths) or lengths[token] == 0:
+        return 0
+    found = 0
+    for index in range(len(known)):
+        other = known[index]
+        if other == token or other >= len(lengths) or lengths[other] == 0:
+            continue
+        product = 0
+        for column in range(codes.shape[1]):
+            product += int(codes[token, column]) * int(codes[other, column])
+        cosine = product / (lengths[token] * lengths[other])
+        if found == len(nearest) and cosine <= nearest[found - 1]:
+            continue
+        first = (FIRST_FACTOR + other + 1) % FIRST_PRIME
+        tag = ((first << 31) | ((SECOND_FACTOR + other + 1) % SECOND_PRIME)) + 1
+        slot = (first & (sets - 1)) * WAYS
+        way = 0
+        while way < WAYS and tags[slot + way] != tag:
+            way += 1
+        if way == WAYS:
+            continue
+        if found < len(nearest):
+            found += 1
+        at = found - 1
+        while at > 0 and cosine > nearest[at - 1]:
+            nearest[at] = nearest[at - 1]
+            slots[at] = slots[at - 1]
+            at -= 1
+        nearest[at] = cosine
+        slots[at] = slot + way
+    count = 0
+    total = 0.0
+    for index in range(found):
+        weight = exp(_SHARPNESS * (nearest[index] - nearest[0]))
+        total += weight
+        for rank in range(ids.shape[1]):
+            follower = ids[slots[index], rank]
+            if follower < 0:
+                break
+            place = 0
+            while place < count and followers[place] != follower:
+                place += 1
+            if place == count:
+                followers[count] = follower
+                shares[count] = 0.0
+                count += 1
+            shares[place] += weight * exp(logs[slots[index], rank])
+    for index in range(count):
+        follower = followers[index]
+        share = shares[index] / total
+        at = index
+        while at > 0 and share > shares[at - 1]:
+            followers[at] = followers[at - 1]
+            shares[at] = shares[at - 1]
+            at -= 1
+        followers[at] = follower
+        shares[at] = share
+    return count
