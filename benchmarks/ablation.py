@@ -116,7 +116,7 @@ class ReservingBudget:
 
     def offer(self, gains: NDArray[np.float64], context: int) -> bool:
         """Take all candidates that leave room for the window; see `StepBudget`."""
-        most = self._nodes - 1 - self._reserved
+        most = max(self._nodes - 1 - self._reserved, 0)
         self.chosen = min(len(gains), most)
         return self.chosen < most
 

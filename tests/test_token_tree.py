@@ -144,3 +144,22 @@ def test_max_depth_cuts_candidates_and_refuses_window_nodes() -> None:
 def test_a_tree_needs_a_root() -> None:
     with pytest.raises(InvalidArgumentError, match="root"):
         TokenTree([])
+
+
+def test_many_candidates_are_added_as_one_by_one() -> None:
+    one, many = TokenTree([7, 8], max_depth=3), TokenTree([7, 8], max_depth=3)
+    parents = [1, 1, 2, 3]
+    for token, parent in zip([4, 5, 4, 6], parents, strict=True):
+        one.add_candidates([token], parent)
+    many.add_new_candidates([4, 5, 4, 6], parents)
+    assert (one.tokens, one.parents, one.kinds, one.depths, one.reads) == (
+        many.tokens,
+        many.parents,
+        many.kinds,
+        many.depths,
+        many.reads,
+    )
+    assert many.child(2, 4) == 4
+    with pytest.raises(InvalidArgumentError, match="deeper"):
+        many.add_new_candidates([1], [4])
+    assert len(many) == len(many.depths) == 6

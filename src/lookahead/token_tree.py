@@ -99,6 +99,29 @@ class TokenTree:
             path.append(node)
         return path
 
+    def add_new_candidates(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """Add many candidates that the tree does not have yet, each after its parent.
+
+        Args:
+            tokens: Their tokens; different ones under one parent.
+            parents: The node that each follows, which may be one of those before it here.
+
+        Raises:
+            InvalidArgumentError: A node would be deeper than `max_depth`; ask `room` first.
+        """
+        first = len(self.tokens)
+        depths = self.depths
+        for parent in parents:
+            depths.append(depths[parent] + 1)
+        if max(depths[first:], default=0) > self._max_depth:
+            del depths[first:]
+            raise InvalidArgumentError(f"parents={list(parents)} lead deeper than a node may be: {self._max_depth}")
+        self.tokens += tokens
+        self.parents += parents
+        self.kinds += [NodeKind.CANDIDATE] * len(tokens)
+        self.reads += [True] * len(tokens)
+        self._candidates.update(zip(zip(parents, tokens, strict=True), range(first, len(self.tokens)), strict=True))
+
     def add_window_node(self, token: int, parent: int, read: bool) -> int:
         """Add a window node; `read` says whether the model's prediction after it is wanted.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from math import exp, log
+from math import exp, frexp, log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from lookahead.drafting.acceptance import MATCH_CLASSES, Acceptance
 from lookahead.drafting.compiled import compiled, loop_arrays
 from lookahead.drafting.context_matches import LONGEST, SEARCHED, ContextMatches, find_matches
 from lookahead.drafting.draft_memory import DraftMemory
-from lookahead.drafting.neighbours import NEAREST, Neighbours, follow_neighbours
+from lookahead.drafting.neighbours import NEAREST, Neighbours, add_shares, follow_neighbours, rank_shares
 from lookahead.drafting.ngram_memory import (
     FIRST_FACTOR,
     FIRST_PRIME,
@@ -35,10 +35,14 @@ MOST_BORROWED = 16
 """Most proposals that neighbours make after a node, and most that stand-ins make after the root."""
 
 LEAST_LENDING = 0.3
-"""How likely a node must be for neighbours to be looked for, which takes as long as growing several nodes."""
+"""How likely a node must be for neighbours to be looked for, which takes as long as growing several nodes; asking for
+less likely ones as well brought nothing."""
 
 UNBORROWED_LOG = -7.0
 """Logarithm of the probability of a token that neighbours or stand-ins do not name."""
+
+_POWERS = 64
+"""Powers of two of probabilities that are told apart."""
 
 _SEEN = 512
 """Places in the little hash table that tells which tokens a node has been proposed already."""
@@ -90,6 +94,7 @@ class Growth:
         self._nearest_slots = np.zeros(NEAREST, dtype=np.int64)
         self._followers = np.zeros(NEAREST * ngrams.top_k, dtype=np.int64)
         self._shares = np.zeros(NEAREST * ngrams.top_k)
+        self._likely = np.zeros(_POWERS, dtype=np.int64)
         self._root = 0
         self._count = 0
 
@@ -156,19 +161,34 @@ class Growth:
         alike = loop_arrays(self._neighbours.codes, self._neighbours.lengths)
         borrowing = loop_arrays(self._nearest, self._nearest_slots, self._followers, self._shares, *stand_ins)
         arguments = [*own, *entries, ngrams.sets, *counts, known_text, matches.length, *index, *rest, *scratch]
-        arguments += [*alike, *borrowing]
+        arguments += [*alike, *borrowing, *loop_arrays(self._likely)]
         self._count = _grow(len(text), most, room, *arguments)
         return self._count
 
-    def add_to(self, tree: TokenTree, count: int) -> list[int]:
-        """Add the first `count` grown nodes to `tree`; returns the root and the nodes there."""
+    def add_to(self, tree: TokenTree, count: int) -> None:
+        """Add the first `count` grown nodes to `tree`, right after its root, which is its last node so far."""
         first = self._root + 1
-        nodes = [tree.root]
         tokens = self._tokens[first : first + count].tolist()
-        parents = (self._parents[first : first + count] - self._root).tolist()
-        for token, parent in zip(tokens, parents, strict=True):
-            nodes += tree.add_candidates((token,), nodes[parent])
-        return nodes
+        parents = (self._parents[first : first + count] - self._root + tree.root).tolist()
+        tree.add_new_candidates(tokens, parents)
+
+    def stand_ins(
+        self, before: int, top_ids: NDArray[np.int64], top_probabilities: NDArray[np.float32]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """What the model says after the nodes that follow one: each node counts as much as it was thought likely.
+
+        Args:
+            before: Which node they follow: 0 for the root, 1 for the first that was grown, ...
+            top_ids: The likeliest tokens after the root and each of the nodes that were sent, `[1 + sent, top_k]`.
+            top_probabilities: Their probabilities, likewise.
+
+        Returns:
+            The likeliest tokens, `MOST_BORROWED` at most, and their shares.
+        """
+        first = self._root + 1
+        told = loop_arrays(self._parents[first:], self._gains[first:], top_ids, top_probabilities)
+        count = _follow_stand_ins(self._root + before, *told, *loop_arrays(self._followers, self._shares))
+        return self._followers[: min(count, MOST_BORROWED)].copy(), self._shares[: min(count, MOST_BORROWED)].copy()
 
     def teach(
         self,
@@ -225,6 +245,29 @@ def _compare(
                     break
             outcome += drawn * (share - outcome)
         outcomes[proposal] = outcome
+
+
+@compiled
+def _follow_stand_ins(
+    before: int,
+    parents: NDArray[np.int64],
+    gains: NDArray[np.float64],
+    top_ids: NDArray[np.int64],
+    top_probabilities: NDArray[np.float32],
+    followers: NDArray[np.int64],
+    shares: NDArray[np.float64],
+) -> int:
+    """Write what the model says after the grown nodes whose parent is `before`; returns how many tokens these are."""
+    count = 0
+    for index in range(top_ids.shape[0] - 1):
+        if parents[index] == before:
+            row = index + 1
+            count = add_shares(row, gains[index], top_ids, top_probabilities, False, count, followers, shares)
+    total = 0.0
+    for index in range(count):
+        total += shares[index]
+    rank_shares(count, total, followers, shares)
+    return count
 
 
 @compiled
@@ -294,6 +337,7 @@ def _grow(
     shares: NDArray[np.float64],
     stand_ins: NDArray[np.int64],
     stand_in_shares: NDArray[np.float64],
+    likely: NDArray[np.int64],
 ) -> int:
     """Add the most probable unexplored continuation to the tree again and again, until there are `most` nodes.
 
@@ -311,6 +355,7 @@ def _grow(
         codes, code_lengths: Those of `Neighbours`.
         nearest, nearest_slots, followers, shares: Room for `follow_neighbours`.
         stand_ins, stand_in_shares: See `Growth.grow`.
+        likely: Room to count proposals by how likely they are.
 
     Returns:
         How many nodes were grown.
@@ -329,6 +374,10 @@ def _grow(
     heappop(queue)
     total = 0
     count = 0
+    useless = len(likely) - 1
+    pushed = 0
+    for power in range(len(likely)):
+        likely[power] = 0
     while True:
         # Propose what may follow `node`.
         begin = total
@@ -439,14 +488,17 @@ def _grow(
         nothing = weights[longest, features.shape[1]]
         top = nothing
         for row in range(begin, total):
+            score = features[row, repeated] * weights[longest, repeated]
+            score += features[row, borrowed] * weights[longest, borrowed]
+            score += features[row, stood_in] * weights[longest, stood_in]
+            for order in range(longest):
+                score += features[row, order] * weights[longest, order]
             if agreeing[row - begin] > 0:
                 kind = 0
                 while kind + 1 < len(MATCH_CLASSES) and agreeing[row - begin] >= MATCH_CLASSES[kind + 1]:
                     kind += 1
                 features[row, matches_at + kind] = 1.0
-            score = 0.0
-            for column in range(features.shape[1]):
-                score += features[row, column] * weights[longest, column]
+                score += weights[longest, matches_at + kind]
             estimates[row] = score
             top = max(top, score)
         mass = exp(nothing - top)
@@ -456,7 +508,17 @@ def _grow(
         for row in range(begin, total):
             estimates[row] /= mass
             holders[row] = node
-            heappush(queue, (-gains[node] * estimates[row], row))
+            gain = gains[node] * estimates[row]
+            # Of no use is what `most` others are likelier than; they are counted by the power of two of their gain.
+            power = min(-frexp(gain)[1], len(likely) - 1)
+            if power > useless:
+                continue
+            likely[power] += 1
+            pushed += 1
+            while pushed - likely[useless] >= most and useless > 0:
+                pushed -= likely[useless]
+                useless -= 1
+            heappush(queue, (-gain, row))
         starts[node + 1] = total
         if node == tail - 1 and room > 0:
             # What is tried when nothing better is left; these are no proposals to learn from.

@@ -11,20 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
+from lookahead.drafting.compiled import loop_arrays
 from lookahead.drafting.context_matches import LONGEST, ContextMatches
 from lookahead.drafting.draft_memory import DraftMemory
 from lookahead.drafting.drafter import StepResult
-from lookahead.drafting.growth import MOST_BORROWED, MOST_FAMILIAR, Growth
+from lookahead.drafting.growth import MOST_FAMILIAR, Growth
 from lookahead.drafting.jacobi_window import JacobiWindow
 from lookahead.drafting.neighbours import Neighbours
-from lookahead.drafting.ngram_memory import NGramMemory
+from lookahead.drafting.ngram_memory import NGramMemory, write_contexts
 from lookahead.drafting.step_budget import FixedBudget, StepBudget
 from lookahead.token_tree import NodeKind, TokenTree
 
 _REMEMBERED = 512
-_NEAR = 256
+_NEAR = 128
 _FAMILIAR_GAINS: NDArray[np.float64] = 0.001 / np.arange(4, 4 + MOST_FAMILIAR, dtype=np.float64)
-_LEAST_GROWN = 15
+_LEAST_GROWN = 8
 _NO_STAND_INS = (np.empty(0, dtype=np.int64), np.empty(0))
 _FOLLOWING = 0.03
 
@@ -83,7 +84,7 @@ class MergedDrafter:
         self._familiar: dict[int, None] = {}  # the latest last
         self._stand_ins: tuple[NDArray[np.int64], NDArray[np.float64]] = _NO_STAND_INS
         self._tree: TokenTree | None = None  # this step's
-        self._nodes: list[int] = []  # of the tree, for each grown one, the root first
+        self._sent = 0  # how many grown nodes it has
         self._strayed = self._uncertainty = 0.0  # moving averages, a token each
         self._wanted = self._most  # how many nodes are grown before the budget is asked
 
@@ -98,7 +99,7 @@ class MergedDrafter:
         self._late = []
         self._length = len(prompt)
         self._familiar = {}
-        self._think_of(prompt[-_REMEMBERED:])
+        self._think_of(reversed(prompt[-_REMEMBERED:]))
         if self.matches is not None:
             self.matches.start(prompt)
         if self.window is not None:
@@ -127,8 +128,9 @@ class MergedDrafter:
                 break
             limit = min(2 * limit, self._most)
         chosen = min(self.budget.chosen, count)
-        self._wanted = 2 * chosen + _LEAST_GROWN
-        self._nodes = self._growth.add_to(tree, chosen)
+        self._wanted = chosen + chosen // 4 + _LEAST_GROWN
+        self._growth.add_to(tree, chosen)
+        self._sent = chosen
         self._tree = tree
         if self.window is not None and sum(map(len, self.window.rows)) <= min(self.budget.left, self._most - chosen):
             self.window.propose(tree)
@@ -149,7 +151,7 @@ class MergedDrafter:
             if tree is self._tree:
                 self._learn(result)
         self._stand_ins = self._find_stand_ins(result) if learns and tree is self._tree else _NO_STAND_INS
-        self.budget.learn(tree is self._tree and len(self._nodes) > 1, bool(result.path))
+        self.budget.learn(tree is self._tree and self._sent > 0, bool(result.path))
         self._tree = None
         if learns:
             self._remember(result)
@@ -171,16 +173,11 @@ class MergedDrafter:
         self._late = []
 
     def _learn(self, result: StepResult) -> None:
-        nodes = np.array(self._nodes)
-        counts = np.full(len(nodes), self.memory.acceptance.off_path)
-        counts[np.isin(nodes, [result.tree.root, *result.path])] = 1.0
-        self._growth.teach(
-            self.memory.acceptance,
-            result.top_ids[nodes],
-            result.top_probabilities[nodes],
-            counts,
-            min(self._strayed / self._uncertainty, 1.0),
-        )
+        counts = np.full(self._sent + 1, self.memory.acceptance.off_path)
+        counts[0] = 1.0
+        counts[[node - result.tree.root for node in result.path]] = 1.0
+        drawn = min(self._strayed / self._uncertainty, 1.0)
+        self._growth.teach(self.memory.acceptance, *self._told(result), counts, drawn)
 
     def _follow(self, result: StepResult) -> None:
         """Note how often the target strays from the likeliest token, and how often it would if it drew from the
@@ -193,45 +190,36 @@ class MergedDrafter:
     def _find_stand_ins(self, result: StepResult) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """What the model says after the tokens that were tried where the coming root stands, each as likely as it was
         thought to be: it often says the same after the right one."""
-        tree = result.tree
-        before = result.path[-1] if result.path else tree.root
-        tried = [index for index, node in enumerate(self._nodes[1:]) if tree.parents[node] == before]
-        if not tried:
-            return _NO_STAND_INS
-        nodes = [self._nodes[1 + index] for index in tried]
-        weights = result.top_probabilities[nodes] * self._growth.grown_gains[tried][:, None]
-        ids, places = np.unique(result.top_ids[nodes], return_inverse=True)
-        shares = np.bincount(places.ravel(), weights.ravel())
-        best = np.argsort(-shares, kind="stable")[:MOST_BORROWED]
-        return ids[best], shares[best] / shares.sum()
+        before = result.path[-1] - result.tree.root if result.path else 0
+        return self._growth.stand_ins(before, *self._told(result))
+
+    def _told(self, result: StepResult) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """What the model says after the root and each grown node that was sent; these stand together in the tree."""
+        sent = slice(result.tree.root, result.tree.root + self._sent + 1)
+        return result.top_ids[sent], result.top_probabilities[sent]
 
     def _remember(self, result: StepResult) -> None:
         """Put the predictions of the step into the memory; those in real text last, so that they count."""
         tree, orders = result.tree, self.memory.ngrams.orders
         before = self._text[: max(len(self._text) - tree.root - 1, 0)][-orders:]
-        offset = len(before) + 1
-        tokens = np.array([-1, *before, *tree.tokens], dtype=np.int64)
-        parents = np.array([0, *range(len(before)), *tree.parents], dtype=np.int64)
-        parents[offset:] += offset
-        real = np.zeros(len(tree), dtype=np.int64)
-        real[np.array(tree.kinds) != NodeKind.WINDOW] = 1
+        real = np.ones(len(tree), dtype=np.int64)
+        if self.window is not None:
+            real[np.array(tree.kinds) == NodeKind.WINDOW] = 0
         real[: tree.root + 1] = 2
         real[result.path] = 2
         read = np.flatnonzero(result.predictions >= 0)
         read = read[np.argsort(real[read], kind="stable")]
         contexts = np.empty((len(read), orders), dtype=np.int64)
-        at = read + offset
-        for column in range(orders):
-            contexts[:, column] = tokens[at]
-            at = parents[at]
+        texts = (np.array(before, dtype=np.int64), np.array(tree.tokens), np.array(tree.parents))
+        write_contexts(*loop_arrays(*texts, read, contexts))
         self.memory.ngrams.insert(contexts, result.top_ids[read], result.top_probabilities[read])
         if self._thinks:
-            self._think_of(result.top_ids[read, :2].T.ravel()[::-1].tolist())
+            self._think_of(result.top_ids[read, :2].T.ravel().tolist())
 
     def _think_of(self, tokens: Iterable[int]) -> None:
-        """Move the tokens to the end of those that the model thought of lately."""
+        """Move the tokens, the latest first, to the end of those that the model thought of lately."""
         known = self._familiar
-        for token in tokens:
+        for token in reversed(dict.fromkeys(tokens)):
             known.pop(token, None)
             known[token] = None
         while len(known) > _REMEMBERED:

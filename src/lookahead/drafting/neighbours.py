@@ -7,6 +7,7 @@ therefore borrow: from the tokens nearest to its last one, of those that it has 
 from __future__ import annotations
 
 from math import exp
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,26 +122,62 @@ def follow_neighbours(
     for index in range(found):
         weight = exp(_SHARPNESS * (nearest[index] - nearest[0]))
         total += weight
-        for rank in range(ids.shape[1]):
-            follower = ids[slots[index], rank]
-            if follower < 0:
-                break
-            place = 0
-            while place < count and followers[place] != follower:
-                place += 1
-            if place == count:
-                followers[count] = follower
-                shares[count] = 0.0
-                count += 1
-            shares[place] += weight * exp(logs[slots[index], rank])
+        count = add_shares(slots[index], weight, ids, logs, True, count, followers, shares)
+    rank_shares(count, total, followers, shares)
+    return count
+
+
+@compiled
+def add_shares(
+    row: int,
+    weight: float,
+    ids: NDArray[np.signedinteger[Any]],
+    values: NDArray[np.float32],
+    are_logs: bool,
+    count: int,
+    followers: NDArray[np.int64],
+    shares: NDArray[np.float64],
+) -> int:
+    """Add `weight` times the probabilities of the tokens in a row to the shares of the first `count` followers.
+
+    Args:
+        row, ids, values: The tokens `ids[row]`, -1 where there are no more, and their probabilities or logarithms.
+        weight: See there.
+        are_logs: Whether `values` are logarithms.
+        count: How many followers there are.
+        followers, shares: Tokens and their shares; those that do not fit are left out.
+
+    Returns:
+        How many followers there are now.
+    """
+    for rank in range(ids.shape[1]):
+        token = ids[row, rank]
+        if token < 0:
+            break
+        place = 0
+        while place < count and followers[place] != token:
+            place += 1
+        if place == len(followers):
+            break
+        if place == count:
+            followers[place] = token
+            shares[place] = 0.0
+            count += 1
+        value = float(values[row, rank])
+        shares[place] += weight * (exp(value) if are_logs else value)
+    return count
+
+
+@compiled
+def rank_shares(count: int, total: float, followers: NDArray[np.int64], shares: NDArray[np.float64]) -> None:
+    """Put the first `count` followers in the order of their shares of `total`, the largest first."""
     for index in range(count):
-        follower = followers[index]
+        token = followers[index]
         share = shares[index] / total
         at = index
         while at > 0 and share > shares[at - 1]:
             followers[at] = followers[at - 1]
             shares[at] = shares[at - 1]
             at -= 1
-        followers[at] = follower
+        followers[at] = token
         shares[at] = share
-    return count

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.drafting.compiled import IS_COMPILED, compiled
+from lookahead.drafting.compiled import compiled, loop_arrays
 from lookahead.errors import InvalidArgumentError
 
 WAYS = 4
@@ -111,9 +111,8 @@ def _blend(
 
 @compiled
 def _write(
-    tags: NDArray[np.int64],
-    sets: NDArray[np.int64],
-    rows: NDArray[np.int64],
+    contexts: NDArray[np.int64],
+    set_count: int,
     clock: int,
     ids: NDArray[np.int64],
     logs: NDArray[np.float32],
@@ -126,36 +125,71 @@ def _write(
     tokens: NDArray[np.int64],
     shares: NDArray[np.float64],
     old_share: float,
-    blended: int,
 ) -> None:
-    """Write entries one after another: to their old places, else to empty ones, else over the oldest of their sets.
+    """Write what is predicted after each context, one after another, for each length of it.
 
-    In the first `blended` entries a new prediction is mixed with that of the same context which is there.
+    An entry goes to its old place, else to an empty one, else over the oldest of its set.
     """
     wide = logs.shape[1]
-    for index in range(len(tags)):
-        begin = sets[index] * WAYS
-        slot = -1
-        age = 0
-        for place in range(begin, begin + WAYS):
-            if kept_tags[place] == tags[index]:
-                slot = place
+    for row in range(contexts.shape[0]):
+        first = second = 1
+        for order in range(contexts.shape[1]):
+            token = contexts[row, order]
+            if token < 0:
                 break
-            own_age = -1 if kept_tags[place] == 0 else np.int64(kept_stamps[place])
-            if slot < 0 or own_age < age:
-                slot = place
-                age = own_age
-        row = rows[index]
-        kept_stamps[slot] = clock
-        if slot < blended and kept_tags[slot] == tags[index]:
-            _blend(slot, row, ids, logs, floors, kept_ids, kept_logs, kept_floors, tokens, shares, old_share)
-            continue
-        kept_tags[slot] = tags[index]
-        for rank in range(kept_ids.shape[1]):
-            kept_ids[slot, rank] = ids[row, rank] if rank < wide else -1
-        for rank in range(wide):
-            kept_logs[slot, rank] = logs[row, rank]
-        kept_floors[slot] = floors[row]
+            first = (first * FIRST_FACTOR + token + 1) % FIRST_PRIME
+            second = (second * SECOND_FACTOR + token + 1) % SECOND_PRIME
+            tag = (first << 31 | second) + 1
+            begin = (order * set_count + (first & (set_count - 1))) * WAYS
+            slot = -1
+            age = 0
+            for place in range(begin, begin + WAYS):
+                if kept_tags[place] == tag:
+                    slot = place
+                    break
+                own_age = -1 if kept_tags[place] == 0 else int(kept_stamps[place])
+                if slot < 0 or own_age < age:
+                    slot = place
+                    age = own_age
+            kept_stamps[slot] = clock
+            if order == 0 and old_share > 0 and kept_tags[slot] == tag:
+                _blend(slot, row, ids, logs, floors, kept_ids, kept_logs, kept_floors, tokens, shares, old_share)
+                continue
+            kept_tags[slot] = tag
+            for rank in range(kept_ids.shape[1]):
+                kept_ids[slot, rank] = ids[row, rank] if rank < wide else -1
+            for rank in range(wide):
+                kept_logs[slot, rank] = logs[row, rank]
+            kept_floors[slot] = floors[row]
+
+
+@compiled
+def write_contexts(
+    before: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    parents: NDArray[np.int64],
+    nodes: NDArray[np.int64],
+    contexts: NDArray[np.int64],
+) -> None:
+    """Write the last tokens of the path to each of the nodes of a tree to `contexts`, as `NGramMemory` takes them.
+
+    Args:
+        before: The text before the tree.
+        tokens, parents: Of all nodes; a parent of -1 is the last token of the text before.
+        nodes: Those whose contexts are wanted.
+        contexts: Gets them, `[nodes, orders]`.
+    """
+    for row in range(len(nodes)):
+        at = nodes[row]
+        for column in range(contexts.shape[1]):
+            if at >= 0:
+                contexts[row, column] = tokens[at]
+                at = parents[at] if parents[at] >= 0 else -1
+            elif len(before) + at >= 0:
+                contexts[row, column] = before[len(before) + at]
+                at -= 1
+            else:
+                contexts[row, column] = -1
 
 
 @compiled
@@ -165,9 +199,11 @@ def _hash(contexts: NDArray[np.int64], hashed: NDArray[np.int64]) -> None:
         first = second = 1
         for column in range(contexts.shape[1]):
             token = contexts[row, column]
+            if token < 0:
+                break
             first = (first * FIRST_FACTOR + token + 1) % FIRST_PRIME
             second = (second * SECOND_FACTOR + token + 1) % SECOND_PRIME
-            hashed[row, column] = 0 if token < 0 else (first << 31 | second) + 1
+            hashed[row, column] = (first << 31 | second) + 1
 
 
 class NGramMemory:
@@ -241,17 +277,8 @@ class NGramMemory:
             contexts: The last tokens of each context, the very last in column 0, `[contexts, orders]`; -1 before the
                 beginning of the text.
         """
-        hashed = np.empty(contexts.shape, dtype=np.int64)
-        if IS_COMPILED:
-            _hash(contexts, hashed)
-            return hashed
-        first = np.ones(len(contexts), dtype=np.int64)
-        second = first
-        for column in range(contexts.shape[1]):
-            tokens = contexts[:, column]
-            first = (first * FIRST_FACTOR + tokens + 1) % FIRST_PRIME
-            second = (second * SECOND_FACTOR + tokens + 1) % SECOND_PRIME
-            hashed[:, column] = np.where(tokens < 0, 0, (first << 31 | second) + 1)
+        hashed = np.zeros(contexts.shape, dtype=np.int64)
+        _hash(*loop_arrays(contexts, hashed))
         return hashed
 
     def insert(self, contexts: NDArray[np.int64], ids: NDArray[np.int64], probabilities: NDArray[np.float32]) -> None:
@@ -263,55 +290,16 @@ class NGramMemory:
             probabilities: Their probabilities, likewise.
         """
         self._clock += 1
-        tags = self.hashes(contexts)
-        rows, orders = np.nonzero(tags)
-        tags = tags[rows, orders]
-        sets = self._first_sets[orders] + self._set_of(tags)
         wide = min(self.top_k, ids.shape[1])
         listed = probabilities[:, :wide]
         logs = np.log(np.maximum(listed, LEAST_PROBABILITY))
         rest = np.minimum(listed[:, -1], 1 - listed.sum(axis=1)) * np.float32(_UNLISTED)
         floors = np.log(np.maximum(rest, np.float32(LEAST_PROBABILITY)))
-        blended = self._sets * WAYS if self.old_share else 0
-        if IS_COMPILED:
-            _write(
-                tags,
-                sets,
-                rows,
-                self._clock,
-                ids,
-                logs,
-                floors,
-                self.tags,
-                self._stamps,
-                self.ids,
-                self.logs,
-                self.floors,
-                self._tokens,
-                self._shares,
-                self.old_share,
-                blended,
-            )
-            return
-        # Entries of one set go one after another, those of different sets at once.
-        while len(rows):
-            _, first = np.unique(sets, return_index=True)
-            left = np.ones(len(rows), dtype=np.bool_)
-            left[first] = False
-            slots, source = self._slots_to_write(tags[first], sets[first]), rows[first]
-            met = (slots < blended) & (self.tags[slots] == tags[first])
-            for slot, row in zip(slots[met].tolist(), source[met].tolist(), strict=True):
-                kept = (self.ids, self.logs, self.floors)
-                _blend(slot, row, ids, logs, floors, *kept, self._tokens, self._shares, self.old_share)
-            self._stamps[slots[met]] = self._clock
-            slots, source, first = slots[~met], source[~met], first[~met]
-            self.tags[slots] = tags[first]
-            self._stamps[slots] = self._clock
-            self.ids[slots, :wide] = ids[source, :wide]
-            self.ids[slots, wide:] = -1
-            self.logs[slots, :wide] = logs[source]
-            self.floors[slots] = floors[source]
-            rows, tags, sets = rows[left], tags[left], sets[left]
+        (told,) = loop_arrays(contexts)
+        new = loop_arrays(ids, logs, floors)
+        kept = loop_arrays(self.tags, self._stamps, self.ids, self.logs, self.floors, self._tokens, self._shares)
+        arguments = [told, self._sets, self._clock, *new, *kept, self.old_share]
+        _write(*arguments)
 
     def lookup(self, contexts: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int32], NDArray[np.float32]]:
         """What is known about each context and each length of it.
@@ -382,13 +370,3 @@ class NGramMemory:
     def _set_of(self, tags: NDArray[np.int64]) -> NDArray[np.int64]:
         sets: NDArray[np.int64] = (tags - 1 >> 31) & (self._sets - 1)
         return sets
-
-    def _slots_to_write(self, tags: NDArray[np.int64], sets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where each entry goes: its old place, else an empty one, else that of the oldest entry of its set."""
-        places = sets[:, None] * WAYS + self._ways
-        kept = self.tags[places]
-        same = kept == tags[:, None]
-        ages = np.where(kept == 0, np.int64(-1), self._stamps[places].astype(np.int64))
-        way = np.where(same.any(axis=1), same.argmax(axis=1), ages.argmin(axis=1))
-        slots: NDArray[np.int64] = sets * WAYS + way
-        return slots
