@@ -85,6 +85,7 @@ ROWS = [
     row("plain", "b", [1] * 12, 1.2, nodes=1),
     row("engine", "b", [1] * 12, 1.2, nodes=1),
     row("auto", "b", [3, 3, 6], 0.4, nodes=8),
+    row("lookup", "b", [6, 6], 0.4),
 ]
 
 
@@ -144,6 +145,8 @@ def test_tables() -> None:
     assert f"| auto | {figures}" in tables
     assert "| words | auto | 8 | process | 4.80 | lookup | 6.00 | 0.80x |" in tables, "the matches send 9 nodes"
     assert "Outputs that differ" not in tables
+    fewer = [row for row in ROWS if (row["method"], row["prompt"]) != ("lookup", "b")]
+    assert "| words | auto | 8 | process | 4.80 | – | – | – |" in report(fewer), "other prompts are no comparison"
     sampled = [row("plain", "a", [1], 1.0, sampling={"temperature": 0.8, "top_k": 5, "top_p": 0.9}, repeat=1), *ROWS]
     assert "sampled at temperature 0.8, top-k 5, top-p 0.9, 2 passes." in report(sampled)
 

@@ -149,3 +149,10 @@ def test_prompts_by_field(tmp_path: Path) -> None:
     assert [(prompt.id, prompt.number, prompt.text) for prompt in prompts] == [("1", 0, "x"), ("2", 1, "z")]
     assert len(read_prompts(TaskSpec("words", path, "question", prompts=1))) == 1
     assert len(read_prompts(TaskSpec("words", path, "question"), limit=1)) == 1
+
+
+def test_every_so_many_th_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"id": {number}, "prompt": "x"}}\n' for number in range(7)))
+    prompts = read_prompts(TaskSpec("words", path, every=3, prompts=2))
+    assert [(prompt.id, prompt.number) for prompt in prompts] == [("0", 0), ("3", 3)]

@@ -130,8 +130,8 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 _BUDGETS = """\
-The best published method is the one with the highest S among those of this table that never send more nodes in a step,
-draft without a second model and keep nothing from prompt to prompt."""
+The best published method is the one with the highest S among those that ran on the same prompts, never send more nodes
+in a step, draft without a second model and keep nothing from prompt to prompt."""
 
 _BUDGET_TITLES = ("task", "method", "nodes at most", "memory", "S", "best published method", "its S", "ratio")
 
@@ -144,7 +144,11 @@ def _budget_rows(summaries: Iterable[TaskSummary]) -> Iterator[list[str]]:
             budget = config.get("step_budget")
             if method.preset != "auto" or budget is None:
                 continue
-            rivals = [other for other in summary.methods if _is_published(other) and other.most_nodes <= budget]
+            rivals = [
+                other
+                for other in summary.methods
+                if _is_published(other) and other.most_nodes <= budget and other.prompts == method.prompts
+            ]
             best = max(rivals, key=lambda rival: rival.step_compression, default=None)
             yield [
                 summary.task,

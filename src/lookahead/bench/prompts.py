@@ -51,7 +51,7 @@ def read_prompts(task: TaskSpec, limit: int | None = None) -> list[Prompt]:
         raise InvalidArgumentError(f"task {task.name!r}: {task.data.name} holds no prompts")
     if len({prompt.id for prompt in prompts}) < len(prompts):
         raise InvalidArgumentError(f"task {task.name!r}: {task.data.name} has the same `id` twice; make them different")
-    return prompts[: task.prompts][:limit]
+    return prompts[:: task.every][: task.prompts][:limit]
 
 
 def _prompt(task: TaskSpec, line: str, where: str, number: int) -> Prompt:

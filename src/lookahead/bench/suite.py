@@ -65,7 +65,8 @@ class TaskSpec:
         name: What to call it.
         data: JSON lines, one prompt each.
         field: Where in a line the prompt is; `None` for `prompt`, or the first of `turns`.
-        prompts: Take only the first so many, `None` for all.
+        every: Take only every so many-th prompt: 1 for all, 2 for the first, third, ...
+        prompts: Take only the first so many of these, `None` for all.
         max_new_tokens: Most tokens to generate.
         max_prompt_tokens: Cut longer prompts, `None` for what the model has room for.
         keep: Which part of a prompt that is cut stays, `"end"` or `"beginning"`.
@@ -75,6 +76,7 @@ class TaskSpec:
     name: str
     data: Path
     field: str | None = None
+    every: int = 1
     prompts: int | None = None
     max_new_tokens: int = 128
     max_prompt_tokens: int | None = None

@@ -209,6 +209,7 @@ def _task(table: Table, folder: Path) -> TaskSpec:
         name=name,
         data=path,
         field=table.text("field"),
+        every=table.count("every", TaskSpec.every) or TaskSpec.every,
         prompts=table.count("prompts", None),
         max_new_tokens=table.count("max_new_tokens", TaskSpec.max_new_tokens) or TaskSpec.max_new_tokens,
         max_prompt_tokens=table.count("max_prompt_tokens", None),

@@ -38,6 +38,7 @@ class MethodSummary:
         method: Its name.
         settings: Its settings.
         runs: Runs measured.
+        prompts: The prompts of these.
         step_compression: S, tokens per step over all runs.
         before_cycles: S up to the first repeated cycle of each output; `None` if there is nothing before.
         mean_nodes: Nodes per step.
@@ -57,6 +58,7 @@ class MethodSummary:
     method: str
     settings: Mapping[str, Any]
     runs: int
+    prompts: frozenset[str]
     step_compression: float
     before_cycles: float | None
     mean_nodes: float
@@ -144,6 +146,7 @@ def _method_summary(
         method=name,
         settings=rows[0]["settings"]["method"],
         runs=len(rows),
+        prompts=frozenset(row["prompt"] for row in rows),
         step_compression=tokens / steps if steps else 0.0,
         before_cycles=early_tokens / early_steps if early_steps else None,
         mean_nodes=sum(nodes) / len(nodes) if nodes else 0.0,
