@@ -39,9 +39,11 @@ from common import (
     run_safely,
 )
 from lookahead.decoder import decode
-from lookahead.drafting import ContextMatches, DraftMemory, JacobiWindow, MergedDrafter, NGramMemory
-from lookahead.drafting.acceptance import Acceptance
+from lookahead.drafting import ContextMatches, DraftMemory, JacobiWindow, MergedDrafter, Neighbours, NGramMemory
+from lookahead.drafting.acceptance import OTHER_FEATURES, Acceptance
 from lookahead.engine import ModelRunner, engine_model
+from lookahead.model_state import neighbours
+from lookahead.prompt_reading import MOST_READ
 from lookahead.sequence import Sequence as TextSequence
 from lookahead.statistics import Statistics
 from lookahead.verification import Target
@@ -54,6 +56,9 @@ WINDOW_SIZE, WINDOW_NGRAM = 5, 3
 
 WINDOW_NODES = (WINDOW_NGRAM - 1) * WINDOW_SIZE - 1
 """Nodes that such a window takes besides the root."""
+
+_NEIGHBOURS = -3
+"""Where the weight of what neighbours say is in a row of weights."""
 
 _FIRST, _NEVER = 20.0, -20.0
 _ANY_MATCH, _NOTHING = 2.0, -2.0
@@ -72,6 +77,10 @@ class Variant:
         explores: Try familiar tokens with the nodes that are left.
         window: The paper's window: none, in nodes that nothing else takes, or in nodes set aside for it.
         keeps: Keep the memory from prompt to prompt.
+        neighbours: Draft from the neighbours of unknown tokens.
+        stand_ins: Draft from what followed the tokens that stood in the root's place.
+        read_prompt: Most tokens of the prompt that are read.
+        old_share: How far the prediction after a single token keeps what it was.
     """
 
     matches: bool = True
@@ -80,6 +89,10 @@ class Variant:
     explores: bool = True
     window: Literal["", "left", "reserved"] = ""
     keeps: bool = False
+    neighbours: bool = True
+    stand_ins: bool = True
+    read_prompt: int = MOST_READ
+    old_share: float = 0.3
 
     def memory(self) -> DraftMemory | None:
         """A new memory, if there is to be one."""
@@ -90,10 +103,10 @@ class Variant:
             fix_order(acceptance)
         if self.merge.endswith("equal"):
             weigh_equally(acceptance)
-        return DraftMemory(NGramMemory(self.orders), acceptance)
+        return DraftMemory(NGramMemory(self.orders, old_share=self.old_share), acceptance)
 
-    def drafter(self, nodes: int, memory: DraftMemory | None) -> MergedDrafter:
-        """A drafter for one text, with so many nodes a step."""
+    def drafter(self, nodes: int, memory: DraftMemory | None, neighbours: Neighbours | None) -> MergedDrafter:
+        """A drafter for one text, with so many nodes a step; `neighbours` are those of the model."""
         return MergedDrafter(
             memory,
             ContextMatches() if self.matches else None,
@@ -101,6 +114,9 @@ class Variant:
             ReservingBudget(nodes, WINDOW_NODES) if self.window == "reserved" else nodes,
             most=nodes,
             explore=self.explores,
+            read_prompt=self.read_prompt if self.orders else 0,
+            neighbours=neighbours if self.neighbours and self.orders else None,
+            stand_ins=self.stand_ins,
         )
 
 
@@ -140,6 +156,11 @@ VARIANTS: dict[str, Variant] = {
     "equal weights, no learning": Variant(merge="equal"),
     "fixed order": Variant(merge="fixed"),
     "no exploring": Variant(explores=False),
+    "no neighbours": Variant(neighbours=False),
+    "no stand-ins": Variant(stand_ins=False),
+    "prompt not read": Variant(read_prompt=0),
+    "newest prediction alone after one token": Variant(old_share=0.0),
+    "none of these four": Variant(neighbours=False, stand_ins=False, read_prompt=0, old_share=0.0),
     "window in what is left": Variant(explores=False, window="left"),
     "window in nodes of its own": Variant(window="reserved"),
     "memory kept across prompts": Variant(keeps=True),
@@ -152,7 +173,9 @@ def fix_order(acceptance: Acceptance) -> None:
     weights[:] = 0.0
     for longest in range(1, orders + 1):
         weights[longest, longest - 1] = 1.0
-    weights[:, orders:-2] = _FIRST + np.arange(weights.shape[1] - 2 - orders)
+    matches = weights[:, orders : -1 - OTHER_FEATURES]
+    matches[:] = _FIRST + np.arange(matches.shape[1])
+    weights[0, _NEIGHBOURS] = 1.0
     weights[:, -1] = _NEVER
 
 
@@ -162,7 +185,8 @@ def weigh_equally(acceptance: Acceptance) -> None:
     weights[:] = 0.0
     for longest in range(1, orders + 1):
         weights[longest, :longest] = 1 / longest
-    weights[:, orders:-2] = _ANY_MATCH
+    weights[:, orders : -1 - OTHER_FEATURES] = _ANY_MATCH
+    weights[0, _NEIGHBOURS] = 1.0
     weights[:, -1] = _NOTHING
 
 
@@ -218,7 +242,8 @@ def measure(
             if name not in done[prompt.id] or name in kept:
                 variant = VARIANTS[settings["variant"]]
                 memory = kept[name] if name in kept else variant.memory()
-                decoded = decode_with(variant.drafter(settings["nodes"], memory), model, input_ids, length)
+                drafter = variant.drafter(settings["nodes"], memory, neighbours(model))
+                decoded = decode_with(drafter, model, input_ids, length)
                 if name not in done[prompt.id]:
                     expected = reference(file, prompt, model, input_ids)
                     file.append(measurement_row(prompt, name, settings, decoded, expected))

@@ -267,8 +267,11 @@ def memory_section(rows: Sequence[Row]) -> list[list[str]]:
         [
             f"- **The n-gram memory** has room for {last['capacity']:,} contexts of each length, 80 bytes each, from "
             "the beginning and for ever. A context belongs to one set of four places; one that comes again takes the "
-            "new answer, and in a full set the one written longest ago makes room.",
-            "- **The learned weights** are 2 × 5 × 12 numbers.",
+            "new answer (one of a single token keeps 0.3 of the old one), and in a full set the one written longest "
+            "ago makes room.",
+            "- **The learned weights** are 2 × 5 × 16 numbers.",
+            "- **The neighbours** take 132 bytes for each token of the vocabulary, once for a model: 17 MB for 128,000 "
+            "tokens.",
             "- **The matches** keep the last 65,536 to 131,072 tokens of one text, 20 bytes each, and an index of "
             "393 kB; older tokens are forgotten. They end with the text, as do the arrays in which trees grow.",
             "- **Familiar tokens**: the last 512.",

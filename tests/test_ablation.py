@@ -60,7 +60,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 def test_every_variant_gives_the_same_text(name: str) -> None:
     variant, model = ablation.VARIANTS[name], build("llama", seed=0)
     for nodes in (12, 40):
-        drafter = variant.drafter(nodes, variant.memory())
+        drafter = variant.drafter(nodes, variant.memory(), None)
         decoded = ablation.decode_with(drafter, model, torch.tensor([PROMPT]), 40)
         assert tuple(decoded.output) == greedy(model, tuple(PROMPT), 40)
         assert max(decoded.nodes) <= nodes
@@ -82,7 +82,7 @@ def test_fixed_order_is_matches_first_then_the_longest_context() -> None:
 def test_rows_hold_what_was_measured_and_a_run_goes_on(
     measure: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode_with, calls, stop_at = ablation.decode_with, Counter[str](), 30
+    decode_with, calls, stop_at = ablation.decode_with, Counter[str](), 40
 
     def interrupted(*arguments: Any) -> Any:
         calls["made"] += 1

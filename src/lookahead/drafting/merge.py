@@ -49,6 +49,7 @@ class MergedDrafter:
             memory begins with what the model predicts there. Costs the vocabulary projection of as many tokens.
         explore: Try familiar tokens with the nodes that are left.
         neighbours: Which tokens resemble each other, so that what is unknown can be drafted; none do if not given.
+        stand_ins: Draft after the root what the model said after the tokens that were tried in its place.
 
     Raises:
         InvalidArgumentError: The budget is less than one node.
@@ -64,6 +65,7 @@ class MergedDrafter:
         read_prompt: int = 0,
         explore: bool = True,
         neighbours: Neighbours | None = None,
+        stand_ins: bool = True,
     ) -> None:
         if isinstance(budget, int):
             most = budget
@@ -75,6 +77,7 @@ class MergedDrafter:
         self._most = most - 1
         self._read_prompt = read_prompt
         self._tried_gains = _FAMILIAR_GAINS if explore else _FAMILIAR_GAINS[:0]
+        self._takes_stand_ins = stand_ins
         self._thinks = explore or neighbours is not None
         self._growth = Growth(self._most, self.memory.ngrams, self.memory.acceptance, neighbours)
         self._no_text = ContextMatches(16)
@@ -150,7 +153,8 @@ class MergedDrafter:
             self._follow(result)
             if tree is self._tree:
                 self._learn(result)
-        self._stand_ins = self._find_stand_ins(result) if learns and tree is self._tree else _NO_STAND_INS
+        stood = learns and self._takes_stand_ins and tree is self._tree
+        self._stand_ins = self._find_stand_ins(result) if stood else _NO_STAND_INS
         self.budget.learn(tree is self._tree and self._sent > 0, bool(result.path))
         self._tree = None
         if learns:
