@@ -24,6 +24,7 @@ NEAREST = 16
 
 _SHARPNESS = 8.0
 _RANGE = 127
+_CHUNK = 512
 
 
 class Neighbours:
@@ -46,11 +47,19 @@ class Neighbours:
     def __init__(self, rows: NDArray[np.float32]) -> None:
         if rows.ndim != 2:
             raise InvalidArgumentError(f"rows of shape {rows.shape} are no embedding; it must be [tokens, coordinates]")
-        centred = np.nan_to_num(rows - rows.mean(axis=0)) if len(rows) else rows
-        largest = np.abs(centred).max(axis=1, keepdims=True, initial=0)
-        scale = np.divide(_RANGE, largest, out=np.zeros_like(largest), where=largest > 0)
-        self.codes = np.rint(centred * scale).astype(np.int8)
-        self.lengths = np.sqrt(np.square(self.codes, dtype=np.float32).sum(axis=1)).astype(np.float32)
+        self.codes = np.zeros(rows.shape, dtype=np.int8)
+        self.lengths = np.zeros(len(rows), dtype=np.float32)
+        if not rows.size:
+            return
+        mean = rows.mean(axis=0)
+        for begin in range(0, len(rows), _CHUNK):  # a chunk stays in the processor's cache
+            part = slice(begin, begin + _CHUNK)
+            centred = np.nan_to_num(rows[part] - mean, copy=False)
+            largest = np.abs(centred).max(axis=1, keepdims=True)
+            centred *= np.divide(_RANGE, largest, out=np.zeros_like(largest), where=largest > 0)
+            np.rint(centred, out=centred)
+            self.codes[part] = centred
+            self.lengths[part] = np.sqrt(np.einsum("ij,ij->i", centred, centred))
 
     @property
     def bytes(self) -> int:
