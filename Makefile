@@ -83,12 +83,15 @@ paper-evaluation: $(VENV)/installed  ## Repeat the paper's evaluation and write 
 		--output benchmarks/results/paper-sampling-demo.jsonl $(RESTART)
 	$(BIN)/python benchmarks/write_paper_evaluation.py
 
-ablation: $(VENV)/installed  ## Measure what each part of drafting brings and takes, and write docs/drafting.md (five minutes); SHARED=folder
+ablation: $(VENV)/installed  ## Measure what each part of drafting brings and takes, and write docs/drafting.md (fifteen minutes); SHARED=folder
 	$(BIN)/python benchmarks/ablation.py --model $(SHARED)/models/stories260k --prompts $(SHARED)/data/stories.jsonl \
 		--name stories --limit 12 --max-new-tokens 200 --threads 1 \
 		--output benchmarks/results/ablation-stories260k.jsonl $(RESTART)
 	$(BIN)/python benchmarks/ablation.py --model demo --prompts $(SHARED)/data/humaneval.jsonl --name humaneval \
 		--limit 8 --max-new-tokens 128 --threads 1 --output benchmarks/results/ablation-demo.jsonl $(RESTART)
+	$(BIN)/python benchmarks/ablation.py --model demo --prompts $(SHARED)/data/classeval.jsonl --name classeval \
+		--limit 20 --nodes 16 64 --max-new-tokens 128 --threads 1 \
+		--output benchmarks/results/ablation-classeval-demo.jsonl $(RESTART)
 	$(BIN)/python benchmarks/drafting_cost.py --output benchmarks/results/drafting-cost.jsonl
 	$(BIN)/python benchmarks/write_ablation.py
 
