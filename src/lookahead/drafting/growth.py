@@ -20,8 +20,8 @@ from lookahead.drafting.ngram_memory import (
     LEAST_LOG_PROBABILITY,
     SECOND_FACTOR,
     SECOND_PRIME,
-    WAYS,
     NGramMemory,
+    entry_of,
 )
 from lookahead.token_tree import TokenTree
 
@@ -396,16 +396,11 @@ def _grow(
                 token = context[order]
                 first = (first * FIRST_FACTOR + token + 1) % FIRST_PRIME
                 second = (second * SECOND_FACTOR + token + 1) % SECOND_PRIME
-                tag = ((first << 31) | second) + 1
-                slot = (order * sets + (((tag - 1) >> 31) & (sets - 1))) * WAYS
+                slot = entry_of(first, second, order, sets, tags)
                 lookups[order] += 1
-                way = 0
-                while way < WAYS and tags[slot + way] != tag:
-                    way += 1
                 unlisted[order] = 0.0
-                if way == WAYS:
+                if slot < 0:
                     continue
-                slot += way
                 hits[order] += 1
                 longest = order + 1
                 unlisted[order] = max(floors[slot], LEAST_LOG_PROBABILITY)
@@ -527,12 +522,9 @@ def _grow(
                 if _place_of(token, node, total, proposed, seen, seen_by) == total:
                     # What the model says after it is worth more where that is not known yet.
                     first = (FIRST_FACTOR + token + 1) % FIRST_PRIME
-                    tag = ((first << 31) | ((SECOND_FACTOR + token + 1) % SECOND_PRIME)) + 1
-                    slot = (first & (sets - 1)) * WAYS
                     gain = familiar_gains[index]
-                    for way in range(WAYS):
-                        if tags[slot + way] == tag:
-                            gain *= KNOWN_SHARE
+                    if entry_of(first, (SECOND_FACTOR + token + 1) % SECOND_PRIME, 0, sets, tags) >= 0:
+                        gain *= KNOWN_SHARE
                     extra = len(proposed) - 1 - index
                     proposed[extra] = token
                     holders[extra] = node

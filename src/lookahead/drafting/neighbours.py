@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.drafting.compiled import compiled
-from lookahead.drafting.ngram_memory import FIRST_FACTOR, FIRST_PRIME, SECOND_FACTOR, SECOND_PRIME, WAYS
+from lookahead.drafting.ngram_memory import FIRST_FACTOR, FIRST_PRIME, SECOND_FACTOR, SECOND_PRIME, entry_of
 from lookahead.errors import InvalidArgumentError
 
 COORDINATES = 128
@@ -110,12 +110,8 @@ def follow_neighbours(
         if found == len(nearest) and cosine <= nearest[found - 1]:
             continue
         first = (FIRST_FACTOR + other + 1) % FIRST_PRIME
-        tag = ((first << 31) | ((SECOND_FACTOR + other + 1) % SECOND_PRIME)) + 1
-        slot = (first & (sets - 1)) * WAYS
-        way = 0
-        while way < WAYS and tags[slot + way] != tag:
-            way += 1
-        if way == WAYS:
+        slot = entry_of(first, (SECOND_FACTOR + other + 1) % SECOND_PRIME, 0, sets, tags)
+        if slot < 0:
             continue
         if found < len(nearest):
             found += 1
@@ -125,7 +121,7 @@ def follow_neighbours(
             slots[at] = slots[at - 1]
             at -= 1
         nearest[at] = cosine
-        slots[at] = slot + way
+        slots[at] = slot
     count = 0
     total = 0.0
     for index in range(found):

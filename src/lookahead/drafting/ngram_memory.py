@@ -61,6 +61,17 @@ class MemoryStatistics:
 
 
 @compiled
+def entry_of(first: int, second: int, order: int, sets: int, tags: NDArray[np.int64]) -> int:
+    """Where `NGramMemory` keeps the context with these two hashes, of `order + 1` tokens; -1 if it does not."""
+    tag = (first << 31 | second) + 1
+    begin = (order * sets + (first & (sets - 1))) * WAYS
+    for place in range(begin, begin + WAYS):
+        if tags[place] == tag:
+            return place
+    return -1
+
+
+@compiled
 def _blend(
     slot: int,
     row: int,
