@@ -60,7 +60,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"past_key_values holds {self.lengths} tokens in its rows; only lookahead decoding can go on from "
                 "rows of different lengths"
             )
-        if end > self.keys.shape[2]:
+        if end > self.keys.shape[2] or self._is_read_only():
             self._grow(end)
         if self.keeps_all:
             self.lengths = [end] * len(self.lengths)
@@ -123,6 +123,15 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.is_initialized:
             self.keys, self.values = (states.repeat_interleave(repeats, dim=0) for states in (self.keys, self.values))
             self.lengths = [length for length in self.lengths for _ in range(repeats)]
+
+    def _is_read_only(self) -> bool:
+        """Whether these are tensors of inference mode, which torch lets nobody write to outside of it.
+
+        Dynamo cannot trace the question; compiled code does not ask.
+        """
+        if torch.compiler.is_compiling():
+            return False
+        return self.keys.is_inference() and not torch.is_inference_mode_enabled()
 
     def _grow(self, needed: int) -> None:
         """Get room for at least `needed` tokens; by a constant factor, so that growing costs little per token."""
