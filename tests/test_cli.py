@@ -24,6 +24,7 @@ from lookahead.cli.memory import OutOfMemoryError, is_out_of_memory, memory_erro
 from lookahead.cli.rendering import StepPrinter
 from lookahead.cli.text import IncrementalText
 from lookahead.demo import DEMO_PROMPT, demo_model_path
+from lookahead.drafting import DraftMemory
 
 PROMPT = "def add(a, b):"
 NEW_TOKENS = 24
@@ -380,6 +381,23 @@ def test_out_of_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert "--dtype" not in refused(capsys, command, PROMPT, *SHORT, "--dtype", "bfloat16")
     monkeypatch.setattr(LlamaForCausalLM, "to", out_of_memory)
     assert "out of memory on cpu while loading the model" in refused(capsys, command, PROMPT, *SHORT)
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_memory_that_was_not_saved_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, options: list[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(DraftMemory, "save", full)
+    file = tmp_path / "kept.npz"
+    assert main(["generate", PROMPT, "--memory", str(file), *SHORT, *options]) == 0
+    out, err = capsys.readouterr()
+    assert (json.loads(out)["text"] if options else out.rstrip("\n")) == text.rstrip("\n")
+    (warning,) = (line for line in err.splitlines() if line.startswith("warning: "))
+    assert f"memory={str(file)!r} could not be written (No space left on device)" in warning
+    assert ".py:" not in err
 
 
 def test_errors_that_mean_out_of_memory() -> None:

@@ -1,4 +1,4 @@
-"""The errors this library raises on purpose.
+"""The errors this library raises on purpose, and what it warns of.
 
 Every message names the argument, the value it had, and what to do instead.
 """
@@ -24,3 +24,7 @@ class UnsupportedModelError(LookaheadError, TypeError):
 
 class ParallelError(LookaheadError, RuntimeError):
     """A run on several ranks cannot go on or begin; the message names the rank that is to blame."""
+
+
+class LookaheadWarning(UserWarning):
+    """Something was not done that was asked for; the text is right all the same. The message says what is lost."""

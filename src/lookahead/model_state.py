@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import RLock
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,15 +17,18 @@ from lookahead.cost_model import CostModel
 from lookahead.cost_store import CostStore, describe_setting
 from lookahead.drafting import DraftMemory, Neighbours
 from lookahead.drafting.neighbours import COORDINATES
-from lookahead.errors import InvalidArgumentError
+from lookahead.errors import InvalidArgumentError, LookaheadWarning
 from lookahead.identity import model_identity
+from lookahead.memory_file import MemoryFile
 
 
 @dataclass
 class _ModelState:
     costs: dict[str, CostModel] = field(default_factory=dict)
-    memories: dict[str, DraftMemory] = field(default_factory=dict)
+    memory: DraftMemory | None = None  # of the scope "process"
+    files: dict[str, MemoryFile] = field(default_factory=dict)
     neighbours: list[Neighbours | None] = field(default_factory=list)  # none or one
+    lock: RLock = field(default_factory=RLock)  # held while one of them is made
 
 
 _states: WeakKeyDictionary[PreTrainedModel, _ModelState] = WeakKeyDictionary()
@@ -41,12 +44,13 @@ def step_costs(model: PreTrainedModel, config: LookaheadConfig, rows: int) -> Co
     """
     engine = {} if config.engine == "dynamic" else {"engine": config.engine}
     setting = describe_setting(model, {"pack_weights": config.pack_weights, **engine})
-    costs = _states.setdefault(model, _ModelState()).costs
+    state = _state(model)
     key = f"{rows} {sorted(setting.items())}"
-    if key not in costs:
-        stored = CostStore().load(setting)
-        costs[key] = CostModel.prior() if stored is None else stored.cost
-    return costs[key]
+    with state.lock:
+        if key not in state.costs:
+            stored = CostStore().load(setting)
+            state.costs[key] = CostModel.prior() if stored is None else stored.cost
+        return state.costs[key]
 
 
 def neighbours(model: PreTrainedModel) -> Neighbours | None:
@@ -55,10 +59,11 @@ def neighbours(model: PreTrainedModel) -> Neighbours | None:
     Returns:
         `None` where the embedding cannot be read as plain numbers: quantised, shared out among processes, not loaded.
     """
-    known = _states.setdefault(model, _ModelState()).neighbours
-    if not known:
-        known.append(_make_neighbours(getattr(model.get_input_embeddings(), "weight", None)))
-    return known[0]
+    state = _state(model)
+    with state.lock:
+        if not state.neighbours:
+            state.neighbours.append(_make_neighbours(getattr(model.get_input_embeddings(), "weight", None)))
+        return state.neighbours[0]
 
 
 def _make_neighbours(weight: object) -> Neighbours | None:
@@ -75,49 +80,50 @@ def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory
     """The memory that a call drafts from and fills: a new one, or that of `config.memory`.
 
     Raises:
-        InvalidArgumentError: The file is no memory, or that of another model, or its folder cannot be written to.
+        InvalidArgumentError: The file is no memory, or that of another model, or there cannot be one of that name.
         OSError: The file cannot be read.
     """
     if config.memory == "request":
         return DraftMemory()
-    memories = _states.setdefault(model, _ModelState()).memories
-    if config.memory == "process":
-        return memories.setdefault("process", DraftMemory())
-    path = _path(config)
-    if str(path) not in memories:
-        _check_folder(path)
-        memories[str(path)] = DraftMemory.load(path, model_identity(model)) if path.exists() else DraftMemory()
-    return memories[str(path)]
+    state = _state(model)
+    with state.lock:
+        if config.memory == "process":
+            state.memory = state.memory or DraftMemory()
+            return state.memory
+        path = _path(config)
+        if str(path) not in state.files:
+            state.files[str(path)] = MemoryFile(path, model_identity(model))
+        return state.files[str(path)].memory
 
 
 def keep_memory(model: PreTrainedModel, config: LookaheadConfig, memory: DraftMemory) -> None:
-    """Write the memory to its file, if it has one; whole or not at all.
+    """Bring what `memory` learned to its file, if it has one.
 
     A file that cannot be written is a warning: the text is there, and worth more.
     """
     if config.memory in MEMORY_SCOPES:
         return
-    path = _path(config)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        memory.save(part, model_identity(model))
-        os.replace(part, path)
-    except OSError as error:
-        warnings.warn(f"memory={str(path)!r} could not be written ({error}); the next call begins anew", stacklevel=2)
-    finally:
-        with suppress(OSError):
-            part.unlink()
+    # Not by its path, which a change of the working directory may have changed.
+    for path, file in list(_state(model).files.items()):
+        if file.memory is memory:
+            try:
+                file.save(model_identity(model))
+            except (OSError, InvalidArgumentError) as error:
+                warnings.warn(
+                    f"memory={path!r} could not be written ({error}); what this process has learned since it was last "
+                    "written is lost when it ends",
+                    LookaheadWarning,
+                    stacklevel=2,
+                )
 
 
-def _check_folder(path: Path) -> None:
-    """Make the folder of a memory: before anything is generated, not after."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidArgumentError(f"memory={str(path)!r} cannot be written: {error}; choose another folder") from error
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise InvalidArgumentError(f"memory={str(path)!r} cannot be written; choose a file in a folder of yours")
+def _state(model: PreTrainedModel) -> _ModelState:
+    return _states.get(model) or _states.setdefault(model, _ModelState())
 
 
 def _path(config: LookaheadConfig) -> Path:
-    return Path(os.fspath(config.memory)).expanduser().absolute()
+    path = os.fspath(config.memory)
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:  # there is no such user
+        raise InvalidArgumentError(f"memory={path!r} cannot be written: {error}; choose another file") from error

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
@@ -18,7 +19,7 @@ from lookahead.cli.memory import is_out_of_memory, memory_errors_explained
 from lookahead.cli.rendering import spinner
 from lookahead.cli.settings import ModelChoice
 from lookahead.demo import demo_model_path
-from lookahead.errors import InvalidArgumentError
+from lookahead.errors import InvalidArgumentError, LookaheadWarning
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 _TOKENIZER_FILES = (
@@ -182,7 +183,10 @@ def summary(error: Exception) -> str:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Keep warnings, logs and progress bars of the libraries below off the terminal for a while."""
+    """Keep warnings, logs and progress bars of the libraries below off the terminal for a while.
+
+    What this library itself warns of is said in one line on standard error.
+    """
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
@@ -190,8 +194,21 @@ def quiet_libraries() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            warnings.simplefilter("default", LookaheadWarning)
+            warnings.showwarning = _say_warning
             yield
     finally:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def _say_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    print("warning:", " ".join(str(message).split()), file=file or sys.stderr)

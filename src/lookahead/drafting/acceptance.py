@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.drafting.compiled import compiled, loop_arrays
+from lookahead.drafting.stored_arrays import DamagedFileError, expect
 
 MATCH_CLASSES = (2, 3, 4, 6, 9, 16, 24, 32)
 """Fewest agreeing tokens of each class of context matches."""
@@ -79,8 +80,8 @@ class Acceptance:
         """All that was learned, as arrays by name, for a file."""
         return {
             "acceptance_settings": np.array([self.rate, self.off_path]),
-            "acceptance_weights": self.weights,
-            "acceptance_squares": self._squares,
+            "acceptance_weights": self.weights.copy(),
+            "acceptance_squares": self._squares.copy(),
         }
 
     @classmethod
@@ -88,14 +89,30 @@ class Acceptance:
         """What `to_arrays` gave.
 
         Raises:
-            KeyError: An array is missing.
-            ValueError: The arrays do not belong together.
+            DamagedFileError: An array is missing, or they cannot be from there.
         """
-        rate, off_path = (float(value) for value in arrays["acceptance_settings"])
-        acceptance = cls(len(arrays["acceptance_weights"]) - 1, rate, off_path)
-        acceptance.weights[:] = arrays["acceptance_weights"]
-        acceptance._squares[:] = arrays["acceptance_squares"]
+        rate, off_path = expect(arrays, "acceptance_settings", np.float64, (2,)).tolist()
+        weights = expect(arrays, "acceptance_weights", np.float64, (None, None))
+        squares = expect(arrays, "acceptance_squares", np.float64, weights.shape)
+        orders = len(weights) - 1
+        if orders < 1 or weights.shape[1] != orders + len(MATCH_CLASSES) + OTHER_FEATURES + 1 or squares.min() <= 0:
+            raise DamagedFileError("its arrays do not belong together")
+        acceptance = cls(orders, rate, off_path)
+        acceptance.weights[:] = weights
+        acceptance._squares[:] = squares
         return acceptance
+
+    def merge(self, other: Acceptance, base: Acceptance) -> None:
+        """Take in what another one learned beside this one since both were `base`.
+
+        Each weight moves from `base` by the mean of what both moved it by; each counts by the gradients that it saw.
+        """
+        own, others = (np.maximum(learned._squares - base._squares, 0) for learned in (self, other))
+        both = own + others
+        moved = own * (self.weights - base.weights) + others * (other.weights - base.weights)
+        told = others > 0
+        self.weights[told] = (base.weights + moved / np.where(both > 0, both, 1))[told]
+        self._squares[told] = (base._squares + both)[told]
 
     def learn(
         self,

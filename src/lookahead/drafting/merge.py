@@ -115,6 +115,10 @@ class MergedDrafter:
         """Add the likeliest paths, the likeliest node first, and the window if it fits."""
         if self.budget.rests:
             return
+        with self.memory.lock:
+            self._propose(tree)
+
+    def _propose(self, tree: TokenTree) -> None:
         self._catch_up()
         for node in range(max(0, tree.root - self._read_prompt), tree.root):
             tree.reads[node] = True
@@ -144,6 +148,10 @@ class MergedDrafter:
             self._late += result.tokens  # a resting drafter does nothing that can wait
             self.budget.learn(drafted=False, accepted=False)
             return
+        with self.memory.lock:
+            self._observe(result)
+
+    def _observe(self, result: StepResult) -> None:
         self._catch_up()
         tree = result.tree
         if self.window is not None:
@@ -164,7 +172,8 @@ class MergedDrafter:
 
     def statistics(self) -> dict[str, Any]:
         """Of the n-gram memory; see `MemoryStatistics`."""
-        return asdict(self.memory.ngrams.statistics())
+        with self.memory.lock:
+            return asdict(self.memory.ngrams.statistics())
 
     def _catch_up(self) -> None:
         """Add the tokens to the text that were not added yet."""

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.drafting.compiled import compiled, loop_arrays
+from lookahead.drafting.stored_arrays import MOST_BYTES, DamagedFileError, expect
 from lookahead.errors import InvalidArgumentError
 
 WAYS = 4
@@ -32,6 +33,12 @@ FIRST_FACTOR, SECOND_FACTOR = 1103515245, 1664525
 """Two polynomial hashes of 31 bits each; products stay below 2^62, so compiled and interpreted sums agree."""
 
 _UNLISTED = 0.3
+
+_LATEST = (1 << 32) - 1
+"""Largest stamp."""
+
+_MOST_STORED = 64
+"""Longest context, and most next tokens, that a file may declare: drafting takes room for their product."""
 
 
 @dataclass(frozen=True)
@@ -281,6 +288,11 @@ class NGramMemory:
         """Contexts kept for each context length."""
         return self._sets * WAYS
 
+    @property
+    def clock(self) -> int:
+        """How often something was inserted, here or in what this memory came from; it dates the entries."""
+        return self._clock
+
     def hashes(self, contexts: NDArray[np.int64]) -> NDArray[np.int64]:
         """The hash of the last 1, 2, ... tokens of each context, `[contexts, orders]`; 0 where there are not so many.
 
@@ -350,7 +362,7 @@ class NGramMemory:
         return {
             "ngram_sizes": np.array([self.orders, self.capacity, self.top_k, self._clock], dtype=np.int64),
             "ngram_old_share": np.array(self.old_share),
-            "ngram_slots": used,
+            "ngram_slots": used.astype(np.int64),
             "ngram_tags": self.tags[used],
             "ngram_stamps": self._stamps[used],
             "ngram_ids": self.ids[used],
@@ -363,21 +375,102 @@ class NGramMemory:
         """The memory that `to_arrays` gave.
 
         Raises:
-            KeyError: An array is missing.
-            ValueError, IndexError: The arrays do not belong together.
-            InvalidArgumentError: A size is out of range.
+            DamagedFileError: An array is missing, or they cannot be from there.
         """
-        orders, capacity, top_k, clock = (int(size) for size in arrays["ngram_sizes"])
-        memory = cls(orders, capacity, top_k, float(arrays["ngram_old_share"]))
-        slots = arrays["ngram_slots"]
+        orders, capacity, top_k, clock = expect(arrays, "ngram_sizes", np.int64, (4,)).tolist()
+        old_share = float(expect(arrays, "ngram_old_share", np.float64, ()))
+        if not (
+            1 <= orders <= _MOST_STORED
+            and 1 <= top_k <= _MOST_STORED
+            and 1 <= capacity <= MOST_BYTES // (orders * _entry_bytes(top_k))
+            and 0 <= clock <= _LATEST
+            and 0 <= old_share < 1
+        ):
+            raise DamagedFileError("it declares sizes that no memory has")
+        memory = cls(orders, capacity, top_k, old_share)
+        slots = expect(arrays, "ngram_slots", np.int64, (None,))
+        count = len(slots)
+        tags = expect(arrays, "ngram_tags", np.int64, (count,))
+        stamps = expect(arrays, "ngram_stamps", np.uint32, (count,))
+        if memory.capacity != capacity or not memory._could_hold(slots, tags) or stamps.max(initial=0) > clock:
+            raise DamagedFileError("its arrays do not belong together")
         memory._clock = clock
-        memory.tags[slots] = arrays["ngram_tags"]
-        memory._stamps[slots] = arrays["ngram_stamps"]
-        memory.ids[slots] = arrays["ngram_ids"]
-        memory.logs[slots] = arrays["ngram_logs"]
-        memory.floors[slots] = arrays["ngram_floors"]
+        memory.tags[slots] = tags
+        memory._stamps[slots] = stamps
+        memory.ids[slots] = expect(arrays, "ngram_ids", np.int32, (count, top_k))
+        memory.logs[slots] = expect(arrays, "ngram_logs", np.float32, (count, top_k))
+        memory.floors[slots] = expect(arrays, "ngram_floors", np.float32, (count,))
         return memory
+
+    def merge(self, other: NGramMemory, since: int) -> None:
+        """Take in the entries of another memory, which stays as it is.
+
+        Of one context the newest entry stays, and in a full set the newest ones. What either learned since they were
+        one memory counts as learned up to now, whichever of them took more steps for it.
+
+        Args:
+            other: A memory of the same sizes.
+            since: The clock of both when they were one; 0 if they never were.
+
+        Raises:
+            InvalidArgumentError: The sizes differ.
+        """
+        if (self.orders, self.capacity, self.top_k) != (other.orders, other.capacity, other.top_k):
+            raise InvalidArgumentError(
+                f"a memory of orders={other.orders}, capacity={other.capacity}, top_k={other.top_k} cannot be merged "
+                f"into one of orders={self.orders}, capacity={self.capacity}, top_k={self.top_k}; use equal sizes"
+            )
+        clock = max(self._clock, other._clock)
+        own, others = (_aged(memory._stamps, since, clock - memory._clock) for memory in (self, other))
+        self._stamps[:] = own
+        self._clock = clock
+        # Only sets to which the other memory has something to add.
+        sets = np.flatnonzero((other.tags.reshape(-1, WAYS) != 0).any(axis=1))
+        tags = _side_by_side(self.tags, other.tags, sets)
+        ages = _side_by_side(own, others, sets)
+        ages[tags == 0] = -1
+        same = (tags[:, :WAYS, None] == tags[:, None, WAYS:]) & (tags[:, :WAYS, None] != 0)
+        newer = ages[:, None, WAYS:] > ages[:, :WAYS, None]
+        ages[:, :WAYS][(same & newer).any(axis=2)] = -1
+        ages[:, WAYS:][(same & ~newer).any(axis=1)] = -1
+        kept = np.sort(np.argsort(-ages, axis=1, kind="stable")[:, :WAYS], axis=1)  # [sets, ways]
+        tags[ages < 0] = 0
+        slots = sets[:, None] * WAYS + self._ways
+        for array, new in (
+            (self.tags, tags),
+            (self._stamps, np.maximum(ages, 0)),
+            (self.ids, _side_by_side(self.ids, other.ids, sets)),
+            (self.logs, _side_by_side(self.logs, other.logs, sets)),
+            (self.floors, _side_by_side(self.floors, other.floors, sets)),
+        ):
+            array[slots] = new[np.arange(len(sets))[:, None], kept]
+
+    def _could_hold(self, slots: NDArray[np.int64], tags: NDArray[np.int64]) -> bool:
+        """Whether contexts with these hashes may be kept in these places, which ascend."""
+        if not len(slots):
+            return True
+        if slots[0] < 0 or slots[-1] >= len(self.tags) or bool((np.diff(slots) <= 0).any()) or tags.min() < 1:
+            return False
+        return bool((slots // WAYS % self._sets == self._set_of(tags)).all())
 
     def _set_of(self, tags: NDArray[np.int64]) -> NDArray[np.int64]:
         sets: NDArray[np.int64] = (tags - 1 >> 31) & (self._sets - 1)
         return sets
+
+
+def _entry_bytes(top_k: int) -> int:
+    """Size of an entry."""
+    return 16 + 8 * top_k
+
+
+def _aged(stamps: NDArray[np.uint32], since: int, late: int) -> NDArray[np.int64]:
+    """The stamps, those after `since` moved by `late`."""
+    moved = stamps.astype(np.int64)
+    moved[moved > since] += late
+    return moved
+
+
+def _side_by_side(one: NDArray[Any], two: NDArray[Any], sets: NDArray[np.int64]) -> NDArray[Any]:
+    """The entries of some sets of two memories, `[sets, 2 * ways, ...]`."""
+    shape = (-1, WAYS, *one.shape[1:])
+    return np.concatenate([one.reshape(shape)[sets], two.reshape(shape)[sets]], axis=1)

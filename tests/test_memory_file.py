@@ -1,0 +1,423 @@
+"""The file of a memory: whole at any time, shared by all who fill it, and refused where it is something else."""
+
+from __future__ import annotations
+
+import errno
+import io
+import multiprocessing
+import os
+import socket
+import stat
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lookahead.drafting import DraftMemory, NGramMemory
+from lookahead.drafting.ngram_memory import WAYS
+from lookahead.errors import InvalidArgumentError
+from lookahead.file_lock import exclusive
+from lookahead.memory_file import MemoryFile
+
+MODEL = "a model"
+ORDERS = NGramMemory().orders
+
+
+def teach(memory: DraftMemory, token: int, following: int, probability: float = 0.5) -> None:
+    """One lesson: after `token`, and after the same token again and again, comes `following`."""
+    context = np.full((1, memory.ngrams.orders), token)
+    memory.ngrams.insert(context, np.array([[following]]), np.array([[probability]], dtype=np.float32))
+
+
+def known(memory: DraftMemory, token: int) -> int | None:
+    """What the longest context of `token` is followed by; `None` if it is not known."""
+    found, ids, _ = memory.ngrams.lookup(np.full((1, memory.ngrams.orders), token))
+    return int(ids[0, -1, 0]) if found[0, -1] else None
+
+
+def save_lessons(path: Path, tokens: range, repeats: int = 1) -> None:
+    for _ in range(repeats):
+        for token in tokens:
+            file = MemoryFile(path, MODEL)
+            teach(file.memory, token, token + 1000)
+            file.save(MODEL)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "memory.npz"
+
+
+def test_two_objects_with_one_file_keep_what_both_learned(path: Path) -> None:
+    one, two = MemoryFile(path, MODEL), MemoryFile(path, MODEL)
+    for step in range(3):
+        for file, first in ((one, 0), (two, 100)):
+            teach(file.memory, first + step, 7 + step)
+            file.save(MODEL)
+    kept = DraftMemory.load(path, MODEL)
+    assert [known(kept, first + step) for first in (0, 100) for step in range(3)] == [7, 8, 9] * 2
+    assert known(two.memory, 0) == 7, "and each drafts from what the other one wrote"
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_processes_with_one_file_keep_what_all_learned(path: Path) -> None:
+    context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
+    processes = [context.Process(target=save_lessons, args=(path, range(first, first + 10))) for first in (0, 100, 200)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    kept = DraftMemory.load(path, MODEL)
+    missing = [token for first in (0, 100, 200) for token in range(first, first + 10) if known(kept, token) is None]
+    assert not missing
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_save_that_brings_nothing_new_writes_nothing(path: Path) -> None:
+    file = MemoryFile(path, MODEL)
+    teach(file.memory, 1, 2)
+    file.save(MODEL)
+    before = path.stat().st_ino, path.stat().st_mtime_ns
+    file.save(MODEL)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == before
+    path.unlink()
+    file.save(MODEL)
+    assert known(DraftMemory.load(path, MODEL), 1) == 2
+
+
+@pytest.mark.parametrize("steps", [1, 50])
+def test_of_one_context_the_newest_lesson_stays(steps: int) -> None:
+    """Whoever took more steps to learn it: what counts is how long ago it was."""
+    memories = [DraftMemory(NGramMemory(2, 64, 1)) for _ in range(2)]
+    for memory in memories:
+        teach(memory, 1, 10)
+    base = memories[0].copy()
+    for _ in range(steps):
+        teach(memories[0], 1, 20)
+    teach(memories[1], 2, 30)
+    teach(memories[1], 1, 40)
+    mine, theirs = memories[0].copy(), memories[1].copy()
+    mine.merge(memories[1], base.ngrams.clock, base.acceptance)
+    theirs.merge(memories[0], base.ngrams.clock, base.acceptance)
+    assert known(mine, 2) == known(theirs, 2) == 30
+    assert known(mine, 1) == 20, "as new as the other one's, and its own"
+    assert known(theirs, 1) == 40
+    older = base.copy()
+    older.merge(memories[1], base.ngrams.clock, base.acceptance)
+    assert known(older, 1) == 40, "a lesson that both had before gives way"
+
+
+def test_merging_keeps_the_newest_of_a_full_set() -> None:
+    one, two = (DraftMemory(NGramMemory(1, WAYS, 1)) for _ in range(2))
+    for token in range(WAYS):
+        teach(one, token, token)
+        teach(two, 10 + token, token)
+    one.merge(two, 0, two.acceptance)
+    assert sum(one.ngrams.statistics().entries) == WAYS
+    assert known(one, WAYS - 1) is not None
+    assert known(one, 10 + WAYS - 1) is not None
+    assert known(one, 0) is known(one, 10) is None
+
+
+def test_merging_agrees_with_a_dictionary() -> None:
+    """As long as nothing has to make room, all contexts of both are there, with the predictions of one of them."""
+    rng = np.random.default_rng(0)
+    memories = [DraftMemory(NGramMemory(2, 4096, 2)) for _ in range(2)]
+    told: list[dict[int, int]] = [{}, {}]
+    for _ in range(300):
+        side, token, following = int(rng.integers(2)), int(rng.integers(60)), int(rng.integers(500))
+        teach(memories[side], token, following)
+        told[side][token] = following
+    one, two = memories
+    one.merge(two, 0, two.acceptance)
+    for token in range(60):
+        options = {side[token] for side in told if token in side}
+        assert (known(one, token) in options) if options else known(one, token) is None
+    copy = one.copy()
+    copy.merge(two, copy.ngrams.clock, two.acceptance)
+    assert all(np.array_equal(array, copy.ngrams.to_arrays()[name]) for name, array in one.ngrams.to_arrays().items())
+
+
+def test_memories_of_other_sizes_are_not_merged() -> None:
+    memory = DraftMemory(NGramMemory(2, 64, 1))
+    with pytest.raises(InvalidArgumentError, match="orders=3"):
+        memory.merge(DraftMemory(NGramMemory(3, 64, 1)), 0, memory.acceptance)
+
+
+def test_weights_move_by_the_mean_of_what_both_learned() -> None:
+    base = DraftMemory()
+    weights = base.acceptance.weights.copy()
+    one, two = base.copy(), base.copy()
+    for memory, change, evidence in ((one, 0.4, 1.0), (two, 0.1, 2.0)):
+        memory.acceptance.weights[1] += change
+        memory.acceptance._squares[1] += evidence
+    two.acceptance.weights[2] += 0.3
+    two.acceptance._squares[2] += 1.0
+    one.acceptance.weights[3] -= 0.2
+    one.acceptance._squares[3] += 1.0
+    one.acceptance.merge(two.acceptance, base.acceptance)
+    assert one.acceptance.weights[0].tolist() == weights[0].tolist()
+    assert one.acceptance.weights[1] == pytest.approx(weights[1] + (0.4 * 1 + 0.1 * 2) / 3)
+    assert one.acceptance._squares[1] == pytest.approx(4.0)
+    assert one.acceptance.weights[2] == pytest.approx(weights[2] + 0.3), "what one of them learned is not diluted"
+    assert one.acceptance.weights[3] == pytest.approx(weights[3] - 0.2)
+
+
+def test_what_a_killed_save_left_behind_goes_with_the_next(path: Path) -> None:
+    def die(*_: object) -> None:
+        os._exit(9)
+
+    def killed(patch: Callable[[], None]) -> None:
+        patch()
+        save_lessons(path, range(5, 6))
+
+    save_lessons(path, range(1))
+    context = multiprocessing.get_context("fork")
+    for name in ("fsync", "replace"):
+        process = context.Process(target=killed, args=(lambda name=name: setattr(os, name, die),))  # type: ignore[misc]
+        process.start()
+        process.join(60)
+        assert process.exitcode == 9
+    others = path.parent / "memory.npz.1234.part", path.parent / ".lookahead-of-somebody.part"
+    for other in others:
+        other.write_text("not ours")
+    assert len(os.listdir(path.parent)) == 1 + 2 + 1 + 1, "the file, those of others, a part, and the lock"
+    assert known(DraftMemory.load(path, MODEL), 0) == 1000, "the old content is there"
+    save_lessons(path, range(1, 2))
+    assert sorted(os.listdir(path.parent)) == sorted(file.name for file in (path, *others))
+
+
+def test_a_lock_has_one_holder_and_goes_with_it(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    with exclusive(lock), pytest.raises(TimeoutError), exclusive(lock, timeout=0.05):
+        raise AssertionError("two hold it")
+    with exclusive(lock) as held:
+        assert held
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    save_lessons(path, range(1))
+    content = path.read_bytes()
+    file = MemoryFile(path, MODEL)
+    teach(file.memory, 3, 4)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, failing, full)
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            file.save(MODEL)
+    assert path.read_bytes() == content
+    assert os.listdir(path.parent) == [path.name]
+    file.save(MODEL)  # and when there is room again, nothing is missing
+    assert known(DraftMemory.load(path, MODEL), 3) == 4
+
+
+def test_the_content_reaches_the_disk_before_the_name(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        order.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        fsync(descriptor)
+
+    def replaced(*names: Any) -> None:
+        order.append("name")
+        replace(*names)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    save_lessons(path, range(1))
+    assert order == ["file", "name", "folder"]
+
+
+def test_a_link_is_followed_and_stays(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere" / "kept.npz"
+    path.symlink_to(target)  # to a folder that is not there yet
+    save_lessons(path, range(2))
+    assert path.is_symlink()
+    assert known(DraftMemory.load(target, MODEL), 1) == 1001
+    assert os.listdir(target.parent) == [target.name]
+
+
+def test_the_mode_of_a_file_stays(path: Path) -> None:
+    save_lessons(path, range(1))
+    path.chmod(0o640)
+    save_lessons(path, range(1, 2))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+
+
+MAKERS: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a socket": make_socket,
+    "a device": lambda path: path.symlink_to("/dev/full"),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_what_is_no_file_is_refused(kind: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parent)  # the name of a socket is short
+    MAKERS[kind](Path(path.name))
+    with pytest.raises(InvalidArgumentError, match=rf"memory='.*memory\.npz' cannot be written: it is {kind}"):
+        MemoryFile(path, MODEL)
+    path.rmdir() if kind == "a folder" else path.unlink()
+    file = MemoryFile(path, MODEL)
+    teach(file.memory, 1, 2)
+    MAKERS[kind](Path(path.name))  # meanwhile
+    with pytest.raises(InvalidArgumentError, match=kind):
+        file.save(MODEL)
+
+
+@pytest.mark.parametrize("name", ["loop", "null\0byte", "x" * 300])
+def test_names_that_no_file_can_have_are_refused(tmp_path: Path, name: str) -> None:
+    if name == "loop":
+        (tmp_path / name).symlink_to(name)
+    with pytest.raises(InvalidArgumentError, match="cannot be written"):
+        MemoryFile(tmp_path / name, MODEL)
+
+
+def test_the_longest_name_is_no_trouble(tmp_path: Path) -> None:
+    save_lessons(tmp_path / ("x" * 255), range(1))
+    assert known(DraftMemory.load(tmp_path / ("x" * 255), MODEL), 0) == 1000
+
+
+# Damaged files
+
+
+def content(**changes: NDArray[Any] | None) -> bytes:
+    """A small saved memory, some arrays replaced or left out."""
+    memory = DraftMemory(NGramMemory(2, 64, 2))
+    for token in range(5):
+        teach(memory, token, token)
+    arrays: dict[str, Any] = {"format": np.array(2), "model": np.array(MODEL)}
+    arrays |= memory.ngrams.to_arrays() | memory.acceptance.to_arrays() | changes
+    stream = io.BytesIO()
+    np.savez_compressed(stream, **{name: array for name, array in arrays.items() if array is not None})
+    return stream.getvalue()
+
+
+def check_refused(path: Path, data: bytes, match: str = "memory=") -> None:
+    path.write_bytes(data)
+    with pytest.raises(InvalidArgumentError, match=match) as refused:
+        DraftMemory.load(path, MODEL)
+    message = str(refused.value)
+    assert f"memory={str(path)!r}" in message
+    assert message.endswith("delete the file or choose another")
+    for word in ("numpy", "pickle", "zip", "npy", "magic", "dtype", "CRC", "Traceback", "central directory"):
+        assert word not in message.replace(str(path), "")
+
+
+def test_a_small_memory_is_read(path: Path) -> None:
+    path.write_bytes(content())
+    assert known(DraftMemory.load(path, MODEL), 3) == 3
+
+
+def test_a_file_cut_short_at_any_byte_is_refused(path: Path) -> None:
+    data = content()
+    for length in range(0, len(data), 7):
+        check_refused(path, data[:length])
+    check_refused(path, data[:-1])
+
+
+def test_a_byte_changed_anywhere_is_refused_or_of_no_account(path: Path) -> None:
+    data = content()
+    path.write_bytes(data)
+    expected = DraftMemory.load(path, MODEL)
+    for place in range(0, len(data), 11):
+        changed = bytearray(data)
+        changed[place] ^= 0x55
+        path.write_bytes(changed)
+        try:
+            loaded = DraftMemory.load(path, MODEL)
+        except InvalidArgumentError:
+            check_refused(path, bytes(changed))
+        else:  # such as the time at which it was packed
+            for name, array in (expected.ngrams.to_arrays() | expected.acceptance.to_arrays()).items():
+                assert np.array_equal((loaded.ngrams.to_arrays() | loaded.acceptance.to_arrays())[name], array)
+
+
+def test_other_content_is_refused(path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for size in (0, 1, 10, 1000):
+        check_refused(path, rng.bytes(size), "no saved memory")
+        check_refused(path, b"PK\x03\x04" + rng.bytes(size), "no saved memory")
+    for array in (np.zeros(3), np.array([{}], dtype=object)):
+        stream = io.BytesIO()
+        np.save(stream, array)
+        check_refused(path, stream.getvalue(), "no saved memory")
+
+
+@pytest.mark.parametrize("name", [*np.load(io.BytesIO(content())).files])
+def test_an_array_that_is_missing_or_another_is_refused(path: Path, name: str) -> None:
+    array = np.load(io.BytesIO(content()))[name]
+    for other in (None, array[None], array.astype(np.complex64) if array.dtype.kind != "U" else np.array(3.5)):
+        check_refused(path, content(**{name: other}))
+    if array.ndim:
+        check_refused(path, content(**{name: np.concatenate([array, array])}))
+    if array.dtype.kind == "f":
+        check_refused(path, content(**{name: np.full_like(array, np.nan)}))
+
+
+class Trap:
+    """Unpickling it would be noticed."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.abort, ()
+
+
+@pytest.mark.parametrize("name", ["format", "model", "ngram_sizes", "ngram_tags", "acceptance_weights"])
+def test_objects_are_never_unpickled(path: Path, name: str) -> None:
+    check_refused(path, content(**{name: np.array([Trap()], dtype=object)}), "Python objects")
+
+
+def test_other_versions_and_models_are_refused(path: Path) -> None:
+    check_refused(path, content(format=np.array(3)), "another version of this library")
+    check_refused(path, content(format=np.array(3), ngram_sizes=None), "another version of this library")
+    check_refused(path, content(model=np.array("the other")), r"another model \(the other\) than a model")
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 1 << 50, 2), (1 << 50, 64, 2), (2, 64, 1 << 50), (-1, 64, 2), (2, 0, 2), (2, 60, 2), (2, 128, 2)]
+)
+def test_sizes_are_checked_before_room_is_taken(path: Path, sizes: tuple[int, int, int]) -> None:
+    check_refused(path, content(ngram_sizes=np.array([*sizes, 5])))
+
+
+def test_a_shape_is_not_believed(path: Path) -> None:
+    """An array that declares terabytes, in a file of a few bytes."""
+    data, stream = content(), io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(stream, "w") as new:
+        for name in old.namelist():
+            array = old.read(name)
+            if name == "ngram_tags.npy":
+                header = io.BytesIO()
+                np.lib.format.write_array_header_1_0(
+                    header, {"descr": "<i8", "fortran_order": False, "shape": (1 << 44,)}
+                )
+                array = header.getvalue() + array[-40:]
+            new.writestr(name, array)
+    check_refused(path, stream.getvalue(), "ngram_tags")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ngram_slots", -1), ("ngram_slots", 10**6), ("ngram_tags", 0), ("ngram_tags", 12345), ("ngram_stamps", 10**6)],
+)
+def test_entries_in_impossible_places_are_refused(path: Path, name: str, value: int) -> None:
+    array = np.load(io.BytesIO(content()))[name].copy()
+    array[3] = value
+    check_refused(path, content(**{name: array}), "do not belong together")
