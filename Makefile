@@ -39,8 +39,8 @@ test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled and 300 batched rand
 	$(BIN)/python tests/run_sampling.py --cases 500 --seed 0
 	$(BIN)/python tests/run_batches.py --cases 300 --seed 0
 
-test-parallel: $(VENV)/installed  ## 200 random cases on 1 to 4 ranks against one process, and 20 times a rank is killed
-	$(BIN)/python tests/run_parallel.py --cases 200 --kills 20 --seed 0
+test-parallel: $(VENV)/installed  ## 200 random cases on 1 to 4 ranks against one process, 20 times a rank is killed, and every signal in every phase
+	$(BIN)/python tests/run_parallel.py --cases 200 --kills 20 --signals 5 --seed 0
 
 lint: $(VENV)/installed  ## Style and types
 	$(BIN)/ruff check src tests tools benchmarks

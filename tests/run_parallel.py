@@ -1,9 +1,9 @@
-"""Compare lookahead decoding on several ranks with one process in many seeded random cases, and kill ranks.
+"""Compare lookahead decoding on several ranks with one process in many seeded random cases, and end ranks.
 
-    python tests/run_parallel.py --cases 200 --kills 20 --seed 0
+    python tests/run_parallel.py --cases 200 --kills 20 --signals 5 --seed 0
 
 The cases go in turn over 1, 2, 3 and 4 ranks, and over greedy decoding, sampling and ragged batches. The last lines
-read `200 passed, 0 failed` and `20 of 20 kills ...`; the exit code is 1 if anything failed.
+read `200 passed, 0 failed`, `20 of 20 kills ...` and `150 of 150 signals ...`; the exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from parallel_exactness import compare, decode_on_copies, random_parallel_case
 from parallel_kill import kill_once
+from parallel_signals import PHASES, SIGNALS, signal_once
 from parallel_team import Team
 
 
@@ -34,6 +35,7 @@ def main() -> int:
     failed = _compare(console, arguments.cases, arguments.seed) if arguments.cases else 0
     failed += _tensor_parallel() if arguments.cases else 0
     failed += _kill(console, arguments.kills, arguments.seed) if arguments.kills else 0
+    failed += _signal(arguments.signals)
     return 1 if failed else 0
 
 
@@ -83,6 +85,22 @@ def _kill(console: Console, kills: int, seed: int) -> int:
     return failed
 
 
+def _signal(repeats: int) -> int:
+    """How many signals, of every kind and in every phase, did not end all ranks as they must."""
+    seconds, failed = [], 0
+    for phase in PHASES:
+        for name in SIGNALS:
+            for _ in range(repeats):
+                taken, problems = signal_once(name, phase)
+                seconds.append(taken)
+                failed += bool(problems)
+                print(f"{name} while {phase}: all ended after {taken:.2f} s", *problems, sep="\n", flush=True)
+    if seconds:
+        count = len(seconds)
+        print(f"{count - failed} of {count} signals: all ranks ended quietly, after {max(seconds):.2f} s at most")
+    return failed
+
+
 def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True)
@@ -92,6 +110,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cases", type=int, default=200, help="how many cases to compare (default: 200)")
     parser.add_argument("--kills", type=int, default=20, help="how many times to kill a rank (default: 20)")
+    parser.add_argument("--signals", type=int, default=5, help="repeats of each signal in each phase (default: 5)")
     parser.add_argument("--seed", type=int, default=0, help="seed that everything is drawn from (default: 0)")
     return parser.parse_args()
 

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
+import parallel_entries
 from lookahead.cli import main
+from lookahead.demo import demo_model_path
+from lookahead.parallel import launcher
 from lookahead.parallel.launcher import run_ranks
+from parallel_signals import GENERATE, SIGNALS, complaints, reach, start
 
 PROMPT = "def add(a, b):"
 ARGUMENTS = ["generate", PROMPT, "--preset", "paper", "-n", "16", "--json"]
+posix = pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
+
+
+@pytest.fixture(autouse=True)
+def entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks find the functions of the tests."""
+    folders = [str(Path(parallel_entries.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
 
 
 def test_the_text_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,19 +39,142 @@ def test_the_text_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert done.returncode == 0, done.stderr
     got = json.loads(done.stdout)  # one object: the other rank is silent
     assert got["text"] == wanted["text"]
+    assert len(done.stderr.splitlines()) <= 1
 
 
-def test_a_rank_that_fails_stops_the_others() -> None:
-    """Also those that would never end."""
-    code = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(600)"
-    assert run_ranks(2, [sys.executable, "-c", code], grace=1.0) == 3
+@pytest.mark.parametrize(
+    ("entry", "code", "reason"),
+    [("rank_1_fails", 3, "failed: no room"), ("rank_1_is_killed", 137, "killed by SIGKILL")],
+)
+def test_a_rank_that_fails_stops_the_others(
+    entry: str, code: int, reason: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that would never end; and one line says which one it was."""
+    monkeypatch.setattr(launcher, "GRACE", 0.5)
+    assert run_ranks(2, f"parallel_entries:{entry}", []) == code
+    error = capfd.readouterr().err
+    assert "rank 1" in error
+    assert reason in error
+    assert len(error.splitlines()) == 1
 
 
 def test_standard_input_reaches_every_rank() -> None:
-    code = "import sys; sys.exit(sys.stdin.read() != 'text')"
-    assert run_ranks(2, [sys.executable, "-c", code], b"text") == 0
+    text = "text\n" * 50_000  # more than a pipe holds
+    assert run_ranks(2, "parallel_entries:expects", [str(len(text))], text.encode()) == 0
 
 
-def test_a_number_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", PROMPT, "--parallel", "0"]) != 0
-    assert "at least 1" in capsys.readouterr().err
+@posix
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_ends_ranks_that_start(name: str) -> None:
+    number, to_group, code = SIGNALS[name]
+    processes = start([parallel_entries.__file__, "sleeps"])
+    try:
+        seconds = processes.send(number, to_group)
+        print(f"{name}: all ended after {seconds:.2f} s")
+        assert processes.parent.returncode == code
+        assert processes.complaints() == ""
+    finally:
+        processes.close()
+
+
+@posix
+def test_an_interrupt_keeps_what_was_generated() -> None:
+    """What Ctrl-C sends to all processes of a terminal."""
+    processes = start(GENERATE)
+    try:
+        reach(processes, "generating")
+        seconds = processes.send(*SIGNALS["Ctrl-C"][:2])
+        print(f"all ended after {seconds:.2f} s")
+        assert processes.parent.returncode == 130
+        assert processes.printed() != ""
+        assert complaints(processes) == []
+    finally:
+        processes.close()
+
+
+@posix
+def test_ranks_that_wait_for_another_end_with_their_parent() -> None:
+    """Which is killed and cannot tell them; the other signals, and phases, are those of `make test-parallel`."""
+    processes = start(GENERATE)
+    try:
+        reach(processes, "waiting")
+        seconds = processes.send(signal.SIGKILL)
+        print(f"all ended after {seconds:.2f} s")
+        assert complaints(processes) == []
+    finally:
+        processes.close()
+
+
+@posix
+def test_a_rank_ends_with_the_pipe_of_its_parent() -> None:
+    """Where the kernel does not see to it."""
+    sentinel, held = os.pipe()
+    code = f"import time; from lookahead.parallel.rank import end_after; print(1, flush=True); end_after({sentinel})"
+    with subprocess.Popen([sys.executable, "-c", code], pass_fds=[sentinel], stdout=subprocess.PIPE) as process:
+        os.close(sentinel)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        time.sleep(0.2)
+        assert process.poll() is None
+        os.close(held)
+        assert process.wait(30) == 1
+
+
+@posix
+def test_a_rank_whose_parent_died_before_it_began_ends() -> None:
+    """The parent is another process than the rank was told."""
+    sentinel, held = os.pipe()
+    command = [sys.executable, "-m", "lookahead.parallel.rank", "1", str(sentinel), "-1", "parallel_entries:sleeps"]
+    try:
+        assert subprocess.run(command, pass_fds=[sentinel], timeout=60, check=False).returncode == 1
+    finally:
+        os.close(sentinel)
+        os.close(held)
+
+
+def _folder_without_config(folder: Path) -> list[str]:
+    (folder / "model").mkdir()
+    return ["--model", str(folder / "model")]
+
+
+def _broken_config(folder: Path) -> list[str]:
+    model = folder / "model"
+    model.mkdir()
+    for file in demo_model_path().iterdir():
+        (model / file.name).write_bytes(b"{" if file.name == "config.json" else b"")
+    return ["--model", str(model)]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (lambda folder: ["--model", str(folder / "none")], "no such folder"),
+        (_folder_without_config, "it has no config.json"),
+        (_broken_config, "its config.json is not valid JSON"),
+        (lambda folder: ["--memory", str(folder / "none" / "memory.npz")], "is not supported on 2 ranks"),
+        (lambda folder: ["--memory", str(folder)], "is not supported on 2 ranks"),
+        (lambda folder: ["--device", "abacus"], "--device abacus is not known"),
+        (lambda folder: ["--parallel", "0"], "at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_ranks_start(
+    options: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*arguments: object) -> int:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(launcher, "run_ranks", never)
+    assert callable(options)
+    assert main(["generate", PROMPT, "--parallel", "2", *options(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert reason in error
+    assert len(error.splitlines()) == 1
+
+
+def test_the_process_that_starts_ranks_needs_no_torch() -> None:
+    code = (
+        "import sys; from lookahead.cli import main; "
+        "assert main(['generate', 'text', '--parallel', '2', '--model', 'nowhere']) == 2; "
+        "import lookahead.parallel.launcher; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False).returncode == 0

@@ -144,7 +144,7 @@ def generate(
     if step_budget is None and window_size is None and guess_set_size is None:
         config = ranks.scaled(config, parallel)
     settings = PromptSettings(model, config, max_new_tokens, dtype, device, json, no_color, prompt, file)
-    if parallel is not None and not ranks.started_together():
+    if parallel is not None and parallel > 1 and not ranks.started_together():
         return ranks.start_ranks(parallel, settings, context.obj)
     # Importing torch takes seconds; help texts and refused options must not wait for it.
     from lookahead.cli.generate import run

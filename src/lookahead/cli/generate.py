@@ -12,7 +12,7 @@ from lookahead.cli import exit_codes
 from lookahead.cli.decoding import Recording, decode_with_lookahead
 from lookahead.cli.loading import LoadedModel, load_model, quiet_libraries
 from lookahead.cli.prompt import Prompt, encode_prompt, read_prompt
-from lookahead.cli.ranks import joined_ranks, on_own_device
+from lookahead.cli.ranks import joined_ranks, on_own_device, stopped_by_parent
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json
 from lookahead.cli.reports import request_report, run_report
 from lookahead.cli.settings import PromptSettings
@@ -55,7 +55,8 @@ def _decode(
 ) -> Recording:
     recording = Recording()
     on_step = None if printer is None else printer.step
-    with suppress(KeyboardInterrupt):  # recording.complete stays False, and what was generated is still printed
+    # Where it is raised, recording.complete stays False, and what was generated is still printed.
+    with suppress(KeyboardInterrupt), stopped_by_parent(group):
         decode_with_lookahead(loaded, prompt, settings.config, recording, on_step, parallel=group)
     return recording
 

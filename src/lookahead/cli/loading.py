@@ -16,20 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from lookahead.cli.memory import is_out_of_memory, memory_errors_explained
+from lookahead.cli.model_folder import check_model_path
 from lookahead.cli.rendering import spinner
 from lookahead.cli.settings import ModelChoice
 from lookahead.demo import demo_model_path
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
-
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.*",
-    "*.tiktoken",
-    "spiece.model",
-)
 
 _SAMPLING_FLAGS = (
     "temperature",
@@ -99,24 +90,6 @@ def load_model(settings: ModelChoice, notes: Console) -> LoadedModel:
     )
     with spinner(notes, f"loading {path.resolve().name}"), memory:
         return _load(path, settings.dtype, device, notes)
-
-
-def check_model_path(path: Path) -> Path:
-    """Refuse a path that cannot hold a model, and say what is missing."""
-    if not path.exists():
-        raise InvalidArgumentError(
-            f"--model {path}: no such folder; give the path of a local model folder (nothing is downloaded)"
-        )
-    if not path.is_dir():
-        raise InvalidArgumentError(f"--model {path}: not a folder; give the folder that holds the model's config.json")
-    for kind, patterns in (
-        ("config.json", ("config.json",)),
-        ("weights (*.safetensors or pytorch_model*.bin)", _WEIGHT_FILES),
-        ("tokenizer files (tokenizer.json or tokenizer.model)", _TOKENIZER_FILES),
-    ):
-        if not any(any(path.glob(pattern)) for pattern in patterns):
-            raise InvalidArgumentError(f"--model {path}: not a model folder, it has no {kind}")
-    return path
 
 
 def check_device(name: str | None) -> torch.device:

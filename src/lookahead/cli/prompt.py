@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from rich.console import Console
-
-from lookahead.cli.loading import LoadedModel
 from lookahead.cli.settings import PromptSettings
 from lookahead.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from lookahead.cli.loading import LoadedModel
 
 _STDIN = "-"
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from types import FrameType
 from typing import TYPE_CHECKING
 
+from lookahead.cli.model_folder import check_model_path
 from lookahead.cli.prompt import read_prompt
 from lookahead.cli.settings import PromptSettings
 from lookahead.config import LookaheadConfig
@@ -23,11 +26,19 @@ def started_together() -> bool:
 
 
 def start_ranks(count: int, settings: PromptSettings, argv: Sequence[str]) -> int:
-    """Run the same command line as `count` ranks; the exit code."""
+    """Run the same command line as `count` ranks, after what can be refused without them; the exit code."""
     from lookahead.parallel.launcher import run_ranks
+    from lookahead.parallel.scaling import check_memory
 
+    check_memory(settings.config, count)
+    if settings.model is not None:
+        check_model_path(settings.model)
+    if settings.device not in (None, "cpu"):
+        from lookahead.cli.loading import check_device  # which takes torch to know
+
+        check_device(settings.device)
     text = read_prompt(settings)  # once, as there is one standard input
-    return run_ranks(count, [sys.executable, "-m", "lookahead", *argv], text.encode())
+    return run_ranks(count, "lookahead.cli:main", argv, text.encode())
 
 
 def scaled(config: LookaheadConfig, count: int | None) -> LookaheadConfig:
@@ -55,6 +66,23 @@ def joined_ranks() -> Iterator[ParallelGroup | None]:
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
         yield group
+
+
+@contextmanager
+def stopped_by_parent(group: ParallelGroup | None) -> Iterator[None]:
+    """Let SIGTERM raise `KeyboardInterrupt` on rank 0: so whoever started it passes Ctrl-C on."""
+    if group is None or group.rank or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def on_own_device(settings: PromptSettings) -> PromptSettings:

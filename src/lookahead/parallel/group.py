@@ -17,12 +17,13 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from lookahead.config import BUDGETED, LookaheadConfig
 from lookahead.engine import ModelRunner
-from lookahead.errors import InvalidArgumentError, ParallelError, UnsupportedArgumentError
+from lookahead.errors import InvalidArgumentError, ParallelError
 from lookahead.identity import model_identity
 from lookahead.parallel.agreement import agree, settings, share_random_state, versions
 from lookahead.parallel.exchange import Exchange
 from lookahead.parallel.monitor import Monitor
 from lookahead.parallel.runner import ParallelRunner
+from lookahead.parallel.scaling import check_memory
 from lookahead.parallel.traffic import Traffic
 from lookahead.parallel.verification import SharedVerification, walks_alone
 from lookahead.sequence import Sequence as TextSequence
@@ -87,11 +88,7 @@ class ParallelGroup:
         Raises:
             UnsupportedArgumentError: It asks for a memory that ranks could not keep equal.
         """
-        if config.memory != "request" and self.size > 1:
-            raise UnsupportedArgumentError(
-                f"memory={config.memory!r} is not supported on {self.size} ranks, which must draft alike; use "
-                'memory="request"'
-            )
+        check_memory(config, self.size)
         if config.preset in BUDGETED and config.step_budget is None:
             return replace(config, step_budget=_FIXED_BUDGET * self.size)
         return config

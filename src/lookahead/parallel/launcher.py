@@ -1,92 +1,209 @@
-"""Starts the ranks of one machine and waits for them, as `torchrun` does for many."""
+"""Starts the ranks of one machine and waits for them. None of them outlives this process, however it ends.
+
+Without torch: signals are answered at once, and the ranks can begin to load theirs.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from tempfile import TemporaryFile
+from typing import IO
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its own list
+GRACE = 3.0
+"""Seconds that rank 0 has to end by itself, with a message, after another rank has failed in good order."""
 
-GRACE = 15.0
-"""Seconds that the other ranks have to end by themselves, with a message, after one has failed."""
+INTERRUPT_GRACE = 1.0
+"""Seconds that rank 0 has to print what it has generated, after Ctrl-C."""
+
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+"""Signals that ask to end. SIGHUP is unknown on Windows."""
 
 _POLL = 0.05
+_SHOW_CURSOR = "\x1b[?25h"
 
 
-def run_ranks(count: int, command: Sequence[str], stdin: bytes | None = None, grace: float = GRACE) -> int:
-    """Run `command` as `count` processes, each told who it is as `torchrun` tells it, until all have ended.
+@dataclass(frozen=True)
+class _Rank:
+    process: subprocess.Popen[bytes]
+    errors: IO[bytes] | None  # its standard error, where that is not this process's own
 
-    Rank 0 has this process's standard output and error; the others speak through it, by the errors they cause.
+    @property
+    def code(self) -> int | None:
+        """The exit code, negative for a signal; `None` while it runs."""
+        return self.process.poll()
+
+
+def run_ranks(count: int, entry: str, arguments: Sequence[str], stdin: bytes | None = None) -> int:
+    """Run `entry` in `count` processes, each told who it is as `torchrun` tells it, until all have ended.
+
+    Rank 0 has this process's standard output and error. If another one fails, this process says so in one line, unless
+    rank 0 has said it. SIGTERM and SIGHUP end all ranks at once. SIGINT does so after rank 0 has had a moment to print
+    what it has: it gets SIGTERM. Ranks never see SIGINT, which a terminal would send to all of them.
 
     Args:
         count: How many.
-        command: The program and its arguments.
+        entry: `module:function`; the function takes the arguments and returns an exit code.
+        arguments: The arguments.
         stdin: What every rank finds on its standard input; nothing if not given.
-        grace: Seconds that ranks go on after one has failed, before they are stopped.
 
     Returns:
-        The exit code of rank 0, or if that is 0 of the first other rank that has another one.
+        The exit code of rank 0, or if that is 0 of the first other rank that has another one; 128 + the signal if one
+        ended a rank or this process was asked to end by one.
     """
-    # Kept here rather than on rank 0, so that the others can still find out what became of rank 0.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300))
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(count):
-            own = None if rank == 0 else subprocess.DEVNULL
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=own,
-                stderr=own,
-                env={**os.environ, **_environment(rank, count, store.port)},
-            )
-            ranks.append(process)
-        for process in ranks:
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):
-                process.stdin.write(stdin or b"")
-                process.stdin.close()
-        return _wait(ranks, grace)
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+    with ExitStack() as stack:
+        caught = stack.enter_context(_caught_signals())
+        ranks: list[_Rank] = []
+        stack.callback(_end, ranks)
+        # Ranks wait for its end, which comes when this process closes it or is no more.
+        sentinel, held = os.pipe()
+        stack.callback(os.close, held)
+        with open(sentinel, "rb"), socket.create_server(("127.0.0.1", 0)) as listener, _interrupts_blocked():
+            for rank in range(count):
+                ranks.append(_start(rank, count, listener, sentinel, [entry, *arguments], stdin or b"", stack))
+        return _wait(ranks, caught)
+
+
+def _start(
+    rank: int,
+    count: int,
+    listener: socket.socket,
+    sentinel: int,
+    call: Sequence[str],
+    stdin: bytes,
+    stack: ExitStack,
+) -> _Rank:
+    # Rank 0 keeps the store of the run on a socket that is open already: no port is free twice.
+    store = listener.fileno() if rank == 0 else -1
+    command = [sys.executable, "-m", "lookahead.parallel.rank", str(os.getpid()), str(sentinel), str(store), *call]
+    errors = None if rank == 0 else stack.enter_context(TemporaryFile())  # noqa: SIM115  # read when the rank has ended
+    with TemporaryFile() as source:
+        source.write(stdin)
+        source.seek(0)
+        process = subprocess.Popen(
+            command,
+            stdin=source,
+            stdout=subprocess.DEVNULL if rank else None,
+            stderr=errors,
+            env=_environment(rank, count, listener.getsockname()[1]),
+            pass_fds=[sentinel] if rank else [sentinel, store],
+        )
+    return _Rank(process, errors)
 
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:
     return {
+        # Connections that break when ranks are stopped are no news, and torch would print its stack about them.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # The store is there already, and no rank is to make one.
+        # torch is not to make the store: `lookahead.parallel.rank` does.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace: float) -> int:
-    failed_at = None
-    while any(process.poll() is None for process in ranks):
-        try:
-            time.sleep(_POLL)
-        except KeyboardInterrupt:
-            continue  # the ranks have got it too, and print what they have
-        codes = [process.poll() for process in ranks]
-        if failed_at is None and any(codes):
-            failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() - failed_at > grace:
-            stuck = [str(rank) for rank, code in enumerate(codes) if code is None]
-            print(f"error: rank {', '.join(stuck)} did not end after another had failed; stopped", file=sys.stderr)
-            break
-    codes = [process.poll() for process in ranks]
-    code = next((code for code in codes if code), 1 if None in codes else 0)
+@contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """Signals that ask this process to end, as they come; not those that it was told to ignore."""
+    caught: list[int] = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in ENDING:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, lambda number, _: caught.append(number))
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Processes that are started in here never see Ctrl-C, not even before their first line has run."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _wait(ranks: Sequence[_Rank], caught: Sequence[int]) -> int:
+    while not caught:
+        codes = [rank.code for rank in ranks]
+        if any(codes):
+            time.sleep(_POLL)  # a signal to the whole process group may have reached that rank first
+            return _interrupted(ranks, caught) if caught else _failed(ranks, caught)
+        if None not in codes:
+            return 0
+        time.sleep(_POLL)
+    return _interrupted(ranks, caught)
+
+
+def _interrupted(ranks: Sequence[_Rank], caught: Sequence[int]) -> int:
+    """The exit code after a signal; a second one does not wait."""
+    if caught[0] == signal.SIGINT:
+        ranks[0].process.terminate()
+        _wait_for(ranks[0], INTERRUPT_GRACE, caught[1:])
+    return 128 + caught[0]
+
+
+def _failed(ranks: Sequence[_Rank], caught: Sequence[int]) -> int:
+    """Say which rank has failed, if rank 0 does not, and return the exit code."""
+    number, first = next((number, rank) for number, rank in enumerate(ranks) if rank.code)
+    if (first.code or 0) > 0:
+        _wait_for(ranks[0], GRACE, caught)
+    if caught:
+        return _interrupted(ranks, caught)
+    if (ranks[0].code or 0) > 0:
+        return ranks[0].code or 0  # it has said why
+    print(f"error: rank {number} {_reason(first)}; the others were stopped", file=sys.stderr)
+    code = first.code or 0
     return 128 - code if code < 0 else code
+
+
+def _wait_for(rank: _Rank, seconds: float, caught: Sequence[int]) -> None:
+    """Wait until the rank has ended, for some seconds at most, or until a signal comes."""
+    end = time.monotonic() + seconds
+    while rank.code is None and not caught and time.monotonic() < end:
+        time.sleep(_POLL)
+
+
+def _reason(rank: _Rank) -> str:
+    code = rank.code or 0
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    lines = []
+    if rank.errors is not None:
+        rank.errors.seek(0)
+        lines = [line.strip() for line in rank.errors.read().decode(errors="replace").splitlines() if line.strip()]
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines
+    return f"failed: {said[-1].rstrip('.')}" if said else f"ended with exit code {code}"
+
+
+def _end(ranks: Sequence[_Rank]) -> None:
+    """Let no rank go on."""
+    for rank in ranks:
+        if rank.code is None:
+            rank.process.kill()
+    for rank in ranks:
+        rank.process.wait()
+    if ranks and ranks[0].process.returncode < 0 and sys.stderr.isatty():
+        print(_SHOW_CURSOR, end="", file=sys.stderr, flush=True)  # a spinner hides it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lookahead.config import LookaheadConfig
-from lookahead.errors import InvalidArgumentError
+from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
 
 def scale_config(config: LookaheadConfig, ranks: int) -> LookaheadConfig:
@@ -28,3 +28,15 @@ def scale_config(config: LookaheadConfig, ranks: int) -> LookaheadConfig:
     if config.step_budget is not None:
         return replace(config, step_budget=config.step_budget * ranks)
     return config
+
+
+def check_memory(config: LookaheadConfig, ranks: int) -> None:
+    """Refuse a memory that several ranks could not keep equal.
+
+    Raises:
+        UnsupportedArgumentError: It lives for longer than a call.
+    """
+    if config.memory != "request" and ranks > 1:
+        raise UnsupportedArgumentError(
+            f'memory={config.memory!r} is not supported on {ranks} ranks, which must draft alike; use memory="request"'
+        )

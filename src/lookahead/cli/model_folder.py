@@ -1,0 +1,51 @@
+"""What a model folder must hold, checked by its files alone: no torch, no transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lookahead.errors import InvalidArgumentError
+
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.*",
+    "*.tiktoken",
+    "spiece.model",
+)
+
+
+def check_model_path(path: Path) -> Path:
+    """Refuse a path that cannot hold a model, and say what is missing."""
+    if not path.exists():
+        raise InvalidArgumentError(
+            f"--model {path}: no such folder; give the path of a local model folder (nothing is downloaded)"
+        )
+    if not path.is_dir():
+        raise InvalidArgumentError(f"--model {path}: not a folder; give the folder that holds the model's config.json")
+    for kind, patterns in (
+        ("config.json", ("config.json",)),
+        ("weights (*.safetensors or pytorch_model*.bin)", _WEIGHT_FILES),
+        ("tokenizer files (tokenizer.json or tokenizer.model)", _TOKENIZER_FILES),
+    ):
+        if not any(any(path.glob(pattern)) for pattern in patterns):
+            raise InvalidArgumentError(f"--model {path}: not a model folder, it has no {kind}")
+    _check_config(path)
+    return path
+
+
+def _check_config(path: Path) -> None:
+    """Refuse a `config.json` that no model type could be read from."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidArgumentError(f"--model {path}: cannot read its config.json: {error.strerror}") from error
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise InvalidArgumentError(
+            f"--model {path}: its config.json is not valid JSON ({error}); copy the model again"
+        ) from error
+    if not isinstance(config, dict):
+        raise InvalidArgumentError(f"--model {path}: its config.json holds no JSON object; copy the model again")
