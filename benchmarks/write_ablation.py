@@ -282,7 +282,7 @@ def memory_section(rows: Sequence[Row]) -> list[list[str]]:
         ],
         table(head, lines),
         [
-            f"Written to a file ({file['bytes']:,} bytes, compressed) and read again, this memory drafted {same} over "
+            f"Written to a file, 88 bytes for each context known, and read again, this memory drafted {same} over "
             f"{file['steps']} steps of a new text."
         ],
     ]

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from threading import Lock
 from typing import Any, overload
 
 import numpy as np
@@ -90,6 +91,7 @@ class CostModel:
             self._ratios[bucket(size)] = [1.0] * TRUST
             self._counts[bucket(size)] = TRUST
         self._changed = True
+        self._lock = Lock()  # calls in several threads learn from their steps together
         self._table: NDArray[np.float64] = np.empty((2, 0))  # of a step of n nodes: fixed, per token
 
     @classmethod
@@ -163,6 +165,10 @@ class CostModel:
         """
         if nodes < 1 or not 0 < seconds < math.inf:
             return
+        with self._lock:
+            self._observe(nodes, context, seconds)
+
+    def _observe(self, nodes: int, context: int, seconds: float) -> None:
         place = bucket(nodes)
         expected = self._expected(nodes, context)
         pace = seconds / expected if self._pace is None else self._pace
@@ -253,11 +259,12 @@ class CostModel:
 
     def _up_to(self, most: int) -> NDArray[np.float64]:
         """The table `[2, sizes]` of fixed and per-token seconds, without the pace, at least up to `most` nodes."""
-        if self._changed or self._table.shape[1] <= most:
-            size = max(257, self._table.shape[1], 1 << most.bit_length())
-            self._table = self._build(size)
-            self._changed = False
-        return self._table
+        with self._lock:
+            if self._changed or self._table.shape[1] <= most:
+                size = max(257, self._table.shape[1], 1 << most.bit_length())
+                self._table = self._build(size)
+                self._changed = False
+            return self._table
 
     def _build(self, size: int) -> NDArray[np.float64]:
         correction = np.exp(np.interp(np.log(self._knots), _LOG_GRID, self._corrections()))

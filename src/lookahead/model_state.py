@@ -34,6 +34,11 @@ class _ModelState:
 _states: WeakKeyDictionary[PreTrainedModel, _ModelState] = WeakKeyDictionary()
 
 
+def making(model: PreTrainedModel) -> RLock:
+    """Held by the thread that makes something for `model` which other calls with it will use."""
+    return _state(model).lock
+
+
 def step_costs(model: PreTrainedModel, config: LookaheadConfig, rows: int) -> CostModel:
     """What steps of `model` cost: as learned in earlier calls, else as `lookahead tune` stored it, else a first guess.
 

@@ -23,7 +23,7 @@ from lookahead.decoder import OnStep, TreeRunner, Verify, decode, verify
 from lookahead.drafting import Drafter, NGramPool, build_drafter
 from lookahead.engine import ModelRunner, StaticLoan, TreeCache, adopt_cache, engine_model, return_cache
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
-from lookahead.model_state import draft_memory, keep_memory, neighbours, step_costs
+from lookahead.model_state import draft_memory, keep_memory, making, neighbours, step_costs
 from lookahead.output import LookaheadOutput, stack_collected, stack_texts
 from lookahead.processors import row_processors
 from lookahead.prompt_reading import tokens_to_read
@@ -73,7 +73,8 @@ def decode_request(
     check_mode(generation_config)
     check_prompt_ids(input_ids)
     check_model_inputs(model_kwargs, generation_config.use_cache)
-    engine = engine_model(model, config.pack_weights, static=config.engine != "dynamic")
+    with making(model):
+        engine = engine_model(model, config.pack_weights, static=config.engine != "dynamic")
     brought = _brought_cache(model_kwargs)
     cache = TreeCache() if brought is None else adopt_cache(brought)
     mask = _whole_mask(input_ids, model_kwargs.get("attention_mask"), generation_config)

@@ -73,7 +73,7 @@ class DraftMemory:
         with self.lock:
             arrays = self.ngrams.to_arrays() | self.acceptance.to_arrays()
         with open(path, "wb") as file:
-            np.savez_compressed(
+            np.savez(  # compressing it takes far longer than writing it
                 file,
                 allow_pickle=False,
                 format=np.array(_FORMAT, dtype=np.int64),

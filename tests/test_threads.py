@@ -1,0 +1,130 @@
+"""Several threads with one model object: the first calls, when all that is kept for a model is made, and many more."""
+
+import copy
+import os
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from time import sleep
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import lookahead
+from lookahead import LookaheadConfig, model_state
+from lookahead.cost_model import CostModel
+from lookahead.drafting import DraftMemory
+from lookahead.identity import model_identity
+from lookahead.model_state import draft_memory, keep_memory, neighbours, step_costs
+from model_zoo import VOCAB_SIZE, build
+
+THREADS = 8
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return copy.deepcopy(build("llama"))
+
+
+def prompts(count: int) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randint(VOCAB_SIZE, (count, 6), generator=random)
+    return [row.repeat(2)[None] for row in rows]  # something to draft from
+
+
+def in_threads(work: Callable[[int], Any], tasks: int) -> list[Any]:
+    """The results of `work(0)`, `work(1)`, ..., of which the first ones begin at the same time."""
+    barrier = Barrier(THREADS)
+
+    def run(task: int) -> Any:
+        if task < THREADS:
+            barrier.wait(60)
+        return work(task)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(run, range(tasks)))
+
+
+# Greedy alone: seeds of sampling set torch's one generator, from which all threads would draw in turns.
+@pytest.mark.parametrize("scope", ["file", "process"])
+def test_a_memory_shared_by_threads(model: PreTrainedModel, tmp_path: Path, scope: str) -> None:
+    calls = 200 if scope == "file" else 64
+    texts, path = prompts(calls), tmp_path / "memory.npz"
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = [model.generate(text, **options) for text in texts]
+    config = LookaheadConfig(memory=path if scope == "file" else "process", step_budget=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a save that failed
+        outputs = in_threads(
+            lambda task: lookahead.generate(model, texts[task], lookahead_config=config, **options), calls
+        )
+    assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True))
+    if scope == "file":
+        memory = DraftMemory.load(path, model_identity(model))
+        assert min(memory.ngrams.statistics().entries) > 0
+        # What every call learned is there: each has asked what follows its prompt. A full set may have forgotten one.
+        contexts = torch.cat(texts)[:, -memory.ngrams.orders :].flip(1).numpy()
+        found, _, _ = memory.ngrams.lookup(contexts)
+        assert (~found[:, -1]).sum() <= 2
+        assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"preset": "paper"}, {"pack_weights": True}, {"engine": "static"}, {"memory": "process"}],
+    ids=str,
+)
+def test_first_calls_at_the_same_time(model: PreTrainedModel, config: dict[str, Any]) -> None:
+    texts = prompts(2 * THREADS)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = [model.generate(text, **options) for text in texts]
+    outputs = in_threads(
+        lambda task: lookahead.generate(model, texts[task], lookahead_config=LookaheadConfig(**config), **options),
+        len(texts),
+    )
+    assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True))
+
+
+@pytest.mark.parametrize("scope", ["process", "memory.npz"])
+def test_what_is_kept_for_a_model_is_made_once(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scope: str
+) -> None:
+    def slow(make: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_and_make(*arguments: Any) -> Any:
+            sleep(0.05)  # long enough for all the others to come
+            return make(*arguments)
+
+        return wait_and_make
+
+    monkeypatch.chdir(tmp_path)
+    config = LookaheadConfig(memory=scope)
+    draft_memory(model, config)
+    keep_memory(model, config, draft_memory(model, config))  # a file to be read
+    other = copy.deepcopy(model)
+    for name in ("CostStore", "Neighbours", "DraftMemory", "MemoryFile"):
+        monkeypatch.setattr(model_state, name, slow(getattr(model_state, name)))
+    made = in_threads(lambda _: (step_costs(other, config, 1), neighbours(other), draft_memory(other, config)), THREADS)
+    for kind in zip(*made, strict=True):
+        assert len({id(kept) for kept in kind}) == 1
+
+
+def test_a_cost_model_learns_in_threads() -> None:
+    """Sizes that grow the table while others look up in it, and steps observed by all."""
+    costs = CostModel.prior()
+
+    def work(task: int) -> bool:
+        for step in range(200):
+            nodes = 1 + (step * (task + 1)) % 2000
+            costs.observe(1 + step % 64, 100, 0.01 * (1 + 0.01 * (step % 64)))
+            times = costs.step_time(np.arange(1, nodes + 1), 100)
+            if len(times) != nodes or (np.diff(times) < -1e-9).any():
+                return False
+        return True
+
+    assert all(in_threads(work, THREADS))
+    assert costs.evidence(1) >= THREADS * 200 // 64
