@@ -13,6 +13,7 @@ from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadOutput
 from lookahead.cost_model import CostModel
 from lookahead.cost_store import CostStore, StoredCost, describe_setting
 from lookahead.drafting import DraftMemory
+from lookahead.identity import model_identity
 from model_zoo import build
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
@@ -72,6 +73,17 @@ def test_a_memory_in_a_file_goes_on_in_another_process(model: PreTrainedModel, t
     assert not [file for file in path.parent.iterdir() if file != path]
 
 
+def test_two_model_objects_with_one_file_keep_what_both_learned(model: PreTrainedModel, tmp_path: Path) -> None:
+    """As two processes with one file: both have read it before either writes."""
+    path, other = tmp_path / "memory.npz", copy.deepcopy(model)
+    config = LookaheadConfig(memory=path, step_budget=16)
+    texts = [torch.tensor([[5 + row, 7, 11, 13 + row]]) for row in range(4)]
+    for row, text in enumerate(texts):
+        lookahead.generate((model, other)[row % 2], text, lookahead_config=config, max_new_tokens=4, do_sample=False)
+    kept = DraftMemory.load(path, model_identity(model))
+    assert kept.ngrams.lookup(torch.cat(texts).flip(1).numpy())[0].all()
+
+
 def test_a_memory_of_another_model_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
     path = tmp_path / "memory.npz"
     run(model, memory=path)
@@ -96,7 +108,7 @@ def test_a_disk_that_fills_up_costs_no_text(
         raise OSError("no space left on device")
 
     monkeypatch.setattr(DraftMemory, "save", full)
-    with pytest.warns(UserWarning, match=r"memory\.npz.*could not be written"):
+    with pytest.warns(lookahead.LookaheadWarning, match=r"memory\.npz.*could not be written"):
         run(model, memory=tmp_path / "memory.npz")
 
 

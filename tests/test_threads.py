@@ -10,14 +10,12 @@ from threading import Barrier
 from time import sleep
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig, model_state
-from lookahead.cost_model import CostModel
 from lookahead.drafting import DraftMemory
 from lookahead.identity import model_identity
 from lookahead.model_state import draft_memory, keep_memory, neighbours, step_costs
@@ -111,20 +109,3 @@ def test_what_is_kept_for_a_model_is_made_once(
     made = in_threads(lambda _: (step_costs(other, config, 1), neighbours(other), draft_memory(other, config)), THREADS)
     for kind in zip(*made, strict=True):
         assert len({id(kept) for kept in kind}) == 1
-
-
-def test_a_cost_model_learns_in_threads() -> None:
-    """Sizes that grow the table while others look up in it, and steps observed by all."""
-    costs = CostModel.prior()
-
-    def work(task: int) -> bool:
-        for step in range(200):
-            nodes = 1 + (step * (task + 1)) % 2000
-            costs.observe(1 + step % 64, 100, 0.01 * (1 + 0.01 * (step % 64)))
-            times = costs.step_time(np.arange(1, nodes + 1), 100)
-            if len(times) != nodes or (np.diff(times) < -1e-9).any():
-                return False
-        return True
-
-    assert all(in_threads(work, THREADS))
-    assert costs.evidence(1) >= THREADS * 200 // 64

@@ -8,6 +8,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import (
     InvalidArgumentError,
     LookaheadError,
+    LookaheadWarning,
     ParallelError,
     UnsupportedArgumentError,
     UnsupportedModelError,
@@ -29,6 +30,7 @@ __all__ = [
     "LookaheadConfig",
     "LookaheadError",
     "LookaheadOutput",
+    "LookaheadWarning",
     "NGramPool",
     "ParallelError",
     "Statistics",
