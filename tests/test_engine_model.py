@@ -1,4 +1,4 @@
-"""The engine's twin of a model: faster, the same numbers, and nothing done to the model itself."""
+"""The engine's clone of a model: faster, the same numbers, and nothing done to the model itself."""
 
 import copy
 import gc
@@ -57,10 +57,10 @@ def drafted_tree(tokens: list[int]) -> TokenTree:
 def test_the_model_itself_is_not_touched(pack_weights: bool) -> None:
     model = grouped_llama()
     before = state_of(model)
-    twin = engine_model(model, pack_weights)
-    assert twin is not model
-    assert twin.config._attn_implementation == FOLDED_SDPA
-    assert any(isinstance(module, PackedLinear) for module in twin.modules()) == pack_weights
+    clone = engine_model(model, pack_weights)
+    assert clone is not model
+    assert clone.config._attn_implementation == FOLDED_SDPA
+    assert any(isinstance(module, PackedLinear) for module in clone.modules()) == pack_weights
     lookahead.generate(model, PROMPT, lookahead_config=LookaheadConfig(pack_weights=pack_weights), **GREEDY)
     assert state_of(model) == before
 
@@ -108,7 +108,7 @@ def test_replaced_modules_and_settings_are_followed() -> None:
     model.model.layers[0].mlp = copy.deepcopy(model.model.layers[1].mlp)
     second = engine_model(model)
     assert second is not first
-    model.config.hidden_act = "gelu"  # nobody reads it any more, but a twin cannot know
+    model.config.hidden_act = "gelu"  # nobody reads it any more, but a clone cannot know
     assert engine_model(model) is not second
     model.set_attn_implementation("eager")
     assert engine_model(model) is model
@@ -132,7 +132,7 @@ def test_hooks_are_called() -> None:
     assert calls
 
 
-def test_the_twin_goes_when_the_model_goes() -> None:
+def test_the_clone_goes_when_the_model_goes() -> None:
     model = grouped_llama()
     lookahead.attach(model)
     model.generate(PROMPT, lookahead_config=PACKED, **GREEDY)

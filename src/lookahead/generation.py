@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
-from functools import wraps
+from functools import update_wrapper
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +28,10 @@ from lookahead.request import decode_request
 
 if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
+
+
+_GENERATE_ARGUMENTS = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
+"""Names of what may be passed by position, without self."""
 
 
 def generate(
@@ -109,6 +112,11 @@ def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Non
     Pipelines and other callers of `model.generate` work on unchanged; calls may still pass their own
     `lookahead_config`. A call with `custom_generate` goes to transformers as if nothing were attached.
 
+    Deep copies of an attached model are attached as well, with the same configuration and to their own weights; so is
+    what `pickle` or `torch.load` makes of one that was saved whole, which takes this library to load. A shallow copy
+    (`copy.copy`) shares all of the model, `generate` included: attach it anew to let it decode by settings of its own.
+    What `save_pretrained` writes knows nothing of it.
+
     Args:
         model: A causal language model of transformers.
         config: How to draft; the default configuration if not given.
@@ -119,24 +127,43 @@ def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Non
     """
     attached = check_config(config)
     model = _language_model_or_wrapper(model)
-    plain: Callable[..., Any] = type(model).generate
-    names = list(inspect.signature(GenerationMixin.generate).parameters)[1:]  # without self
-
-    @wraps(plain)
-    def generate_with_lookahead(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("custom_generate") is not None:
-            return plain(model, *args, **kwargs)
-        kwargs.update(zip(names, args, strict=False))
-        kwargs.setdefault("lookahead_config", attached)
-        return generate(model, **kwargs)
-
     # The way transformers binds the `generate` of a repository: an attribute of the object, over the class's method.
-    model.generate = generate_with_lookahead
+    model.generate = AttachedGenerate(model, attached)
 
 
 def detach(model: PreTrainedModel) -> None:
     """Give `model` its own `generate` back. A model that nothing is attached to stays as it is."""
     getattr(model, "_orig_mod", model).__dict__.pop("generate", None)
+
+
+class AttachedGenerate:
+    """The `generate` of an attached model.
+
+    An object, where a closure would do to call it: `copy.deepcopy` and `pickle` follow its reference to the model as
+    they follow any other, so that in a copy of the model it refers to the copy.
+
+    Args:
+        model: The model whose attribute this is, or the wrapper.
+        config: How to draft.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: LookaheadConfig) -> None:
+        self.__setstate__((model, config))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As `model.generate`."""
+        if kwargs.get("custom_generate") is not None:
+            return type(self._model).generate(self._model, *args, **kwargs)
+        kwargs.update(zip(_GENERATE_ARGUMENTS, args, strict=False))
+        kwargs.setdefault("lookahead_config", self._config)
+        return generate(self._model, **kwargs)
+
+    def __getstate__(self) -> tuple[PreTrainedModel, LookaheadConfig]:
+        return self._model, self._config
+
+    def __setstate__(self, state: tuple[PreTrainedModel, LookaheadConfig]) -> None:
+        self._model, self._config = state
+        update_wrapper(self, type(self._model).generate)  # its name, its documentation and its signature
 
 
 def _is_prepared(kwargs: dict[str, Any]) -> bool:

@@ -27,11 +27,16 @@ def loop_arrays(*arrays: NDArray[Any]) -> list[Any]:
     return list(arrays) if IS_COMPILED else [array.data for array in arrays]
 
 
-def compiled(function: Function) -> Function:
-    """Compile `function` at its first call, if numba is there. It keeps to loops over numpy arrays and numbers."""
+def compiled(function: Function, releases_gil: bool = False) -> Function:
+    """Compile `function` at its first call, if numba is there. It keeps to loops over numpy arrays and numbers.
+
+    Args:
+        function: The loop.
+        releases_gil: Let other threads run meanwhile: only for loops over arrays that no other thread writes to.
+    """
     if _numba is None:
         return function
     try:
-        return cast(Function, _numba.njit(cache=True)(function))
+        return cast(Function, _numba.njit(cache=True, nogil=releases_gil)(function))
     except RuntimeError:  # there is no folder that compiled code could be kept in
-        return cast(Function, _numba.njit(function))
+        return cast(Function, _numba.njit(nogil=releases_gil)(function))

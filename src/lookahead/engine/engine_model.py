@@ -1,4 +1,4 @@
-"""Which module the engine runs for a model: the model itself, or a twin of it that is faster here."""
+"""Which module the engine runs for a model: the model itself, or a clone of it that is faster here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from lookahead.engine.folded_attention import FOLDED_SDPA
 from lookahead.engine.model_check import check_model
 from lookahead.engine.model_runner import ModelRunner
 from lookahead.engine.packed_linear import check_packing
+from lookahead.engine.preserved_state import preserved_state
+from lookahead.engine.shared_clone import SharedClone, can_be_cloned, structure
 from lookahead.engine.trial import agree, trial_logits
-from lookahead.engine.twin import Twin, can_have_twin
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
-_twins: WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], Twin | None]] = WeakKeyDictionary()
-"""What was made for each model; `None` for a twin that did not do what the model does."""
+_Known = tuple[list[object], SharedClone | None]
+
+_clones: WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], _Known]] = WeakKeyDictionary()
+"""For each model and setting the structure that a clone was made of, and the clone; `None` in its place where it did
+not do what the model does."""
 
 
 def engine_model(model: PreTrainedModel, pack_weights: bool = False, static: bool = False) -> PreTrainedModel:
@@ -39,25 +43,36 @@ def engine_model(model: PreTrainedModel, pack_weights: bool = False, static: boo
         return model
     if pack_weights:
         _check_packing(model)
-    elif not can_have_twin(model):
+    elif not can_be_cloned(model):
         return model
-    settings = (model.config._attn_implementation, attention, model.dtype, pack_weights)
-    twins = _twins.setdefault(model, {})
-    twin = twins.get(settings)
-    if twin is not None and not twin.fits(model):
-        del twin, twins[settings]  # before a new one is made: packed weights are large
-    if settings not in twins:
-        twins[settings] = _tried_twin(model, attention, pack_weights)
-    twin = twins[settings]
-    if twin is None:
+    clone = _clone_for(model, attention, pack_weights)
+    if clone is None:
         if pack_weights:
             raise UnsupportedArgumentError(
                 f"pack_weights=True cannot be had for this {type(model).__name__}: with packed weights it did not "
                 "compute what it computes without; use pack_weights=False"
             )
         return model
-    twin.refresh(model)
-    return twin.module
+    return clone.module
+
+
+def _clone_for(model: PreTrainedModel, attention: str | None, pack_weights: bool) -> SharedClone | None:
+    """The clone that is kept for these settings, brought up to date; a new one if there is none that fits."""
+    settings = (model.config._attn_implementation, attention, model.dtype, pack_weights)
+    known = _clones.setdefault(model, {})
+    parts = structure(model, pack_weights)
+    if settings in known and known[settings][0] == parts:
+        clone = known[settings][1]
+        if clone is not None:
+            clone.refresh(model)
+        return clone
+    known.pop(settings, None)
+    if pack_weights:  # packed weights are large: the old ones go before there are new ones
+        for other in [other for other in known if other[-1]]:
+            del known[other]
+    clone = _tried_clone(model, attention, pack_weights)
+    known[settings] = (parts, clone)
+    return clone
 
 
 def _attention_for_trees(model: PreTrainedModel, static: bool) -> str | None:
@@ -85,27 +100,27 @@ def _check_packing(model: PreTrainedModel) -> None:
         raise UnsupportedArgumentError(
             f"pack_weights=True is for models on the CPU; this {name} is on {model.device}: use pack_weights=False"
         )
-    if not can_have_twin(model):
+    if not can_be_cloned(model):
         raise UnsupportedArgumentError(
             f"pack_weights=True cannot be had for this {name}: it was compiled, or a hook stands in for the forward "
             "pass of one of its modules; use pack_weights=False"
         )
 
 
-def _tried_twin(model: PreTrainedModel, attention: str | None, pack_weights: bool) -> Twin | None:
-    """A twin that does what the model does; `None` if there is none."""
+def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bool) -> SharedClone | None:
+    """A clone that does what the model does; `None` if there is none."""
     if attention is not None:
         (tree_attention if attention == tree_attention.NAME else folded_attention).register()
-    twin = Twin(model, attention, pack_weights)
-    try:
-        check_model(twin.module)
-    except UnsupportedModelError:
-        return None
-    with torch.no_grad():
-        same = agree(_plain_logits(twin.module), _plain_logits(model), model.dtype) and agree(
-            trial_logits(ModelRunner(twin.module, 1)), trial_logits(ModelRunner(model, 1)), model.dtype
+    clone = SharedClone(model, attention, pack_weights)
+    with preserved_state(model), torch.no_grad():
+        try:
+            check_model(clone.module)
+        except UnsupportedModelError:
+            return None
+        same = agree(_plain_logits(clone.module), _plain_logits(model), model.dtype) and agree(
+            trial_logits(ModelRunner(clone.module, 1)), trial_logits(ModelRunner(model, 1)), model.dtype
         )
-    return twin if same else None
+    return clone if same and not clone.keeps_state(model) else None
 
 
 def _plain_logits(model: PreTrainedModel) -> torch.Tensor:

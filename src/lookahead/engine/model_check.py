@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from lookahead.engine.masks import MaskBuilder
 from lookahead.engine.model_runner import ModelRunner
+from lookahead.engine.preserved_state import preserved_state
 from lookahead.errors import UnsupportedModelError
 from lookahead.token_tree import TokenTree
 
@@ -90,7 +91,7 @@ def _try_trees(model: PreTrainedModel) -> None:
     it begins with other tokens: a-b must read as before, and the other branch must not.
     """
     name = type(model).__name__
-    with torch.no_grad():
+    with torch.no_grad(), preserved_state(model):
         try:
             before, twin = _branches(model, same=True)
             after, other = _branches(model, same=False)

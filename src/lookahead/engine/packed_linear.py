@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from lookahead.engine.fingerprint import fingerprint
 from lookahead.errors import UnsupportedArgumentError
 
 _ROWS = 16
 """Rows that the order is chosen for; it serves other numbers of rows as well."""
 
-_SAMPLES = 64
+PACKED_WEIGHT = "_packed_weight"
+"""The attribute that is a `PackedLinear`'s own; all others are those of the layer that it stands for."""
 
 
 class PackedLinear(torch.nn.Linear):
@@ -19,17 +22,54 @@ class PackedLinear(torch.nn.Linear):
     In bfloat16 the results are the same bits; in float32 sums are rounded in another order.
     """
 
-    _packed: torch.Tensor
-    _sample: torch.Tensor
+    _packed_weight: PackedWeight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
+        packed = self._packed_weight.values
+        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, packed, self.bias, "none", [], "")
         return output
 
     def is_current(self) -> bool:
-        """Whether the weight still holds what was packed, as far as samples of it tell."""
-        return torch.equal(_sample(self.weight), self._sample)
+        """Whether the packed copy holds what the weight holds now; reads all of the weight."""
+        packed = vars(self).get(PACKED_WEIGHT)
+        return packed is not None and packed.is_of(self.weight)
+
+    def pack(self) -> None:
+        """Pack the weight as it is now."""
+        vars(self).pop(PACKED_WEIGHT, None)  # before there is a second one
+        vars(self)[PACKED_WEIGHT] = PackedWeight(self.weight)
+
+
+class PackedWeight:
+    """A weight in another order, and what tells whether it is still that weight.
+
+    Nothing that torch notes of a tensor proves that its values are what they were. Writing through `.data`, a numpy
+    array or shared memory leaves version counter and address alone, tensors made in inference mode have no version,
+    and memory that was freed is handed out again at the same address. So it is the bits themselves that are compared,
+    by their fingerprint: a pass over the weights for each call, about as long as a step of one token. If they are
+    equal, it does not matter what happened to the tensor.
+
+    Args:
+        weight: `[out_features, in_features]`, of a type that `can_pack` accepts.
+
+    Attributes:
+        values: What the product is computed with; opaque.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        weight = weight.detach()
+        self._kind = _kind(weight)
+        self._fingerprint = fingerprint(weight)
+        self.values: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+
+    def is_of(self, weight: torch.Tensor) -> bool:
+        """Whether `weight` holds the bits that were packed."""
+        return self._kind == _kind(weight) and np.array_equal(self._fingerprint, fingerprint(weight))
+
+
+def _kind(weight: torch.Tensor) -> tuple[object, ...]:
+    return weight.shape, weight.dtype
 
 
 def check_packing() -> None:
@@ -56,18 +96,3 @@ def can_pack(module: torch.nn.Module) -> bool:
     if weight.dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return weight.dtype == torch.float32
-
-
-def pack(linear: torch.nn.Linear) -> PackedLinear:
-    """A packed layer with the weight of `linear`; its attributes are for the caller to take over."""
-    packed = PackedLinear.__new__(PackedLinear)
-    weight = linear.weight.detach()
-    vars(packed)["_packed"] = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
-    vars(packed)["_sample"] = _sample(weight).clone()
-    return packed
-
-
-def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """Some values from all over a weight: a change of the whole of it, as merging an adapter makes, shows there."""
-    values = weight.detach().flatten()
-    return values[:: max(1, values.numel() // _SAMPLES)]

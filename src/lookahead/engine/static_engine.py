@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 from lookahead.engine.graph_recorder import recorder_for
 from lookahead.engine.model_runner import ModelRunner
 from lookahead.engine.position_limit import PositionLimit
+from lookahead.engine.shared_clone import can_be_cloned
 from lookahead.engine.static_cache import LayerShape, layer_shapes
 from lookahead.engine.static_steps import SMALLEST_TREE, StaticSteps, pass_sizes, rounded
 from lookahead.engine.tree_cache import TreeCache
 from lookahead.engine.trial import TRIAL_LENGTH, agree, trial_logits
-from lookahead.engine.twin import can_have_twin
 
 Shapes = tuple[LayerShape | None, ...]
 
@@ -88,7 +88,7 @@ def _is_free_of_python(model: PreTrainedModel) -> bool:
     """
     return (
         model.device.type != "meta"
-        and can_have_twin(model)
+        and can_be_cloned(model)
         and PositionLimit(model.config).changes_after is None
         and not any(
             module._forward_hooks or module._forward_pre_hooks or type(module).__module__.startswith("peft.")

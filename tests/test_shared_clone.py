@@ -1,0 +1,411 @@
+"""What is kept for a model follows it: whatever is done to the model between two calls, the second one does as well."""
+
+import copy
+import gc
+import operator
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.engine import engine_model
+from lookahead.engine.fingerprint import _KEYS, _add_up, _add_up_arrays, fingerprint
+from lookahead.engine.packed_linear import PackedLinear
+from lookahead.engine.preserved_state import preserved_state
+
+PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
+PACKED = LookaheadConfig(pack_weights=True)
+CONTEXT = 48
+LENGTHS = {
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 6.0],
+        "original_max_position_embeddings": CONTEXT,
+    },
+}
+
+
+def llama(tied: bool = False, **settings: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+        tie_word_embeddings=tied,
+        **settings,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def ours(model: PreTrainedModel, config: LookaheadConfig | None = None, new: int = 24) -> torch.Tensor:
+    return lookahead.generate(model, PROMPT, lookahead_config=config, max_new_tokens=new, do_sample=False)
+
+
+def plain(model: PreTrainedModel, new: int = 24) -> torch.Tensor:
+    return model.generate(PROMPT, max_new_tokens=new, do_sample=False)
+
+
+def tokens_of(model: PreTrainedModel) -> list[int]:
+    """Those that the model writes: a change of their rows changes the text."""
+    return sorted(set(plain(model)[0, PROMPT.shape[1] :].tolist()))
+
+
+def row_through_data(model: PreTrainedModel) -> None:
+    model.lm_head.weight.data[tokens_of(model)[0]] = 0
+
+
+def row_without_gradients(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.lm_head.weight[tokens_of(model)[0]] = 0
+
+
+def row_through_numpy(model: PreTrainedModel) -> None:
+    model.lm_head.weight.detach().numpy()[tokens_of(model)[0]] = 0
+
+
+def swapped_rows(model: PreTrainedModel) -> None:
+    rows = tokens_of(model)[:2]
+    model.lm_head.weight.data[rows] = model.lm_head.weight.data[rows[::-1]]
+
+
+def columns_in_inference_mode(model: PreTrainedModel) -> None:
+    with torch.inference_mode():
+        model.lm_head.weight[:, 20:40] *= -1
+
+
+def signs(model: PreTrainedModel) -> None:
+    """One column of two: in words of 64 bits, no more than the highest bit."""
+    model.lm_head.weight.data[:, 1::2] *= -1
+
+
+def other_memory(model: PreTrainedModel) -> None:
+    weight = model.lm_head.weight
+    weight.data = weight.data.flip(0).contiguous()
+
+
+def other_parameter(model: PreTrainedModel) -> None:
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
+
+
+def loaded(model: PreTrainedModel) -> None:
+    state = {name: weight.clone() for name, weight in model.state_dict().items()}
+    state["lm_head.weight"][tokens_of(model)] = 0
+    model.load_state_dict(state)
+
+
+def optimiser_step(model: PreTrainedModel) -> None:
+    optimiser = torch.optim.SGD([model.lm_head.weight], lr=1.0)
+    model(input_ids=PROMPT, labels=PROMPT).loss.backward()
+    optimiser.step()
+
+
+CHANGES = [
+    row_through_data,
+    row_without_gradients,
+    row_through_numpy,
+    swapped_rows,
+    columns_in_inference_mode,
+    signs,
+    other_memory,
+    other_parameter,
+    loaded,
+    optimiser_step,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_part_of_a_packed_weight_changes(change: Callable[[PreTrainedModel], None]) -> None:
+    model = llama()
+    before = plain(model)
+    assert torch.equal(ours(model, PACKED), before)
+    change(model)
+    expected = plain(model)
+    assert not torch.equal(expected, before), "the change must change the text"
+    assert torch.equal(ours(model, PACKED), expected)
+
+
+def test_a_packed_weight_is_tied_to_the_embedding() -> None:
+    model = llama(tied=True)
+    before = ours(model, PACKED)
+    model.get_input_embeddings().weight.data[tokens_of(model)] = 0
+    assert not torch.equal(plain(model), before)
+    assert torch.equal(ours(model, PACKED), plain(model))
+
+
+def test_weights_of_inference_mode() -> None:
+    """They have no version that would tell of a change."""
+    with torch.inference_mode():
+        model = llama()
+        before = ours(model, PACKED)
+        row_through_data(model)
+        expected = plain(model)
+        assert not torch.equal(expected, before)
+        assert torch.equal(ours(model, PACKED), expected)
+
+
+class Negated(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return -weight
+
+
+def test_a_layer_that_becomes_another() -> None:
+    """In place: the same object has another class and no weight any more."""
+    model = llama()
+    before = ours(model, PACKED)
+    torch.nn.utils.parametrize.register_parametrization(model.lm_head, "weight", Negated())
+    assert not torch.equal(plain(model), before)
+    assert torch.equal(ours(model, PACKED), plain(model))
+    assert not isinstance(engine_model(model, pack_weights=True).lm_head, PackedLinear)
+
+
+def test_only_what_changed_is_packed_anew() -> None:
+    model = llama()
+    clone = engine_model(model, pack_weights=True)
+    head, other = clone.lm_head._packed_weight, clone.model.layers[0].mlp.up_proj._packed_weight
+    assert engine_model(model, pack_weights=True) is clone
+    assert clone.lm_head._packed_weight is head
+    row_through_data(model)
+    assert engine_model(model, pack_weights=True) is clone
+    assert clone.lm_head._packed_weight is not head
+    assert clone.model.layers[0].mlp.up_proj._packed_weight is other
+
+
+def test_one_set_of_packed_weights_at_a_time() -> None:
+    model = llama()
+    packed = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        layer = engine_model(model.to(dtype), pack_weights=True).lm_head
+        assert layer._packed_weight.values.dtype == dtype
+        packed.append(weakref.ref(layer))
+        del layer
+    gc.collect()
+    assert [layer() is None for layer in packed] == [True, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (40, 1000), (64, 1024)])
+def test_fingerprints_tell_tensors_apart(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    first = fingerprint(tensor)
+    assert np.array_equal(first, fingerprint(tensor.clone()))
+    assert np.array_equal(first, fingerprint(tensor.t().contiguous().t())), "the same values, however they lie"
+    for place in {0, tensor.numel() // 2, tensor.numel() - 1}:
+        changed = tensor.clone()
+        changed.view(-1)[place] *= -1
+        assert not np.array_equal(first, fingerprint(changed))
+    for step in range(1, 5):
+        for begin in range(step):
+            changed = tensor.clone()
+            changed.view(-1)[begin::step] *= -1
+            assert torch.equal(changed, tensor) == np.array_equal(first, fingerprint(changed))
+
+
+def test_fingerprints_are_those_of_a_brute_force_sum() -> None:
+    words = np.random.default_rng(0).integers(1 << 32, size=(7, len(_KEYS)), dtype=np.uint32)
+    keys = [int(key) for key in _KEYS]
+    expected = [sum(map(operator.mul, row, keys)) % (1 << 64) for row in words.tolist()]
+    assert fingerprint(torch.from_numpy(words.view(np.int32))).tolist() == [*expected, 0]
+    sums = np.empty(7, dtype=np.uint64)
+    for add_up in (_add_up, _add_up_arrays):
+        sums[:] = 0
+        with np.errstate(over="ignore"):
+            add_up(words, _KEYS, sums)
+        assert sums.tolist() == expected
+
+
+def assigned(rotary: torch.nn.Module) -> None:
+    rotary.inv_freq = rotary.inv_freq * 3
+
+
+def registered(rotary: torch.nn.Module) -> None:
+    rotary.register_buffer("inv_freq", rotary.inv_freq * 3, persistent=False)
+
+
+def in_place(rotary: torch.nn.Module) -> None:
+    rotary.inv_freq *= 3
+
+
+def scaled(rotary: torch.nn.Module) -> None:
+    rotary.attention_scaling = 1.5
+
+
+@pytest.mark.parametrize("config", [None, PACKED], ids=["default", "packed"])
+@pytest.mark.parametrize("change", [assigned, registered, in_place, scaled])
+def test_buffers_are_the_models(change: Callable[[torch.nn.Module], None], config: LookaheadConfig | None) -> None:
+    model = llama()
+    before = plain(model)
+    assert torch.equal(ours(model, config), before)
+    change(model.model.rotary_emb)
+    assert not torch.equal(plain(model), before), "the change must change the text"
+    assert torch.equal(ours(model, config), plain(model))
+
+
+class Scaled(torch.nn.Linear):
+    """A layer with a weight, a buffer and a submodule."""
+
+    def __init__(self, inner: torch.nn.Linear) -> None:
+        super().__init__(inner.in_features, inner.out_features)
+        self.inner = inner
+        self.register_buffer("factor", torch.ones(()), persistent=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(input) * self.factor
+        return output
+
+
+@pytest.mark.parametrize("config", [None, PACKED], ids=["default", "packed"])
+def test_buffers_beside_weights_are_the_models(config: LookaheadConfig | None) -> None:
+    model = llama()
+    model.model.layers[0].mlp.down_proj = Scaled(model.model.layers[0].mlp.down_proj)
+    before = ours(model, config)
+    assert torch.equal(before, plain(model))
+    model.model.layers[0].mlp.down_proj.factor = torch.tensor(-3.0)
+    assert not torch.equal(plain(model), before)
+    assert torch.equal(ours(model, config), plain(model))
+
+
+@pytest.mark.parametrize("config", [None, PACKED], ids=["default", "packed"])
+def test_another_number_type_and_back(config: LookaheadConfig | None) -> None:
+    model = llama()
+    for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.float32):
+        model.to(dtype)
+        if config is None or dtype is not torch.float64:
+            with torch.no_grad():
+                engine = engine_model(model, pack_weights=config is not None)
+                assert torch.equal(engine(input_ids=PROMPT).logits, model(input_ids=PROMPT).logits) or config
+            assert engine.model.rotary_emb.inv_freq.dtype == model.model.rotary_emb.inv_freq.dtype
+        if dtype is torch.float32:
+            assert torch.equal(ours(model, config), plain(model))
+
+
+def rope_state(model: PreTrainedModel) -> dict[str, Any]:
+    rotary = model.model.rotary_emb
+    state = {**vars(rotary), **rotary._buffers}
+    names = ("inv_freq", "original_inv_freq", "max_seq_len_cached", "attention_scaling")
+    return {name: torch.as_tensor(state[name]).clone() for name in names if name in state}
+
+
+@pytest.mark.parametrize("config", [None, PACKED], ids=["default", "packed"])
+@pytest.mark.parametrize("kind", LENGTHS)
+@pytest.mark.parametrize("seed", range(2))
+def test_frequencies_that_follow_the_text(kind: str, seed: int, config: LookaheadConfig | None) -> None:
+    """Calls of ours and plain ones in any order leave and find what plain ones would."""
+    model = llama(max_position_embeddings=CONTEXT, rope_parameters=LENGTHS[kind])
+    reference = copy.deepcopy(model)
+    choose = random.Random(seed)
+    prompts = torch.randint(97, (1, 64), generator=torch.Generator().manual_seed(seed))
+    for _ in range(5):
+        # Prompts that are longer than the context are refused.
+        options = {"max_new_tokens": choose.choice([4, 20, 40]), "do_sample": False}
+        ids = prompts[:, : choose.choice([5, 12, 30])]
+        expected = reference.generate(ids, **options)
+        if choose.random() < 0.6:
+            text = lookahead.generate(model, ids, lookahead_config=config, **options)
+        else:
+            text = model.generate(ids, **options)
+        assert torch.equal(text, expected)
+        for name, value in rope_state(reference).items():
+            assert torch.equal(rope_state(model)[name], value), name
+
+
+def test_a_trial_does_not_put_frequencies_back() -> None:
+    model = llama(max_position_embeddings=CONTEXT, rope_parameters=LENGTHS["dynamic"])
+    plain(model, new=100)
+    before = rope_state(model)
+    engine_model(model, pack_weights=True)
+    engine_model(model)
+    assert all(torch.equal(rope_state(model)[name], value) for name, value in before.items())
+
+
+def test_preserved_state() -> None:
+    model = llama()
+    rotary = model.model.rotary_emb
+    kept, values = rotary.inv_freq, rotary.inv_freq.clone()
+    with preserved_state(model):
+        rotary.inv_freq *= 2
+        rotary.inv_freq = values * 3
+        rotary.register_buffer("another", values)
+        model.counter = 1
+        model.model.layers[0].training = True
+    assert rotary.inv_freq is kept
+    assert torch.equal(kept, values)
+    assert "another" not in rotary._buffers
+    assert not hasattr(model, "counter")
+    assert not model.model.layers[0].training
+
+
+class Counting(torch.nn.Linear):
+    """A layer whose output depends on how often it was called."""
+
+    calls = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(input)
+
+
+def test_a_model_that_keeps_a_state_among_weights_has_no_clone() -> None:
+    model = llama()
+    layer = Counting(64, 97, bias=False)
+    layer.weight = model.lm_head.weight
+    model.lm_head = layer
+    assert engine_model(model) is model
+
+
+def test_attributes_that_are_removed_are_gone() -> None:
+    model = llama()
+    model.model.layers[0].note = "set"
+    clone = engine_model(model)
+    assert clone.model.layers[0].note == "set"
+    del model.model.layers[0].note
+    assert engine_model(model) is clone
+    assert not hasattr(clone.model.layers[0], "note")
+
+
+def test_a_module_at_the_place_of_one_that_is_gone() -> None:
+    """Python gives out ids again; whoever goes by them takes a new module for the old one."""
+    model = llama()
+    for seed in range(3):
+        ours(model)
+        torch.manual_seed(seed)
+        layer = torch.nn.Linear(64, 97, bias=False)
+        del model.lm_head
+        model.lm_head = layer
+        del layer
+        assert torch.equal(ours(model), plain(model))
+        assert torch.equal(ours(model, PACKED), plain(model))
+
+
+def test_calls_leave_nothing_behind() -> None:
+    """What is kept for a model does not grow with the number of its calls."""
+
+    def bytes_alive() -> int:
+        gc.collect()
+        tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    model = llama()
+    ours(model, PACKED, new=4)
+    before = bytes_alive()
+    for length in range(2, 14):
+        ids = torch.arange(length)[None]
+        lookahead.generate(model, ids, lookahead_config=PACKED, max_new_tokens=4, do_sample=False)
+    del ids
+    assert bytes_alive() == before
