@@ -37,7 +37,6 @@ class PackedLinear(torch.nn.Linear):
 
     def pack(self) -> None:
         """Pack the weight as it is now."""
-        vars(self).pop(PACKED_WEIGHT, None)  # before there is a second one
         vars(self)[PACKED_WEIGHT] = PackedWeight(self.weight)
 
 
