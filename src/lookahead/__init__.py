@@ -1,29 +1,24 @@
 """Lookahead decoding: the same text from a causal language model, in fewer and fuller steps."""
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from lookahead.config import LookaheadConfig
-from lookahead.errors import (
-    InvalidArgumentError,
-    LookaheadError,
-    LookaheadWarning,
-    ParallelError,
-    UnsupportedArgumentError,
-    UnsupportedModelError,
-)
-from lookahead.statistics import Statistics, StepRecord
-
 if TYPE_CHECKING:
+    from lookahead.config import LookaheadConfig
     from lookahead.drafting import NGramPool
+    from lookahead.errors import (
+        InvalidArgumentError,
+        LookaheadError,
+        LookaheadWarning,
+        ParallelError,
+        UnsupportedArgumentError,
+        UnsupportedModelError,
+    )
     from lookahead.generation import attach, detach, generate
     from lookahead.output import LookaheadOutput
+    from lookahead.statistics import Statistics, StepRecord
 
-try:
-    __version__ = version("lookahead-decoding")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "unknown"
+    __version__: str
 
 __all__ = [
     "InvalidArgumentError",
@@ -43,23 +38,50 @@ __all__ = [
     "generate",
 ]
 
-_LATE = {
-    "LookaheadOutput": "lookahead.output",
-    "NGramPool": "lookahead.drafting",
-    "attach": "lookahead.generation",
-    "detach": "lookahead.generation",
-    "generate": "lookahead.generation",
+_HOMES = {
+    "InvalidArgumentError": "errors",
+    "LookaheadConfig": "config",
+    "LookaheadError": "errors",
+    "LookaheadOutput": "output",
+    "LookaheadWarning": "errors",
+    "NGramPool": "drafting",
+    "ParallelError": "errors",
+    "Statistics": "statistics",
+    "StepRecord": "statistics",
+    "UnsupportedArgumentError": "errors",
+    "UnsupportedModelError": "errors",
+    "attach": "generation",
+    "detach": "generation",
+    "generate": "generation",
 }
+
+_MODULES = ("config", "demo", "errors", "output", "parallel", "statistics")
+"""Modules of the public API, which need no import of their own."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import the doors when they are first used: torch and transformers take seconds, a configuration needs neither."""
-    if name not in _LATE:
+    """Import what is asked for when it is first used: torch and transformers take seconds, and most need neither."""
+    value: Any
+    if name in _HOMES:
+        value = getattr(import_module(f"lookahead.{_HOMES[name]}"), name)
+    elif name in _MODULES:
+        value = import_module(f"lookahead.{name}")
+    elif name == "__version__":
+        value = _version()
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_LATE[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted({*globals(), *__all__, *_MODULES})
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("lookahead-decoding")
+    except PackageNotFoundError:  # a source tree that was never installed
+        return "unknown"

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import LlamaConfig
-
 from lookahead.bench.suite import DTYPES, MethodSpec, ModelSpec, SamplingSpec, Suite, TaskSpec
 from lookahead.config import MEMORY_SCOPES, LookaheadConfig
 from lookahead.errors import InvalidArgumentError
@@ -187,6 +185,8 @@ def _model(table: Table, folders: tuple[Path, Path], exact: bool) -> ModelSpec:
 
 
 def _random(table: Table) -> dict[str, Any]:
+    from transformers import LlamaConfig  # late: it takes seconds, and what is wrong with a suite is said before
+
     known = LlamaConfig().to_dict()
     for name in table.values:
         if name not in known:

@@ -2,6 +2,25 @@
 
 from __future__ import annotations
 
-from lookahead.cli.app import main
+from collections.abc import Sequence
+
+from lookahead.cli import exit_codes
+from lookahead.cli.startup import quit_on_interrupt
 
 __all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        argv: Arguments without the program's name; those of the process, which is then all ours, when left out.
+    """
+    try:
+        if argv is None:
+            quit_on_interrupt()
+        from lookahead.cli.app import run
+
+        return run(argv)
+    except KeyboardInterrupt:
+        return exit_codes.INTERRUPTED

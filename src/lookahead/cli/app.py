@@ -7,33 +7,30 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
+from lookahead.bench.suite_file import read_suite
 from lookahead.cli import exit_codes, ranks
 from lookahead.cli import options as opt
+from lookahead.cli.model_folder import model_folder
+from lookahead.cli.prompt import read_prompt, read_prompt_or
 from lookahead.cli.settings import BenchSettings, ChatSettings, PromptSettings, TuneSettings
+from lookahead.cli.startup import raise_on_interrupt
 from lookahead.cli.versions import package_version
+from lookahead.demo import DEMO_PROMPT
 from lookahead.errors import LookaheadError
+
+DEMO = Path("demo")
+"""For `tune` another name of the demonstration model, unless there is a folder of this name."""
 
 _UsageError: Any = typer.BadParameter.__mro__[1]
 """Base class of everything typer finds wrong with a command line; typer has no public name for it."""
 
 
-class _Group(TyperGroup):
-    """Keeps broken pipes away from typer, which would turn them into exit code 1."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:
-            return _broken_pipe()
-
-
 app = typer.Typer(
-    cls=_Group,
     name="lookahead",
     help="Lookahead decoding: the same text from a transformers model in fewer steps.",
     add_completion=False,
@@ -42,18 +39,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-bench = typer.Typer(
-    help="Benchmarks: methods on tasks and models, from one small file; tables and plots.", no_args_is_help=True
-)
+bench = typer.Typer(help="Benchmarks: methods on tasks and models, from one small file; tables and plots.")
 app.add_typer(bench, name="bench")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code.
-
-    Args:
-        argv: Arguments without the program's name; those of the process when left out.
-    """
+def run(argv: Sequence[str] | None) -> int:
+    """Run the command line and return its exit code; see `lookahead.cli.main`."""
     _never_fail_on_encoding()
     try:
         given = sys.argv[1:] if argv is None else list(argv)
@@ -61,6 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a full disk or a closed pipe shows here, not at interpreter exit
     except BrokenPipeError:
         return _broken_pipe()
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # typer and rich end the process with exit code 1
+            return _broken_pipe()
+        raise
     except (KeyboardInterrupt, typer.Abort):
         return exit_codes.INTERRUPTED
     except _UsageError as error:
@@ -96,6 +91,15 @@ def _lookahead(
     if version:
         typer.echo(f"lookahead {package_version()}")
         raise typer.Exit
+    _help_without_command(context)
+
+
+@bench.callback(invoke_without_command=True)
+def _bench(context: typer.Context) -> None:
+    _help_without_command(context)
+
+
+def _help_without_command(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit
@@ -143,13 +147,16 @@ def generate(
     )
     if step_budget is None and window_size is None and guess_set_size is None:
         config = ranks.scaled(config, parallel)
+    model_folder(model)
     settings = PromptSettings(model, config, max_new_tokens, dtype, device, json, no_color, prompt, file)
     if parallel is not None and parallel > 1 and not ranks.started_together():
+        raise_on_interrupt()
         return ranks.start_ranks(parallel, settings, context.obj)
-    # Importing torch takes seconds; help texts and refused options must not wait for it.
+    text = read_prompt(settings)
+    # Importing torch takes seconds; help texts and whatever is refused must not wait for it.
     from lookahead.cli.generate import run
 
-    return run(settings)
+    return run(settings, text)
 
 
 @app.command()
@@ -191,10 +198,12 @@ def compare(
         pool_from_output=pool_from_output,
         seed=seed,
     )
+    model_folder(model)
     settings = PromptSettings(model, config, max_new_tokens, dtype, device, json, no_color, prompt, file)
+    text, is_demo = read_prompt_or(settings, DEMO_PROMPT)
     from lookahead.cli.compare import run  # late, as in `generate`
 
-    return run(settings, repeats)
+    return run(settings, text, is_demo, repeats)
 
 
 @app.command()
@@ -245,6 +254,7 @@ def chat(
     if config.preset == "paper" and pool_from_prompt is None:
         config = replace(config, pool_from_prompt=True)  # answers repeat what was said before
     sampling = opt.sampling(sample, temperature, top_p, top_k, sampling_seed)
+    model_folder(model)
     settings = ChatSettings(
         model, config, max_new_tokens, dtype, device, json, no_color, system, template, raw, sampling
     )
@@ -274,6 +284,9 @@ def tune(
     this machine. The curve is stored for this model, type, device and these versions; without a stored one the
     decoder learns it in its first steps.
     """
+    if model == DEMO and not DEMO.exists():
+        model = None
+    model_folder(model)
     settings = TuneSettings(
         model, dtype, device, json, no_color, contexts, nodes, repeats, pack_weights, plot, store, store_folder
     )
@@ -299,9 +312,10 @@ def bench_run(
     Each result is on the disk at once, and the same command goes on where an earlier one was stopped.
     """
     settings = BenchSettings(suite, output, data, limit, restart, device, threads, no_color)
+    described = read_suite(suite, data)
     from lookahead.cli.bench import run  # late, as in `generate`
 
-    return run(settings)
+    return run(settings, described)
 
 
 @bench.command("report")

@@ -17,13 +17,14 @@ from lookahead.bench.measuring import Benchmark, Watcher
 from lookahead.bench.plots import check_plots, draw
 from lookahead.bench.results_file import ResultsFile, read_files
 from lookahead.bench.rows import Row
-from lookahead.bench.suite_file import read_suite
+from lookahead.bench.suite import Suite
 from lookahead.bench.summary import TaskSummary, summarise
 from lookahead.cli import exit_codes
-from lookahead.cli.loading import check_device, quiet_libraries
+from lookahead.cli.loading import check_device, compile_drafting, quiet_libraries
 from lookahead.cli.memory import memory_errors_explained
 from lookahead.cli.rendering import Consoles
 from lookahead.cli.settings import BenchSettings
+from lookahead.cli.startup import raise_on_interrupt
 from lookahead.cli.versions import versions
 from lookahead.errors import InvalidArgumentError
 
@@ -31,13 +32,14 @@ MOST_SHOWN = 10
 """Differences named at the end of a run; the report lists more."""
 
 
-def run(settings: BenchSettings) -> int:
+def run(settings: BenchSettings, suite: Suite) -> int:
     """Measure what is missing, print a summary, and return the exit code."""
     consoles = Consoles.create(no_color=settings.no_color)
-    suite = read_suite(settings.suite, settings.data)
     device = check_device(settings.device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    compile_drafting(consoles.notes)
+    raise_on_interrupt()
     benchmark = Benchmark(suite, device, settings.limit)
     circumstances: dict[str, Any] = {"machine": describe_machine(device), "versions": versions()}
     advice = "smaller models, a smaller max_new_tokens or fewer methods with pack_weights"

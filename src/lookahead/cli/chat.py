@@ -9,7 +9,7 @@ import torch
 from lookahead.cli import exit_codes
 from lookahead.cli.conversation import Answer, Conversation
 from lookahead.cli.lines import piped_lines, stdin_is_terminal, typed_lines
-from lookahead.cli.loading import LoadedModel, load_model, quiet_libraries
+from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.prompt import Prompt
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json
 from lookahead.cli.reports import run_report
@@ -30,7 +30,7 @@ def run(settings: ChatSettings) -> int:
     consoles = Consoles.create(no_color=settings.no_color)
     template = read_template(settings)
     with quiet_libraries():
-        loaded = load_model(settings, consoles.notes)
+        loaded = load_for_decoding(settings, consoles.notes)
         turns = choose_format(settings, template, loaded, consoles.notes)
         if settings.sampling is not None:
             if settings.sampling.seed is None:

@@ -14,14 +14,13 @@ from rich.table import Table
 
 from lookahead.cli import exit_codes
 from lookahead.cli.decoding import Recording, decode_plainly, decode_with_lookahead
-from lookahead.cli.loading import LoadedModel, load_model, quiet_libraries
-from lookahead.cli.prompt import Prompt, encode_prompt, read_prompt_or
+from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
+from lookahead.cli.prompt import Prompt, encode_prompt
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json
 from lookahead.cli.reports import request_report, run_report
 from lookahead.cli.settings import PromptSettings
 from lookahead.cli.text import Tokenizer, decode
 from lookahead.config import LookaheadConfig
-from lookahead.demo import DEMO_PROMPT
 from lookahead.repetition import repeated_cycle_share
 
 WARM_UP_TOKENS = 8
@@ -79,14 +78,20 @@ class Comparison:
         return None
 
 
-def run(settings: PromptSettings, repeats: int) -> int:
-    """Compare, print, and return the exit code."""
+def run(settings: PromptSettings, text: str, is_demo: bool, repeats: int) -> int:
+    """Compare, print, and return the exit code.
+
+    Args:
+        settings: What the user chose.
+        text: The prompt.
+        is_demo: Whether it is the built-in one, because none was given.
+        repeats: Timed runs of each side.
+    """
     consoles = Consoles.create(no_color=settings.no_color)
-    text, is_demo = read_prompt_or(settings, DEMO_PROMPT)
     if is_demo:
         consoles.notes.print("note: no prompt was given, so the built-in demonstration prompt is used")
     with quiet_libraries():
-        loaded = load_model(settings, consoles.notes)
+        loaded = load_for_decoding(settings, consoles.notes)
         prompt = encode_prompt(loaded, text, settings.max_new_tokens, consoles.notes)
         comparison = Comparison()
         with suppress(KeyboardInterrupt):

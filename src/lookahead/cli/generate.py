@@ -10,28 +10,30 @@ from rich.console import Console
 
 from lookahead.cli import exit_codes
 from lookahead.cli.decoding import Recording, decode_with_lookahead
-from lookahead.cli.loading import LoadedModel, load_model, quiet_libraries
-from lookahead.cli.prompt import Prompt, encode_prompt, read_prompt
-from lookahead.cli.ranks import joined_ranks, on_own_device, stopped_by_parent
+from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
+from lookahead.cli.prompt import Prompt, encode_prompt
+from lookahead.cli.ranks import joined_ranks, on_own_device, started_together, stopped_by_parent
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json
 from lookahead.cli.reports import request_report, run_report
 from lookahead.cli.settings import PromptSettings
+from lookahead.cli.startup import raise_on_interrupt
 
 if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
 
 
-def run(settings: PromptSettings) -> int:
-    """Generate, print, and return the exit code."""
+def run(settings: PromptSettings, text: str) -> int:
+    """Continue `text`, print what was generated, and return the exit code."""
+    if started_together():
+        raise_on_interrupt()  # the other ranks are told
     with joined_ranks() as group:
-        return _run(settings if group is None else on_own_device(settings), group)
+        return _run(settings if group is None else on_own_device(settings), text, group)
 
 
-def _run(settings: PromptSettings, group: ParallelGroup | None) -> int:
+def _run(settings: PromptSettings, text: str, group: ParallelGroup | None) -> int:
     consoles = Consoles.create(no_color=settings.no_color)
-    text = read_prompt(settings)
     with quiet_libraries():
-        loaded = load_model(settings, consoles.notes)
+        loaded = load_for_decoding(settings, consoles.notes)
         prompt = encode_prompt(loaded, text, settings.max_new_tokens, consoles.notes)
         if settings.json:
             recording = _decode(settings, loaded, prompt, None, group)

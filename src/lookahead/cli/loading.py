@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from lookahead.cli.memory import is_out_of_memory, memory_errors_explained
-from lookahead.cli.model_folder import check_model_path
+from lookahead.cli.model_folder import model_folder
 from lookahead.cli.rendering import spinner
-from lookahead.cli.settings import ModelChoice
-from lookahead.demo import demo_model_path
+from lookahead.cli.settings import ModelChoice, Settings
+from lookahead.cli.startup import raise_on_interrupt
+from lookahead.drafting.compiled import on_first_compilation
+from lookahead.drafting.warm_up import compile_loops
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 
 _SAMPLING_FLAGS = (
@@ -84,12 +86,26 @@ class LoadedModel:
 def load_model(settings: ModelChoice, notes: Console) -> LoadedModel:
     """Load the model that the settings name; a spinner shows that something happens."""
     device = check_device(settings.device)
-    path = check_model_path(settings.model or demo_model_path())
+    path = model_folder(settings.model)
     memory = memory_errors_explained(
         f"on {device} while loading the model", "--dtype bfloat16, a smaller model or another --device"
     )
     with spinner(notes, f"loading {path.resolve().name}"), memory:
         return _load(path, settings.dtype, device, notes)
+
+
+def load_for_decoding(settings: Settings, notes: Console) -> LoadedModel:
+    """Load the model, compile what drafts for it, and let Ctrl-C raise: from here on there is something to show."""
+    loaded = load_model(settings, notes)
+    compile_drafting(notes)
+    raise_on_interrupt()
+    return loaded
+
+
+def compile_drafting(notes: Console) -> None:
+    """Have the drafting loops compiled before anything is timed; says so where none are kept from an earlier run."""
+    with on_first_compilation(lambda: notes.print("compiling the drafting loops (once)")):
+        compile_loops()
 
 
 def check_device(name: str | None) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from lookahead.demo import demo_model_path
 from lookahead.errors import InvalidArgumentError
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
@@ -16,6 +17,15 @@ _TOKENIZER_FILES = (
     "*.tiktoken",
     "spiece.model",
 )
+
+
+def model_folder(path: Path | None) -> Path:
+    """The folder that `--model` names, that of the demonstration model for `None`.
+
+    Raises:
+        InvalidArgumentError: There can be no model; the message says what is missing.
+    """
+    return demo_model_path() if path is None else check_model_path(path)
 
 
 def check_model_path(path: Path) -> Path:

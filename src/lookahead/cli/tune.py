@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -20,15 +19,13 @@ from lookahead.cli.loading import LoadedModel, load_model, quiet_libraries
 from lookahead.cli.memory import memory_errors_explained
 from lookahead.cli.rendering import Consoles, print_json
 from lookahead.cli.settings import TuneSettings
+from lookahead.cli.startup import raise_on_interrupt
 from lookahead.cli.versions import versions
 from lookahead.config import MAX_NODES_PER_STEP
 from lookahead.cost_model import CostModel
 from lookahead.cost_store import CostStore, StoredCost, describe_setting, device_name
 from lookahead.errors import InvalidArgumentError
 from lookahead.tuning import CONTEXTS, NODE_COUNTS, Measurement, Point, measure, timings
-
-DEMO = Path("demo")
-"""Another name of the demonstration model, unless there is a folder of this name."""
 
 LITTLE_MORE = (1.1, 1.5, 2.0)
 """How many nodes fit into a step that takes this much of a one-token step is printed below the table."""
@@ -42,10 +39,9 @@ def run(settings: TuneSettings) -> int:
         raise InvalidArgumentError(f"--nodes {nodes[-1]} is out of range; a step has at most {MAX_NODES_PER_STEP}")
     if settings.plot is not None:
         check_plot(settings.plot)  # before minutes of measuring
-    if settings.model == DEMO and not DEMO.exists():
-        settings = replace(settings, model=None)
     with quiet_libraries():
         loaded = load_model(settings, consoles.notes)
+        raise_on_interrupt()
         contexts = _contexts(settings, loaded, consoles.notes)
         try:
             measured = _measure(loaded, nodes, contexts, settings, consoles.notes)

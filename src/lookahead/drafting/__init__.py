@@ -18,6 +18,7 @@ from lookahead.drafting.ngram_pool import NGramPool
 from lookahead.drafting.paper import PaperDrafter
 from lookahead.drafting.step_budget import PayingBudget, StepCosts
 from lookahead.drafting.token_recycling import TokenRecyclingDrafter
+from lookahead.drafting.warm_up import compile_loops
 from lookahead.token_tree import TokenTree
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "StepResult",
     "TokenRecyclingDrafter",
     "build_drafter",
+    "compile_loops",
 ]
 
 
@@ -87,6 +89,7 @@ def build_drafter(
         fixed = config.step_budget or FIXED_BUDGET
         if config.preset == "token_recycling":
             return TokenRecyclingDrafter(fixed)
+        compile_loops()  # now: a step that compiled would say nothing of what steps cost
         if config.preset == "context_matches":
             return MergedDrafter(None, ContextMatches(), None, fixed, explore=False)
         budget = PayingBudget(costs, rows) if costs is not None and config.step_budget is None else fixed

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
@@ -40,3 +41,26 @@ def compiled(function: Function, releases_gil: bool = False) -> Function:
         return cast(Function, _numba.njit(cache=True, nogil=releases_gil)(function))
     except RuntimeError:  # there is no folder that compiled code could be kept in
         return cast(Function, _numba.njit(nogil=releases_gil)(function))
+
+
+@contextmanager
+def on_first_compilation(announce: Callable[[], None]) -> Iterator[None]:
+    """Call `announce` when a loop is first compiled meanwhile, rather than read from what numba kept of it."""
+    if _numba is None:
+        yield
+        return
+    event = import_module("numba.core.event")
+
+    class Announcer(event.Listener):  # type: ignore[misc, name-defined]
+        announced = False
+
+        def on_start(self, event: Any) -> None:
+            if not self.announced:
+                self.announced = True
+                announce()
+
+        def on_end(self, event: Any) -> None:
+            """It is said once."""
+
+    with event.install_listener("numba:compile", Announcer()):
+        yield

@@ -407,7 +407,7 @@ def _grow(
                 for row in range(begin, total):
                     features[row, order] = unlisted[order]
                 for rank in range(top_k):
-                    token = ids[slot, rank]
+                    token = int(ids[slot, rank])  # one type for all tokens, or what follows is compiled for two
                     if token < 0:
                         break
                     row = _place_of(token, node, total, proposed, seen, seen_by)

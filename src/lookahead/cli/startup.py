@@ -1,0 +1,36 @@
+"""Ctrl-C before there is anything to lose: while libraries are imported and the model is loaded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+
+from lookahead.cli.exit_codes import INTERRUPTED
+
+_SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
+
+
+def quit_on_interrupt() -> None:
+    """Let Ctrl-C end the process at once and quietly.
+
+    A KeyboardInterrupt would not do: halfway through an import it comes out as another error, or is dropped. Where
+    SIGINT is not Python's to handle (it is ignored, somebody else handles it, or this is no main thread) that stays.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _quit)
+
+
+def raise_on_interrupt() -> None:
+    """Let Ctrl-C raise `KeyboardInterrupt` again: from here on there is something to finish or to show."""
+    if signal.getsignal(signal.SIGINT) is _quit:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _quit(number: int, frame: FrameType | None) -> None:
+    if os.isatty(2):  # a spinner may have hidden the cursor
+        os.write(2, _SHOW_CURSOR)
+    os._exit(INTERRUPTED)

@@ -1,0 +1,40 @@
+"""Compiling the inner loops of drafting before they are needed, so that no step has to wait for it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from lookahead.drafting.compiled import IS_COMPILED
+from lookahead.drafting.context_matches import ContextMatches
+from lookahead.drafting.draft_memory import DraftMemory
+from lookahead.drafting.drafter import StepResult
+from lookahead.drafting.merge import MergedDrafter
+from lookahead.drafting.neighbours import Neighbours
+from lookahead.drafting.ngram_memory import NGramMemory
+from lookahead.token_tree import TokenTree
+
+_VOCABULARY = 16
+_NODES = 8
+_STEPS = 2
+
+
+@cache
+def compile_loops() -> None:
+    """Run each compiled loop once, on arrays of the types that decoding has; without numba there is nothing to do.
+
+    Takes seconds where numba finds no cache of what it compiled before. Later calls return at once.
+    """
+    if not IS_COMPILED:
+        return
+    memory = DraftMemory(NGramMemory(16, 2, 4))
+    embedding = np.eye(_VOCABULARY, dtype=np.float32)
+    drafter = MergedDrafter(memory, ContextMatches(16), None, _NODES, neighbours=Neighbours(embedding))
+    drafter.start([0, 1, 2])
+    for step in range(_STEPS):
+        tree = TokenTree([step])
+        drafter.propose(tree)
+        top_ids = np.tile(np.arange(drafter.top_k), (len(tree), 1))  # [nodes, top_k] int64
+        top_probabilities = np.full(top_ids.shape, 0.1, dtype=np.float32)
+        drafter.observe(StepResult(tree, top_ids[:, 0], [], [0], top_ids, top_probabilities))

@@ -1,0 +1,46 @@
+"""What compiles the drafting loops: it must leave nothing for a step to compile."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.drafting.warm_up import compile_loops
+from model_zoo import build
+
+
+def compiled_signatures() -> dict[str, int]:
+    registry = pytest.importorskip("numba.core.registry")
+    return {
+        f"{name}.{key}": len(value.signatures)
+        for name, module in list(sys.modules.items())
+        if name.startswith("lookahead.drafting")
+        for key, value in vars(module).items()
+        if isinstance(value, registry.CPUDispatcher)
+    }
+
+
+@pytest.mark.parametrize("fields", [{}, {"step_budget": 16}, {"preset": "context_matches"}])
+def test_decoding_compiles_nothing_more(fields: dict[str, object]) -> None:
+    compile_loops()
+    before = compiled_signatures()
+    assert before
+    prompt = torch.tensor([[3, 4, 5, 3, 4, 5, 3, 4]])
+    config = LookaheadConfig(**fields)  # type: ignore[arg-type]
+    lookahead.generate(build("llama"), prompt, lookahead_config=config, max_new_tokens=32, do_sample=False)
+    after = compiled_signatures()
+    assert {name: count for name, count in after.items() if count != before[name]} == {}
+
+
+def test_a_process_compiles_before_its_first_step() -> None:
+    pytest.importorskip("numba")
+    fresh = lookahead.drafting.build_drafter
+    compile_loops.cache_clear()
+    fresh(LookaheadConfig(preset="paper"))
+    assert compile_loops.cache_info().currsize == 0  # the paper's method has no loops to compile
+    fresh(LookaheadConfig())
+    assert compile_loops.cache_info().currsize == 1
