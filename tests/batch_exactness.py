@@ -24,6 +24,7 @@ from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import lookahead
+from drafting_options import config_of
 from exactness import MODEL_SEEDS, NEAR_TIE
 from model_zoo import ARCHITECTURES, ROPE_CONTEXT, VOCAB_SIZE, build, position_limit
 from sampling_exactness import SETTINGS, prepared
@@ -327,7 +328,7 @@ def _next_to_impossible(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tenso
 
 
 def _lookahead(model: PreTrainedModel, case: BatchCase) -> Callable[..., Any]:
-    config = lookahead.LookaheadConfig(**case.drafting)
+    config = config_of(**case.drafting)
     return lambda **arguments: lookahead.generate(model, lookahead_config=config, **arguments)
 
 

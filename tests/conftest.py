@@ -34,3 +34,11 @@ def demo() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     path = demo_model_path()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+@pytest.fixture(scope="session")
+def compiled_loops() -> None:
+    """The drafting loops, compiled: for tests of what is printed, since compiling them is announced."""
+    from lookahead.drafting import compile_loops
+
+    compile_loops()

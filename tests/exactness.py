@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 import lookahead
+from drafting_options import config_of
 from lookahead.config import PRESETS
 from model_zoo import ARCHITECTURES, VOCAB_SIZE, build, greedy, position_limit
 
@@ -75,7 +76,7 @@ class Case:
 
     def config(self) -> lookahead.LookaheadConfig:
         """The configuration of the lookahead run."""
-        return lookahead.LookaheadConfig(
+        return config_of(
             preset=self.preset,
             window_size=self.window_size,
             ngram_size=self.ngram_size,

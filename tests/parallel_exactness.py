@@ -21,6 +21,7 @@ import exactness
 import lookahead
 import sampling_exactness
 from batch_exactness import BatchCase, Collector, random_batch_case
+from drafting_options import config_of
 from exactness import Case, random_case
 from lookahead.config import BUDGETED
 from lookahead.parallel import ParallelGroup, join, shard_model
@@ -122,7 +123,7 @@ def _call(parallel_case: ParallelCase) -> tuple[Any, dict[str, Any], lookahead.L
         return model, exactness._arguments(case, prompt, eos), case.config()
     if isinstance(case, SamplingCase):
         arguments = sampling_exactness._arguments(case)
-        return sampling_exactness.load(case), arguments, lookahead.LookaheadConfig(**case.drafting)
+        return sampling_exactness.load(case), arguments, config_of(**case.drafting)
     model = build(case.architecture, case.model_seed, case.attention)
     arguments = {
         **batch_exactness._inputs(case),
@@ -131,7 +132,7 @@ def _call(parallel_case: ParallelCase) -> tuple[Any, dict[str, Any], lookahead.L
     }
     if parallel_case.drawn:
         arguments.update(do_sample=True, top_k=0)
-    return model, arguments, lookahead.LookaheadConfig(**case.drafting)
+    return model, arguments, config_of(**case.drafting)
 
 
 def compare(team: Team, case: ParallelCase) -> list[str]:

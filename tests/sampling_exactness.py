@@ -31,6 +31,7 @@ from transformers import (
 )
 
 import lookahead
+from drafting_options import config_of
 from exactness import MODEL_SEEDS, NEAR_TIE
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 from model_zoo import ARCHITECTURES, VOCAB_SIZE, build, position_limit
@@ -179,7 +180,7 @@ def run_sampling_case(case: SamplingCase) -> SamplingOutcome:
 
 
 def _lookahead(model: PreTrainedModel, case: SamplingCase) -> Callable[..., Any]:
-    config = lookahead.LookaheadConfig(**case.drafting)
+    config = config_of(**case.drafting)
     return lambda **arguments: lookahead.generate(model, lookahead_config=config, **arguments)
 
 

@@ -37,7 +37,6 @@ def test_it_is_the_default_and_sizes_choose_their_method() -> None:
     assert LookaheadConfig(window_size=15).preset == "paper"
     assert LookaheadConfig(pool_from_output=False).preset == "paper"
     assert LookaheadConfig(block_size=16).preset == "jacobi"
-    assert LookaheadConfig(preset="auto", window_size=7).preset == "auto"
     paper = LookaheadConfig(preset="paper")
     assert (paper.window_size, paper.ngram_size, paper.guess_set_size) == (15, 5, 15)
     assert paper == LookaheadConfig(window_size=15)

@@ -33,6 +33,8 @@ from lookahead.bench.suite import ModelSpec
 from lookahead.cli import main
 from word_model import WORDS
 
+pytestmark = pytest.mark.usefixtures("compiled_loops")
+
 Bench = Callable[..., int]
 
 

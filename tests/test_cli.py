@@ -26,6 +26,8 @@ from lookahead.cli.text import IncrementalText
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 from lookahead.drafting import DraftMemory
 
+pytestmark = pytest.mark.usefixtures("compiled_loops")
+
 PROMPT = "def add(a, b):"
 NEW_TOKENS = 24
 CPU = ["--device", "cpu", "--dtype", "float32"]
@@ -104,11 +106,10 @@ def test_json(capsys: pytest.CaptureFixture[str], text: str, expected: list[int]
 
 @pytest.mark.parametrize("preset", ["jacobi", "autoregressive"])
 def test_presets(capsys: pytest.CaptureFixture[str], expected: list[int], preset: str) -> None:
-    assert main(["generate", PROMPT, *SHORT, "--json", "--preset", preset, "--pool-from-prompt"]) == 0
+    assert main(["generate", PROMPT, *SHORT, "--json", "--preset", preset]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["tokens"] == expected
     assert result["preset"] == preset
-    assert result["config"]["pool_from_prompt"] is True
 
 
 @pytest.mark.parametrize("source", ["file", "file-dash", "dash", "pipe"])
@@ -227,6 +228,47 @@ def test_cuda_is_refused_where_there_is_none(capsys: pytest.CaptureFixture[str])
     assert "--device cuda is not available here; choose cpu" in refused(capsys, "generate", PROMPT, "--device", "cuda")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--preset", "auto", "-W", "3"], ["window_size=3", "'paper'", "'auto'"]),
+        (["--preset", "paper", "--step-budget", "9"], ["step_budget=9", "'paper'"]),
+        (["--memory", "proces"], ["memory='proces'", "./proces"]),
+        (["-N", "1000000000"], ["ngram_size=1000000000", "at most 4096"]),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "compare", "chat"])
+def test_refused_settings(
+    capsys: pytest.CaptureFixture[str], command: str, arguments: list[str], words: list[str]
+) -> None:
+    message = refused(capsys, command, *([] if command == "chat" else [PROMPT]), *arguments)
+    assert all(word in message for word in words), message
+
+
+@pytest.fixture
+def model_copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(demo_model_path(), tmp_path / "copy"))
+
+
+def change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize("value", ["x", [0, "x"], {"a": 1}, 1.5])
+def test_token_ids_that_are_none(capsys: pytest.CaptureFixture[str], model_copy: Path, value: Any) -> None:
+    change(model_copy / "generation_config.json", eos_token_id=value)
+    message = refused(capsys, "generate", PROMPT, "--model", str(model_copy))
+    assert all(part in message for part in (f"{model_copy}: generation_config.json", f"eos_token_id={value!r}"))
+
+
+def test_sizes_that_do_not_fit_the_weights(capsys: pytest.CaptureFixture[str], model_copy: Path) -> None:
+    change(model_copy / "config.json", intermediate_size=700)
+    message = refused(capsys, "generate", PROMPT, "--model", str(model_copy))
+    assert "config.json does not fit the weights: model.layers.0.mlp.down_proj.weight" in message
+    assert "has the shape (256, 704) in the weights, but (256, 700)" in message
+    assert "17 more tensors" in message
+
+
 def test_refused_prompts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     empty, latin1, missing = tmp_path / "empty", tmp_path / "latin1", tmp_path / "missing"
     empty.write_bytes(b"")
@@ -320,6 +362,7 @@ def test_compare_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "outputs identical" in out
     assert "\x1b" not in out + err
     assert DEMO_PROMPT.rstrip() not in out
+    assert f"prompt:\n{DEMO_PROMPT}\n" in err
 
 
 def test_compare_shows_the_first_difference(

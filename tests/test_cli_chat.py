@@ -29,6 +29,8 @@ from lookahead.demo import demo_model_path
 from lookahead.engine.tree_cache import TreeLayer
 from model_zoo import ROPE_CONTEXT, build
 
+pytestmark = pytest.mark.usefixtures("compiled_loops")
+
 SEPARATOR = "<|endoftext|>"  # a special token, so that the text on either side is tokenized by itself
 TEMPLATE = (
     "{% for message in messages %}# {{ message.role }}\n{{ message.content }}"
@@ -139,7 +141,7 @@ def check_turn(loaded: LoadedModel, talk: Conversation, text: str, **options: An
 
 @pytest.mark.parametrize("preset", ["paper", "jacobi"])
 def test_answers_are_those_of_plain_decoding(loaded: LoadedModel, preset: str) -> None:
-    config = LookaheadConfig(preset=preset, window_size=5, ngram_size=4, guess_set_size=5, pool_from_prompt=True)
+    config = SMALL if preset == "paper" else LookaheadConfig(preset=preset)
     talk = conversation(loaded, config=config, system="Write Python.")
     known = 0
     for number, text in enumerate(TURNS, start=1):
@@ -571,13 +573,20 @@ def test_templates(
     assert "leaves out what --system says" in capsys.readouterr().err
 
 
-def test_lines_that_are_not_utf_8(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    content = io.BytesIO("\ufeffx = 1\n".encode() + b"caf\xe9\n")
+@pytest.mark.parametrize("json_lines", [False, True])
+def test_lines_that_are_not_utf_8(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, json_lines: bool
+) -> None:
+    content = io.BytesIO("\ufeffx = 1\n".encode() + b"caf\xe9\n/reset\ny = 2\n")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(content, encoding="utf-8"))
-    assert main(["chat", *CPU, "-n", "1", "--json"]) == 2
+    assert main(["chat", *CPU, "-n", "1", *(["--json"] if json_lines else [])]) == 2
     out, err = capsys.readouterr()
-    assert [report["prompt"] for report in reports(out)] == ["x = 1"]
     assert "line 2 of standard input is not valid UTF-8 (byte 3)" in err
+    if json_lines:
+        assert [report["prompt"] for report in reports(out)] == ["x = 1", None, "y = 2"]
+        assert "line 2" in reports(out)[1]["error"]
+    else:
+        assert err.count("1 tokens in 1 steps") == 2
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal and SIGINT")

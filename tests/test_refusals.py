@@ -1,13 +1,17 @@
 """What cannot work is refused before anything runs, by an error that names it."""
 
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, PreTrainedModel, StaticCache
 
 import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadError
+from lookahead.config import PRESETS
 from model_zoo import MAX_POSITIONS, build
 
 
@@ -36,11 +40,50 @@ from model_zoo import MAX_POSITIONS, build
         ({"seed": "x"}, "seed='x'"),
         ({"pool_from_prompt": 1}, "pool_from_prompt=1"),
         ({"pool_from_output": "no"}, "pool_from_output='no'"),
+        *(
+            ({name: 10**9}, f"{name}=1000000000 .* at most 409[56].*smaller")
+            for name in ("step_budget", "window_size", "ngram_size", "guess_set_size", "block_size")
+        ),
+        ({"seed": np.float64(3)}, "seed=.*3.0.* whole number"),
+        ({"window_size": np.bool_(True)}, "window_size=.*True.* whole number"),
+        ({"tie_margin": float("nan")}, "tie_margin=nan"),
+        ({"memory": "proces"}, "memory='proces' is neither \"request\" nor \"process\".*'./proces'"),
+        ({"memory": "Request"}, "memory='Request'"),
+        ({"preset": "auto", "window_size": 3}, "window_size=3 .*'paper'.* 'auto'"),
+        ({"preset": "paper", "step_budget": 9}, "step_budget=9 .*'auto' or .* 'paper'"),
+        ({"preset": "jacobi", "pool_from_prompt": True}, "pool_from_prompt=True .*'paper'.* 'jacobi'"),
+        ({"preset": "autoregressive", "block_size": 4}, "block_size=4 .*'jacobi'.* 'autoregressive'"),
+        ({"preset": "auto", "max_iterations": 4}, "max_iterations=4 .*'jacobi'.* 'auto'"),
+        ({"preset": "auto", "pool_from_output": False}, "pool_from_output=False .*'paper'.* 'auto'"),
+        ({"preset": "token_recycling", "memory": "process"}, "memory='process' .*'auto'.* 'token_recycling'"),
+        ({"seed": 3}, "seed=3 .*'paper' or 'jacobi'.* 'auto'"),
+        ({"window_size": 3, "block_size": 4}, "block_size=4 .*'jacobi'.* 'paper'"),
     ],
 )
 def test_configuration(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         LookaheadConfig(**values)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_numbers_of_numpy(kind: type) -> None:
+    config = LookaheadConfig(window_size=kind(3), ngram_size=kind(4), guess_set_size=kind(5), seed=kind(6))
+    assert config == LookaheadConfig(window_size=3, ngram_size=4, guess_set_size=5, seed=6)
+    assert {type(getattr(config, name)) for name in ("window_size", "ngram_size", "guess_set_size", "seed")} == {int}
+    assert type(LookaheadConfig(step_budget=kind(16)).step_budget) is int
+    assert type(LookaheadConfig(tie_margin=np.float32(0.5)).tie_margin) is float
+
+
+@pytest.mark.parametrize("memory", ["./proces", "memory.npz", "~/memory", Path("proces"), "process", "request"])
+def test_names_of_memories(memory: str | Path) -> None:
+    assert LookaheadConfig(memory=memory).memory == memory
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_configuration_can_be_written_down_and_changed(preset: str) -> None:
+    config = LookaheadConfig(preset=preset)
+    assert LookaheadConfig.from_dict(asdict(config)) == config
+    assert replace(config, tie_margin=1.0).preset == preset
 
 
 def test_configuration_from_a_dictionary() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 from lookahead.errors import InvalidArgumentError
@@ -26,6 +27,15 @@ PAPER = {"window_size": 15, "ngram_size": 5, "guess_set_size": 15, "pool_from_pr
 
 JACOBI = {"block_size": 16}
 
+OWNERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((*PAPER, "pool_from_output"), ("paper",)),
+    **dict.fromkeys((*JACOBI, "max_iterations"), ("jacobi",)),
+    "step_budget": BUDGETED,
+    "memory": ("auto",),
+    "seed": ("paper", "jacobi"),
+}
+"""Fields that are about some presets only, and which these are."""
+
 _CHOSEN: Any = None  # stands for a default that depends on the other fields
 
 MOST_CHOSEN_NODES = 128
@@ -39,18 +49,20 @@ class LookaheadConfig:
 
     Args:
         preset: The drafting method. `"auto"` is lookahead decoding as this library does it: an n-gram memory
-            filled by every node of every step, matches in the text and a window, as many nodes of each as pay.
+            filled by every node of every step and matches in the text, as many nodes of each as pay.
             `"paper"` is lookahead decoding as published (2-D window and n-gram pool, Algorithm 2), `"jacobi"`
             is Jacobi decoding (Algorithm 1), `"token_recycling"` and `"context_matches"` are two published
             methods to compare with, `"autoregressive"` drafts nothing, so that each step yields one token.
             Not given, it is `"paper"` if any size or setting of the paper's method is given, `"jacobi"` if one
-            of Jacobi decoding is, and else `"auto"`.
+            of Jacobi decoding is, and else `"auto"`. Other values than the defaults are refused in fields that
+            are about other presets.
         step_budget: For `"auto"`, `"token_recycling"` and `"context_matches"`: nodes of a step, the root included;
             every step is filled up to it, as far as there is anything to draft. `None` lets `"auto"` choose for
             each step what makes for the most tokens per second, and stands for 64 with the others. At least 1.
         memory: How long the n-gram memory of `"auto"` lives: for one `"request"` (one call), for all calls in
             this `"process"` with the same model, or in a file, given by its path, across processes; the file is
-            made if it is not there, and written at the end of each call. No text is kept, only token ids.
+            made if it is not there, and written at the end of each call. A single word is no path: write
+            `"./word"`. No text is kept, only token ids.
         window_size: Paper: W, columns of the 2-D window: how many positions ahead are guessed in parallel
             (section 3.1). 15 if not given, at least 1.
         ngram_size: Paper: N, length of the n-grams in the pool; the window has N-1 rows (section 3.1). 5 if not
@@ -83,7 +95,7 @@ class LookaheadConfig:
             `tie_margin`, whose one-token steps must round as plain decoding does, go the dynamic way.
 
     Raises:
-        InvalidArgumentError: A value has the wrong type or is out of its range.
+        InvalidArgumentError: A value has the wrong type, is out of its range, or is about another preset.
     """
 
     preset: str = _CHOSEN
@@ -112,35 +124,55 @@ class LookaheadConfig:
             raise InvalidArgumentError(f"preset={self.preset!r} is not known; choose one of {', '.join(PRESETS)}")
         if self.engine not in ENGINES:
             raise InvalidArgumentError(f"engine={self.engine!r} is not known; choose one of {', '.join(ENGINES)}")
-        if self.step_budget is not None:
-            _check_int("step_budget", self.step_budget, 1, "nodes of a step, the root included")
-        if not isinstance(self.memory, (str, os.PathLike)) or not os.fspath(self.memory):
-            raise InvalidArgumentError(
-                f'memory={self.memory!r} must be "request", "process", or the path of a file to keep the memory in'
-            )
-        _check_int("window_size", self.window_size, 1, "W, the columns of the window")
-        _check_int("ngram_size", self.ngram_size, 2, "N; an n-gram needs a first token and one that follows it")
-        _check_int("guess_set_size", self.guess_set_size, 1, "G, the n-grams kept for each first token")
-        _check_int("block_size", self.block_size, 1, "the positions that Jacobi decoding guesses at once")
-        if self.max_iterations is not None:
-            _check_int("max_iterations", self.max_iterations, 1, "the steps that a Jacobi block may take")
-        _check_int("seed", self.seed, 0, "the seed of the window's first tokens")
+        self._check_numbers()
+        self._check_memory()
         for name in ("pool_from_prompt", "share_pool", "pack_weights"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
-        if isinstance(self.tie_margin, bool) or not isinstance(self.tie_margin, (int, float)) or self.tie_margin < 0:
-            raise InvalidArgumentError(
-                f"tie_margin={self.tie_margin!r} must be a number of at least 0, a difference of logits"
-            )
         if self.pool_from_output is not None and not isinstance(self.pool_from_output, bool):
             raise InvalidArgumentError(
                 f"pool_from_output={self.pool_from_output!r} must be True, False, or None to follow pool_from_prompt"
             )
+        self._check_owners()
         if self.max_nodes > MAX_NODES_PER_STEP:
             raise InvalidArgumentError(
                 f"preset={self.preset!r} with {self._sizes()} asks for up to {self.max_nodes} nodes in one step; "
                 f"the most is {MAX_NODES_PER_STEP}: choose smaller sizes"
             )
+
+    def _check_numbers(self) -> None:
+        """Refuse what is no number or out of its range; keep Python's own numbers."""
+        for name, least, most, meaning in _WHOLE_NUMBERS:
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _whole_number(name, value, least, most, meaning))
+        margin = self.tie_margin
+        if isinstance(margin, bool) or not isinstance(margin, Real) or not margin >= 0:
+            raise InvalidArgumentError(f"tie_margin={margin!r} must be a number of at least 0, a difference of logits")
+        object.__setattr__(self, "tie_margin", float(margin))
+
+    def _check_memory(self) -> None:
+        memory = self.memory
+        if not isinstance(memory, (str, os.PathLike)) or not os.fspath(memory):
+            raise InvalidArgumentError(
+                f'memory={memory!r} must be "request", "process", or the path of a file to keep the memory in'
+            )
+        # One wrong letter in "process" must not make a file.
+        if isinstance(memory, str) and memory not in MEMORY_SCOPES and _is_word(memory):
+            raise InvalidArgumentError(
+                f'memory={memory!r} is neither "request" nor "process"; for a file of this name write '
+                f"{os.path.join(os.curdir, memory)!r}"
+            )
+
+    def _check_owners(self) -> None:
+        """Refuse what the preset would not look at."""
+        for name, presets in OWNERS.items():
+            value, default = getattr(self, name), _default(name)
+            if value != default and self.preset not in presets:
+                raise InvalidArgumentError(
+                    f"{name}={value!r} is about preset {' or '.join(map(repr, presets))}, but the preset is "
+                    f"{self.preset!r}, which has no use for it; leave one of the two out"
+                )
 
     def _preset_of_fields(self) -> str:
         """Whoever sets sizes of a method means that method."""
@@ -190,8 +222,38 @@ class LookaheadConfig:
         return cls(**values)
 
 
-def _check_int(name: str, value: object, least: int, meaning: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+_WHOLE_NUMBERS: tuple[tuple[str, int, int | None, str], ...] = (
+    ("step_budget", 1, MAX_NODES_PER_STEP, "nodes of a step, the root included"),
+    ("window_size", 1, MAX_NODES_PER_STEP, "W, the columns of the window"),
+    ("ngram_size", 2, MAX_NODES_PER_STEP, "N; an n-gram needs a first token and one that follows it"),
+    ("guess_set_size", 1, MAX_NODES_PER_STEP, "G, the n-grams kept for each first token"),
+    ("block_size", 1, MAX_NODES_PER_STEP - 1, "the positions that Jacobi decoding guesses at once"),
+    ("max_iterations", 1, None, "the steps that a Jacobi block may take"),
+    ("seed", 0, None, "the seed of the window's first tokens"),
+)
+"""Fields that are whole numbers: the least, the most, and what they are."""
+
+
+def _whole_number(name: str, value: object, least: int, most: int | None, meaning: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise InvalidArgumentError(f"{name}={value!r} must be a whole number ({meaning})")
-    if value < least:
-        raise InvalidArgumentError(f"{name}={value} is out of range; it must be at least {least} ({meaning})")
+    number = int(value)
+    if number < least:
+        limit = "" if most is None else f" and at most {most}"
+        raise InvalidArgumentError(f"{name}={number} is out of range; it must be at least {least}{limit} ({meaning})")
+    if most is not None and number > most:
+        raise InvalidArgumentError(
+            f"{name}={number} is out of range; it must be at least {least} and at most {most} ({meaning}): "
+            "choose a smaller one"
+        )
+    return number
+
+
+def _default(name: str) -> object:
+    return (PAPER | JACOBI).get(name, getattr(LookaheadConfig, name))
+
+
+def _is_word(text: str) -> bool:
+    """Whether a text has neither folders nor an ending, so that nobody would take it for a file."""
+    separators = {os.sep, os.altsep or os.sep, "~"}
+    return not separators.intersection(text) and not os.path.splitext(text)[1]

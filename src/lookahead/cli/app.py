@@ -242,7 +242,7 @@ def chat(
     config = opt.lookahead_config(
         preset=preset,
         step_budget=step_budget,
-        memory="process" if memory is None else memory,  # turns learn from each other
+        memory=memory,
         pack_weights=pack_weights,
         window_size=window_size,
         ngram_size=ngram_size,
@@ -251,6 +251,8 @@ def chat(
         pool_from_output=pool_from_output,
         seed=seed,
     )
+    if config.preset == "auto" and memory is None:
+        config = replace(config, memory="process")  # turns learn from each other
     if config.preset == "paper" and pool_from_prompt is None:
         config = replace(config, pool_from_prompt=True)  # answers repeat what was said before
     sampling = opt.sampling(sample, temperature, top_p, top_k, sampling_seed)

@@ -8,7 +8,7 @@ import torch
 
 from lookahead.cli import exit_codes
 from lookahead.cli.conversation import Answer, Conversation
-from lookahead.cli.lines import piped_lines, stdin_is_terminal, typed_lines
+from lookahead.cli.lines import decoded_line, piped_lines, stdin_is_terminal, typed_lines
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.prompt import Prompt
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json
@@ -18,7 +18,7 @@ from lookahead.cli.turn_format import choose_format, read_template
 from lookahead.errors import InvalidArgumentError, LookaheadError
 
 HELP = """\
-/reset  forget the conversation; the n-gram pool stays, it saves steps and never changes the text
+/reset  forget the conversation; what drafting has learned stays, it saves steps and never changes the text
 /help   print this
 /exit   end, as Ctrl-D does
 A line that begins with / is a command, one that begins with a space never is.
@@ -74,7 +74,12 @@ class Chat:
     def by_pipe(self) -> int:
         """Answer every line that comes. Ctrl-C ends all of it; what went wrong on the way shows in the exit code."""
         code = exit_codes.OK
-        for line in piped_lines():
+        for number, content in piped_lines():
+            try:
+                line = decoded_line(number, content)
+            except InvalidArgumentError as error:
+                code = max(code, self._failed(error, {"prompt": None}))
+                continue
             if line.strip() == "/exit":
                 break
             took = self._take(line)
@@ -91,12 +96,18 @@ class Chat:
             elif line.strip():
                 return self._turn(line)
         except LookaheadError as error:
-            message = " ".join(str(error).split())
-            self._consoles.notes.print(f"error: {message}")
-            if self._settings.json and not line.startswith("/"):
-                print_json(self._consoles.out, {"prompt": line, "error": message})
-            return exit_codes.ERROR
+            if line.startswith("/"):
+                return self._failed(error)
+            return self._failed(error, {"prompt": line})
         return exit_codes.OK
+
+    def _failed(self, error: LookaheadError, turn: dict[str, Any] | None = None) -> int:
+        """Say what went wrong, in JSON as well if it was a turn, and return the exit code."""
+        message = " ".join(str(error).split())
+        self._consoles.notes.print(f"error: {message}")
+        if self._settings.json and turn is not None:
+            print_json(self._consoles.out, turn | {"error": message})
+        return exit_codes.ERROR
 
     def _command(self, command: str) -> None:
         if command == "/reset":

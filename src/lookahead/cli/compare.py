@@ -16,7 +16,7 @@ from lookahead.cli import exit_codes
 from lookahead.cli.decoding import Recording, decode_plainly, decode_with_lookahead
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.prompt import Prompt, encode_prompt
-from lookahead.cli.rendering import Consoles, StepPrinter, print_json
+from lookahead.cli.rendering import Consoles, StepPrinter, print_json, visible
 from lookahead.cli.reports import request_report, run_report
 from lookahead.cli.settings import PromptSettings
 from lookahead.cli.text import Tokenizer, decode
@@ -101,7 +101,7 @@ def run(settings: PromptSettings, text: str, is_demo: bool, repeats: int) -> int
         report = comparison_report(comparison, loaded.tokenizer) | request_report(settings, loaded, prompt)
         print_json(consoles.out, report | {"demo_prompt": is_demo, "repeats": repeats, "interrupted": interrupted})
     else:
-        _print(consoles, comparison, loaded, repeats)
+        _print(consoles, comparison, loaded, text, repeats)
     if interrupted:
         return exit_codes.INTERRUPTED
     return exit_codes.OK if comparison.difference() is None else exit_codes.DIFFERENT
@@ -181,11 +181,12 @@ def _side_report(side: Side, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _print(consoles: Consoles, comparison: Comparison, loaded: LoadedModel, repeats: int) -> None:
+def _print(consoles: Consoles, comparison: Comparison, loaded: LoadedModel, text: str, repeats: int) -> None:
     if comparison.rounds < repeats:
         consoles.notes.print(f"interrupted after {comparison.rounds} of {repeats} rounds")
     if comparison.rounds == 0:
         return
+    consoles.notes.print(f"prompt:\n{visible(text)}\noutput:", style="dim")
     printer = StepPrinter(consoles.out, loaded.tokenizer)
     for tokens in comparison.lookahead.runs[0].tokens_by_step:
         printer.step(tokens)

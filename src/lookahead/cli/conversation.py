@@ -42,7 +42,7 @@ class Answer:
 
 
 class Conversation:
-    """Turns with one model. The cache and the n-gram pool stay from one turn to the next.
+    """Turns with one model. The cache and what drafting has learned stay from one turn to the next.
 
     The input of a turn is always the whole conversation, written down anew: a template may change what it wrote
     before. The cache goes on from the tokens that are the same as then.
@@ -87,7 +87,7 @@ class Conversation:
         return len(self._cached)
 
     def reset(self) -> None:
-        """Forget what was said. The n-gram pool stays: it saves steps, and cannot change what will be said."""
+        """Forget what was said. What drafting has learned stays: it saves steps, and cannot change what is said."""
         self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
         self._forget_cache()
 

@@ -47,9 +47,17 @@ def typed_lines(consoles: Consoles, *, marker_on_out: bool) -> Iterator[str]:
         yield line
 
 
-def piped_lines() -> Iterator[str]:
-    """Lines from a pipe or a file, without their ends."""
+def piped_lines() -> Iterator[tuple[int, bytes]]:
+    """Lines from a pipe or a file as they are, with their numbers from 1."""
     if sys.stdin is None or sys.stdin.closed:
         return
-    for number, line in enumerate(sys.stdin.buffer, start=1):
-        yield decoded(line, f"line {number} of standard input").removesuffix("\n").removesuffix("\r")
+    yield from enumerate(sys.stdin.buffer, start=1)
+
+
+def decoded_line(number: int, content: bytes) -> str:
+    """The text of a line from a pipe, without its end.
+
+    Raises:
+        InvalidArgumentError: It is not valid UTF-8.
+    """
+    return decoded(content, f"line {number} of standard input").removesuffix("\n").removesuffix("\r")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from lookahead.cli.memory import is_out_of_memory, memory_errors_explained
@@ -148,11 +148,15 @@ def _load(path: Path, dtype: str, device: torch.device, notes: Console) -> Loade
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **local)
-        model, report = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True, **local)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **local
+        )
     except Exception as error:  # whatever a broken file makes transformers raise
         if is_out_of_memory(error):
             raise
         raise InvalidArgumentError(f"--model {path}: cannot be loaded: {summary(error)}") from error
+    _check_shapes(path, report["mismatched_keys"])
+    _check_token_ids(path, model.generation_config)
     missing = sorted(report["missing_keys"])
     if missing:
         notes.print(f"note: --model {path} lacks {len(missing)} weights ({missing[0]}, …), which start at random")
@@ -162,6 +166,28 @@ def _load(path: Path, dtype: str, device: torch.device, notes: Console) -> Loade
     model.generation_config.do_sample = False
     sampling = {flag: value for flag, value in shipped.items() if value is not None}
     return LoadedModel(path, model.to(device), tokenizer, sampling)
+
+
+def _check_shapes(path: Path, mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """Refuse weights of other shapes than `config.json` says; transformers would put random ones in their place."""
+    if not mismatched:
+        return
+    name, stored, expected = min(mismatched)
+    more = f", and {len(mismatched) - 1} more tensors" if len(mismatched) > 1 else ""
+    raise InvalidArgumentError(
+        f"--model {path}: config.json does not fit the weights: {name} has the shape {tuple(stored)} in the weights, "
+        f"but {tuple(expected)} by the sizes in config.json{more}; correct the sizes"
+    )
+
+
+def _check_token_ids(path: Path, generation_config: GenerationConfig) -> None:
+    for field_name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(generation_config, field_name)
+        several = field_name == "eos_token_id" and isinstance(value, list)
+        if not all(isinstance(token, int) for token in (value if several else [value]) if token is not None):
+            files = [name for name in ("generation_config.json", "config.json") if (path / name).exists()]
+            what = "a token id or a list of token ids" if field_name == "eos_token_id" else "a token id"
+            raise InvalidArgumentError(f"--model {path}: {files[0]}: {field_name}={value!r} must be {what}")
 
 
 def summary(error: Exception) -> str:

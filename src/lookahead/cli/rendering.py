@@ -22,6 +22,11 @@ _CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not 
 """Visible stand-ins, so that a model cannot send escape sequences to the terminal."""
 
 
+def visible(text: str) -> str:
+    """`text` with pictures of control characters in their place."""
+    return text.translate(_CONTROL_PICTURES)
+
+
 class _Console(Console):
     """Lets a broken pipe through to the caller, where rich would end the process with exit code 1."""
 
@@ -90,7 +95,7 @@ class StepPrinter:
             return
         self._last = text[-1]
         if self._out.is_terminal:
-            segment = Segment(text.translate(_CONTROL_PICTURES), STEP_STYLES[self._steps % len(STEP_STYLES)])
+            segment = Segment(visible(text), STEP_STYLES[self._steps % len(STEP_STYLES)])
             # A bare segment, since rich would wrap words and expand tabs in a text that begins mid-line.
             self._out.print(Segments([segment]), end="", soft_wrap=True)
         else:
