@@ -112,6 +112,45 @@ def test_presets(capsys: pytest.CaptureFixture[str], expected: list[int], preset
     assert result["preset"] == preset
 
 
+TEXT_OPTIONS = [
+    (
+        ["--sample", "--temperature", "0.7", "--top-p", "0.9", "--sampling-seed", "5"],
+        {"temperature": 0.7, "top_p": 0.9},
+    ),
+    (["--sample", "--top-k", "9", "--min-p", "0.02", "--sampling-seed", "5"], {"top_k": 9, "min_p": 0.02}),
+    (["--repetition-penalty", "1.3"], {"repetition_penalty": 1.3}),
+    (["--stop", "list", "--stop", "of a"], {"stop_strings": ["list", "of a"]}),
+]
+
+
+@pytest.mark.parametrize(("options", "arguments"), TEXT_OPTIONS)
+def test_options_about_the_text(
+    capsys: pytest.CaptureFixture[str],
+    tokenizer: Any,
+    expected: list[int],
+    options: list[str],
+    arguments: dict[str, Any],
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32, local_files_only=True)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    torch.manual_seed(5)
+    output = model.generate(
+        **inputs, **arguments, do_sample="--sample" in options, max_new_tokens=NEW_TOKENS, tokenizer=tokenizer
+    )
+    wanted = output[0, inputs.input_ids.shape[1] :].tolist()
+    assert wanted != expected
+    assert main(["generate", PROMPT, *SHORT, *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == wanted
+    assert main(["compare", PROMPT, *SHORT, *options, "--repeats", "1", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["plain"]["tokens"] == result["lookahead"]["tokens"] == wanted
+
+
+def test_drawn_texts_are_compared_under_one_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", PROMPT, *SHORT, "--sample", "--repeats", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["identical"] is True
+
+
 @pytest.mark.parametrize("source", ["file", "file-dash", "dash", "pipe"])
 def test_prompt_sources(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str
@@ -215,6 +254,11 @@ def test_broken_pipe_is_quiet() -> None:
         (["--device", "meta"], ["--device meta", "cpu"]),
         (["--device", "cuda:99"], ["--device cuda:99", "cpu"]),
         (["--nonsense"], ["--nonsense"]),
+        (["--temperature", "0.5"], ["--temperature 0.5", "--sample"]),
+        (["--repetition-penalty", "0"], ["--repetition-penalty", "above 0"]),
+        (["--min-p", "2", "--sample"], ["--min-p", "at most 1"]),
+        (["--stop", ""], ["--stop", "empty"]),
+        (["--sample", "--parallel", "2"], ["--sampling-seed"]),
         (["more"], ["more"]),
     ],
 )

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig
@@ -448,6 +448,32 @@ def test_typed_turns(
     assert main(command) == 130
     type_in(monkeypatch, "/exit")
     assert main(command) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        (["--repetition-penalty", "1.3"], {"repetition_penalty": 1.3}),
+        (["--stop", "self", "--stop", "return"], {"stop_strings": ["self", "return"]}),
+        (["--sample", "--min-p", "0.05", "--sample-seed", "4"], {"do_sample": True, "min_p": 0.05}),
+    ],
+)
+def test_options_about_the_text(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    arguments: dict[str, Any],
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def area(self):\n"), encoding="utf-8"))
+    assert main(["chat", *CPU, "-n", "24", *options, "--json"]) == 0
+    (report,) = reports(capsys.readouterr().out)
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path(), local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32, local_files_only=True)
+    inputs = tokenizer("def area(self):", return_tensors="pt")
+    torch.manual_seed(4)
+    plainly = {"do_sample": False} | arguments
+    output = model.generate(**inputs, **plainly, max_new_tokens=24, tokenizer=tokenizer)
+    assert report["tokens"] == output[0, inputs.input_ids.shape[1] :].tolist()
 
 
 def test_sampling_options(

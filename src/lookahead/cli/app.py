@@ -21,7 +21,7 @@ from lookahead.cli.settings import BenchSettings, ChatSettings, PromptSettings, 
 from lookahead.cli.startup import raise_on_interrupt
 from lookahead.cli.versions import package_version
 from lookahead.demo import DEMO_PROMPT
-from lookahead.errors import LookaheadError
+from lookahead.errors import InvalidArgumentError, LookaheadError
 
 DEMO = Path("demo")
 """For `tune` another name of the demonstration model, unless there is a folder of this name."""
@@ -120,6 +120,14 @@ def generate(
     pool_from_prompt: opt.PoolFromPromptOption = None,
     pool_from_output: opt.PoolFromOutputOption = None,
     seed: opt.SeedOption = None,
+    sample: opt.SampleOption = False,
+    temperature: opt.TemperatureOption = None,
+    top_p: opt.TopPOption = None,
+    top_k: opt.TopKOption = None,
+    min_p: opt.MinPOption = None,
+    sampling_seed: opt.SamplingSeedOption = None,
+    repetition_penalty: opt.RepetitionPenaltyOption = None,
+    stop: opt.StopOption = None,
     max_new_tokens: opt.MaxNewTokensOption = opt.DEFAULT_MAX_NEW_TOKENS,
     dtype: opt.DtypeOption = "auto",
     device: opt.DeviceOption = None,
@@ -128,7 +136,7 @@ def generate(
     json: opt.JsonOption = False,
     no_color: opt.NoColorOption = False,
 ) -> int:
-    """Continue a prompt, greedily.
+    """Continue a prompt, greedily unless --sample is given.
 
     The prompt comes from the argument, from --file or from standard input. On a terminal the tokens of one
     step share a colour. The text goes to standard output, statistics go to standard error.
@@ -148,7 +156,14 @@ def generate(
     if step_budget is None and window_size is None and guess_set_size is None:
         config = ranks.scaled(config, parallel)
     model_folder(model)
-    settings = PromptSettings(model, config, max_new_tokens, dtype, device, json, no_color, prompt, file)
+    sampling = opt.sampling(sample, temperature, top_p, top_k, sampling_seed, min_p)
+    stops = opt.stop_texts(stop)
+    settings = PromptSettings(
+        *(model, config, max_new_tokens, dtype, device, json, no_color, prompt, file),
+        *(sampling, repetition_penalty, stops),
+    )
+    if sampling is not None and sampling.seed is None and ((parallel or 1) > 1 or ranks.started_together()):
+        raise InvalidArgumentError("--sample on several processes needs --sampling-seed, so that all draw alike")
     if parallel is not None and parallel > 1 and not ranks.started_together():
         raise_on_interrupt()
         return ranks.start_ranks(parallel, settings, context.obj)
@@ -173,6 +188,14 @@ def compare(
     pool_from_prompt: opt.PoolFromPromptOption = None,
     pool_from_output: opt.PoolFromOutputOption = None,
     seed: opt.SeedOption = None,
+    sample: opt.SampleOption = False,
+    temperature: opt.TemperatureOption = None,
+    top_p: opt.TopPOption = None,
+    top_k: opt.TopKOption = None,
+    min_p: opt.MinPOption = None,
+    sampling_seed: opt.SamplingSeedOption = None,
+    repetition_penalty: opt.RepetitionPenaltyOption = None,
+    stop: opt.StopOption = None,
     max_new_tokens: opt.MaxNewTokensOption = opt.DEFAULT_MAX_NEW_TOKENS,
     dtype: opt.DtypeOption = "float32",
     device: opt.DeviceOption = None,
@@ -184,7 +207,8 @@ def compare(
     """Decode a prompt plainly and with lookahead, side by side.
 
     Without a prompt a built-in one is used. The exit code is 0 if both outputs are identical, 1 if not. In
-    float32 they must be; in shorter types rounding can decide between tokens that are nearly equally likely.
+    float32 they must be, and so must texts that are drawn under one seed; in shorter types rounding can decide
+    between tokens that are nearly equally likely.
     """
     config = opt.lookahead_config(
         preset=preset,
@@ -199,7 +223,12 @@ def compare(
         seed=seed,
     )
     model_folder(model)
-    settings = PromptSettings(model, config, max_new_tokens, dtype, device, json, no_color, prompt, file)
+    sampling = opt.sampling(sample, temperature, top_p, top_k, sampling_seed, min_p)
+    stops = opt.stop_texts(stop)
+    settings = PromptSettings(
+        *(model, config, max_new_tokens, dtype, device, json, no_color, prompt, file),
+        *(sampling, repetition_penalty, stops),
+    )
     text, is_demo = read_prompt_or(settings, DEMO_PROMPT)
     from lookahead.cli.compare import run  # late, as in `generate`
 
@@ -225,7 +254,10 @@ def chat(
     temperature: opt.TemperatureOption = None,
     top_p: opt.TopPOption = None,
     top_k: opt.TopKOption = None,
+    min_p: opt.MinPOption = None,
     sampling_seed: opt.SamplingSeedOption = None,
+    repetition_penalty: opt.RepetitionPenaltyOption = None,
+    stop: opt.StopOption = None,
     max_new_tokens: opt.MaxNewTokensOption = opt.DEFAULT_MAX_ANSWER_TOKENS,
     dtype: opt.DtypeOption = "auto",
     device: opt.DeviceOption = None,
@@ -255,10 +287,12 @@ def chat(
         config = replace(config, memory="process")  # turns learn from each other
     if config.preset == "paper" and pool_from_prompt is None:
         config = replace(config, pool_from_prompt=True)  # answers repeat what was said before
-    sampling = opt.sampling(sample, temperature, top_p, top_k, sampling_seed)
+    sampling = opt.sampling(sample, temperature, top_p, top_k, sampling_seed, min_p)
+    stops = opt.stop_texts(stop)
     model_folder(model)
     settings = ChatSettings(
-        model, config, max_new_tokens, dtype, device, json, no_color, system, template, raw, sampling
+        *(model, config, max_new_tokens, dtype, device, json, no_color),
+        *(system, template, raw, sampling, repetition_penalty, stops),
     )
     from lookahead.cli.chat import run  # late, as in `generate`
 

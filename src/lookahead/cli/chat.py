@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from lookahead.cli import exit_codes
 from lookahead.cli.conversation import Answer, Conversation
+from lookahead.cli.decoding import seed_draws
 from lookahead.cli.lines import decoded_line, piped_lines, stdin_is_terminal, typed_lines
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.prompt import Prompt
@@ -32,13 +31,16 @@ def run(settings: ChatSettings) -> int:
     with quiet_libraries():
         loaded = load_for_decoding(settings, consoles.notes)
         turns = choose_format(settings, template, loaded, consoles.notes)
-        if settings.sampling is not None:
-            if settings.sampling.seed is None:
-                torch.seed()
-            else:
-                torch.manual_seed(settings.sampling.seed)
+        seed_draws(settings.sampling)
         conversation = Conversation(
-            loaded, turns, settings.config, settings.max_new_tokens, settings.system, settings.sampling
+            loaded,
+            turns,
+            settings.config,
+            settings.max_new_tokens,
+            settings.system,
+            settings.sampling,
+            settings.repetition_penalty,
+            settings.stop,
         )
         chat = Chat(consoles, loaded, conversation, settings)
         return chat.by_keyboard() if stdin_is_terminal() else chat.by_pipe()

@@ -8,19 +8,19 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from lookahead.cli import exit_codes
-from lookahead.cli.decoding import Recording, decode_plainly, decode_with_lookahead
+from lookahead.cli.decoding import Recording, decode_plainly, decode_with_lookahead, seed_draws, text_options
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.prompt import Prompt, encode_prompt
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json, visible
 from lookahead.cli.reports import request_report, run_report
 from lookahead.cli.settings import PromptSettings
 from lookahead.cli.text import Tokenizer, decode
-from lookahead.config import LookaheadConfig
 from lookahead.repetition import repeated_cycle_share
 
 WARM_UP_TOKENS = 8
@@ -95,7 +95,7 @@ def run(settings: PromptSettings, text: str, is_demo: bool, repeats: int) -> int
         prompt = encode_prompt(loaded, text, settings.max_new_tokens, consoles.notes)
         comparison = Comparison()
         with suppress(KeyboardInterrupt):
-            _run_rounds(loaded, prompt, settings.config, repeats, comparison, consoles.notes)
+            _run_rounds(loaded, prompt, settings, repeats, comparison, consoles.notes)
     interrupted = comparison.rounds < repeats
     if settings.json:
         report = comparison_report(comparison, loaded.tokenizer) | request_report(settings, loaded, prompt)
@@ -110,20 +110,23 @@ def run(settings: PromptSettings, text: str, is_demo: bool, repeats: int) -> int
 def _run_rounds(
     loaded: LoadedModel,
     prompt: Prompt,
-    config: LookaheadConfig,
+    settings: PromptSettings,
     repeats: int,
     comparison: Comparison,
     notes: Console,
 ) -> None:
     """Fill `comparison`; the sides take turns, so that a change of the machine's pace meets both."""
 
+    options = text_options(loaded, settings.sampling, settings.repetition_penalty, settings.stop)
+    seed = seed_draws(settings.sampling)
+
     def lookahead_run(prompt: Prompt) -> Recording:
         recording = Recording()
-        decode_with_lookahead(loaded, prompt, config, recording)
+        decode_with_lookahead(loaded, prompt, settings.config, recording, **options)
         return recording
 
     def plain_run(prompt: Prompt) -> Recording:
-        return decode_plainly(loaded, prompt)
+        return decode_plainly(loaded, prompt, **options)
 
     # Redrawn between runs only: a thread that redraws would add its CPU time to what is measured.
     with Progress(console=notes, auto_refresh=False, transient=True, disable=not notes.is_terminal) as progress:
@@ -131,6 +134,8 @@ def _run_rounds(
 
         def do(run: Callable[[Prompt], Recording], prompt: Prompt, what: str) -> Recording:
             progress.update(task, description=what, refresh=True)
+            if seed is not None:
+                torch.manual_seed(seed)  # both sides draw the same
             recording = run(prompt)
             progress.update(task, advance=1, refresh=True)
             return recording

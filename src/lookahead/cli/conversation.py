@@ -11,7 +11,7 @@ from transformers import StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 import lookahead
-from lookahead.cli.decoding import Recording, decode_with_lookahead
+from lookahead.cli.decoding import Recording, decode_with_lookahead, text_options
 from lookahead.cli.interruption import interruptible
 from lookahead.cli.loading import LoadedModel
 from lookahead.cli.prompt import Prompt
@@ -54,6 +54,8 @@ class Conversation:
         max_new_tokens: Most tokens of an answer.
         system: What the model is told before the first turn.
         sampling: How tokens are drawn, `None` for greedy decoding.
+        repetition_penalty: As for `generate`, `None` for the model's own.
+        stop: Texts that end an answer, none for the model's own.
     """
 
     def __init__(
@@ -64,13 +66,15 @@ class Conversation:
         max_new_tokens: int,
         system: str | None = None,
         sampling: Sampling | None = None,
+        repetition_penalty: float | None = None,
+        stop: Sequence[str] = (),
     ) -> None:
         self._loaded = loaded
         self._turns = turns
         self._config = config
         self._max_new_tokens = max_new_tokens
         self._system = system
-        self._options = _options(loaded, config, sampling)
+        self._options = _options(config) | text_options(loaded, sampling, repetition_penalty, stop)
         self._messages: list[Message] = []
         self._cache: Cache | None = None
         self._cached: list[int] = []  # the tokens whose keys and values the cache holds
@@ -180,15 +184,11 @@ class Conversation:
         self._cache, self._cached = None, []
 
 
-def _options(loaded: LoadedModel, config: LookaheadConfig, sampling: Sampling | None) -> dict[str, Any]:
+def _options(config: LookaheadConfig) -> dict[str, Any]:
     """What all turns hand to `lookahead.generate`."""
     options: dict[str, Any] = {"use_cache": True}
     if config.preset == "paper":
         options["ngram_pool"] = lookahead.NGramPool(config.ngram_size, config.guess_set_size)
-    if sampling is not None:
-        given = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-        options |= loaded.sampling | {name: value for name, value in given.items() if value is not None}
-        options["do_sample"] = True
     return options
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from time import perf_counter, process_time
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import lookahead
 from lookahead.cli.loading import LoadedModel
 from lookahead.cli.memory import memory_errors_explained
 from lookahead.cli.prompt import Prompt
+from lookahead.cli.settings import Sampling
 from lookahead.config import LookaheadConfig
 from lookahead.statistics import Statistics, StepRecord
 
@@ -103,12 +104,37 @@ def decode_with_lookahead(
     return _timed(run, loaded, recording)
 
 
-def decode_plainly(loaded: LoadedModel, prompt: Prompt) -> Recording:
-    """Decode greedily with transformers alone; every token is a step of one node."""
+def text_options(
+    loaded: LoadedModel, sampling: Sampling | None, repetition_penalty: float | None, stop: Sequence[str]
+) -> dict[str, Any]:
+    """Arguments of `generate` that decide about the text: how tokens are chosen, and where it ends."""
+    options: dict[str, Any] = {}
+    if sampling is not None:
+        given = {name: value for name, value in asdict(sampling).items() if value is not None and name != "seed"}
+        options |= loaded.sampling | given | {"do_sample": True}
+    if repetition_penalty is not None:
+        options["repetition_penalty"] = repetition_penalty
+    if stop:
+        options["stop_strings"] = list(stop)
+    return options
+
+
+def seed_draws(sampling: Sampling | None) -> int | None:
+    """Seed the draws that come, with a new seed where none is given; the seed, `None` for greedy decoding."""
+    if sampling is None:
+        return None
+    if sampling.seed is None:
+        return torch.seed()
+    torch.manual_seed(sampling.seed)
+    return sampling.seed
+
+
+def decode_plainly(loaded: LoadedModel, prompt: Prompt, **options: Any) -> Recording:
+    """Decode with transformers alone, greedily unless `options` say otherwise; every token is a step of one node."""
     recording = Recording()
 
     def run() -> None:
-        sequences = loaded.model.generate(**_arguments(loaded, prompt))  # [1, S + new tokens]
+        sequences = loaded.model.generate(**_arguments(loaded, prompt) | options)  # [1, S + new tokens]
         new_tokens: list[int] = sequences[0, prompt.input_ids.shape[1] :].tolist()
         for number, token in enumerate(new_tokens, start=1):
             recording.add(StepRecord(index=0, step=number, tokens=[token], nodes=1))

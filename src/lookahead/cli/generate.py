@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from lookahead.cli import exit_codes
-from lookahead.cli.decoding import Recording, decode_with_lookahead
+from lookahead.cli.decoding import Recording, decode_with_lookahead, seed_draws, text_options
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.prompt import Prompt, encode_prompt
 from lookahead.cli.ranks import joined_ranks, on_own_device, started_together, stopped_by_parent
@@ -57,9 +57,11 @@ def _decode(
 ) -> Recording:
     recording = Recording()
     on_step = None if printer is None else printer.step
+    options = text_options(loaded, settings.sampling, settings.repetition_penalty, settings.stop)
+    seed_draws(settings.sampling)
     # Where it is raised, recording.complete stays False, and what was generated is still printed.
     with suppress(KeyboardInterrupt), stopped_by_parent(group):
-        decode_with_lookahead(loaded, prompt, settings.config, recording, on_step, parallel=group)
+        decode_with_lookahead(loaded, prompt, settings.config, recording, on_step, parallel=group, **options)
     return recording
 
 

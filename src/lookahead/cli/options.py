@@ -40,7 +40,7 @@ def _positive_number(text: str) -> int:
     return number
 
 
-def _temperature(text: str) -> float:
+def _positive(text: str) -> float:
     return _number(text, 0, math.inf, "above 0")
 
 
@@ -304,7 +304,7 @@ TemperatureOption = Annotated[
     typer.Option(
         "--temperature",
         metavar="NUMBER",
-        parser=_temperature,
+        parser=_positive,
         help="Divides the logits: less than 1 for likelier tokens.",
         show_default="the model's",
         rich_help_panel=_SAMPLING,
@@ -332,13 +332,46 @@ TopKOption = Annotated[
         rich_help_panel=_SAMPLING,
     ),
 ]
+MinPOption = Annotated[
+    float | None,
+    typer.Option(
+        "--min-p",
+        metavar="NUMBER",
+        parser=_probability,
+        help="Draw from tokens that are at least this share as probable as the likeliest one.",
+        show_default="the model's",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+RepetitionPenaltyOption = Annotated[
+    float | None,
+    typer.Option(
+        "--repetition-penalty",
+        metavar="NUMBER",
+        parser=_positive,
+        help="Above 1 makes tokens less likely that are in the text already; greedy decoding heeds it, too.",
+        show_default="the model's",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+StopOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop",
+        metavar="TEXT",
+        help="End after this text; give it several times for several.",
+        show_default="the model's",
+        rich_help_panel=_RUN,
+    ),
+]
 SamplingSeedOption = Annotated[
     int | None,
     typer.Option(
         "--sampling-seed",
+        "--sample-seed",
         metavar="INTEGER",
         parser=_count,
-        help="Seed of the draws of the whole session.",
+        help="Seed of all draws.",
         show_default="a new one every time",
         rich_help_panel=_SAMPLING,
     ),
@@ -503,13 +536,27 @@ def lookahead_config(**options: str | int | bool | None) -> LookaheadConfig:
 
 
 def sampling(
-    sample: bool, temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None
+    sample: bool,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    seed: int | None,
+    min_p: float | None,
 ) -> Sampling | None:
     """How tokens are drawn, `None` for greedy decoding; refuses options that greedy decoding would ignore."""
     if sample:
-        return Sampling(temperature, top_p, top_k, seed)
-    given = {"--temperature": temperature, "--top-p": top_p, "--top-k": top_k, "--sampling-seed": seed}
+        return Sampling(temperature, top_p, top_k, seed, min_p)
+    given = {"--temperature": temperature, "--top-p": top_p, "--top-k": top_k, "--min-p": min_p}
+    given["--sampling-seed"] = seed
     for option, value in given.items():
         if value is not None:
             raise InvalidArgumentError(f"{option} {value} is about sampling, but decoding is greedy; add --sample")
     return None
+
+
+def stop_texts(given: list[str] | None) -> tuple[str, ...]:
+    """The texts of `--stop`; an empty one would end every text at once."""
+    for text in given or ():
+        if not text:
+            raise InvalidArgumentError("--stop '' is empty; give the text to end after")
+    return tuple(given or ())

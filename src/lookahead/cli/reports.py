@@ -44,6 +44,9 @@ def request_report(settings: PromptSettings, loaded: LoadedModel, prompt: Prompt
         "dtype": loaded.dtype,
         "device": str(loaded.model.device),
         "preset": settings.config.preset,
+        "sampling": None if settings.sampling is None else asdict(settings.sampling),
+        "repetition_penalty": settings.repetition_penalty,
+        "stop": list(settings.stop),
         "config": asdict(settings.config) | {"memory": str(settings.config.memory)},
         "versions": versions(),
     }

@@ -52,19 +52,6 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class PromptSettings(Settings):
-    """Settings of the commands that decode one prompt.
-
-    Attributes:
-        prompt: The PROMPT argument; `-` stands for standard input, `None` for no argument.
-        file: File to read the prompt from.
-    """
-
-    prompt: str | None
-    file: Path | None
-
-
-@dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn. What is `None` is left to the model's own generation configuration.
 
@@ -72,13 +59,34 @@ class Sampling:
         temperature: Divides the logits.
         top_p: Keep the likeliest tokens that together are at least this probable.
         top_k: Keep this many of the likeliest tokens, 0 for all.
-        seed: Seed of the draws of a session, `None` for a new one each time.
+        seed: Seed of all draws, `None` for a new one each time.
+        min_p: Keep tokens that are at least this share as probable as the likeliest one.
     """
 
     temperature: float | None
     top_p: float | None
     top_k: int | None
     seed: int | None
+    min_p: float | None = None
+
+
+@dataclass(frozen=True)
+class PromptSettings(Settings):
+    """Settings of the commands that decode one prompt.
+
+    Attributes:
+        prompt: The PROMPT argument; `-` stands for standard input, `None` for no argument.
+        file: File to read the prompt from.
+        sampling: How tokens are drawn, `None` for greedy decoding.
+        repetition_penalty: See `--help`; `None` leaves it to the model's own generation configuration.
+        stop: Texts to end after, none to leave it to the model's own generation configuration.
+    """
+
+    prompt: str | None
+    file: Path | None
+    sampling: Sampling | None = None
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,12 +98,16 @@ class ChatSettings(Settings):
         template: File with a Jinja template to use instead of the tokenizer's own.
         raw: Put the turns one after another as plain text, without a template.
         sampling: How tokens are drawn, `None` for greedy decoding.
+        repetition_penalty: See `PromptSettings`.
+        stop: See `PromptSettings`.
     """
 
     system: str | None
     template: Path | None
     raw: bool
     sampling: Sampling | None
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
