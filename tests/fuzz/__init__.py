@@ -1,0 +1,1 @@
+"""A differential fuzzer: lookahead decoding against transformers' own `generate`, on every family of models."""

@@ -1,0 +1,107 @@
+"""The calls of a case, by lookahead decoding or by transformers."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+import lookahead
+from fuzz.case import Turn
+from fuzz.settings import PAD_TOKEN, Recorder, arguments
+
+
+@dataclass
+class Answer:
+    """What one call gave.
+
+    Attributes:
+        sequences: The texts `[rows, tokens]`.
+        mask: Which tokens of them were hidden, 0, or not, 1.
+        new_tokens: How many tokens the call added to each text.
+        random_state: Of torch, afterwards.
+        streamed: What a streamer got.
+        scores, logits: One `[rows, vocabulary]` for each token, if asked for.
+        cache: The cache that was returned, if any.
+    """
+
+    sequences: Tensor
+    mask: Tensor
+    new_tokens: int
+    random_state: Tensor
+    streamed: list[Any] | None = None
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+    cache: Any = None
+
+
+def call(
+    model: PreTrainedModel,
+    turn: Turn,
+    earlier: Answer | None,
+    ours: bool,
+    changes: dict[str, Any] | None = None,
+) -> Answer:
+    """Make the call `turn`, after the one that gave `earlier`.
+
+    Args:
+        model: The model.
+        turn: What to ask for.
+        earlier: The answer of the turn before, if the text goes on from it.
+        ours: Whether lookahead decoding is to make the call.
+        changes: Arguments that go before those of `turn`.
+    """
+    ids, mask = _prompt(turn, earlier)
+    values = arguments(turn.settings) | (changes or {})
+    given = ids
+    if turn.cache == "empty":
+        values["past_key_values"] = DynamicCache(config=model.config) if len(turn.prompts) % 2 else DynamicCache()
+    elif turn.cache and earlier is not None:
+        values["past_key_values"] = earlier.cache
+        if turn.cache == "tail":
+            given = ids[:, min(earlier.cache.get_seq_length(), ids.shape[1] - 1) :]
+    left_out = ids.shape[1] - given.shape[1]
+    torch.manual_seed(turn.settings.get("seed", 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if ours:
+            config = lookahead.LookaheadConfig(**turn.drafting)
+            result = lookahead.generate(model, given, attention_mask=mask, lookahead_config=config, **values)
+        else:
+            result = model.generate(given, attention_mask=mask, **values)
+    streamer = values.get("streamer")
+    sequences = result if isinstance(result, Tensor) else result.sequences
+    new_tokens = sequences.shape[1] - given.shape[1]
+    repeats = sequences.shape[0] // ids.shape[0]
+    whole = torch.cat([ids[:, :left_out].repeat_interleave(repeats, 0), sequences], 1)
+    grown = torch.ones(whole.shape[0], new_tokens, dtype=torch.long)
+    return Answer(
+        sequences=whole,
+        mask=torch.cat([mask.repeat_interleave(repeats, 0), grown], 1),
+        new_tokens=new_tokens,
+        random_state=torch.get_rng_state(),
+        streamed=streamer.values if isinstance(streamer, Recorder) else None,
+        scores=None if isinstance(result, Tensor) else result.scores,
+        logits=None if isinstance(result, Tensor) else result.logits,
+        cache=None if isinstance(result, Tensor) else result.past_key_values,
+    )
+
+
+def _prompt(turn: Turn, earlier: Answer | None) -> tuple[Tensor, Tensor]:
+    """The whole text so far and its attention mask, `[rows, tokens]` each."""
+    rows = [
+        ([PAD_TOKEN] * padding + list(tokens), [0] * padding + [1] * len(tokens))
+        for tokens, padding in zip(turn.prompts, turn.padding, strict=True)
+    ]
+    ids = torch.tensor([tokens for tokens, _ in rows])
+    mask = torch.tensor([hidden for _, hidden in rows])
+    for place in turn.holes:
+        mask[:, place] = 0
+    if earlier is not None and turn.cache in ("whole", "tail"):
+        ids = torch.cat([earlier.sequences, ids], 1)
+        mask = torch.cat([earlier.mask, mask], 1)
+    return ids, mask

@@ -1,0 +1,174 @@
+"""One case of the fuzzer, drawn from one number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from random import Random
+from typing import Any
+
+from fuzz.settings import draw_settings
+from fuzz.sizes import VOCABULARY
+from fuzz.variant import Variant, draw_variant
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One call of `generate`.
+
+    Attributes:
+        ours: Whether lookahead decoding makes the call; else it is transformers, which reads what ours left behind.
+        prompts: Token ids of each row, new in this turn.
+        padding: Hidden tokens before each row's prompt.
+        holes: Places of other hidden tokens, in any row that has them.
+        settings: Arguments of both calls, as plain values; see `settings.arguments`.
+        drafting: Arguments of `LookaheadConfig`.
+        cache: What cache is handed over: `""` none, `"empty"` a new one, `"whole"` that of the turn before with the
+            whole text, `"tail"` the same with only those tokens that are not in it.
+    """
+
+    ours: bool
+    prompts: tuple[tuple[int, ...], ...]
+    padding: tuple[int, ...]
+    holes: tuple[int, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    drafting: dict[str, Any] = field(default_factory=dict)
+    cache: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and calls of `generate` with it one after another.
+
+    Attributes:
+        seed: What it was drawn from.
+        family: Of the model.
+        variant: Of the model.
+        attention: Attention implementation.
+        double: Whether the model is float64.
+        turns: The calls.
+    """
+
+    seed: int
+    family: str
+    variant: Variant
+    attention: str
+    double: bool
+    turns: tuple[Turn, ...]
+
+    def describe(self) -> str:
+        """The case in one line, without the prompts."""
+        defaults = Variant()
+        names = [entry.name for entry in fields(Variant) if entry.name not in ("seed", "pick")]
+        model = {name: getattr(self.variant, name) for name in names}
+        model = {name: value for name, value in model.items() if value != getattr(defaults, name)}
+        dtype = "float64" if self.double else "float32"
+        return f"{self.family} {self.attention} {dtype} {_listed(model)} | " + " | ".join(map(_described, self.turns))
+
+
+def draw_case(seed: int, families: list[str]) -> Case:
+    """The case number `seed`; it depends on `families` as well, of which it takes one."""
+    random = Random(f"fuzz {seed}")
+    family = random.choice(families)
+    variant = draw_variant(random)
+    attention = "sdpa" if random.random() < 0.6 else "eager"
+    double = random.random() < 0.12
+    return Case(seed, family, variant, attention, double, tuple(_draw_turns(random)))
+
+
+def _draw_turns(random: Random) -> list[Turn]:
+    rows = random.choice((1, 1, 1, 2, 2, 3, 4))
+    shape = random.random()
+    if shape < 0.6:
+        return [_draw_turn(random, rows, ours=True, cache="empty" if random.random() < 0.1 else "")]
+    if shape < 0.75:  # calls that share nothing but the model
+        makers = random.choice(((True, False, True), (True, True), (True, False), (False, True, True)))
+        return [_draw_turn(random, random.choice((1, rows)), ours, short=True) for ours in makers]
+    makers = random.choice(((False, True), (True, False), (True, True), (True, False, True), (False, True, False)))
+    caches = ["empty" if random.random() < 0.3 else "", *(random.choice(("whole", "whole", "tail")) for _ in makers[1:])]
+    turns = [
+        _draw_turn(random, rows, ours, cache, short=True, later=number > 0)
+        for number, (ours, cache) in enumerate(zip(makers, caches, strict=True))
+    ]
+    # A row that ends before others would leave padding inside of the next turn's text.
+    endless = ("eos", "criterion", "stop_strings", "num_return_sequences", "use_cache", "min_new_tokens", "min_length")
+    endless += ("forced_eos_token_id", "exponential_decay_length_penalty")
+    for turn in turns:
+        for name in endless:
+            turn.settings.pop(name, None)
+        turn.settings["return_dict_in_generate"] = True
+    return turns
+
+
+def _draw_turn(
+    random: Random, rows: int, ours: bool, cache: str = "", short: bool = False, later: bool = False
+) -> Turn:
+    longest = 12 if later else random.choice((1, 6, 16, 30, 60))
+    lengths = [longest] * rows
+    if not later and random.random() < 0.7:
+        lengths = [random.randint(1, longest) for _ in range(rows - 1)] + [longest]
+        random.shuffle(lengths)
+    extra = random.randint(1, 6) if not later and random.random() < 0.1 else 0  # hidden from every row
+    padding = tuple(max(lengths) - length + extra for length in lengths)
+    holes: tuple[int, ...] = ()
+    if not later and random.random() < 0.08 and longest > 3:
+        first = random.randint(1, longest + extra - 2)
+        holes = tuple(range(first, min(first + random.randint(1, 4), longest + extra - 1)))
+    return Turn(
+        ours=ours,
+        prompts=tuple(_draw_prompt(random, length) for length in lengths),
+        padding=padding,
+        holes=holes,
+        settings=draw_settings(random, rows, 40 if short else 80),
+        drafting=_draw_drafting(random),
+        cache=cache,
+    )
+
+
+def _draw_prompt(random: Random, length: int) -> tuple[int, ...]:
+    """Tokens of which some come in runs that were there before."""
+    tokens: list[int] = []
+    while len(tokens) < length:
+        if len(tokens) > 3 and random.random() < 0.4:
+            start = random.randrange(len(tokens))
+            tokens += tokens[start : start + random.randint(2, 8)]
+        else:
+            tokens.append(random.randrange(VOCABULARY) if random.random() < 0.5 else random.randrange(1, 12))
+    return tuple(tokens[:length])
+
+
+def _draw_drafting(random: Random) -> dict[str, Any]:
+    preset = random.choice(("auto",) * 5 + ("paper",) * 3 + ("jacobi", "token_recycling", "context_matches", "autoregressive"))
+    values: dict[str, Any] = {"preset": preset}
+    if preset in ("auto", "token_recycling", "context_matches") and random.random() < 0.8:
+        values["step_budget"] = random.choice((1, 2, 4, 8, 16, 32, 64, 128))
+    if preset == "auto" and random.random() < 0.15:
+        values["memory"] = "process"
+    if preset == "paper":
+        values |= {
+            "window_size": random.randint(1, 12),
+            "ngram_size": random.randint(2, 6),
+            "guess_set_size": random.randint(1, 10),
+            "pool_from_prompt": random.random() < 0.5,
+            "share_pool": random.random() < 0.2,
+        }
+    if preset == "jacobi":
+        values["block_size"] = random.randint(1, 16)
+    if random.random() < 0.25:
+        values["engine"] = "static"
+    if random.random() < 0.1:
+        values["pack_weights"] = True
+    if random.random() < 0.05:
+        values["tie_margin"] = 0.01
+    return values
+
+
+def _described(turn: Turn) -> str:
+    words = ["ours" if turn.ours else "plain", f"rows={len(turn.prompts)} of {max(map(len, turn.prompts))}"]
+    words += [f"padding={list(turn.padding)}"] if any(turn.padding) else []
+    words += [f"holes={list(turn.holes)}"] if turn.holes else []
+    words += [f"cache={turn.cache}"] if turn.cache else []
+    return " ".join([*words, _listed(turn.settings), f"[{_listed(turn.drafting)}]" if turn.ours else ""])
+
+
+def _listed(values: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())

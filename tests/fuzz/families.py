@@ -1,0 +1,98 @@
+"""Every family of causal language models that transformers has, as small as it can be built.
+
+A family is named by its model type; `type/multimodal` is the class that also takes images or sounds. Names, classes and
+configurations are transformers' own, so that new families join by themselves; only sizes are put in.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
+from transformers.utils import logging
+
+from fuzz.tiny_config import tiny_config
+from fuzz.variant import Variant
+from fuzz.weights import draw_weights
+
+MULTIMODAL = "/multimodal"
+_MULTIMODAL_NAMES = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+
+
+class CannotBuild(Exception):
+    """A family that could not be built tiny; the message says why."""
+
+
+def family_names() -> list[str]:
+    """Names of all families, sorted."""
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    both = [kind + MULTIMODAL for kind, name in _MULTIMODAL_NAMES.items() if causal.get(kind) != name]
+    return sorted([*causal, *both])
+
+
+def build(family: str, variant: Variant, attention: str) -> PreTrainedModel:
+    """The model of `family` that `variant` describes, float32, in evaluation mode.
+
+    A kind of RoPE or a number of heads that the family does not have is left out, and an attention implementation that it
+    does not have replaced by `eager`.
+
+    Raises:
+        CannotBuild: It could not be built.
+    """
+    plain_rope = replace(variant, rope="default")
+    attempts = (variant, plain_rope, replace(plain_rope, key_value_heads=4, window=8))
+    reason = ""
+    for attempt in dict.fromkeys(attempts):
+        try:
+            return _build(family, attempt, attention)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+    raise CannotBuild(" ".join(reason.split())[:200])
+
+
+def _build(family: str, variant: Variant, attention: str) -> PreTrainedModel:
+    kind = family.removesuffix(MULTIMODAL)
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind == family else _MULTIMODAL_NAMES
+    model_class: type[PreTrainedModel] = getattr(transformers, names[kind])
+    with _quiet(), _defined_memory():
+        config = tiny_config(kind, model_class, variant)
+        if attention == "sdpa" and not model_class._supports_sdpa:
+            attention = "eager"
+        model = model_class._from_config(config, attn_implementation=attention, dtype=torch.float32)
+        draw_weights(model.eval(), variant.seed, variant.embedding_gain, variant.spread)
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id", "forced_eos_token_id", "decoder_start_token_id"):
+        setattr(model.generation_config, token, None)
+    return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings that the sizes of tiny models give rise to."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def _defined_memory() -> Iterator[None]:
+    """Fill memory that a model leaves as it was with NaN, so that no case depends on what lay there."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

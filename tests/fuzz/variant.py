@@ -1,0 +1,63 @@
+"""What is drawn about a model besides its family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One model of a family.
+
+    Attributes:
+        seed: Of the weights.
+        layers: How many.
+        pick: Seed of which layers of the default configuration these are, where they differ in kind.
+        key_value_heads: How many, where queries may share them.
+        window: Of layers that see the nearest tokens alone, and other lengths at which a layer changes its ways.
+        context: Length of the position table, or that RoPE takes for the longest.
+        rope: Kind of RoPE, where a family lets it be chosen.
+        rope_context: Length from which a RoPE that is scaled counts as long.
+        embedding_gain: Standard deviation of the token embeddings.
+        spread: Standard deviation of the logits.
+        biases: Whether linear layers have biases where that can be chosen.
+    """
+
+    seed: int = 0
+    layers: int = 2
+    pick: int = 0
+    key_value_heads: int = 2
+    window: int = 8
+    context: int = 1024
+    rope: str = "default"
+    rope_context: int = 32
+    embedding_gain: float = 2.0
+    spread: float = 4.0
+    biases: bool = False
+
+
+def draw_variant(random: Random) -> Variant:
+    """A model, drawn."""
+    rope = random.choice(ROPE_KINDS) if random.random() < 0.5 else "default"
+    rope_context = random.choice((16, 32, 64))
+    context = random.choice((48, 80, 120)) if random.random() < 0.15 else 1024
+    if rope == "dynamic":
+        context = rope_context  # which is where it looks
+    elif rope != "default":
+        context = 4 * rope_context
+    return Variant(
+        seed=random.randrange(1 << 16),
+        layers=random.choice((2, 2, 3)),
+        pick=random.randrange(1 << 16),
+        key_value_heads=random.choice((1, 2, 2, 4)),
+        window=random.choice((3, 5, 8, 12, 16, 24, 32, 64)),
+        context=context,
+        rope=rope,
+        rope_context=rope_context,
+        embedding_gain=random.choice((0.6, 1.0, 2.0, 3.0)),
+        spread=random.choice((1.5, 3.0, 4.0, 4.0, 8.0)),
+        biases=random.random() < 0.2,
+    )
