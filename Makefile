@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # never touches thread settings.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quantized test-exact test-parallel lint format results bench-engine paper-evaluation ablation pictures clean
+.PHONY: help demo test test-quantized test-exact test-parallel fuzz lint format results bench-engine paper-evaluation ablation pictures clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -41,6 +41,11 @@ test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled and 300 batched rand
 
 test-parallel: $(VENV)/installed  ## 200 random cases on 1 to 4 ranks against one process, 20 times a rank is killed, and every signal in every phase
 	$(BIN)/python tests/run_parallel.py --cases 200 --kills 20 --signals 5 --seed 0
+
+CASES ?= 3000
+SEED ?=
+fuzz: $(VENV)/installed  ## CASES=3000 random cases on every family of models against transformers' own generate; SEED=n one again
+	$(BIN)/python tests/run_fuzz.py $(if $(SEED),--seed $(SEED),--cases $(CASES))
 
 lint: $(VENV)/installed  ## Style and types
 	$(BIN)/ruff check src tests tools benchmarks

@@ -13,17 +13,20 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import count
 
 import torch
 from transformers.utils import logging
 
 from fuzz.case import Case, draw_case
 from fuzz.families import family_names
-from fuzz.outcome import WRONG, Outcome, run_case
+from fuzz.outcome import NOT_BUILT, REFUSED, WRONG, Outcome, run_case
 from fuzz.report import describe, report
+
+SAME_REASON = 2
+"""After how many cases with the same reason a family is left out."""
 
 
 def main() -> int:
@@ -34,10 +37,10 @@ def main() -> int:
         outcome = run_case(draw_case(arguments.seed, families))
         print("\n".join(describe(outcome)))
         return 1 if outcome.kind == WRONG else 0
-    cases = islice(draw_cases(arguments.seed_start, families, arguments.family), arguments.cases)
+    cases = draw_cases(arguments.seed_start, families, arguments.family)
     outcomes: list[Outcome] = []
     try:
-        run_all(cases, arguments.cases, outcomes)
+        run_all(cases, arguments.cases, outcomes, skips=arguments.family is None)
     except KeyboardInterrupt:
         print("\ninterrupted")
     print(report(outcomes))
@@ -50,18 +53,32 @@ def draw_cases(start: int, families: list[str], family: str | None = None) -> It
     return (case for case in cases if family is None or case.family == family)
 
 
-def run_all(cases: Iterator[Case], total: int, outcomes: list[Outcome]) -> None:
-    """Run `cases`, each into `outcomes` as it is done; failures and progress are printed."""
+def run_all(cases: Iterator[Case], total: int, outcomes: list[Outcome], skips: bool) -> None:
+    """Run `total` of `cases`, each into `outcomes` as it is done; failures and progress are printed.
+
+    If `skips`, a family that gave nothing but the same reason not to run it is left out after a few cases.
+    """
     begin = time.monotonic()
+    reasons: dict[str, list[str]] = defaultdict(list)
     for case in cases:
+        if len(outcomes) == total:
+            break
+        if skips and _is_hopeless(reasons[case.family]):
+            continue
         outcome = run_case(case)
         outcomes.append(outcome)
+        reasons[case.family].append(outcome.detail if outcome.kind in (NOT_BUILT, REFUSED) else "")
         if outcome.kind == WRONG:
             print("\n".join(describe(outcome)), flush=True)
         if len(outcomes) % 100 == 0:
             kinds = Counter(outcome.kind for outcome in outcomes)
             counts = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
             print(f"{len(outcomes)} of {total}, {time.monotonic() - begin:.0f} s: {counts}", flush=True)
+
+
+def _is_hopeless(reasons: list[str]) -> bool:
+    """Whether cases were not run for one reason each time; `reasons` has an empty one for a case that was."""
+    return len(reasons) >= SAME_REASON and len(set(reasons)) == 1 and reasons[0] != ""
 
 
 def _parse() -> argparse.Namespace:

@@ -65,6 +65,9 @@ class Case:
         return f"{self.family} {self.attention} {dtype} {_listed(model)} | " + " | ".join(map(_described, self.turns))
 
 
+_OTHER_PRESETS = ("jacobi", "token_recycling", "context_matches", "autoregressive")
+
+
 def draw_case(seed: int, families: list[str]) -> Case:
     """The case number `seed`; it depends on `families` as well, of which it takes one."""
     random = Random(f"fuzz {seed}")
@@ -84,7 +87,10 @@ def _draw_turns(random: Random) -> list[Turn]:
         makers = random.choice(((True, False, True), (True, True), (True, False), (False, True, True)))
         return [_draw_turn(random, random.choice((1, rows)), ours, short=True) for ours in makers]
     makers = random.choice(((False, True), (True, False), (True, True), (True, False, True), (False, True, False)))
-    caches = ["empty" if random.random() < 0.3 else "", *(random.choice(("whole", "whole", "tail")) for _ in makers[1:])]
+    caches = [
+        "empty" if random.random() < 0.3 else "",
+        *(random.choice(("whole", "whole", "tail")) for _ in makers[1:]),
+    ]
     turns = [
         _draw_turn(random, rows, ours, cache, short=True, later=number > 0)
         for number, (ours, cache) in enumerate(zip(makers, caches, strict=True))
@@ -137,7 +143,7 @@ def _draw_prompt(random: Random, length: int) -> tuple[int, ...]:
 
 
 def _draw_drafting(random: Random) -> dict[str, Any]:
-    preset = random.choice(("auto",) * 5 + ("paper",) * 3 + ("jacobi", "token_recycling", "context_matches", "autoregressive"))
+    preset = random.choice(("auto",) * 5 + ("paper",) * 3 + _OTHER_PRESETS)
     values: dict[str, Any] = {"preset": preset}
     if preset in ("auto", "token_recycling", "context_matches") and random.random() < 0.8:
         values["step_budget"] = random.choice((1, 2, 4, 8, 16, 32, 64, 128))

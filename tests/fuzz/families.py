@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -40,11 +40,11 @@ def family_names() -> list[str]:
     return sorted([*causal, *both])
 
 
-def build(family: str, variant: Variant, attention: str) -> PreTrainedModel:
-    """The model of `family` that `variant` describes, float32, in evaluation mode.
+def build(family: str, variant: Variant, attention: str, double: bool = False) -> PreTrainedModel:
+    """The model of `family` that `variant` describes, float32 or float64, in evaluation mode.
 
-    A kind of RoPE or a number of heads that the family does not have is left out, and an attention implementation that it
-    does not have replaced by `eager`.
+    A kind of RoPE or a number of heads that the family does not have is left out, and an attention implementation
+    that it does not have replaced by `eager`.
 
     Raises:
         CannotBuild: It could not be built.
@@ -54,13 +54,14 @@ def build(family: str, variant: Variant, attention: str) -> PreTrainedModel:
     reason = ""
     for attempt in dict.fromkeys(attempts):
         try:
-            return _build(family, attempt, attention)
+            model = _build(family, attempt, attention, "eager" if double else variant.experts)
+            return model.double() if double else model
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
     raise CannotBuild(" ".join(reason.split())[:200])
 
 
-def _build(family: str, variant: Variant, attention: str) -> PreTrainedModel:
+def _build(family: str, variant: Variant, attention: str, experts: str) -> PreTrainedModel:
     kind = family.removesuffix(MULTIMODAL)
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind == family else _MULTIMODAL_NAMES
     model_class: type[PreTrainedModel] = getattr(transformers, names[kind])
@@ -69,6 +70,8 @@ def _build(family: str, variant: Variant, attention: str) -> PreTrainedModel:
         if attention == "sdpa" and not model_class._supports_sdpa:
             attention = "eager"
         model = model_class._from_config(config, attn_implementation=attention, dtype=torch.float32)
+        with suppress(ValueError):  # it has none
+            model.set_experts_implementation(experts)
         draw_weights(model.eval(), variant.seed, variant.embedding_gain, variant.spread)
     for token in ("bos_token_id", "eos_token_id", "pad_token_id", "forced_eos_token_id", "decoder_start_token_id"):
         setattr(model.generation_config, token, None)

@@ -133,6 +133,7 @@ TOWER_SIZES: dict[str, int] = {
 }
 
 _SLIDING_FULL = ["sliding_attention", "full_attention"]
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SHARED_KEYS = {"num_hidden_layers": 4, "layer_types": 2 * _SLIDING_FULL, "num_kv_shared_layers": 2}
 _SPEECH_DECODER = {"num_codebooks": 1, "hidden_size": HIDDEN}
 
@@ -141,14 +142,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
     "blt": {"hidden_size_global": HIDDEN},
     "chameleon": {"vocabulary_map": {"<image>": 1, "<racm3:break>": 2, "<eoss>": 3, "IMGIMGA": 4}},
-    "cohere_compass_text": {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in _SLIDING_FULL}},
+    "cohere_compass_text": {
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in _SLIDING_FULL}
+    },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_vision_encoder": {"adapter_in_dim": HIDDEN, "adapter_merge_size": 2},
-    "ernie4_5_vl_moe_text": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
-    },
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "dots3_note_audio_encoder": {"adapter_input_size": HIDDEN},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
     "fun_asr_nano_adaptor": {"intermediate_size": HIDDEN // 4},

@@ -23,6 +23,7 @@ class Variant:
         rope_context: Length from which a RoPE that is scaled counts as long.
         embedding_gain: Standard deviation of the token embeddings.
         spread: Standard deviation of the logits.
+        experts: Implementation of mixtures of experts.
         biases: Whether linear layers have biases where that can be chosen.
     """
 
@@ -36,6 +37,7 @@ class Variant:
     rope_context: int = 32
     embedding_gain: float = 2.0
     spread: float = 4.0
+    experts: str = "grouped_mm"
     biases: bool = False
 
 
@@ -59,5 +61,6 @@ def draw_variant(random: Random) -> Variant:
         rope_context=rope_context,
         embedding_gain=random.choice((0.6, 1.0, 2.0, 3.0)),
         spread=random.choice((1.5, 3.0, 4.0, 4.0, 8.0)),
+        experts=random.choice(("grouped_mm", "eager")),
         biases=random.random() < 0.2,
     )

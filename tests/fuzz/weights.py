@@ -57,7 +57,9 @@ def _scale_logits(model: PreTrainedModel, random: torch.Generator, spread: float
     weight = getattr(projection, "weight", None)
     ids = torch.randint(1, VOCABULARY, (2, 16), generator=random)
     for _ in range(3):  # more than once, as a soft cap on the logits is not linear
-        deviation = float(model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float().std())
+        deviation = float(
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float().std()
+        )
         if not math.isfinite(deviation) or deviation == 0:
             raise ValueError("the logits are not finite, or all the same")
         if weight is None:

@@ -1,0 +1,99 @@
+"""The fuzzer: a slice of its cases, and that it finds what is wrong."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+
+import fuzz.settings
+from fuzz.case import Case, Turn, draw_case
+from fuzz.families import build, family_names
+from fuzz.outcome import EQUAL, REFUSED, WRONG, Outcome, compare, run_case
+from fuzz.report import report
+from fuzz.variant import Variant
+from run_fuzz import draw_cases
+
+TURN = Turn(ours=True, prompts=((3, 14, 15, 9, 2, 6),), padding=(0,), settings={"max_new_tokens": 20})
+
+
+def _case(**changes: object) -> Case:
+    return replace(Case(0, "llama", Variant(), "sdpa", False, (TURN,)), **changes)
+
+
+def test_number_is_all_that_a_case_depends_on() -> None:
+    families = family_names()
+    assert draw_case(123, families) == draw_case(123, families)
+    assert draw_case(123, families) != draw_case(124, families)
+    chosen = next(draw_cases(0, families, "qwen3"))
+    assert chosen == draw_case(chosen.seed, families)
+    assert chosen.family == "qwen3"
+
+
+def test_weights_depend_on_the_seed_alone() -> None:
+    first = build("mixtral", Variant(seed=5), "eager").state_dict()
+    second = build("mixtral", Variant(seed=5), "eager").state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    other = build("mixtral", Variant(seed=6), "eager").state_dict()
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_families_are_those_of_transformers() -> None:
+    names = family_names()
+    assert len(names) > 200
+    assert {"llama", "gpt2", "qwen3", "gemma3", "qwen2_5_vl/multimodal"} <= set(names)
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "seed": 3, "temperature": 1.5}])
+def test_other_tokens_are_found(settings: dict[str, object]) -> None:
+    model = build("llama", Variant(), "sdpa")
+    reference = copy.deepcopy(model)
+    case = _case(turns=(replace(TURN, settings=TURN.settings | settings),))
+    assert compare(case, model, reference)[0].kind == EQUAL
+    with torch.no_grad():
+        reference.lm_head.weight[:] = reference.lm_head.weight.roll(1, 0)
+    outcome, _ = compare(case, model, reference)
+    assert outcome.kind == WRONG
+    assert "part at new token" in outcome.detail
+
+
+def test_an_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(fuzz.settings.Tiring):
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            raise RuntimeError("no")
+
+    case = _case(turns=(replace(TURN, settings=TURN.settings | {"processor": True}),))
+    assert run_case(case).kind == EQUAL
+    answers = iter((Fails, fuzz.settings.Tiring))
+    monkeypatch.setattr(fuzz.settings, "LogitsProcessorList", lambda _: LogitsProcessorList([next(answers)()]))
+    outcome = run_case(replace(case, double=True))
+    assert outcome.kind == WRONG
+    assert "RuntimeError: no" in outcome.detail
+
+
+def test_other_scores_are_found() -> None:
+    model = build("llama", Variant(), "sdpa")
+    reference = copy.deepcopy(model)
+    with torch.no_grad():
+        reference.lm_head.weight[:] *= 1.001  # the same tokens
+    settings = TURN.settings | {"output_logits": True}
+    outcome, _ = compare(_case(turns=(replace(TURN, settings=settings),)), model, reference)
+    assert outcome.kind == WRONG
+    assert "logits at step 0" in outcome.detail
+
+
+def test_refusals_are_told_from_failures() -> None:
+    outcome = run_case(_case(family="mamba"))
+    assert outcome.kind == REFUSED
+    assert "running state" in outcome.detail
+
+
+def test_report_names_the_command() -> None:
+    case = _case(seed=77)
+    text = report([Outcome(case, EQUAL, tokens=20), Outcome(case, WRONG, "rows [0] part")])
+    assert "make fuzz SEED=77   WRONG: rows [0] part" in text
+    assert "llama:1" in text
+    assert "2 cases: 1 equal" in text
