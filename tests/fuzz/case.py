@@ -119,12 +119,15 @@ def _draw_turn(
     if not later and random.random() < 0.08 and longest > 3:
         first = random.randint(1, longest + extra - 2)
         holes = tuple(range(first, min(first + random.randint(1, 4), longest + extra - 1)))
+    settings = draw_settings(random, rows, 40 if short else 80)
+    if cache:
+        settings.pop("use_cache", None)  # which would contradict it
     return Turn(
         ours=ours,
         prompts=tuple(_draw_prompt(random, length) for length in lengths),
         padding=padding,
         holes=holes,
-        settings=draw_settings(random, rows, 40 if short else 80),
+        settings=settings,
         drafting=_draw_drafting(random),
         cache=cache,
     )
