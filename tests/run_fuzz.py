@@ -24,6 +24,7 @@ from fuzz.case import Case, draw_case
 from fuzz.families import family_names
 from fuzz.outcome import NOT_BUILT, REFUSED, WRONG, Outcome, run_case
 from fuzz.report import describe, report
+from fuzz.shrink import shrink
 
 SAME_REASON = 2
 """After how many cases with the same reason a family is left out."""
@@ -36,6 +37,8 @@ def main() -> int:
     if arguments.seed is not None:
         outcome = run_case(draw_case(arguments.seed, families))
         print("\n".join(describe(outcome)))
+        if arguments.shrink and outcome.kind == WRONG:
+            print("\n".join(["simplified:", *describe(shrink(outcome))]))
         return 1 if outcome.kind == WRONG else 0
     cases = draw_cases(arguments.seed_start, families, arguments.family)
     outcomes: list[Outcome] = []
@@ -86,6 +89,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=300, help="how many cases to run (default: 300)")
     parser.add_argument("--seed-start", type=int, default=0, help="number of the first case (default: 0)")
     parser.add_argument("--seed", type=int, help="run the case with this number alone")
+    parser.add_argument("--shrink", action="store_true", help="with --seed: look for a simpler case that fails")
     parser.add_argument("--family", choices=family_names(), metavar="NAME", help="only cases with this family")
     return parser.parse_args()
 

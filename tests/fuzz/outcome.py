@@ -202,9 +202,10 @@ def _is_close(reference: PreTrainedModel, turn: Turn, before: Answer | None, our
     if before is not None and turn.cache in ("whole", "tail"):
         return True  # the cache was used up
     scores = call(reference, turn, before, ours=False, changes=keep).scores or ()
-    if step >= len(scores):
+    place = plain.sequences.shape[1] - plain.new_tokens + step
+    if step >= len(scores) or place >= ours.sequences.shape[1]:
         return False
-    rows = ours.sequences[:, -plain.new_tokens + step] != plain.sequences[:, -plain.new_tokens + step]
+    rows = ours.sequences[:, place] != plain.sequences[:, place]
     top = scores[step][rows].topk(2, -1).values
     return bool((top[:, 0] - top[:, 1] <= TIE_MARGIN * max(1.0, _magnitude(scores[step]))).all())
 
