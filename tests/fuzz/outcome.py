@@ -46,13 +46,21 @@ class Outcome:
 
 def run_case(case: Case) -> Outcome:
     """Run `case`; in float32 again in float64 if something differs, to tell a bug from rounding."""
+    if case.double and _breaks_in_double(case):
+        case = replace(case, double=False)
     outcome, tie = _run(case)
-    if outcome.kind == WRONG and not case.double and tie:
+    if outcome.kind == WRONG and not case.double and tie and not _breaks_in_double(case):
         again, _ = _run(replace(case, double=True))
         if again.kind == EQUAL:
             return replace(outcome, kind=NEAR_TIE)
         return replace(outcome, detail=f"{outcome.detail} (float64: {again.kind} {again.detail})")
     return outcome
+
+
+def _breaks_in_double(case: Case) -> bool:
+    """Whether transformers itself is wrong in float64: `eager` takes the softmax in float32, where the mask of a hidden
+    token, the least float64, is minus infinity, and a row without anything else to see is NaN."""
+    return case.attention == "eager" and any(any(turn.padding) or turn.holes for turn in case.turns)
 
 
 def _run(case: Case) -> tuple[Outcome, bool]:
