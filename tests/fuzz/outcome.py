@@ -80,6 +80,8 @@ def compare(case: Case, model: PreTrainedModel, reference: PreTrainedModel) -> t
     for number, turn in enumerate(case.turns):
         place = f"turn {number + 1}: " if len(case.turns) > 1 else ""
         before = plain
+        if turn.cache in ("whole", "tail"):
+            before = copy.deepcopy(plain)  # a call changes the cache that it is given
         error: Exception | None = None
         failure: Exception | None = None
         try:
@@ -89,7 +91,7 @@ def compare(case: Case, model: PreTrainedModel, reference: PreTrainedModel) -> t
         except Exception as raised:
             error = raised
         try:
-            plain = call(reference, turn, before, ours=False)
+            plain = call(reference, turn, plain, ours=False)
         except Exception as raised:
             failure = raised
         if error is not None:
@@ -207,8 +209,6 @@ def _is_close(reference: PreTrainedModel, turn: Turn, before: Answer | None, our
         return True  # the race of a draw is not repeated here: float64 will tell
     step = _parts(ours, plain)
     keep = {"output_scores": True, "return_dict_in_generate": True}
-    if before is not None and turn.cache in ("whole", "tail"):
-        return True  # the cache was used up
     scores = call(reference, turn, before, ours=False, changes=keep).scores or ()
     place = plain.sequences.shape[1] - plain.new_tokens + step
     if step >= len(scores) or place >= ours.sequences.shape[1]:

@@ -182,6 +182,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [32, 32], "is_decoder": True},
     "step3p5": {"sliding_window": 8},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2, "depths": [1] * 7},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from fuzz.sizes import CONTEXTS, HEAD_DIM, LAYERS, MROPE, SIZES, SPECIAL, TOWER_SIZES, VOCABULARY, WINDOWS
+from fuzz.sizes import CONTEXTS, HEAD_DIM, HEADS, LAYERS, MROPE, SIZES, SPECIAL, TOWER_SIZES, VOCABULARY, WINDOWS
 from fuzz.variant import Variant
 
 LANGUAGE = ("text_config", "llm_config", "language_config", "thinker_config", "text_encoder", "decoder", "vlm_config")
@@ -70,7 +70,7 @@ def _changes(default: PreTrainedConfig, variant: Variant, tower: bool = False) -
         elif name in CONTEXTS:
             changes[name] = 16 if tower else variant.context
         elif name in _KEY_VALUE_HEADS and not tower:
-            changes[name] = variant.key_value_heads
+            changes[name] = HEADS if "kv_lora_rank" in fields else variant.key_value_heads
         elif name.endswith(("token_id", "token_index")):
             changes[name] = _special_token(name, value, number)
         elif name in sizes:
