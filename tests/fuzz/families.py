@@ -50,11 +50,12 @@ def build(family: str, variant: Variant, attention: str, double: bool = False) -
         CannotBuild: It could not be built.
     """
     plain_rope = replace(variant, rope="default")
-    attempts = (variant, plain_rope, replace(plain_rope, key_value_heads=4, window=8))
+    cautious = replace(plain_rope, key_value_heads=4, window=8)
+    attempts = ((variant, attention), (plain_rope, attention), (cautious, "eager"))
     reason = ""
-    for attempt in dict.fromkeys(attempts):
+    for attempt, implementation in dict.fromkeys(attempts):
         try:
-            model = _build(family, attempt, attention, "eager" if double else variant.experts)
+            model = _build(family, attempt, implementation, "eager" if double else variant.experts)
             return model.double() if double else model
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
