@@ -41,7 +41,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 import lookahead
-from lookahead import LookaheadConfig, LookaheadError, LookaheadOutput
+from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadError, LookaheadOutput
 from model_zoo import ARCHITECTURES, VOCAB_SIZE, build
 
 SMALL = LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4, pool_from_prompt=True)
@@ -533,17 +533,53 @@ def test_new_tokens_alone_after_a_padded_prompt(llama: PreTrainedModel) -> None:
 
 
 def test_the_cache_of_a_padded_batch(llama: PreTrainedModel) -> None:
-    """Rows of different lengths go on, each from its own; plain decoding cannot, and says so."""
+    """Whoever filled it and whoever goes on: hidden tokens, and those that fill up a row, have columns."""
     ids = torch.cat([torch.cat([torch.zeros(1, 4, dtype=torch.long), PROMPT[:, :8]], dim=1), PROMPT])
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
-    started = ours(llama, ids, attention_mask=mask, **CACHED)
     longer = torch.cat([mask, torch.ones(2, 12, dtype=torch.long)], dim=1)
-    expected = plainly(llama, started.sequences, attention_mask=longer, **GREEDY)
-    again = {"attention_mask": longer, "past_key_values": started.past_key_values}
-    assert torch.equal(ours(llama, started.sequences, **again, **GREEDY), expected)
-    with pytest.raises(ValueError, match="past_key_values"):
-        plainly(llama, expected, attention_mask=torch.ones_like(expected), past_key_values=started.past_key_values)
+    alone = plainly(llama, ids, attention_mask=mask, **GREEDY)
+    # The first row ends early, and is filled up.
+    options = {"eos_token_id": int(alone[0, 15]), "pad_token_id": 1}
+    text = plainly(llama, ids, attention_mask=mask, **GREEDY, **options)
+    assert (text[0, 16:] == 1).all()
+    assert (text[1, 16:] != 1).any()
+    longer = longer[:, : text.shape[1]]
+    expected = plainly(llama, text, attention_mask=longer, **GREEDY)
+    for first in (ours, plainly):
+        for second in (ours, plainly):
+            cache = DynamicCache() if first is second else None
+            started = first(llama, ids, attention_mask=mask, past_key_values=cache, **CACHED, **options)
+            assert torch.equal(started.sequences, text)
+            again = {"attention_mask": longer, "past_key_values": started.past_key_values}
+            assert torch.equal(second(llama, text, **again, **GREEDY), expected), (first, second)
+            assert started.past_key_values.get_seq_length() == expected.shape[1] - 1
+
+
+@pytest.mark.parametrize("filled_by", [ours, plainly], ids=["ours", "plain"])
+@pytest.mark.parametrize("name", ["llama", "mistral_sliding", "gpt2"])
+def test_the_cache_of_a_padded_prompt(name: str, filled_by: Callable[..., Any]) -> None:
+    """One row, hidden tokens before it and between: turn after turn, whoever decodes."""
+    model = build(name)
+    mask = torch.ones_like(PROMPT)
+    mask[:, :3] = 0
+    if name != "mistral_sliding":  # whose window counts what is hidden between others
+        mask[:, 7] = 0
+    turn = filled_by(model, PROMPT, attention_mask=mask, **CACHED)
+    for decode in (plainly, ours, ours, plainly, ours):
+        text = torch.cat([turn.sequences, torch.tensor([[5, 6, 7]])], dim=1)
+        longer = torch.cat([mask, torch.ones(1, text.shape[1] - 12, dtype=torch.long)], dim=1)
+        expected = plainly(model, text, attention_mask=longer, **GREEDY)
+        turn = decode(model, text, attention_mask=longer, past_key_values=turn.past_key_values, **CACHED)
+        assert torch.equal(turn.sequences, expected)
+
+
+def test_a_mask_that_shows_what_the_cache_was_made_without(llama: PreTrainedModel) -> None:
+    mask = torch.ones_like(PROMPT)
+    mask[:, :3] = 0
+    started = ours(llama, PROMPT, attention_mask=mask, **CACHED)
+    with pytest.raises(InvalidArgumentError, match="attention_mask shows tokens"):
+        ours(llama, started.sequences, past_key_values=started.past_key_values, **GREEDY)
 
 
 def test_what_a_cache_can_do_besides(llama: PreTrainedModel) -> None:

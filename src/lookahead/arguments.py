@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -170,6 +171,9 @@ def check_model_inputs(model_kwargs: dict[str, Any], use_cache: bool) -> None:
         UnsupportedArgumentError: There is such an input; the message names it.
     """
     for name, value in model_kwargs.items():
+        # To a class that could see images transformers passes what it encoded of them, even where there are none.
+        if name == "mm_encoder_outputs" and isinstance(value, Mapping) and not any(map(_given, value.values())):
+            continue
         if name not in _CONSUMED and value is not None:
             raise _unsupported(name, type(value).__name__, "it sends the model token ids alone; leave it out")
     if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False) and not use_cache:
@@ -241,6 +245,10 @@ def check_positions(positions: torch.Tensor | None, mask: torch.Tensor) -> None:
     raise UnsupportedArgumentError(
         "position_ids that do not count the tokens 0, 1, 2, ... are not supported by lookahead decoding; leave them out"
     )
+
+
+def _given(value: object) -> bool:
+    return value is not None
 
 
 def _unsupported(name: str, value: object, advice: str) -> UnsupportedArgumentError:

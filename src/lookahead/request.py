@@ -21,8 +21,8 @@ from lookahead.config import LookaheadConfig
 from lookahead.cost_model import CostModel
 from lookahead.decoder import OnStep, TreeRunner, Verify, decode, verify
 from lookahead.drafting import Drafter, NGramPool, build_drafter
-from lookahead.engine import ModelRunner, StaticLoan, TreeCache, adopt_cache, engine_model, return_cache
-from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.engine import ModelRunner, StaticLoan, TreeCache, adopt_cache, engine_model, equivalence, return_cache
+from lookahead.errors import InvalidArgumentError
 from lookahead.model_state import draft_memory, keep_memory, making, neighbours, step_costs
 from lookahead.output import LookaheadOutput, stack_collected, stack_texts
 from lookahead.processors import row_processors
@@ -31,6 +31,7 @@ from lookahead.sequence import Sequence
 from lookahead.statistics import Statistics, StepRecord
 from lookahead.stopping import StopRule
 from lookahead.streaming import StreamFeeder
+from lookahead.text_limits import check_batch, check_context, check_hidden, check_kind, check_recomputing
 from lookahead.verification import Target
 
 if TYPE_CHECKING:
@@ -76,17 +77,33 @@ def decode_request(
     with making(model):
         engine = engine_model(model, config.pack_weights, static=config.engine != "dynamic")
     brought = _brought_cache(model_kwargs)
-    cache = TreeCache() if brought is None else adopt_cache(brought)
     mask = _whole_mask(input_ids, model_kwargs.get("attention_mask"), generation_config)
     check_positions(model_kwargs.get("position_ids"), mask)
     tokens = prompt_tokens(model, input_ids, mask[:, -input_ids.shape[1] :])
+    before = _tokens_before(brought, mask, input_ids)
+    cache = TreeCache() if brought is None else adopt_cache(brought, mask)
     lengths = cache.lengths(len(tokens))
-    before = _tokens_before(lengths, tokens, mask, input_ids)
     padding = [input_ids.shape[1] - len(row) for row in tokens]
     loan = _static_loan(engine, config, before, generation_config)
-    runner = ModelRunner(engine, len(tokens), cache, before, padding, input_ids.device, loan.steps if loan else None)
-    _check_context(runner, tokens, before)
-    _check_batch(runner, tokens, before, generation_config.max_length - input_ids.shape[1])
+    steps = loan.steps if loan else None
+    kind = equivalence(model)
+    check_kind(kind, type(model).__name__, mask)
+    runner = ModelRunner(
+        engine,
+        len(tokens),
+        cache,
+        before,
+        padding,
+        input_ids.device,
+        steps,
+        most_nodes=config.max_nodes,
+        positions_end=kind.positions_end,
+    )
+    check_context(runner, tokens, before)
+    new_tokens = generation_config.max_length - input_ids.shape[1]
+    check_batch(runner, tokens, before, new_tokens)
+    check_recomputing(runner, tokens, before, new_tokens, generation_config.use_cache)
+    check_hidden(runner, mask, new_tokens)
     if parallel is not None:
         config = parallel.drafting(config)
         parallel.begin(model, config, generation_config, (input_ids, mask))
@@ -102,8 +119,9 @@ def decode_request(
         build_drafter(config, pool, memory, costs, len(tokens), alike, tokens_to_read(model, len(row), clocked))
         for pool, row in zip(_pools(config, ngram_pool, tokens), tokens, strict=True)
     ]
-    sequences = _sequences(input_ids, tokens, logits_processor, generation_config, drafters)
-    rule = StopRule(stopping_criteria, runner.last_length, before)
+    rule = StopRule(stopping_criteria)
+    ends = _last_lengths(runner.last_length, input_ids.shape[1], tokens, before, rule.has_eos)
+    sequences = _sequences(input_ids, tokens, logits_processor, generation_config, drafters, ends)
     pad_token = _pad_token(generation_config) if rule.has_eos else None
     feeder = None if streamer is None else StreamFeeder(streamer, len(tokens), pad_token)
     statistics = Statistics()
@@ -118,6 +136,7 @@ def decode_request(
     if parallel is not None:
         shared, walks = parallel.decoding(runner, before, sequences, rule.asks_others, config.tie_margin)
     trees = shared or runner
+    returns_cache = bool(generation_config.return_dict_in_generate and generation_config.use_cache)
     try:
         if feeder is not None:
             feeder.start(input_ids)
@@ -127,8 +146,10 @@ def decode_request(
             decode(trees, sequences, rule, statistics, after_step, config.tie_margin, times, walks)
             if not rule.has_eos:
                 _even_out(trees, sequences, statistics, after_step, config.tie_margin, walks)
-            if shared is not None and (brought is not None or generation_config.return_dict_in_generate):
-                shared.complete_cache([sequence.tokens for sequence in sequences])
+            if brought is not None or returns_cache:
+                if shared is not None:
+                    shared.complete_cache([sequence.tokens for sequence in sequences])
+                runner.complete(_padded_texts(sequences, pad_token))
     except Exception as error:
         cache.restore(lengths)  # the caller's cache is as it was before the call that failed
         if parallel is not None:
@@ -140,13 +161,11 @@ def decode_request(
     statistics.sources = [drafter.statistics() for drafter in drafters]
     if feeder is not None:
         feeder.end()
-    returns_cache = generation_config.return_dict_in_generate and generation_config.use_cache
     if loan is not None:
         if brought is not None or returns_cache:
             loan.copy_cache(cache)
         loan.end()
-    if brought is not None:
-        return_cache(cache, brought)
+    kept = return_cache(cache, brought, mask) if brought is not None or returns_cache else None
     texts = stack_texts(sequences, pad_token)
     if not generation_config.return_dict_in_generate:
         return texts
@@ -154,7 +173,7 @@ def decode_request(
         sequences=texts,
         scores=stack_collected([sequence.target.scores for sequence in sequences]),
         logits=stack_collected([sequence.target.logits for sequence in sequences]),
-        past_key_values=(cache if brought is None else brought) if returns_cache else None,
+        past_key_values=kept if returns_cache else None,
         statistics=statistics,
     )
 
@@ -194,6 +213,7 @@ def _sequences(
     processors: LogitsProcessorList,
     generation_config: GenerationConfig,
     drafters: list[Drafter],
+    ends: list[int] | list[None],
 ) -> list[Sequence]:
     """One sequence for each row, with a drafter and a target of its own."""
     rows = len(tokens)
@@ -203,9 +223,23 @@ def _sequences(
             tokens[row],
             drafters[row],
             _target(row_processors(processors, row, rows), generation_config),
+            ends[row],
         )
         for row in range(rows)
     ]
+
+
+def _last_lengths(
+    last_length: int | None, width: int, tokens: list[list[int]], before: list[int], has_eos: bool
+) -> list[int] | list[None]:
+    """Lengths, padding included, at which the model can read no further token of each row.
+
+    Where nothing fills up a row that ended, all of them end with the first.
+    """
+    if last_length is None:
+        return [None] * len(tokens)
+    ends = [last_length - earlier + width - len(row) for row, earlier in zip(tokens, before, strict=True)]
+    return ends if has_eos else [min(ends)] * len(ends)
 
 
 def _target(processors: LogitsProcessorList, config: GenerationConfig) -> Target:
@@ -238,65 +272,46 @@ def _whole_mask(
     return mask.to(input_ids.device).bool()
 
 
-def _tokens_before(
-    lengths: list[int], tokens: list[list[int]], mask: torch.Tensor, input_ids: torch.Tensor
-) -> list[int]:
-    """How many tokens of the cache come before each row's prompt: all, or none if the prompt repeats them.
+def _tokens_before(cache: Cache | None, mask: torch.Tensor, input_ids: torch.Tensor) -> list[int]:
+    """How many tokens that count come before each row's prompt: those of the cache, or none if the prompt repeats them.
 
     As in transformers, an attention mask that is longer than the prompt says that the prompt is new text alone.
 
     Args:
-        lengths: Tokens in each row of the cache.
-        tokens: The prompts.
-        mask: Which tokens of the whole text count.
+        cache: What the caller passed, if anything.
+        mask: Which tokens of the whole text count, `[batch, columns]` bool.
         input_ids: The prompts with their padding.
 
     Raises:
         InvalidArgumentError: The cache does not fit the prompt.
     """
-    if len(lengths) != len(tokens):
-        raise InvalidArgumentError(
-            f"past_key_values holds {len(lengths)} rows, but input_ids has {len(tokens)}; they must be the same texts"
-        )
-    if mask.shape[1] > input_ids.shape[1]:
-        earlier = mask[:, : -input_ids.shape[1]].sum(dim=1).tolist()
-        if earlier != lengths:
+    held = 0 if cache is None else cache.get_seq_length()
+    earlier = mask.shape[1] - input_ids.shape[1]
+    if earlier:
+        if earlier != held:
             raise InvalidArgumentError(
-                f"attention_mask counts {earlier} tokens before input_ids, but past_key_values holds {lengths}; a mask "
-                "is as long as input_ids, or as the cached text and input_ids together"
+                f"attention_mask counts {earlier} tokens before input_ids, but past_key_values holds {held}; a mask is "
+                "as long as input_ids, or as the cached text and input_ids together"
             )
-        return lengths
-    for length, row in zip(lengths, tokens, strict=True):
-        if length >= len(row):
-            raise InvalidArgumentError(
-                f"past_key_values holds {length} tokens, but input_ids has {len(row)}: give the whole text with at "
-                "least one new token, or new tokens alone with an attention_mask over the whole text"
-            )
-    return [0] * len(tokens)
-
-
-def _check_context(runner: ModelRunner, tokens: list[list[int]], before: list[int]) -> None:
-    longest = max(earlier + len(row) for earlier, row in zip(before, tokens, strict=True))
-    if runner.context is not None and longest > runner.context:
+        return [int(count) for count in mask[:, :earlier].sum(dim=1)]
+    if held >= input_ids.shape[1]:
         raise InvalidArgumentError(
-            f"input_ids is a prompt of {longest} tokens, but the model's context holds {runner.context}; shorten it"
+            f"past_key_values holds {held} tokens, but input_ids has {input_ids.shape[1]}: give the whole text with at "
+            "least one new token, or new tokens alone with an attention_mask over the whole text"
         )
+    return [0] * len(input_ids)
 
 
-def _check_batch(runner: ModelRunner, tokens: list[list[int]], before: list[int], new_tokens: int) -> None:
-    """Refuse rows of which one may come to where all positions change: others would be read with its frequencies.
-
-    Raises:
-        UnsupportedArgumentError: They may come there.
-    """
-    # The last token of a text is not read.
-    longest = max(earlier + len(row) for earlier, row in zip(before, tokens, strict=True)) + new_tokens - 1
-    if len(tokens) > 1 and runner.changes_after is not None and longest > runner.changes_after:
-        raise UnsupportedArgumentError(
-            f"input_ids has {len(tokens)} rows, and the longest may come to {longest} tokens: beyond "
-            f"{runner.changes_after} the positions of this model depend on the longest text of a pass, and rows are at "
-            "different places; call generate once for each row, or choose a smaller max_new_tokens"
-        )
+def _padded_texts(sequences: list[Sequence], pad_token: int | None) -> list[list[int]]:
+    """The texts as plain decoding leaves them in its cache: it goes on with a row that ended, by padding."""
+    longest = max(sequence.ids.shape[1] for sequence in sequences)
+    texts = []
+    for sequence in sequences:
+        missing = longest - sequence.ids.shape[1]
+        if sequence.last_length is not None:
+            missing = min(missing, sequence.last_length - sequence.ids.shape[1])
+        texts.append([*sequence.tokens, *[pad_token or 0] * missing])
+    return texts
 
 
 def _even_out(

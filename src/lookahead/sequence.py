@@ -18,6 +18,7 @@ class Sequence:
         tokens: The token ids of the prompt that the model reads: `prompt` without padding. At least one.
         drafter: Proposes tokens for this sequence alone.
         target: Names the tokens.
+        last_length: Length of `ids` at which the model can read no further token, if there is one.
 
     Attributes:
         tokens: Token ids of the text so far, without padding.
@@ -26,10 +27,18 @@ class Sequence:
         steps: Steps this sequence has taken.
     """
 
-    def __init__(self, prompt: torch.Tensor, tokens: TokenSequence[int], drafter: Drafter, target: Target) -> None:
+    def __init__(
+        self,
+        prompt: torch.Tensor,
+        tokens: TokenSequence[int],
+        drafter: Drafter,
+        target: Target,
+        last_length: int | None = None,
+    ) -> None:
         self.tokens = list(tokens)
         self.drafter = drafter
         self.target = target
+        self.last_length = last_length
         self.finished = False
         self.undecided = False
         self.steps = 0

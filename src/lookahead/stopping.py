@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
@@ -20,20 +19,16 @@ class StopRule:
 
     Args:
         criteria: The prepared criteria of the call.
-        last_length: Length at which the model can read no further token, if there is one: generation stops
-            there with a warning, where transformers would fail and lose the text.
-        before: Tokens that come before the longest text of the batch and are not in it.
 
     Attributes:
         has_eos: Whether rows that end are filled up with padding, as transformers does when there is an
             end-of-sequence criterion.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, last_length: int | None, before: Sequence[int] = (0,)) -> None:
+    def __init__(self, criteria: StoppingCriteriaList) -> None:
         self._eos: set[int] = set()
         self._max_length: int | None = None
         self._others = StoppingCriteriaList()
-        self._last_length = None if last_length is None else last_length - max(before)
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
@@ -56,7 +51,8 @@ class StopRule:
         scores = None if sequence.target.scores is None else tuple(sequence.target.scores)
         for criterion in self._others:
             done |= _answer(criterion, criterion(ids, scores))
-        if not done and self._last_length is not None and len(sequence.tokens) >= self._last_length:
+        if not done and sequence.last_length is not None and ids.shape[1] >= sequence.last_length:
+            # Where transformers would fail and lose the text.
             warnings.warn(
                 f"generation stopped at {len(sequence.tokens)} tokens: the model has no position for another one",
                 stacklevel=2,

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from lookahead.engine import folded_attention, tree_attention
 from lookahead.engine.folded_attention import FOLDED_SDPA
-from lookahead.engine.model_check import check_model
+from lookahead.engine.model_check import check_model, check_trees
 from lookahead.engine.model_runner import ModelRunner
 from lookahead.engine.packed_linear import check_packing
 from lookahead.engine.preserved_state import preserved_state
@@ -114,7 +114,7 @@ def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bo
     clone = SharedClone(model, attention, pack_weights)
     with preserved_state(model), torch.no_grad():
         try:
-            check_model(clone.module)
+            check_trees(clone.module)
         except UnsupportedModelError:
             return None
         same = agree(_plain_logits(clone.module), _plain_logits(model), model.dtype) and agree(

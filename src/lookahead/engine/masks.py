@@ -111,6 +111,11 @@ class MaskBuilder:
             self._chunk_size if kind == CHUNKED else None,
         )
 
+    @property
+    def shortest_reach(self) -> int | None:
+        """Tokens that a layer of the shortest sight sees; `None` if all layers see all."""
+        return min((size for kind in self.kinds for size in self.reach(kind) if size is not None), default=None)
+
     def arrange(self, masks: Mapping[str, torch.Tensor]) -> Any:
         """The masks of all kinds in the form that the model takes: a dict, or the only one."""
         return dict(masks) if self._takes_dict else masks[self.kinds[0]]

@@ -10,10 +10,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.engine.forward_result import ForwardResult
 from lookahead.engine.masks import MaskBuilder
 from lookahead.engine.position_limit import PositionLimit
 from lookahead.engine.predictions import argmax, top_predictions
+from lookahead.engine.slot_limit import SlotLimit
 from lookahead.engine.static_steps import StaticSteps
 from lookahead.engine.tree_attention.interface import NAME as TREE_ATTENTION
 from lookahead.engine.tree_cache import TreeCache
@@ -36,6 +38,8 @@ class ModelRunner:
         device: Where inputs go if the model cannot say, because its weights are brought in as they are needed.
         steps: Runs trees of up to a certain size over fixed buffers; `cache` is copied into its own. Larger trees,
             such as a prompt, are run as they are without it.
+        most_nodes: Nodes, the root included, that a draft makes of a tree at most.
+        positions_end: See `PositionLimit`.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class ModelRunner:
         padding: Sequence[int] | None = None,
         device: torch.device | None = None,
         steps: StaticSteps | None = None,
+        most_nodes: int = MOST_CHOSEN_NODES,
+        positions_end: bool = True,
     ) -> None:
         self.model = model
         self.cache = TreeCache() if cache is None else cache
@@ -60,7 +66,9 @@ class ModelRunner:
         on_meta = model.device.type == "meta"
         self._device = (device or torch.device("cpu")) if on_meta else model.device
         self._masks = MaskBuilder(model.config)
-        self._limit = PositionLimit(model.config)
+        self._limit = PositionLimit(model.config, positions_end)
+        self._slots = SlotLimit(model.config)
+        self._most_nodes = most_nodes
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._layouts: list[Layout] = []
 
@@ -76,8 +84,17 @@ class ModelRunner:
 
     @property
     def changes_after(self) -> int | None:
-        """Longest text that is read with the frequencies for short texts, if longer ones change them."""
-        return self._limit.changes_after
+        """Longest text of which rows of a batch may be at different places, if longer ones are read otherwise."""
+        return min((text for text in (self._limit.changes_after, self._slots.first) if text is not None), default=None)
+
+    def counts_hidden_after(self, between: bool) -> int | None:
+        """Longest text, hidden tokens included, in which the model counts no hidden token; `None` for any.
+
+        Args:
+            between: Whether some are hidden between others, and not only before the first that counts.
+        """
+        reach = self._masks.shortest_reach if between else None
+        return min((length for length in (self._slots.first, reach) if length is not None), default=None)
 
     def idle_tree(self) -> TokenTree:
         """What a row that is finished sends while others go on: a token that nobody reads, at position 0.
@@ -111,21 +128,32 @@ class ModelRunner:
             The number of forward passes it took.
         """
         size = chunk_size or (None if len(texts) == 1 else LONGEST_DRAFTED_PREFILL)
+        return 0 if size is None else self._send_ahead(texts, size, size)
+
+    def complete(self, texts: Sequence[Sequence[int]]) -> None:
+        """Send all of each text but its last token, so that the cache holds what plain decoding leaves there."""
+        self._send_ahead(texts, LONGEST_DRAFTED_PREFILL, 1)
+
+    def _send_ahead(self, texts: Sequence[Sequence[int]], size: int, left: int) -> int:
+        """Send texts in chunks of `size` tokens until at most `left` of each are pending; how many passes it took."""
         passes = 0
-        while size is not None:
+        while True:
             trees = [self.begin_tree(row, text) for row, text in enumerate(texts)]
-            if max(len(tree) for tree in trees) <= size:
-                break
+            if max(len(tree) for tree in trees) <= left:
+                return passes
             # A text that is through, but for its last token, sends that and keeps nothing of it.
             chunks = [TokenTree(tree.tokens[: min(size, max(len(tree) - 1, 1))]) for tree in trees]
             self.forward(chunks)
             self.commit([range(len(chunk) if len(tree) > 1 else 0) for chunk, tree in zip(chunks, trees, strict=True)])
             passes += 1
-        return passes
 
     def wants_draft(self, tree: TokenTree) -> bool:
-        """Whether anything should be drafted onto `tree`, or it is a prompt too long to be sent with a mask."""
-        return tree.root < LONGEST_DRAFTED_PREFILL
+        """Whether anything should be drafted onto `tree`.
+
+        Not if it is a prompt too long to be sent with a mask, or the model would go by the draft's places in the cache.
+        """
+        start = max(self.cache.lengths(self._batch_size))
+        return tree.root < LONGEST_DRAFTED_PREFILL and self._slots.allows(start, tree.root + self._most_nodes)
 
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> list[ForwardResult]:
         """Run the model on one tree for each sequence; their keys and values wait in the cache for `commit`.

@@ -18,6 +18,7 @@ class PositionLimit:
 
     Args:
         config: The model's configuration.
+        positions_end: Whether the model fails beyond its context, if it has no RoPE.
 
     Attributes:
         context: Positions the model was made for, if its configuration says so.
@@ -28,13 +29,14 @@ class PositionLimit:
             its keys were made with the frequencies for short texts (Phi-3 and its kin); `None` for all others.
     """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, positions_end: bool = True) -> None:
         text_config = config.get_text_config(decoder=True)
         context = getattr(text_config, "max_position_embeddings", None)
         self.context: int | None = context if isinstance(context, int) and context > 0 else None
         rope = _rope_parameters(text_config)
         # The token that ends such a text has no position to be read at.
-        self.last_length: int | None = self.context + 1 if self.context is not None and not rope else None
+        ends = self.context is not None and not rope and positions_end
+        self.last_length: int | None = self.context + 1 if self.context is not None and ends else None
         self._rope_type = str(rope.get("rope_type", "default"))
         original = rope.get("original_max_position_embeddings")
         original = original or getattr(text_config, "original_max_position_embeddings", None) or self.context
@@ -52,8 +54,11 @@ class PositionLimit:
         """
         limits = [self.context - 1] if self.context is not None and root_position < self.context else []
         if self._original is not None and _changes(self._rope_type):
-            if root_position < self._original:
-                limits.append(self._original - 1)
+            # A longer text leaves its frequencies behind; a pass with dynamic RoPE takes the first ones again if its
+            # last position lies before the last one of the context.
+            last = self._original - 1 if self._rope_type == "longrope" else self._original - 2
+            if root_position <= last:
+                limits.append(last)
             elif self._rope_type != "longrope":
                 limits.append(root_position)
         return min(limits) if limits else None

@@ -11,6 +11,7 @@ from lookahead.engine.graph_recorder import recorder_for
 from lookahead.engine.model_runner import ModelRunner
 from lookahead.engine.position_limit import PositionLimit
 from lookahead.engine.shared_clone import can_be_cloned
+from lookahead.engine.slot_limit import SlotLimit
 from lookahead.engine.static_cache import LayerShape, layer_shapes
 from lookahead.engine.static_steps import SMALLEST_TREE, StaticSteps, pass_sizes, rounded
 from lookahead.engine.tree_cache import TreeCache
@@ -90,6 +91,7 @@ def _is_free_of_python(model: PreTrainedModel) -> bool:
         model.device.type != "meta"
         and can_be_cloned(model)
         and PositionLimit(model.config).changes_after is None
+        and SlotLimit(model.config).first is None
         and not any(
             module._forward_hooks or module._forward_pre_hooks or type(module).__module__.startswith("peft.")
             for module in model.modules()
