@@ -327,7 +327,7 @@ CASES: dict[str, Case] = {
     "encoder_hidden_states": Refused(torch.zeros(1, 3, 48), model="gpt2"),
     "encoder_attention_mask": Refused(torch.ones(1, 3), model="gpt2"),
     "encoder_outputs": Refused(("states",), by_transformers=True),
-    "mm_encoder_outputs": Refused({"image": None}),
+    "mm_encoder_outputs": Refused({"image": torch.zeros(1, 2)}),
     "pixel_values": Refused(torch.zeros(1, 3, 4, 4), by_transformers=True),
     "cache_position": Refused(torch.arange(12), by_transformers=True),
 }

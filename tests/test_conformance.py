@@ -540,10 +540,10 @@ def test_the_cache_of_a_padded_batch(llama: PreTrainedModel) -> None:
     longer = torch.cat([mask, torch.ones(2, 12, dtype=torch.long)], dim=1)
     alone = plainly(llama, ids, attention_mask=mask, **GREEDY)
     # The first row ends early, and is filled up.
-    options = {"eos_token_id": int(alone[0, 15]), "pad_token_id": 1}
+    end = next(token for token in alone[0, 13:20].tolist() if token not in alone[1, 12:])
+    options = {"eos_token_id": end, "pad_token_id": 1}
     text = plainly(llama, ids, attention_mask=mask, **GREEDY, **options)
-    assert (text[0, 16:] == 1).all()
-    assert (text[1, 16:] != 1).any()
+    assert (text[0] == 1).sum() > (text[1] == 1).sum()
     longer = longer[:, : text.shape[1]]
     expected = plainly(llama, text, attention_mask=longer, **GREEDY)
     for first in (ours, plainly):

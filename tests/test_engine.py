@@ -111,5 +111,5 @@ def test_trees_do_not_reach_across_a_change_of_rope() -> None:
     assert longrope.deepest(32) == 99
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
     dynamic = PositionLimit(LlamaConfig(**sizes, max_position_embeddings=32, rope_parameters=rope))
-    assert dynamic.deepest(10) == 31
+    assert dynamic.deepest(10) == 30  # a pass that comes to the last place keeps the frequencies of a longer text
     assert dynamic.deepest(40) == 40, "the frequencies change with every position: one at a time"

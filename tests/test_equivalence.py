@@ -1,0 +1,261 @@
+"""What only shows far into a long text is found on a miniature of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GitConfig,
+    GitForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+
+import lookahead
+from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
+from lookahead.engine import equivalence
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+PRESETS = [LookaheadConfig(), LookaheadConfig(step_budget=32), LookaheadConfig(preset="paper")]
+
+
+def prompt(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 90, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def drawn(model: PreTrainedModel, scale: float = 0.1) -> PreTrainedModel:
+    """Larger weights than a model begins with, so that its text depends on what it sees."""
+    random = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=random))
+    return model.eval()
+
+
+def assert_exact(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> None:
+    expected = model.generate(ids, do_sample=False, **options)
+    for config in PRESETS:
+        assert torch.equal(
+            lookahead.generate(model, ids, do_sample=False, lookahead_config=config, **options), expected
+        )
+
+
+class CountsKeys(LlamaForCausalLM):
+    """Scales what it says by the number of keys, from a length on that is in its configuration."""
+
+    def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        kept = 0 if past_key_values is None else past_key_values.get_seq_length()
+        output = super().forward(*args, past_key_values=past_key_values, **kwargs)
+        places = kept + torch.arange(output.logits.shape[1])
+        beyond = (places - self.config.sliding_window).clamp(min=0)
+        output.logits = output.logits * (1 + 0.1 * beyond)[None, :, None]
+        return output
+
+
+def test_a_model_that_counts_keys_beyond_its_window_is_refused() -> None:
+    """Its own passes of a few tokens say nothing of that: the window is 4,096 tokens long."""
+    model = CountsKeys(LlamaConfig(**SIZES, sliding_window=4096)).eval()
+    with pytest.raises(UnsupportedModelError, match="past every window"):
+        lookahead.generate(model, prompt(5), max_new_tokens=4)
+
+
+def test_doge_is_refused() -> None:
+    """It keeps the best so many keys, and which of equal ones these are depends on where they lie."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("doge", **SIZES, num_key_value_heads=2)).eval()
+    with pytest.raises(UnsupportedModelError, match="past every window"):
+        lookahead.generate(model, prompt(5), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("tokens", [20, 60, 120])
+def test_gpt_neo_beyond_its_local_window(tokens: int) -> None:
+    """Its local layers cut their masks from a table, by the numbers of the keys."""
+    config = GPTNeoConfig(
+        vocab_size=97,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        intermediate_size=96,
+        window_size=40,
+        max_position_embeddings=150,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = drawn(GPTNeoForCausalLM(config))
+    assert_exact(model, prompt(tokens), max_new_tokens=30)
+    assert_exact(model, prompt(12), max_new_tokens=20)
+
+
+def test_gpt_neo_in_batches() -> None:
+    config = GPTNeoConfig(
+        vocab_size=97, hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["local"], 2]], window_size=40
+    )
+    config.bos_token_id = config.eos_token_id = None
+    model = drawn(GPTNeoForCausalLM(config))
+    ids = torch.cat([prompt(12), prompt(12, 1)])
+    assert_exact(model, ids, max_new_tokens=20)
+    with pytest.raises(UnsupportedArgumentError, match="input_ids has 2 rows"):
+        lookahead.generate(model, ids, max_new_tokens=40)
+
+
+@pytest.mark.parametrize("attention_chunk_size", [32, 8192])
+@pytest.mark.parametrize("tokens", [10, 30, 60])
+def test_llama4_temperature_tuning(tokens: int, attention_chunk_size: int) -> None:
+    """Queries of layers without RoPE are scaled by their place in the cache, in steps of `floor_scale`."""
+    config = AutoConfig.for_model(
+        "llama4_text",
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size_mlp=96,
+        num_local_experts=2,
+        no_rope_layers=[1, 0],
+        layer_types=["chunked_attention", "full_attention"],
+        attention_chunk_size=attention_chunk_size,
+        floor_scale=64,
+        attn_scale=2.0,
+    )
+    model = drawn(AutoModelForCausalLM.from_config(config), 0.2)
+    ids = prompt(tokens)
+    options = {"max_new_tokens": 80, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    plain = model.generate(ids, **options)
+    for settings in PRESETS:
+        output = lookahead.generate(model, ids, lookahead_config=settings, **options)
+        assert torch.equal(output.sequences, plain.sequences)
+        torch.testing.assert_close(torch.stack(output.logits), torch.stack(plain.logits), atol=1e-3, rtol=1e-3)
+    with pytest.raises(UnsupportedArgumentError, match="input_ids has 2 rows"):
+        lookahead.generate(model, ids.repeat(2, 1), max_new_tokens=80)
+
+
+def test_hidden_tokens_where_a_window_counts_them() -> None:
+    """Exact while the text stays inside the window, refused where it may outgrow it."""
+    ids, mask = prompt(20), torch.ones(1, 20, dtype=torch.long)
+    mask[0, 16] = 0
+    for window in (None, 8, 100):
+        config = MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=window)
+        model = drawn(MistralForCausalLM(config), 0.3)
+        if window == 8:
+            with pytest.raises(UnsupportedArgumentError, match="hides tokens between others"):
+                lookahead.generate(model, ids, attention_mask=mask, max_new_tokens=40)
+        else:
+            assert_exact(model, ids, attention_mask=mask, max_new_tokens=40)
+        mask_before = torch.ones_like(mask)
+        mask_before[0, :4] = 0
+        assert_exact(model, ids, attention_mask=mask_before, max_new_tokens=40)
+
+
+def test_decoders_without_position_ids_take_no_padding() -> None:
+    """GIT counts padding as text: rows alone are exact, padded ones are refused."""
+    config = GitConfig(**SIZES, vision_config={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2})
+    model = drawn(GitForCausalLM(config))
+    ids = torch.cat([prompt(14), prompt(14, 1)])
+    assert_exact(model, ids, max_new_tokens=20)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    with pytest.raises(UnsupportedArgumentError, match="attention_mask hides tokens before the prompt"):
+        lookahead.generate(model, ids, attention_mask=mask, max_new_tokens=20)
+
+
+def test_positions_that_are_computed_do_not_end() -> None:
+    """XGLM's sinusoidal table grows, GPT-2's learned one does not."""
+    config = AutoConfig.for_model(
+        "xglm", vocab_size=97, d_model=64, ffn_dim=96, num_layers=2, attention_heads=4, max_position_embeddings=60
+    )
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    model = drawn(AutoModelForCausalLM.from_config(config), 0.3)
+    assert not equivalence(model).positions_end
+    assert_exact(model, prompt(10), max_new_tokens=90)
+    assert equivalence(GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4))).positions_end
+
+
+@pytest.mark.parametrize("end", [None, 96], ids=["no end", "an end that never comes"])
+def test_the_end_of_a_table_in_a_padded_batch(end: int | None) -> None:
+    """All that plain decoding writes before it fails is there; rows are of one length where nothing fills them up."""
+    config = GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=48)
+    config.bos_token_id = config.eos_token_id = None
+    model = drawn(GPT2LMHeadModel(config))
+    ids = torch.cat([prompt(12), prompt(12, 1)])
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    settings = {} if end is None else {"eos_token_id": end, "pad_token_id": 0}
+    with pytest.warns(UserWarning, match="no position for another"):
+        text = lookahead.generate(model, ids, attention_mask=mask, max_new_tokens=60, do_sample=False, **settings)
+    assert text.shape[1] == (49 if end is None else 56)
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=36, do_sample=False, **settings)
+    assert torch.equal(text[:, :48], expected)
+
+
+@pytest.mark.parametrize("tokens", [40, 46, 47, 48])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_dynamic_rope_after_a_longer_text(tokens: int, attention: str) -> None:
+    """A pass that ends before the last place of the context forgets the longer text; a draft must not prevent that."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    config = LlamaConfig(**SIZES, max_position_embeddings=48, rope_parameters=rope)
+    model = drawn(LlamaForCausalLM._from_config(config, attn_implementation=attention), 0.3)
+    ids = prompt(tokens)
+    for config in PRESETS:
+        expected = model.generate(ids, max_new_tokens=60, do_sample=False)
+        expected = model.generate(ids, max_new_tokens=60, do_sample=False)  # after a longer text
+        output = lookahead.generate(model, ids, max_new_tokens=60, do_sample=False, lookahead_config=config)
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_without_a_cache_where_keys_are_computed_anew(rope_type: str) -> None:
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
+    if rope_type == "longrope":
+        factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + place for place in range(8)]}
+        rope |= {"original_max_position_embeddings": 48, **factors}
+    context = 48 if rope_type == "dynamic" else 512
+    config = LlamaConfig(**SIZES, max_position_embeddings=context, rope_parameters=rope)
+    model = drawn(LlamaForCausalLM(config), 0.3)
+    assert_exact(model, prompt(12), max_new_tokens=36, use_cache=False)
+    with pytest.raises(UnsupportedArgumentError, match="use_cache=False"):
+        lookahead.generate(model, prompt(12), max_new_tokens=100, use_cache=False)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 3, 5, 10])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_small_vocabularies(vocabulary: int, attention: str) -> None:
+    """The tokens that a model is tried with must differ, however few there are."""
+    config = LlamaConfig(**{**SIZES, "vocab_size": vocabulary})
+    model = drawn(LlamaForCausalLM._from_config(config, attn_implementation=attention), 0.3)
+    ids = torch.zeros(1, 6, dtype=torch.long)
+    for settings in PRESETS:
+        output = lookahead.generate(model, ids, max_new_tokens=20, do_sample=False, lookahead_config=settings)
+        assert torch.equal(output, model.generate(ids, max_new_tokens=20, do_sample=False))
+
+
+def test_the_check_draws_no_random_numbers_and_moves_nothing() -> None:
+    model = drawn(LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1)))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    kind = equivalence(model)
+    assert kind.trees
+    assert kind.batches
+    assert kind.padding
+    assert kind.holes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
