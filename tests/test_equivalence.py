@@ -259,3 +259,16 @@ def test_the_check_draws_no_random_numbers_and_moves_nothing() -> None:
     assert kind.holes
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("rope_type", ["default", "dynamic", "yarn"])
+def test_a_prompt_beyond_the_context_of_rope(rope_type: str) -> None:
+    """transformers warns and goes on."""
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0}
+    model = drawn(LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=32, rope_parameters=rope)), 0.3)
+    for tokens in (40, 20):
+        texts = []
+        for decode in (PreTrainedModel.generate, lookahead.generate):
+            model.generate(prompt(5), max_new_tokens=2)  # with dynamic RoPE, a short text forgets the longer one before
+            texts.append(decode(model, prompt(tokens), max_new_tokens=40, do_sample=False))
+        assert torch.equal(*texts)

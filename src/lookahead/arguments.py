@@ -229,7 +229,8 @@ def check_positions(positions: torch.Tensor | None, mask: torch.Tensor) -> None:
     """Refuse position ids that are not the usual ones.
 
     Args:
-        positions: Position ids, `[batch or 1, tokens]`, if any.
+        positions: Position ids, `[batch or 1, tokens]`, if any; `[kinds, batch or 1, tokens]` of a model that could see
+            images and counts time, height and width apart, which are the same in text.
         mask: Whether each token of the whole text counts, `[batch, tokens]` bool.
 
     Raises:
@@ -239,8 +240,8 @@ def check_positions(positions: torch.Tensor | None, mask: torch.Tensor) -> None:
         return
     usual = mask.long().cumsum(-1) - 1
     if positions.shape[-1] == usual.shape[-1]:
-        given = positions.to(usual.device).expand_as(usual)
-        if torch.equal(given[mask], usual[mask]):
+        kinds = positions.to(usual.device) if positions.dim() == 3 else positions.to(usual.device)[None]
+        if all(torch.equal(kind.expand_as(usual)[mask], usual[mask]) for kind in kinds):
             return
     raise UnsupportedArgumentError(
         "position_ids that do not count the tokens 0, 1, 2, ... are not supported by lookahead decoding; leave them out"

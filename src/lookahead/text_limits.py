@@ -9,7 +9,7 @@ from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
 
 def check_context(runner: ModelRunner, tokens: list[list[int]], before: list[int]) -> None:
-    """Refuse a prompt that the model's context does not hold.
+    """Refuse a prompt that is longer than the model's table of positions.
 
     Args:
         runner: Runs the model.
@@ -20,7 +20,7 @@ def check_context(runner: ModelRunner, tokens: list[list[int]], before: list[int
         InvalidArgumentError: A prompt is longer.
     """
     longest = max(earlier + len(row) for earlier, row in zip(before, tokens, strict=True))
-    if runner.context is not None and longest > runner.context:
+    if runner.last_length is not None and longest >= runner.last_length:
         raise InvalidArgumentError(
             f"input_ids is a prompt of {longest} tokens, but the model's context holds {runner.context}; shorten it"
         )
