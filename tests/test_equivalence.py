@@ -20,6 +20,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    WhisperForCausalLM,
 )
 
 import lookahead
@@ -268,7 +269,24 @@ def test_a_prompt_beyond_the_context_of_rope(rope_type: str) -> None:
     model = drawn(LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=32, rope_parameters=rope)), 0.3)
     for tokens in (40, 20):
         texts = []
-        for decode in (PreTrainedModel.generate, lookahead.generate):
+        for decode in (type(model).generate, lookahead.generate):
             model.generate(prompt(5), max_new_tokens=2)  # with dynamic RoPE, a short text forgets the longer one before
             texts.append(decode(model, prompt(tokens), max_new_tokens=40, do_sample=False))
         assert torch.equal(*texts)
+
+
+def test_the_decoder_of_whisper_has_a_table_of_positions() -> None:
+    """Under a name of its own; no tree reaches beyond it."""
+    sizes = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
+    config = AutoConfig.for_model("whisper", vocab_size=97, max_target_positions=60, **sizes)
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    config.is_encoder_decoder = False
+    model = drawn(WhisperForCausalLM(config), 0.2)
+    assert_exact(model, prompt(20), max_new_tokens=39)
+
+
+def test_moshi_is_refused() -> None:
+    """Its cache drops what is beyond a window that its masks do not have."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("moshi", **SIZES, ffn_dim=96)).eval()
+    with pytest.raises(UnsupportedModelError, match="past every window"):
+        lookahead.generate(model, prompt(5), max_new_tokens=4)

@@ -20,6 +20,8 @@ from lookahead.engine.model_runner import ModelRunner
 from lookahead.token_tree import TokenTree
 
 _PROMPT = 6
+_LONG_PROMPT = 30
+"""Tokens of a prompt that is longer than every window."""
 _TEXT = 56
 """Tokens of a text: more than any length of a miniature."""
 _NODES = 6
@@ -113,8 +115,12 @@ class _Trial:
         self._tolerance = 1e-3 * float(self._expected.abs().max())
 
     def trees(self) -> bool:
-        """Whether trees along the text are read as plain decoding reads it."""
-        return self._same(self._tree_logits(self._runner(), [self._text]), [self._expected])
+        """Whether trees along the text are read as plain decoding reads it, also behind a prompt of many tokens."""
+        if not self._same(self._tree_logits(self._runner(), [self._text]), [self._expected]):
+            return False
+        text = self._text[: _LONG_PROMPT + 10]
+        plain = plain_logits(self._model, [text], _LONG_PROMPT)
+        return self._same(self._tree_logits(self._runner(), [text], _LONG_PROMPT), list(plain))
 
     def _runner(self, rows: int = 1, padding: Sequence[int] | None = None) -> ModelRunner:
         ends = self.positions_end
@@ -145,9 +151,11 @@ class _Trial:
             return False
         return self._same(self._tree_logits(runner, [counted]), list(plain))
 
-    def _tree_logits(self, runner: ModelRunner, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def _tree_logits(
+        self, runner: ModelRunner, texts: Sequence[Sequence[int]], prompt: int = _PROMPT
+    ) -> list[torch.Tensor]:
         """Logits `[tokens, vocabulary]` along each text after its prompt, read from trees that hold it, and more."""
-        decided = [min(_PROMPT, len(text) - 1) for text in texts]
+        decided = [min(prompt, len(text) - 1) for text in texts]
         found: list[list[torch.Tensor]] = [[] for _ in texts]
         while any(count < len(text) for count, text in zip(decided, texts, strict=True)):
             drafts = [

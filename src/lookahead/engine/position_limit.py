@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
+_CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")
+"""What configurations call the number of positions."""
+
 _RECOMPUTING = ("phi3", "phimoe", "phi4_multimodal")
 """Model types whose `prepare_inputs_for_generation` drops the cache once the text passes the original context."""
 
@@ -31,8 +34,8 @@ class PositionLimit:
 
     def __init__(self, config: PreTrainedConfig, positions_end: bool = True) -> None:
         text_config = config.get_text_config(decoder=True)
-        context = getattr(text_config, "max_position_embeddings", None)
-        self.context: int | None = context if isinstance(context, int) and context > 0 else None
+        contexts = (getattr(text_config, name, None) for name in _CONTEXTS)
+        self.context: int | None = next((size for size in contexts if isinstance(size, int) and size > 0), None)
         rope = _rope_parameters(text_config)
         # The token that ends such a text has no position to be read at.
         ends = self.context is not None and not rope and positions_end
