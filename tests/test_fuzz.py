@@ -15,8 +15,10 @@ from fuzz.families import build, family_names
 from fuzz.outcome import EQUAL, REFUSED, WRONG, Outcome, compare, run_case
 from fuzz.report import report
 from fuzz.variant import Variant
-from run_fuzz import draw_cases
+from run_fuzz import draw_cases, run_all
 
+SLICE = 30
+"""How many cases are run here; `make fuzz` runs more."""
 TURN = Turn(ours=True, prompts=((3, 14, 15, 9, 2, 6),), padding=(0,), settings={"max_new_tokens": 20})
 
 
@@ -97,3 +99,11 @@ def test_report_names_the_command() -> None:
     assert "make fuzz SEED=77   WRONG: rows [0] part" in text
     assert "llama:1" in text
     assert "2 cases: 1 equal" in text
+
+
+def test_slice_of_the_cases() -> None:
+    outcomes: list[Outcome] = []
+    run_all(draw_cases(40_000, family_names()), SLICE, outcomes, skips=True)
+    wrong = [outcome for outcome in outcomes if outcome.kind == WRONG]
+    assert not wrong, report(wrong)
+    assert sum(outcome.kind == EQUAL for outcome in outcomes) > SLICE // 3  # not merely refused
