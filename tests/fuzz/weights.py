@@ -55,7 +55,7 @@ def _fan_in(module: nn.Module, parameter: Tensor) -> int:
 def _scale_logits(model: PreTrainedModel, random: torch.Generator, spread: float) -> None:
     projection = model.get_output_embeddings()
     weight = getattr(projection, "weight", None)
-    ids = torch.randint(1, VOCABULARY, (2, 16), generator=random)
+    ids = torch.randint(1, VOCABULARY, (2, 8), generator=random)
     for _ in range(3):  # more than once, as a soft cap on the logits is not linear
         deviation = float(
             model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float().std()
