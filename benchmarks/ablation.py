@@ -38,15 +38,15 @@ from common import (
     read_prompts,
     run_safely,
 )
-from lookahead.decoder import decode
+from lookahead.api.prompt_reading import MOST_READ
+from lookahead.backends.transformers import ModelRunner, engine_model
+from lookahead.backends.transformers.model_state import neighbours
+from lookahead.backends.transformers.sampler import TextSampler
+from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.core.decoder import Batch, decode
+from lookahead.core.statistics import Statistics
 from lookahead.drafting import ContextMatches, DraftMemory, JacobiWindow, MergedDrafter, Neighbours, NGramMemory
-from lookahead.drafting.acceptance import OTHER_FEATURES, Acceptance
-from lookahead.engine import ModelRunner, engine_model
-from lookahead.model_state import neighbours
-from lookahead.prompt_reading import MOST_READ
-from lookahead.sequence import Sequence as TextSequence
-from lookahead.statistics import Statistics
-from lookahead.verification import Target
+from lookahead.drafting.auto.scorer import OTHER_FEATURES, Acceptance
 from paper_evaluation import Decoded, decode_plain, measurement_row, timed
 from step_compression import reference_row
 from write_results import Row, parse_rows, summarise
@@ -212,9 +212,9 @@ def decode_with(drafter: MergedDrafter, model: Any, input_ids: torch.Tensor, max
         return text.tokens[-1] in eos or len(text.tokens) >= longest
 
     def run() -> list[int]:
-        text = TextSequence(input_ids, prompt, drafter, Target())
+        text = TextSequence(input_ids, prompt, drafter, TextSampler())
         with torch.no_grad():
-            decode(ModelRunner(engine_model(model), 1), [text], is_complete, statistics)
+            decode(ModelRunner(engine_model(model), 1), Batch([text], is_complete, statistics))
         return text.tokens[len(prompt) :]
 
     output, seconds = timed(run)

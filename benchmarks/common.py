@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import lookahead
-from lookahead import LookaheadConfig, LookaheadError, cost_store
+from lookahead import LookaheadConfig, LookaheadError
+from lookahead.backends.transformers import cost_store
 from write_results import ResultsError, Row, parse_rows, write_whole
 
 # The sizes of the paper's evaluation; each row says in full where the pool is filled from.

@@ -27,14 +27,14 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from common import inside, parse_positive, progress_bar, run_safely, to_line, versions
+from lookahead.backends.transformers.predictions import argmax, top_predictions
 from lookahead.bench.machine import describe_machine, resident_bytes
 from lookahead.config import MOST_CHOSEN_NODES
-from lookahead.cost_model import CostModel
+from lookahead.core.cost_model import CostModel
+from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import ContextMatches, DraftMemory, MergedDrafter, Neighbours, PayingBudget, StepResult
+from lookahead.drafting.auto.embedding_neighbours import COORDINATES
 from lookahead.drafting.compiled import IS_COMPILED
-from lookahead.drafting.neighbours import COORDINATES
-from lookahead.engine.predictions import argmax, top_predictions
-from lookahead.token_tree import TokenTree
 from write_results import ResultsError, Row, write_whole
 
 TOP_K = 8

@@ -8,7 +8,7 @@ For each context length these take turns, so that a machine that becomes slower 
 - a step of each size through the engine: layout, mask, forward pass, predictions, commit;
 - transformers' own one-token step: its forward pass with a `DynamicCache` and the choice of the likeliest token;
 - transformers' `generate`, per token: the difference between eight more tokens and none, over eight;
-- reading as much memory as the weights take (`lookahead.tuning.WeightReader`), which no step can be faster than.
+- reading as much memory as the weights take (`lookahead.backends.transformers.tuning.WeightReader`), which no step can be faster than.
 
 On a CPU times are CPU times of the process. `--model random` is a Llama of half a billion random weights made on the
 spot, `--model demo` the model that comes with the package. Variants of the engine take turns as well. At last the
@@ -51,7 +51,7 @@ from common import (
     short_name,
     versions,
 )
-from lookahead.tuning import CONTEXTS, NODE_COUNTS, StepBench, Stopwatch, WeightReader, bytes_read
+from lookahead.backends.transformers.tuning import CONTEXTS, NODE_COUNTS, StepBench, Stopwatch, WeightReader, bytes_read
 from write_results import Row
 
 RANDOM = "random"

@@ -23,14 +23,13 @@ import torch
 from rich.console import Console
 
 from common import load_model, parse_positive, run_safely
-from lookahead.decoder import decode
+from lookahead.backends.transformers import ModelRunner
+from lookahead.backends.transformers.sampler import TextSampler
+from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.core.decoder import Batch, decode
+from lookahead.core.token_tree import NodeKind, TokenTree, lay_out
 from lookahead.demo import DEMO_PROMPT
 from lookahead.drafting import JacobiWindow, NGramPool, PaperDrafter, StepResult
-from lookahead.engine import ModelRunner
-from lookahead.sequence import Sequence as TextSequence
-from lookahead.statistics import Statistics
-from lookahead.token_tree import NodeKind, TokenTree, lay_out
-from lookahead.verification import Target
 from write_results import ResultsError
 
 WINDOW_SIZE, NGRAM_SIZE, GUESS_SET_SIZE = 5, 4, 3
@@ -109,9 +108,9 @@ class WatchedDrafter:
 def watch(model: Any, tokens: list[int], length: int) -> list[Step]:
     """The steps of a greedy text of `length` new tokens."""
     drafter = WatchedDrafter()
-    sequence = TextSequence(torch.tensor([tokens]), tokens, drafter, Target())
+    sequence = TextSequence(torch.tensor([tokens]), tokens, drafter, TextSampler())
     with torch.no_grad():
-        decode(ModelRunner(model, 1), [sequence], lambda text: len(text.tokens) >= len(tokens) + length, Statistics())
+        decode(ModelRunner(model, 1), Batch([sequence], lambda text: len(text.tokens) >= len(tokens) + length))
     return drafter.steps
 
 

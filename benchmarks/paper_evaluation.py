@@ -52,7 +52,7 @@ from common import (
 )
 from lookahead import LookaheadConfig
 from lookahead.bench.forward_counter import ForwardCounter
-from lookahead.repetition import repeated_cycle_share, tokens_before_cycles
+from lookahead.bench.repetition import repeated_cycle_share, tokens_before_cycles
 from step_compression import reference_row, steps_within
 from write_results import ResultsError, Row, parse_rows, summarise
 

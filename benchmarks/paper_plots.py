@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lookahead.scaling_law import PAPER_LAW, Fit, Measured
+from lookahead.bench.scaling_law import PAPER_LAW, Fit, Measured
 from write_results import ResultsError
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")

@@ -22,9 +22,9 @@ import torch
 import lookahead
 from common import load_model
 from lookahead import LookaheadConfig
+from lookahead.backends.transformers.tuning import measure
 from lookahead.demo import DEMO_PROMPT
 from lookahead.parallel import ParallelGroup, Traffic, join, scale_config
-from lookahead.tuning import measure
 
 SIZES = ((15, 5, 15), (10, 5, 10), (7, 5, 7), (15, 7, 15))
 NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lookahead.cost_model import CostModel
+from lookahead.core.cost_model import CostModel
 
 BEGIN = "<!-- From here to the next mark written by benchmarks/parallel_report.py; do not edit by hand. -->"
 END = "<!-- End of what benchmarks/parallel_report.py writes. -->"

@@ -44,7 +44,7 @@ from common import (
     run_safely,
 )
 from lookahead import LookaheadConfig
-from lookahead.repetition import final_cycle_share, repeated_cycle_share, tokens_before_cycles
+from lookahead.bench.repetition import final_cycle_share, repeated_cycle_share, tokens_before_cycles
 from write_results import Row, describe_method, read_results, summarise
 
 METHODS: dict[str, LookaheadConfig] = {

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lookahead.repetition import tokens_before_cycles
-from lookahead.scaling_law import PAPER_LAW, Fit, Measured, fit
+from lookahead.bench.repetition import tokens_before_cycles
+from lookahead.bench.scaling_law import PAPER_LAW, Fit, Measured, fit
 from paper_plots import check_plots, draw_law, draw_lengths, draw_sizes
 from write_results import (
     ResultsError,

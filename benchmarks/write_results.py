@@ -315,7 +315,7 @@ token that a step sends to the model besides the prompt.
   the other way, for it is the early part of each text, in which the pool is still filling. "S, little repeated
   prompts" takes the whole outputs of those prompts that have less than {percent(LITTLE_REPETITION)} in repeated
   cycles and at least {SHORTEST_JUDGED} tokens. A cycle is a block of tokens said at least twice in a row, in
-  which at least eight tokens are repeats; the first copy of the block counts as well (`lookahead.repetition`
+  which at least eight tokens are repeats; the first copy of the block counts as well (`lookahead.bench.repetition`
   has the definition). Looser repetition, such as a phrase that returns later, is no cycle and yet helps.
 - Look at the size of each model below. Models of a few million parameters repeat themselves more than large
   ones and write simpler text: these figures say little about what a large model would give.

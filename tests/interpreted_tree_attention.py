@@ -18,15 +18,15 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.engine import ModelRunner
-from lookahead.engine.graph_recorder import NoRecorder
-from lookahead.engine.static_cache import layer_shapes
-from lookahead.engine.static_steps import StaticSteps
-from lookahead.engine.tree_attention import NAME, pack, register, unpack
-from lookahead.engine.tree_attention.kernel import Tiling, choose_tiling, tree_attention
-from lookahead.engine.tree_attention.reference import dense_attention
-from lookahead.engine.trial import TRIAL_LENGTH, trial_logits
-from lookahead.token_tree import TokenTree, lay_out
+from lookahead.backends.transformers import ModelRunner
+from lookahead.backends.transformers.graph_recorder import NoRecorder
+from lookahead.backends.transformers.static_cache import layer_shapes
+from lookahead.backends.transformers.static_steps import StaticSteps
+from lookahead.backends.transformers.tree_attention import NAME, pack, register, unpack
+from lookahead.backends.transformers.tree_attention.kernel import Tiling, choose_tiling, tree_attention
+from lookahead.backends.transformers.tree_attention.reference import dense_attention
+from lookahead.backends.transformers.trial import TRIAL_LENGTH, trial_logits
+from lookahead.core.token_tree import TokenTree, lay_out
 from model_zoo import SLIDING_WINDOW, build
 from tree_attention_cases import Step, attention_by_definition, states, steps, tolerance
 

@@ -21,7 +21,7 @@ Task = Callable[..., Any]
 """What a rank runs: a function of a module, given the group of its size and the arguments. Results are pickled."""
 
 
-_LATE = ["lookahead.parallel", "lookahead.request", "transformers.generation.utils", "torch._dynamo", "hypothesis"]
+_LATE = ["lookahead.parallel", "lookahead.api.request", "transformers.generation.utils", "torch._dynamo", "hypothesis"]
 
 
 class TaskError(Exception):
@@ -39,7 +39,7 @@ class Team:
     def __init__(self, size: int, timeout: float = 60.0) -> None:
         # One process imports everything; the ranks are copies of it.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "lookahead.generation", *_LATE])
+        context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "lookahead.api.generation", *_LATE])
         port = free_port()
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []

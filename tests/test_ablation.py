@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lookahead.drafting import DraftMemory, NGramMemory
-from lookahead.drafting.acceptance import MATCH_CLASSES, Acceptance
+from lookahead.drafting.auto.scorer import MATCH_CLASSES, Acceptance
 from model_zoo import VOCAB_SIZE, build, greedy
 from word_model import save_word_tokenizer
 

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadOutput
-from lookahead.cost_model import CostModel
-from lookahead.cost_store import CostStore, StoredCost, describe_setting
+from lookahead.backends.transformers.cost_store import CostStore, StoredCost, describe_setting
+from lookahead.backends.transformers.identity import model_identity
+from lookahead.core.cost_model import CostModel
 from lookahead.drafting import DraftMemory
-from lookahead.identity import model_identity
 from model_zoo import build
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
@@ -129,7 +129,7 @@ def test_the_nodes_follow_from_a_stored_cost_curve(
     curve = CostModel.fit([(1, 0, 1.0), *((nodes, 0, factor) for nodes in (2, 16, 128))])
     store = CostStore(tmp_path)
     store.save(describe_setting(model, {"pack_weights": False}), StoredCost(curve))
-    monkeypatch.setattr("lookahead.cost_store.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("lookahead.backends.transformers.cost_store.default_folder", lambda: tmp_path)
     monkeypatch.setattr(CostModel, "observe", lambda *_: None)  # or this machine would be learned
     nodes = run(model).statistics.nodes_per_step
     assert max(nodes) == most if most == 1 else max(nodes) > 32

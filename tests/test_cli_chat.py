@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig
+from lookahead.backends.transformers.tree_cache import TreeLayer
 from lookahead.cli import main
 from lookahead.cli.conversation import Answer, Conversation
 from lookahead.cli.loading import LoadedModel
 from lookahead.cli.settings import Sampling
 from lookahead.cli.turn_format import Message, PlainTurns, TemplatedTurns, TurnFormat
 from lookahead.demo import demo_model_path
-from lookahead.engine.tree_cache import TreeLayer
 from model_zoo import ROPE_CONTEXT, build
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead.drafting import ContextMatches
-from lookahead.drafting.context_matches import LONGEST, RUNS, SEARCHED
+from lookahead.drafting.auto.context_matches import LONGEST, RUNS, SEARCHED
 from lookahead.errors import InvalidArgumentError
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-import lookahead.cost_model as cost_model
+import lookahead.core.cost_model as cost_model
 from lookahead import InvalidArgumentError
-from lookahead.cost_model import GRID, MEMORY, TRUST, CostModel, bucket, isotonic
-from lookahead.cost_store import CostStore, StoredCost, default_folder, describe_setting
+from lookahead.backends.transformers.cost_store import CostStore, StoredCost, default_folder, describe_setting
+from lookahead.core.cost_model import GRID, MEMORY, TRUST, CostModel, bucket, isotonic
 from model_zoo import build
 
 SIZES = np.arange(1, 257)

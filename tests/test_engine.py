@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from lookahead.engine import ModelRunner
-from lookahead.engine.model_runner import LONGEST_DRAFTED_PREFILL
-from lookahead.engine.position_limit import PositionLimit
-from lookahead.token_tree import TokenTree
+from lookahead.backends.transformers import ModelRunner
+from lookahead.backends.transformers.model_runner import LONGEST_DRAFTED_PREFILL
+from lookahead.backends.transformers.position_limit import PositionLimit
+from lookahead.core.token_tree import TokenTree
 from model_zoo import ARCHITECTURES, build
 
 CHOSEN = [

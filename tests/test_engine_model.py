@@ -10,11 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.engine import ModelRunner, engine_model
-from lookahead.engine.folded_attention import FOLDED_SDPA
-from lookahead.engine.packed_linear import PackedLinear
+from lookahead.backends.transformers import ModelRunner, engine_model
+from lookahead.backends.transformers.folded_attention import FOLDED_SDPA
+from lookahead.backends.transformers.packed_linear import PackedLinear
+from lookahead.core.token_tree import TokenTree
 from lookahead.errors import UnsupportedArgumentError
-from lookahead.token_tree import TokenTree
 from model_zoo import ARCHITECTURES, build
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])

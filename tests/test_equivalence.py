@@ -25,7 +25,7 @@ from transformers import (
 
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
-from lookahead.engine import equivalence
+from lookahead.backends.transformers import equivalence
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

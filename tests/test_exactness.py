@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from exactness import NEAR_TIE, Case, Outcome, cases, logit_difference, random_case, run_case
-from lookahead.engine import model_runner
-from lookahead.engine.masks import MaskBuilder
-from lookahead.engine.tree_cache import TreeLayer
-from lookahead.token_tree import Layout, TokenTree, lay_out
+from lookahead.backends.transformers import model_runner
+from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.tree_cache import TreeLayer
+from lookahead.core.token_tree import Layout, TokenTree, lay_out
 from model_zoo import (
     ARCHITECTURES,
     LOGIT_SPREAD,

@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.engine.tree_cache import TreeLayer
+from lookahead.backends.transformers.tree_cache import TreeLayer
 from model_zoo import build
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lookahead.core.token_tree import TokenTree
+from lookahead.core.walk import follow
 from lookahead.drafting import JacobiBlockDrafter, StepResult
-from lookahead.token_tree import TokenTree
-from lookahead.verification import walk
 
 NextToken = Callable[[list[int]], int]
 
@@ -22,7 +22,7 @@ def run(drafter: JacobiBlockDrafter, next_token: NextToken, prompt: list[int], t
         drafter.propose(tree)
         guesses = tree.tokens[1:]
         predictions = np.array([next_token(text + guesses[:i]) for i in range(len(tree))])
-        walked = walk(tree, lambda node, p=predictions: int(p[node]), lambda token: bool(text.append(token)))
+        walked = follow(tree, lambda node, p=predictions: int(p[node]), lambda token: bool(text.append(token)))
         drafter.observe(StepResult(tree, predictions, walked.path, walked.tokens))
         steps.append(walked.tokens)
     return steps

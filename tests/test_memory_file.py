@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from lookahead.backends.transformers.file_lock import exclusive
+from lookahead.backends.transformers.memory_file import MemoryFile
 from lookahead.drafting import DraftMemory, NGramMemory
-from lookahead.drafting.ngram_memory import WAYS
+from lookahead.drafting.auto.ngram_memory import WAYS
 from lookahead.errors import InvalidArgumentError
-from lookahead.file_lock import exclusive
-from lookahead.memory_file import MemoryFile
 
 MODEL = "a model"
 ORDERS = NGramMemory().orders

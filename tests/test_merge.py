@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lookahead.decoder import decode
-from lookahead.drafting import ContextMatches, DraftMemory, JacobiWindow, MergedDrafter, NGramMemory, StepResult, growth
-from lookahead.drafting.acceptance import Acceptance
-from lookahead.engine import ModelRunner
+from lookahead.backends.transformers import ModelRunner
+from lookahead.backends.transformers.sampler import TextSampler
+from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.core.decoder import Batch, decode
+from lookahead.core.token_tree import NodeKind, TokenTree
+from lookahead.core.walk import follow
+from lookahead.drafting import ContextMatches, DraftMemory, JacobiWindow, MergedDrafter, NGramMemory, StepResult
+from lookahead.drafting.auto import search
+from lookahead.drafting.auto.scorer import Acceptance
 from lookahead.errors import InvalidArgumentError
-from lookahead.sequence import Sequence as TextSequence
-from lookahead.statistics import Statistics
-from lookahead.token_tree import NodeKind, TokenTree
-from lookahead.verification import Target, walk
 from model_zoo import VOCAB_SIZE, build, greedy
 
 VOCABULARY = 12
@@ -62,7 +63,7 @@ class Chain:
             self.text.append(token)
             return False
 
-        walked = walk(tree, lambda node: int(ids[node, 0]), append)
+        walked = follow(tree, lambda node: int(ids[node, 0]), append)
         self._cached += len(walked.path)
         self._drafter.observe(StepResult(tree, ids[:, 0], walked.path, walked.tokens, ids, shares))
         return tree
@@ -261,9 +262,9 @@ def test_texts_of_a_transformers_model_are_the_same(window: bool, budget: int) -
     drafter = MergedDrafter(
         DraftMemory(), ContextMatches(), JacobiWindow(4, 3, 0) if window else None, budget, read_prompt=16
     )
-    sequence = TextSequence(torch.tensor([prompt]), prompt, drafter, Target())
+    sequence = TextSequence(torch.tensor([prompt]), prompt, drafter, TextSampler())
     with torch.no_grad():
-        decode(ModelRunner(model, 1), [sequence], lambda text: len(text.tokens) >= 60, Statistics())
+        decode(ModelRunner(model, 1), Batch([sequence], lambda text: len(text.tokens) >= 60))
     assert sequence.tokens == [*prompt, *greedy(model, tuple(prompt), 80)[: len(sequence.tokens) - len(prompt)]]
     assert max(sequence.tokens) < VOCAB_SIZE
 
@@ -271,9 +272,9 @@ def test_texts_of_a_transformers_model_are_the_same(window: bool, budget: int) -
 def test_compiled_loops_give_the_same_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
     trees: list[list[list[int]]] = []
-    compiled = growth._grow
+    compiled = search._grow
     for loop in (compiled, compiled.py_func):
-        monkeypatch.setattr(growth, "_grow", loop)
+        monkeypatch.setattr(search, "_grow", loop)
         chain = Chain(drafter_of(40), [1, 2, 3, 1, 2])
         trees.append([[*tree.tokens, *tree.parents] for tree in (chain.step() for _ in range(25))])
     assert trees[0] == trees[1]

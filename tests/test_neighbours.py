@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from lookahead.api.prompt_reading import MOST_LOGITS, MOST_READ, tokens_to_read
+from lookahead.backends.transformers.model_state import neighbours
+from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import ContextMatches, DraftMemory, MergedDrafter, Neighbours, NGramMemory, StepResult
-from lookahead.drafting.neighbours import NEAREST, follow_neighbours
+from lookahead.drafting.auto.embedding_neighbours import NEAREST, follow_neighbours
 from lookahead.errors import InvalidArgumentError
-from lookahead.model_state import neighbours
-from lookahead.prompt_reading import MOST_LOGITS, MOST_READ, tokens_to_read
-from lookahead.token_tree import TokenTree
 from model_zoo import build
 
 TOP_K = 4

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.drafting import JacobiWindow, NGramPool, PaperDrafter, StepResult
-from lookahead.token_tree import NodeKind, TokenTree
 
 
 class FakeModel:

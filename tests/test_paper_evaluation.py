@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lookahead.scaling_law import Measured
+from lookahead.bench.scaling_law import Measured
 from word_model import WORDS, save_word_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

@@ -14,7 +14,7 @@ import torch
 
 import lookahead
 import run_sampling
-from lookahead.verification import Target
+from lookahead.backends.transformers.sampler import TextSampler
 from model_zoo import build
 from sampling_exactness import (
     DEMO,
@@ -122,21 +122,21 @@ def test_the_race_is_how_tokens_are_drawn() -> None:
 
 # --- the suite has teeth: with a fault put into the library, cases fail ---------------------------------------
 
-_choose = Target.choose
+_choose = TextSampler.choose
 
 
-def _draws_for_nothing(self: Target, text: torch.Tensor, logits: torch.Tensor) -> int:
+def _draws_for_nothing(self: TextSampler, text: torch.Tensor, logits: torch.Tensor) -> int:
     """One random number too many for each token."""
     torch.rand(())
     return _choose(self, text, logits)
 
 
-def _processes_an_older_text(self: Target, text: torch.Tensor, logits: torch.Tensor) -> int:
+def _processes_an_older_text(self: TextSampler, text: torch.Tensor, logits: torch.Tensor) -> int:
     """The text that the step began with, or nearly so."""
     return _choose(self, text[:, :-1] if text.shape[1] > 1 else text, logits)
 
 
-def _processes_twice(self: Target, text: torch.Tensor, logits: torch.Tensor) -> int:
+def _processes_twice(self: TextSampler, text: torch.Tensor, logits: torch.Tensor) -> int:
     """Harmless but for processors with a memory."""
     if self._processor is not None:
         self._processor(text, logits.clone())
@@ -155,7 +155,7 @@ def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
     broken, settings = FAULTS[fault]
     case = replace(SHARP, settings={**SHARP.settings, **settings})
     check(case)
-    monkeypatch.setattr(Target, "choose", broken)
+    monkeypatch.setattr(TextSampler, "choose", broken)
     outcome = run_sampling_case(case)
     assert not outcome.matched
     assert "MISMATCH" in outcome.report()
@@ -185,7 +185,7 @@ def test_runner_reports_and_exits_by_the_result(
     monkeypatch.setattr(sys, "argv", ["run_sampling.py", "--cases", "3", "--model", "llama", "--families", "top_k"])
     assert run_sampling.main() == 0
     assert capsys.readouterr().out.splitlines()[-1] == "3 passed, 0 failed"
-    monkeypatch.setattr(Target, "choose", _draws_for_nothing)
+    monkeypatch.setattr(TextSampler, "choose", _draws_for_nothing)
     assert run_sampling.main() == 1
     output = capsys.readouterr().out
     assert "MISMATCH" in output

@@ -21,9 +21,9 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig, NGramPool
-from lookahead.paper_sampling import NextDistribution, verify_by_rejection
-from lookahead.token_tree import TokenTree
-from lookahead.verification import Walk, walk
+from lookahead.core.token_tree import TokenTree
+from lookahead.core.walk import Walk, follow
+from paper_sampling import NextDistribution, verify_by_rejection
 
 VOCABULARY = 5
 LENGTH = 3
@@ -239,12 +239,12 @@ def _draws_again_after_a_rejection(tree: TokenTree, choose: Choose, append: Appe
         token = choose(node)
         return token if token is None or tree.child(node, token) is not None else choose(node)
 
-    return walk(tree, twice, append)
+    return follow(tree, twice, append)
 
 
 @pytest.mark.parametrize("wrong", [_accepts_the_first_candidate, _draws_again_after_a_rejection])
 def test_a_wrong_walk_is_noticed(wrong: Callable[..., Walk], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lookahead.decoder.walk", wrong)
+    monkeypatch.setattr("lookahead.core.decoder.follow", wrong)
     torch.manual_seed(0)
     texts, _ = draw_with_lookahead(4_000, batch=500)
     assert p_value(texts, exact_law(next_distributions())) < LEVEL

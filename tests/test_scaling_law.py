@@ -7,8 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from lookahead.errors import InvalidArgumentError
-from lookahead.scaling_law import (
+from lookahead.bench.scaling_law import (
     PAPER_LAW,
     Measured,
     ScalingLaw,
@@ -17,6 +16,7 @@ from lookahead.scaling_law import (
     fit,
     tokens_per_step,
 )
+from lookahead.errors import InvalidArgumentError
 
 ALPHAS = (0.0, 0.1, 0.425, 0.9, 1.0)
 

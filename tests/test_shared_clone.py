@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.engine import engine_model
-from lookahead.engine.fingerprint import _KEYS, _add_up, _add_up_arrays, fingerprint
-from lookahead.engine.packed_linear import PackedLinear
-from lookahead.engine.preserved_state import preserved_state
+from lookahead.backends.transformers import engine_model
+from lookahead.backends.transformers.fingerprint import _KEYS, _add_up, _add_up_arrays, fingerprint
+from lookahead.backends.transformers.packed_linear import PackedLinear
+from lookahead.backends.transformers.preserved_state import preserved_state
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
 PACKED = LookaheadConfig(pack_weights=True)

@@ -21,15 +21,15 @@ from transformers import DynamicCache, PreTrainedModel
 import lookahead
 from exactness import NEAR_TIE, Case, random_case, run_case
 from lookahead import LookaheadConfig
-from lookahead.engine import ModelRunner, TreeCache, engine_model, graph_recorder, static_engine
-from lookahead.engine.graph_recorder import CudaGraphRecorder, NoRecorder, Outputs, Pass, Recorder
-from lookahead.engine.masks import MaskBuilder
-from lookahead.engine.static_cache import LayerShape, StaticTreeCache, layer_shapes
-from lookahead.engine.static_inputs import StaticInputs
-from lookahead.engine.static_steps import StaticSteps, pass_sizes, rounded
-from lookahead.engine.tree_attention import unpack
-from lookahead.engine.trial import trial_logits
-from lookahead.token_tree import TokenTree, lay_out
+from lookahead.backends.transformers import ModelRunner, TreeCache, engine_model, graph_recorder, static_engine
+from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder, NoRecorder, Outputs, Pass, Recorder
+from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.static_cache import LayerShape, StaticTreeCache, layer_shapes
+from lookahead.backends.transformers.static_inputs import StaticInputs
+from lookahead.backends.transformers.static_steps import StaticSteps, pass_sizes, rounded
+from lookahead.backends.transformers.tree_attention import unpack
+from lookahead.backends.transformers.trial import trial_logits
+from lookahead.core.token_tree import TokenTree, lay_out
 from model_zoo import ARCHITECTURES, SLIDING_WINDOW, VOCAB_SIZE, build
 from test_engine_model import grouped_llama
 from test_tree_cache import states

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.engine import ModelRunner, engine_model, static_engine, tree_attention
-from lookahead.engine.graph_recorder import CudaGraphRecorder
-from lookahead.engine.static_cache import layer_shapes
-from lookahead.engine.static_steps import StaticSteps, pass_sizes
-from lookahead.engine.trial import trial_logits
+from lookahead.backends.transformers import ModelRunner, engine_model, static_engine, tree_attention
+from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder
+from lookahead.backends.transformers.static_cache import layer_shapes
+from lookahead.backends.transformers.static_steps import StaticSteps, pass_sizes
+from lookahead.backends.transformers.trial import trial_logits
 from model_zoo import ARCHITECTURES, build
 from test_static_engine import BY_LENGTH, NAMES, PROMPT, STATIC, addresses, assert_same, logits_of_steps
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.cost_model import CostModel
-from lookahead.drafting.step_budget import LONGEST_REST, PATIENCE, WORTHWHILE, FixedBudget, PayingBudget
+from lookahead.core.budget import LONGEST_REST, PATIENCE, WORTHWHILE, FixedBudget, PayingBudget
+from lookahead.core.cost_model import CostModel
 from lookahead.errors import InvalidArgumentError
 
 MOST = 24

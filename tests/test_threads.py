@@ -15,10 +15,11 @@ import torch
 from transformers import PreTrainedModel
 
 import lookahead
-from lookahead import LookaheadConfig, model_state
+from lookahead import LookaheadConfig
+from lookahead.backends.transformers import model_state
+from lookahead.backends.transformers.identity import model_identity
+from lookahead.backends.transformers.model_state import draft_memory, keep_memory, neighbours, step_costs
 from lookahead.drafting import DraftMemory
-from lookahead.identity import model_identity
-from lookahead.model_state import draft_memory, keep_memory, neighbours, step_costs
 from model_zoo import VOCAB_SIZE, build
 
 THREADS = 8

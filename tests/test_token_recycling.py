@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import StepResult, TokenRecyclingDrafter
-from lookahead.token_tree import TokenTree
 
 
 def show(drafter: TokenRecyclingDrafter, token: int, ids: list[int], probabilities: list[float]) -> None:

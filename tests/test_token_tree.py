@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lookahead.core.token_tree import NodeKind, TokenTree, lay_out
 from lookahead.drafting import JacobiWindow, NGramPool, PaperDrafter
 from lookahead.errors import InvalidArgumentError
-from lookahead.token_tree import NodeKind, TokenTree, lay_out
 
 # Fig. 2(b) of the paper, W=5, N=4, G=2, in the order in which the nodes are sent: the input token, two
 # candidates a and b of three tokens, then the window: orange 1-4, green 1-5, red 2-6.

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from lookahead.engine.tree_attention import pack, packed_width, tree_attention_forward, unpack
-from lookahead.engine.tree_attention.reference import dense_attention
+from lookahead.backends.transformers.tree_attention import pack, packed_width, tree_attention_forward, unpack
+from lookahead.backends.transformers.tree_attention.reference import dense_attention
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 from tree_attention_cases import Step, attention_by_definition, states, steps, tolerance
 
@@ -76,7 +76,7 @@ try:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lookahead.engine.tree_attention import kernel as kernel_module
+    from lookahead.backends.transformers.tree_attention import kernel as kernel_module
 except ModuleNotFoundError:
     triton = None
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.engine.tree_cache import TreeCache, TreeLayer
+from lookahead.backends.transformers.tree_cache import TreeCache, TreeLayer
 from lookahead.errors import InvalidArgumentError
 
 

@@ -12,9 +12,17 @@ from transformers import LlamaForCausalLM
 
 import lookahead.cli.tune as cli_tune
 from lookahead import InvalidArgumentError
+from lookahead.backends.transformers.cost_store import CostStore, describe_setting
+from lookahead.backends.transformers.tuning import (
+    BRANCH,
+    StepBench,
+    Stopwatch,
+    WeightReader,
+    bytes_read,
+    measure,
+    timings,
+)
 from lookahead.cli import main
-from lookahead.cost_store import CostStore, describe_setting
-from lookahead.tuning import BRANCH, StepBench, Stopwatch, WeightReader, bytes_read, measure, timings
 from model_zoo import build
 
 SMALL = ["--context", "24", "--nodes", "4", "--repeats", "2", "--device", "cpu", "--dtype", "float32"]

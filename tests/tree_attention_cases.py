@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lookahead.engine.tree_attention import pack
+from lookahead.backends.transformers.tree_attention import pack
 
 
 @dataclass(frozen=True)

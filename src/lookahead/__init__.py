@@ -4,7 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lookahead.api.generation import attach, detach, generate
+    from lookahead.api.output import LookaheadOutput
     from lookahead.config import LookaheadConfig
+    from lookahead.core.statistics import Statistics, StepRecord
     from lookahead.drafting import NGramPool
     from lookahead.errors import (
         InvalidArgumentError,
@@ -14,9 +17,6 @@ if TYPE_CHECKING:
         UnsupportedArgumentError,
         UnsupportedModelError,
     )
-    from lookahead.generation import attach, detach, generate
-    from lookahead.output import LookaheadOutput
-    from lookahead.statistics import Statistics, StepRecord
 
     __version__: str
 
@@ -42,20 +42,20 @@ _HOMES = {
     "InvalidArgumentError": "errors",
     "LookaheadConfig": "config",
     "LookaheadError": "errors",
-    "LookaheadOutput": "output",
+    "LookaheadOutput": "api.output",
     "LookaheadWarning": "errors",
     "NGramPool": "drafting",
     "ParallelError": "errors",
-    "Statistics": "statistics",
-    "StepRecord": "statistics",
+    "Statistics": "core.statistics",
+    "StepRecord": "core.statistics",
     "UnsupportedArgumentError": "errors",
     "UnsupportedModelError": "errors",
-    "attach": "generation",
-    "detach": "generation",
-    "generate": "generation",
+    "attach": "api.generation",
+    "detach": "api.generation",
+    "generate": "api.generation",
 }
 
-_MODULES = ("config", "demo", "errors", "output", "parallel", "statistics")
+_MODULES = ("config", "demo", "errors", "parallel")
 """Modules of the public API, which need no import of their own."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lookahead.cost_store import device_name
+from lookahead.backends.transformers.cost_store import device_name
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lookahead.backends.transformers.identity import model_identity
 from lookahead.bench.suite import MethodSpec, ModelSpec
 from lookahead.demo import demo_model_path
 from lookahead.errors import InvalidArgumentError
-from lookahead.identity import model_identity
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from lookahead.bench.machine import resident_bytes
 from lookahead.bench.method_runner import Run
 from lookahead.bench.models import BenchModel
 from lookahead.bench.prompts import Prompt
+from lookahead.bench.repetition import repeated_cycle_share, tokens_before_cycles
 from lookahead.bench.suite import MethodSpec, TaskSpec
-from lookahead.repetition import repeated_cycle_share, tokens_before_cycles
 
 Row = dict[str, Any]
 Key = tuple[str, str, str, str, int]

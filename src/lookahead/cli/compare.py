@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from lookahead.bench.repetition import repeated_cycle_share
 from lookahead.cli import exit_codes
 from lookahead.cli.decoding import Recording, decode_plainly, decode_with_lookahead, seed_draws, text_options
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
@@ -21,7 +22,6 @@ from lookahead.cli.rendering import Consoles, StepPrinter, print_json, visible
 from lookahead.cli.reports import request_report, run_report
 from lookahead.cli.settings import PromptSettings
 from lookahead.cli.text import Tokenizer, decode
-from lookahead.repetition import repeated_cycle_share
 
 WARM_UP_TOKENS = 8
 

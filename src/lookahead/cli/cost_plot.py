@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lookahead.cost_model import CostModel
+from lookahead.backends.transformers.tuning import Measurement
+from lookahead.core.cost_model import CostModel
 from lookahead.errors import InvalidArgumentError
-from lookahead.tuning import Measurement
 
 
 def check_plot(path: Path) -> None:

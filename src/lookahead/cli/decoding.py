@@ -15,7 +15,7 @@ from lookahead.cli.memory import memory_errors_explained
 from lookahead.cli.prompt import Prompt
 from lookahead.cli.settings import Sampling
 from lookahead.config import LookaheadConfig
-from lookahead.statistics import Statistics, StepRecord
+from lookahead.core.statistics import Statistics, StepRecord
 
 _T = TypeVar("_T")
 

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from lookahead.backends.transformers.cost_store import CostStore, StoredCost, describe_setting, device_name
+from lookahead.backends.transformers.tuning import CONTEXTS, NODE_COUNTS, Measurement, Point, measure, timings
 from lookahead.cli import exit_codes
 from lookahead.cli.cost_plot import check_plot, draw
 from lookahead.cli.loading import LoadedModel, load_model, quiet_libraries
@@ -22,10 +24,8 @@ from lookahead.cli.settings import TuneSettings
 from lookahead.cli.startup import raise_on_interrupt
 from lookahead.cli.versions import versions
 from lookahead.config import MAX_NODES_PER_STEP
-from lookahead.cost_model import CostModel
-from lookahead.cost_store import CostStore, StoredCost, describe_setting, device_name
+from lookahead.core.cost_model import CostModel
 from lookahead.errors import InvalidArgumentError
-from lookahead.tuning import CONTEXTS, NODE_COUNTS, Measurement, Point, measure, timings
 
 LITTLE_MORE = (1.1, 1.5, 2.0)
 """How many nodes fit into a step that takes this much of a one-token step is printed below the table."""

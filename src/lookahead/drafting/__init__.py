@@ -6,20 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from lookahead.config import BUDGETED, LookaheadConfig
-from lookahead.drafting.context_matches import ContextMatches
-from lookahead.drafting.draft_memory import DraftMemory
-from lookahead.drafting.drafter import Drafter, StepResult
-from lookahead.drafting.jacobi_block import JacobiBlockDrafter
-from lookahead.drafting.jacobi_window import JacobiWindow
-from lookahead.drafting.merge import MergedDrafter
-from lookahead.drafting.neighbours import Neighbours
-from lookahead.drafting.ngram_memory import NGramMemory
-from lookahead.drafting.ngram_pool import NGramPool
+from lookahead.core.budget import PayingBudget, StepCosts
+from lookahead.core.drafter import Drafter
+from lookahead.core.outputs import StepResult
+from lookahead.core.token_tree import TokenTree
+from lookahead.drafting.auto.context_matches import ContextMatches
+from lookahead.drafting.auto.draft_memory import DraftMemory
+from lookahead.drafting.auto.drafter import MergedDrafter
+from lookahead.drafting.auto.embedding_neighbours import Neighbours
+from lookahead.drafting.auto.ngram_memory import NGramMemory
+from lookahead.drafting.jacobi import JacobiBlockDrafter
 from lookahead.drafting.paper import PaperDrafter
-from lookahead.drafting.step_budget import PayingBudget, StepCosts
+from lookahead.drafting.pool import NGramPool
 from lookahead.drafting.token_recycling import TokenRecyclingDrafter
 from lookahead.drafting.warm_up import compile_loops
-from lookahead.token_tree import TokenTree
+from lookahead.drafting.window import JacobiWindow
 
 __all__ = [
     "ContextMatches",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lookahead.drafting.drafter import StepResult
-from lookahead.drafting.jacobi_window import JacobiWindow
-from lookahead.drafting.ngram_pool import NGramPool
-from lookahead.token_tree import TokenTree
+from lookahead.core.outputs import StepResult
+from lookahead.core.token_tree import TokenTree
+from lookahead.drafting.pool import NGramPool
+from lookahead.drafting.window import JacobiWindow
 
 
 class PaperDrafter:

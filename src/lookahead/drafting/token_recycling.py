@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from lookahead.drafting.drafter import StepResult
-from lookahead.drafting.ngram_memory import NGramMemory
-from lookahead.token_tree import TokenTree
+from lookahead.core.outputs import StepResult
+from lookahead.core.token_tree import TokenTree
+from lookahead.drafting.auto.ngram_memory import NGramMemory
 
 
 class TokenRecyclingDrafter:

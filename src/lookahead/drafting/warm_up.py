@@ -6,14 +6,14 @@ from functools import cache
 
 import numpy as np
 
+from lookahead.core.outputs import StepResult
+from lookahead.core.token_tree import TokenTree
+from lookahead.drafting.auto.context_matches import ContextMatches
+from lookahead.drafting.auto.draft_memory import DraftMemory
+from lookahead.drafting.auto.drafter import MergedDrafter
+from lookahead.drafting.auto.embedding_neighbours import Neighbours
+from lookahead.drafting.auto.ngram_memory import NGramMemory
 from lookahead.drafting.compiled import IS_COMPILED
-from lookahead.drafting.context_matches import ContextMatches
-from lookahead.drafting.draft_memory import DraftMemory
-from lookahead.drafting.drafter import StepResult
-from lookahead.drafting.merge import MergedDrafter
-from lookahead.drafting.neighbours import Neighbours
-from lookahead.drafting.ngram_memory import NGramMemory
-from lookahead.token_tree import TokenTree
 
 _VOCABULARY = 16
 _NODES = 8

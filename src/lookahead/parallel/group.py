@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from transformers import GenerationConfig, PreTrainedModel
 
+from lookahead.backends.transformers import ModelRunner
+from lookahead.backends.transformers.identity import model_identity
+from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.config import BUDGETED, LookaheadConfig
-from lookahead.engine import ModelRunner
 from lookahead.errors import InvalidArgumentError, ParallelError
-from lookahead.identity import model_identity
 from lookahead.parallel.agreement import agree, settings, share_random_state, versions
 from lookahead.parallel.exchange import Exchange
 from lookahead.parallel.monitor import Monitor
@@ -26,7 +27,6 @@ from lookahead.parallel.runner import ParallelRunner
 from lookahead.parallel.scaling import check_memory
 from lookahead.parallel.traffic import Traffic
 from lookahead.parallel.verification import SharedVerification, walks_alone
-from lookahead.sequence import Sequence as TextSequence
 
 TIMEOUT = 60.0
 """Seconds after which a rank that does not come counts as hung."""
@@ -143,7 +143,7 @@ class ParallelGroup:
             before: Per sequence, how many tokens of its cache come before the text.
             sequences: The sequences.
             asks_others: Whether there are criteria that may answer differently on each rank.
-            tie_margin: As for `lookahead.decoder.decode`.
+            tie_margin: As for `lookahead.core.decoder.Batch`.
         """
         alone = walks_alone(sequences, asks_others, tie_margin)
         runner = ParallelRunner(local, before, self._exchange, self.rank, self.traffic, whole_branches=not alone)

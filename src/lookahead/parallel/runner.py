@@ -14,12 +14,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.engine import ForwardResult, ModelRunner
+from lookahead.backends.transformers import ForwardResult, ModelRunner
+from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.errors import ParallelError
 from lookahead.parallel.exchange import Bytes, Exchange
 from lookahead.parallel.split import Split, split_tree
 from lookahead.parallel.traffic import Traffic
-from lookahead.token_tree import NodeKind, TokenTree
 
 Codes = NDArray[np.int32]
 

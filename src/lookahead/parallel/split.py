@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.token_tree import NodeKind, TokenTree
+from lookahead.core.token_tree import NodeKind, TokenTree
 
 
 @dataclass(frozen=True)

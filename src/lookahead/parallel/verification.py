@@ -10,18 +10,19 @@ random state moves on by as many draws.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from lookahead.decoder import Stop, name_token, verify
-from lookahead.engine import ForwardResult
+from lookahead.backends.transformers import ForwardResult
+from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.core.decoder import Batch, Stop, select_token, verify
+from lookahead.core.token_tree import NodeKind, TokenTree
+from lookahead.core.walk import Walk
 from lookahead.parallel.exchange import Exchange
 from lookahead.parallel.runner import ParallelRunner
-from lookahead.sequence import Sequence as TextSequence
-from lookahead.token_tree import NodeKind, TokenTree
-from lookahead.verification import Walk
 
 _NOTHING, _DECLINED = -1, -2
 """What stands in a note besides tokens, of which each is sent as twice its id, plus 1 if the text is complete."""
@@ -33,42 +34,23 @@ class _Row:
 
     number: int
     sequence: TextSequence
-    tree: TokenTree
     result: ForwardResult
-    node: int
-    path: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    stopped: bool = False
-    done: bool = False
-
-    def decline(self) -> None:
-        self.done = True
-
-    def take(self, token: int, stopped: bool) -> None:
-        """Go on to the child that holds `token`, if there is one."""
-        self.tokens.append(token)
-        self.stopped = stopped
-        child = None if stopped else self.tree.child(self.node, token)
-        if child is None:
-            self.done = True
-        else:
-            self.path.append(child)
-            self.node = child
+    walk: Walk
 
 
 def walks_alone(sequences: Sequence[TextSequence], asks_others: bool, tie_margin: float) -> bool:
     """Whether predictions decide everything.
 
     Args:
-        sequences: Whose targets name the tokens.
+        sequences: Whose samplers select the tokens.
         asks_others: Whether the answer to when a text is complete may differ between ranks, as that of a clock does.
-        tie_margin: As for `lookahead.decoder.decode`; it needs logits.
+        tie_margin: As for `lookahead.core.decoder.Batch`; it needs logits.
     """
-    return not asks_others and not tie_margin and all(sequence.target.is_argmax for sequence in sequences)
+    return not asks_others and not tie_margin and not any(sequence.sampler.needs_logits for sequence in sequences)
 
 
 class SharedVerification:
-    """Verification on several ranks, as a `lookahead.decoder.Verify`.
+    """Verification on several ranks, as a `lookahead.core.decoder.Verify`.
 
     Tokens are named row after row, as in one process, since rows draw from one random state. A rank goes on from row
     to row for as long as the walks stay in branches of its own, so that one sequence takes two exchanges at most,
@@ -85,35 +67,27 @@ class SharedVerification:
         self._exchange = exchange
         self._alone = alone
 
-    def __call__(
-        self,
-        sequences: Sequence[TextSequence],
-        trees: Sequence[TokenTree],
-        results: Sequence[ForwardResult],
-        stop: Stop,
-        tie_margin: float,
-    ) -> list[Walk | None]:
+    def __call__(self, batch: Batch, trees: Sequence[TokenTree], outputs: Sequence[ForwardResult]) -> list[Walk | None]:
         """Walk the trees of all sequences; the same walks on every rank."""
         if self._alone:
             self._runner.share(np.empty(0, dtype=np.int32))
-            return verify(sequences, trees, results, stop, tie_margin)
-        parts = zip(sequences, trees, results, strict=True)
+            return verify(batch, trees, outputs)
+        sequences: Sequence[Any] = batch.sequences
+        walks = [None if sequence.finished else Walk(tree) for sequence, tree in zip(sequences, trees, strict=True)]
+        parts = zip(sequences, outputs, walks, strict=True)
         rows = [
-            _Row(number, sequence, tree, result, tree.root)
-            for number, (sequence, tree, result) in enumerate(parts)
-            if not sequence.finished
+            _Row(number, sequence, result, walk)
+            for number, (sequence, result, walk) in enumerate(parts)
+            if walk is not None
         ]
-        self._walk(rows, stop, tie_margin)
-        walks: list[Walk | None] = [None] * len(trees)
-        for row in rows:
-            walks[row.number] = Walk(row.path, row.tokens, row.stopped)
+        self._walk(rows, batch.stop, batch.tie_margin)
         return walks
 
     def _walk(self, rows: list[_Row], stop: Stop, tie_margin: float) -> None:
-        room = sum(_most_tokens(row.tree) for row in rows)
-        keeps = any(row.sequence.target.keeps for row in rows)
+        room = sum(_most_tokens(row.walk.tree) for row in rows)
+        keeps = any(row.sequence.sampler.keeps for row in rows)
         walker, shared = 0, False
-        while not shared or not all(row.done for row in rows):
+        while not shared or not all(row.walk.done for row in rows):
             note = np.full(room, _NOTHING, dtype=np.int32)
             logits: list[torch.Tensor] = []
             if self._runner.rank == walker:
@@ -125,28 +99,31 @@ class SharedVerification:
             given = self._given_logits(logits, codes, rows, walker) if keeps else None
             if self._runner.rank != walker:
                 _repeat(rows, codes, stop, given)
-            ahead = next((row for row in rows if not row.done), None)
+            ahead = next((row for row in rows if not row.walk.done), None)
             if ahead is not None:
-                walker = self._runner.owner(ahead.number, ahead.node)
+                walker = self._runner.owner(ahead.number, ahead.walk.node)
 
     def _name(self, rows: list[_Row], stop: Stop, tie_margin: float, logits: list[torch.Tensor]) -> list[int]:
         """Name tokens for as long as this rank has the logits; what is to be told of it."""
         codes: list[int] = []
         for row in rows:
             sequence = row.sequence
-            while not row.done:
-                if row.node != row.tree.root and self._runner.owner(row.number, row.node) != self._runner.rank:
+            while not row.walk.done:
+                if (
+                    row.walk.node != row.walk.tree.root
+                    and self._runner.owner(row.number, row.walk.node) != self._runner.rank
+                ):
                     return codes
-                token = name_token(sequence, row.tree, row.result, row.node, tie_margin)
+                token = select_token(sequence, row.walk.tree, row.result, row.walk.node, tie_margin)
                 if token is None:
-                    row.decline()
+                    row.walk.decline()
                     codes.append(_DECLINED)
                     continue
-                if sequence.target.keeps:
-                    logits.append(row.result.logits_after(row.node))
+                if sequence.sampler.keeps:
+                    logits.append(row.result.logits_after(row.walk.node))
                 sequence.append(token)
-                row.take(token, stop(sequence))
-                codes.append(2 * token + row.stopped)
+                row.walk.take(token, stop(sequence))
+                codes.append(2 * token + row.walk.stopped)
         return codes
 
     def _given_logits(
@@ -164,25 +141,25 @@ class SharedVerification:
 
 def _repeat(rows: list[_Row], codes: list[int], stop: Stop, given: torch.Tensor | None) -> None:
     """Do what the rank did that named these tokens."""
-    unfinished = iter([row for row in rows if not row.done])
+    unfinished = iter([row for row in rows if not row.walk.done])
     row = next(unfinished)
     place = 0
     for code in codes:
-        if row.done:
+        if row.walk.done:
             row = next(unfinished)
         if code == _DECLINED:
-            row.decline()
+            row.walk.decline()
             continue
         token, stopped = code >> 1, bool(code & 1)
-        target = row.sequence.target
-        if not target.is_argmax:
+        sampler = row.sequence.sampler
+        if sampler.needs_logits:
             # What is drawn here does not count, but processors see the text, and the random state moves on: how far
             # depends on the size of the vocabulary alone.
             logits = torch.zeros(row.result.logits.shape[-1]) if given is None else given[place]
-            target.choose(row.sequence.ids, logits[None].to(row.sequence.ids.device))
+            sampler.choose(row.sequence.ids, logits[None].to(row.sequence.ids.device))
         row.sequence.append(token)
         stop(row.sequence)
-        row.take(token, stopped)
+        row.walk.take(token, stopped)
         place += 1
 
 

@@ -1,0 +1,1 @@
+"""Transformers' arguments in, transformers' outputs out."""

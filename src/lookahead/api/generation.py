@@ -1,0 +1,217 @@
+"""The doors: `generate`, `attach` and `detach`. Transformers' arguments in, transformers' outputs out."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from functools import update_wrapper
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from lookahead.api.arguments import check_call, check_config, check_pool, check_prompt_ids, effective_setting
+from lookahead.api.output import LookaheadOutput
+from lookahead.api.request import decode_request
+from lookahead.backends.transformers import check_adapters, check_model
+from lookahead.config import LookaheadConfig
+from lookahead.core.decoder import OnStep
+from lookahead.drafting import NGramPool
+from lookahead.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from lookahead.parallel import ParallelGroup
+
+
+_GENERATE_ARGUMENTS = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
+"""Names of what may be passed by position, without self."""
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor | None = None,
+    *,
+    lookahead_config: LookaheadConfig | None = None,
+    on_step: OnStep | None = None,
+    ngram_pool: NGramPool | None = None,
+    parallel: ParallelGroup | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | LookaheadOutput:
+    """Generate text exactly as `model.generate` does, in fewer steps.
+
+    Takes every argument of `model.generate`; `docs/compatibility.md` says what happens to each. It can also be
+    handed to transformers, `model.generate(..., custom_generate=lookahead.generate)`; but there transformers
+    keeps `streamer`, `tokenizer` and `assistant_model` to itself, so call this function, or `attach` it, for
+    streaming and stop strings.
+
+    Args:
+        model: A causal language model of transformers, as it is.
+        input_ids: Token ids of the prompts, `[batch, tokens]` int64, padded on the left where they differ in
+            length. Without them transformers begins from the BOS token.
+        lookahead_config: How to draft; the default configuration if not given. It never changes the text.
+        on_step: Called after each step with a `StepRecord` for each sequence: the tokens it added, what it sent.
+        ngram_pool: A pool to draft from and to fill, to be handed to later calls again; a new one for each
+            sequence if not given.
+        parallel: The ranks to decode with, from `lookahead.parallel.join`; each of them makes the same call. This
+            process alone if not given.
+        **kwargs: As for `model.generate`.
+
+    Returns:
+        The texts `[batch, tokens]` int64, prompts included; or a `LookaheadOutput` with `return_dict_in_generate=True`.
+
+    Raises:
+        InvalidArgumentError: An argument has a value that cannot work.
+        UnsupportedArgumentError: A legal argument that lookahead decoding does not support.
+        UnsupportedModelError: The model cannot be run on token trees.
+        ParallelError: The ranks of `parallel` disagree, or one of them does not go on; the message names it.
+    """
+    config = check_config(lookahead_config)
+    check_pool(ngram_pool, config)
+    if input_ids is not None and _is_prepared(kwargs):
+        return decode_request(
+            model, input_ids, config=config, on_step=on_step, ngram_pool=ngram_pool, parallel=parallel, **kwargs
+        )
+    model = _language_model_or_wrapper(model)
+    if "inputs" in kwargs:
+        if input_ids is not None:
+            raise InvalidArgumentError("input_ids and inputs are two names of the same prompt; pass one of them")
+        input_ids = kwargs.pop("inputs")
+    check_call(model, kwargs)
+    if input_ids is not None:
+        check_prompt_ids(input_ids)
+    # transformers drops these on their way to a custom generate function, so they go around it
+    streamer = kwargs.pop("streamer", None)
+    _take_stop_strings(model, kwargs)
+
+    # Transformers hands over what it finds in this signature; so there are no names in it that a user may mistype.
+    def decode_here(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> torch.Tensor | LookaheadOutput:
+        return decode_request(
+            model,
+            input_ids,
+            config=config,
+            on_step=on_step,
+            ngram_pool=ngram_pool,
+            streamer=streamer,
+            parallel=parallel,
+            **prepared,
+        )
+
+    return type(model).generate(model, input_ids, custom_generate=decode_here, **kwargs)  # type: ignore[no-any-return]
+
+
+def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> None:
+    """Make `model.generate` itself decode with lookahead, on this one object, until `detach`.
+
+    Pipelines and other callers of `model.generate` work on unchanged; calls may still pass their own
+    `lookahead_config`. A call with `custom_generate` goes to transformers as if nothing were attached.
+
+    Deep copies of an attached model are attached as well, with the same configuration and to their own weights; so is
+    what `pickle` or `torch.load` makes of one that was saved whole, which takes this library to load. A shallow copy
+    (`copy.copy`) shares all of the model, `generate` included: attach it anew to let it decode by settings of its own.
+    What `save_pretrained` writes knows nothing of it.
+
+    Args:
+        model: A causal language model of transformers.
+        config: How to draft; the default configuration if not given.
+
+    Raises:
+        InvalidArgumentError: `config` is no `LookaheadConfig`.
+        UnsupportedModelError: The model cannot be run on token trees.
+    """
+    attached = check_config(config)
+    model = _language_model_or_wrapper(model)
+    # The way transformers binds the `generate` of a repository: an attribute of the object, over the class's method.
+    model.generate = AttachedGenerate(model, attached)
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Give `model` its own `generate` back. A model that nothing is attached to stays as it is."""
+    getattr(model, "_orig_mod", model).__dict__.pop("generate", None)
+
+
+class AttachedGenerate:
+    """The `generate` of an attached model.
+
+    An object, where a closure would do to call it: `copy.deepcopy` and `pickle` follow its reference to the model as
+    they follow any other, so that in a copy of the model it refers to the copy.
+
+    Args:
+        model: The model whose attribute this is, or the wrapper.
+        config: How to draft.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: LookaheadConfig) -> None:
+        self.__setstate__((model, config))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As `model.generate`."""
+        if kwargs.get("custom_generate") is not None:
+            return type(self._model).generate(self._model, *args, **kwargs)
+        kwargs.update(zip(_GENERATE_ARGUMENTS, args, strict=False))
+        kwargs.setdefault("lookahead_config", self._config)
+        return generate(self._model, **kwargs)
+
+    def __getstate__(self) -> tuple[PreTrainedModel, LookaheadConfig]:
+        return self._model, self._config
+
+    def __setstate__(self, state: tuple[PreTrainedModel, LookaheadConfig]) -> None:
+        self._model, self._config = state
+        update_wrapper(self, type(self._model).generate)  # its name, its documentation and its signature
+
+
+def _is_prepared(kwargs: dict[str, Any]) -> bool:
+    """Whether transformers called us: by then it has gathered the criteria, and turned special tokens into tensors."""
+    return (
+        hasattr(kwargs.get("generation_config"), "_pad_token_tensor")
+        and isinstance(kwargs.get("stopping_criteria"), StoppingCriteriaList)
+        and isinstance(kwargs.get("logits_processor"), LogitsProcessorList)
+        and "use_cache" in kwargs
+    )
+
+
+def _language_model_or_wrapper(model: Any) -> Any:
+    """What to call `generate` of: `model`, after a trial of the transformers model in it.
+
+    Raises:
+        InvalidArgumentError: There is no transformers model in it.
+        UnsupportedModelError: The model cannot be run on token trees.
+    """
+    model = getattr(model, "_orig_mod", model)  # transformers, too, generates with the model that was compiled
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, PreTrainedModel) or not hasattr(inner, "generate"):
+        raise InvalidArgumentError(
+            f"model={type(model).__name__} is no transformers language model; load one with "
+            "AutoModelForCausalLM.from_pretrained"
+        )
+    check_adapters(model)
+    check_model(inner)
+    return model
+
+
+def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Turn stop strings and their tokenizer into a criterion, as transformers would if it had the tokenizer here."""
+    tokenizer = kwargs.pop("tokenizer", None)
+    given: GenerationConfig | None = kwargs.get("generation_config")
+    stop_strings = effective_setting(model, kwargs, "stop_strings")
+    if stop_strings is None:
+        return
+    if tokenizer is None:
+        raise InvalidArgumentError(f"stop_strings={stop_strings!r} needs the model's tokenizer: pass tokenizer=...")
+    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+    # As in transformers, one that the caller passed goes before one made of settings.
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):
+        criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
+    kwargs["stopping_criteria"] = criteria
+    kwargs.pop("stop_strings", None)
+    if given is not None and given.stop_strings is not None:
+        kwargs["generation_config"] = copy.deepcopy(given)
+        kwargs["generation_config"].stop_strings = None
+    if model.generation_config.stop_strings is not None:
+        kwargs["stop_strings"] = None  # the model's own would be filled in again

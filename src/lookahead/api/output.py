@@ -1,0 +1,60 @@
+"""What `generate` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.core.statistics import Statistics
+
+
+@dataclass
+class LookaheadOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
+    """What `generate` returns with `return_dict_in_generate=True`.
+
+    All fields of transformers' `GenerateDecoderOnlyOutput`, and:
+
+    Args:
+        statistics: Counts and times of the call.
+    """
+
+    statistics: Statistics | None = None
+
+
+def stack_texts(sequences: Sequence[TextSequence], pad_token: int | None) -> torch.Tensor:
+    """The texts as one tensor `[batch, tokens]`, those that ended early filled up with `pad_token`."""
+    texts = [sequence.ids[0] for sequence in sequences]
+    longest = max(len(text) for text in texts)
+    if all(len(text) == longest for text in texts):
+        return torch.stack(texts)
+    filled = [torch.nn.functional.pad(text, (0, longest - len(text)), value=pad_token) for text in texts]
+    return torch.stack(filled)
+
+
+def padded_texts(sequences: Sequence[TextSequence], pad_token: int | None) -> list[list[int]]:
+    """The texts as plain decoding leaves them in its cache: it goes on with a row that ended, by padding."""
+    longest = max(sequence.ids.shape[1] for sequence in sequences)
+    texts = []
+    for sequence in sequences:
+        length = sequence.ids.shape[1]
+        missing = longest - length
+        if sequence.last_length is not None:
+            missing = min(missing, sequence.last_length - length)
+        texts.append([*sequence.tokens, *[pad_token or 0] * missing])
+    return texts
+
+
+def stack_collected(collected: Sequence[list[torch.Tensor] | None]) -> tuple[torch.Tensor, ...] | None:
+    """What the samplers of all rows collected, one `[batch, vocabulary]` for each token; zero where a row has ended."""
+    rows = [tensors for tensors in collected if tensors is not None]
+    if not rows:
+        return None
+    blank = torch.zeros_like(rows[0][0])
+    longest = max(len(tensors) for tensors in rows)
+    return tuple(
+        torch.cat([tensors[token] if token < len(tensors) else blank for tensors in rows]) for token in range(longest)
+    )

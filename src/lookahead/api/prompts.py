@@ -1,0 +1,127 @@
+"""The prompts of a call, row by row, and what of them a cache holds already."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from lookahead.api.arguments import check_positions, prompt_tokens
+from lookahead.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What the rows of a call begin with.
+
+    Attributes:
+        input_ids: As the caller gave them, `[batch, tokens]`.
+        mask: Which tokens of the whole text count, `[batch, columns]` bool: of what is cached and left out of
+            `input_ids`, too.
+        tokens: The tokens of each row of `input_ids` that count.
+        before: How many tokens that count come before them, per row.
+        cache: What the caller passed to go on from, if anything.
+    """
+
+    input_ids: torch.Tensor
+    mask: torch.Tensor
+    tokens: list[list[int]]
+    before: list[int]
+    cache: Cache | None
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return len(self.tokens)
+
+    @property
+    def width(self) -> int:
+        """Tokens of each row of `input_ids`, padding included."""
+        return self.input_ids.shape[1]
+
+    @property
+    def padding(self) -> list[int]:
+        """Hidden tokens of each row of `input_ids`."""
+        return [self.width - len(row) for row in self.tokens]
+
+    @property
+    def longest(self) -> int:
+        """Tokens that count of the longest row, those before `input_ids` included."""
+        return max(earlier + len(row) for earlier, row in zip(self.before, self.tokens, strict=True))
+
+
+def read_prompts(
+    model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
+) -> Prompts:
+    """The prompts of a call that transformers has prepared.
+
+    Args:
+        model: The model.
+        input_ids: The prompts, `[batch, tokens]`.
+        model_kwargs: What transformers would hand to the model.
+        config: The configuration of the call.
+
+    Raises:
+        InvalidArgumentError: Prompts, mask and cache do not fit together.
+        UnsupportedArgumentError: Positions that do not count the tokens.
+    """
+    mask = _whole_mask(input_ids, model_kwargs.get("attention_mask"), config)
+    check_positions(model_kwargs.get("position_ids"), mask)
+    tokens = prompt_tokens(model, input_ids, mask[:, -input_ids.shape[1] :])
+    # transformers marks the cache that the caller passed, and makes an empty one where there is none
+    cache: Cache | None = model_kwargs.get("past_key_values")
+    cache = cache if getattr(cache, "_is_user_defined", False) else None
+    return Prompts(input_ids, mask, tokens, _tokens_before(cache, mask, input_ids), cache)
+
+
+def _whole_mask(
+    input_ids: torch.Tensor, mask: torch.Tensor | None, generation_config: GenerationConfig
+) -> torch.Tensor:
+    """Which tokens of the whole text count, `[batch, tokens]` bool: of what is cached and left out of the prompt, too.
+
+    Raises:
+        InvalidArgumentError: The mask is shorter than the prompt.
+    """
+    rows, tokens = input_ids.shape
+    if mask is None:
+        # transformers drops a mask of ones, and notes how long it was
+        tokens = getattr(generation_config, "_mask_length", None) or tokens
+        mask = torch.ones(rows, tokens)
+    if mask.shape[1] < input_ids.shape[1]:
+        raise InvalidArgumentError(
+            f"attention_mask of shape {tuple(mask.shape)} is shorter than input_ids of shape {tuple(input_ids.shape)}"
+        )
+    return mask.to(input_ids.device).bool()
+
+
+def _tokens_before(cache: Cache | None, mask: torch.Tensor, input_ids: torch.Tensor) -> list[int]:
+    """How many tokens that count come before each row's prompt: those of the cache, or none if the prompt repeats them.
+
+    As in transformers, an attention mask that is longer than the prompt says that the prompt is new text alone.
+
+    Args:
+        cache: What the caller passed, if anything.
+        mask: Which tokens of the whole text count, `[batch, columns]` bool.
+        input_ids: The prompts with their padding.
+
+    Raises:
+        InvalidArgumentError: The cache does not fit the prompt.
+    """
+    held = 0 if cache is None else cache.get_seq_length()
+    earlier = mask.shape[1] - input_ids.shape[1]
+    if earlier:
+        if earlier != held:
+            raise InvalidArgumentError(
+                f"attention_mask counts {earlier} tokens before input_ids, but past_key_values holds {held}; a mask is "
+                "as long as input_ids, or as the cached text and input_ids together"
+            )
+        return [int(count) for count in mask[:, :earlier].sum(dim=1)]
+    if held >= input_ids.shape[1]:
+        raise InvalidArgumentError(
+            f"past_key_values holds {held} tokens, but input_ids has {input_ids.shape[1]}: give the whole text with at "
+            "least one new token, or new tokens alone with an attention_mask over the whole text"
+        )
+    return [0] * len(input_ids)

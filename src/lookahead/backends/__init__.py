@@ -1,0 +1,1 @@
+"""Who runs token trees: one package for each engine."""

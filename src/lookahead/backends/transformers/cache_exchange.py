@@ -1,0 +1,159 @@
+"""Caches that callers bring along and take away."""
+
+from __future__ import annotations
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from lookahead.backends.transformers.tree_cache import TreeCache, TreeLayer
+from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+
+_BLANK = 2.0**-7
+"""What fills the columns of hidden tokens: finite, as attention multiplies it by 0, and known again by its looks."""
+
+
+def adopt_cache(cache: Cache, mask: torch.Tensor) -> TreeCache:
+    """The tree cache that decoding goes on with: `cache` itself where it can be, or a copy of what it holds.
+
+    A cache of transformers has a column for every token that was handed over, hidden ones included; decoding goes on
+    with the tokens that count, each row contiguous from its start.
+
+    Args:
+        cache: What the caller passed.
+        mask: Which tokens of the whole text count, `[batch, columns]` bool; the cache holds the first columns.
+
+    Raises:
+        InvalidArgumentError: The cache has other rows than the mask, or the mask shows tokens that it was made without.
+        UnsupportedArgumentError: The cache is of another kind.
+    """
+    if isinstance(cache, TreeCache):
+        cache.settle()
+    # Empty caches of the kind that makes its layers as the model comes to them have none yet.
+    elif (
+        not isinstance(cache, DynamicCache)
+        or cache.offloading
+        or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer) for layer in cache.layers)
+    ):
+        raise UnsupportedArgumentError(
+            f"past_key_values={type(cache).__name__} is not supported by lookahead decoding; pass a DynamicCache, the "
+            "cache that an earlier call returned, or none"
+        )
+    length = cache.get_seq_length()
+    if length == 0:
+        return cache if isinstance(cache, TreeCache) else TreeCache()
+    held = mask[:, :length].cpu()
+    filled = [layer for layer in cache.layers if layer.is_initialized and not isinstance(layer, DummyLayer)]
+    if len(held) != filled[0].keys.shape[0]:
+        raise InvalidArgumentError(
+            f"past_key_values holds {filled[0].keys.shape[0]} rows, but input_ids has {len(held)}; they must be the "
+            "same texts"
+        )
+    _check_states(filled[0].keys[:, :, :length], held)  # there may be room behind
+    adopted = cache if isinstance(cache, TreeCache) else TreeCache()
+    if adopted is not cache:
+        adopted.layers = [_adopt_layer(layer) for layer in cache.layers]
+    return adopted if bool(held.all()) else _without_hidden(adopted, held)
+
+
+def return_cache(decoded: TreeCache, cache: Cache | None, mask: torch.Tensor) -> Cache:
+    """The cache that the caller gets: `cache` with what decoding added, as transformers would have left it.
+
+    Args:
+        decoded: What was decoded.
+        cache: What the caller passed, if anything.
+        mask: Which tokens of the text that was handed over count, `[batch, columns]` bool; later ones all do.
+    """
+    if not bool(mask.all()):
+        decoded = _with_hidden(decoded, mask.cpu())
+    if cache is None:
+        return decoded
+    if isinstance(cache, TreeCache):
+        cache.layers = decoded.layers
+        return cache
+    while len(cache.layers) < len(decoded.layers):
+        cache.layers.append(DynamicLayer())
+    # Layers that borrow the states of others hold nothing, and decoding may not have come to them.
+    for layer, own in zip(cache.layers, decoded.layers, strict=False):
+        if not own.is_initialized:
+            continue
+        if not layer.is_initialized:
+            layer.lazy_initialization(own.keys, own.values)
+        start, end = 0, own.longest
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = end
+            start = max(0, end - layer.sliding_window + 1)
+        layer.keys, layer.values = own.keys[:, :, start:end].clone(), own.values[:, :, start:end].clone()
+    return cache
+
+
+def _check_states(keys: torch.Tensor, held: torch.Tensor) -> None:
+    """Refuse a mask that shows what was hidden when the cache was filled; keys `[batch, heads, columns, size]`."""
+    columns = keys.shape[2]
+    if bool(((keys[:, 0] == _BLANK).all(dim=-1).cpu() & held[:, -columns:]).any()):
+        raise InvalidArgumentError(
+            "attention_mask shows tokens that it hid when past_key_values was filled, so the cache lacks them; pass "
+            "the mask of the call before, longer by what has come since"
+        )
+
+
+def _without_hidden(cache: TreeCache, held: torch.Tensor) -> TreeCache:
+    """A copy with the columns that count alone, `held` `[batch, columns]` bool, each row contiguous from its start."""
+    copied = TreeCache()
+    lengths = held.sum(dim=1).tolist()
+    for layer in cache.layers:
+        own = TreeLayer()
+        copied.layers.append(own)
+        if not layer.is_initialized:
+            continue
+        own.lazy_initialization(layer.keys, layer.values)
+        own.lengths = list(lengths)
+        for name in ("keys", "values"):
+            states = getattr(layer, name)
+            # Attention multiplies what lies behind the end of a row by 0, so it must be finite.
+            kept = states.new_zeros((*states.shape[:2], max(lengths), states.shape[3]))
+            for row, mine in enumerate(held):
+                kept[row, :, : lengths[row]] = states[row][:, mine.nonzero()[:, 0].to(states.device)]
+            setattr(own, name, kept)
+    return copied
+
+
+def _with_hidden(cache: TreeCache, mask: torch.Tensor) -> TreeCache:
+    """A copy with a column for each hidden token as well, `mask` `[batch, columns]` bool."""
+    copied = TreeCache()
+    for layer in cache.layers:
+        own = TreeLayer()
+        copied.layers.append(own)
+        if not layer.is_initialized:
+            continue
+        own.lazy_initialization(layer.keys, layer.values)
+        columns = [_columns(mine, length) for mine, length in zip(mask, layer.lengths, strict=True)]
+        own.lengths = [int(row[-1]) + 1 for row in columns]
+        for name in ("keys", "values"):
+            states = getattr(layer, name)
+            laid_out = states.new_full((*states.shape[:2], own.longest, states.shape[3]), _BLANK)
+            for row, places in enumerate(columns):
+                laid_out[row][:, places.to(states.device)] = states[row, :, : len(places)]
+            setattr(own, name, laid_out)
+    return copied
+
+
+def _columns(mine: torch.Tensor, length: int) -> torch.Tensor:
+    """The columns of the first `length` tokens that count; `mine` `[columns]` bool says which of the first ones do."""
+    counted = mine.nonzero()[:, 0]
+    return torch.cat([counted, torch.arange(len(mine), len(mine) + max(length - len(counted), 0))])[:length]
+
+
+def _adopt_layer(layer: DynamicLayer | DummyLayer) -> TreeLayer:
+    own = TreeLayer()
+    if isinstance(layer, DummyLayer) or not layer.is_initialized:
+        return own
+    own.lazy_initialization(layer.keys, layer.values)
+    length = layer.get_seq_length()
+    # A sliding layer has dropped what no later token can see; the mask hides the zeros in its place.
+    missing = length - layer.keys.shape[2]
+    own.keys, own.values = (
+        torch.nn.functional.pad(states, (0, 0, missing, 0)) for states in (layer.keys, layer.values)
+    )
+    own.lengths = [length] * layer.keys.shape[0]
+    return own

@@ -1,0 +1,192 @@
+"""The equivalence check: token trees against plain decoding, on a miniature of the model.
+
+A miniature has every window, chunk and context of the model, a few tokens long, so that a short text runs past all of
+them. It finds what the model's own forward passes would show only far into a long text: layers that count keys instead
+of positions, scales that change with the length, tables that end.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from transformers import PreTrainedModel
+
+from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet
+from lookahead.backends.transformers.model_runner import ModelRunner
+from lookahead.core.token_tree import TokenTree
+
+_PROMPT = 6
+_LONG_PROMPT = 30
+"""Tokens of a prompt that is longer than every window."""
+_TEXT = 56
+"""Tokens of a text: more than any length of a miniature."""
+_NODES = 6
+"""Nodes of a tree at most, so that some fit between the places where a scale changes."""
+_SEEDS = 3
+"""A difference counts if it shows with each of so many random weights: near-ties between experts are rounding's."""
+
+
+class Equivalence:
+    """In what respect the trees of a kind of model are plain decoding, each tried when it is first asked for.
+
+    Nothing is held against a model of which no miniature can be built or run.
+
+    Args:
+        model: A model of that kind; no reference to it is kept.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._class, self._config = type(model), model.config
+        self._trials: dict[int, _Trial] = {}
+
+    @cached_property
+    def trees(self) -> bool:
+        """Whether one row is."""
+        return self._try(_Trial.trees)
+
+    @cached_property
+    def batches(self) -> bool:
+        """Whether rows of different lengths beside one another are."""
+        return self._try(_Trial.batches)
+
+    @cached_property
+    def padding(self) -> bool:
+        """Whether a row with hidden tokens before it is."""
+        return self._try(lambda trial: trial.hidden([0, 1, 2]))
+
+    @cached_property
+    def holes(self) -> bool:
+        """Whether a row with a hidden token between others is."""
+        return self._try(lambda trial: trial.hidden([2]))
+
+    @cached_property
+    def positions_end(self) -> bool:
+        """Whether the model fails beyond its context."""
+        return self._try(lambda trial: trial.positions_end)
+
+    def _try(self, question: Callable[[_Trial], bool]) -> bool:
+        for seed in range(_SEEDS):
+            try:
+                with quiet(), torch.inference_mode(False), torch.no_grad():
+                    if seed not in self._trials:
+                        self._trials[seed] = _Trial(build_miniature(self._class, self._config, seed), seed)
+                    if question(self._trials[seed]):
+                        return True
+            except Exception:
+                # Whatever it is: this class cannot be had in small, or does not run there.
+                return True
+        return False
+
+
+_known: dict[tuple[object, ...], Equivalence] = {}
+"""By class and configuration, so that a process tries each once."""
+
+
+def equivalence(model: PreTrainedModel) -> Equivalence:
+    """What miniatures of `model` show. Each question takes some tenths of a second once; the model is not touched."""
+    values = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+    return _known.setdefault((type(model), values, model.config._attn_implementation), Equivalence(model))
+
+
+class _Trial:
+    """Texts along which plain decoding of a miniature and its trees are compared."""
+
+    def __init__(self, model: PreTrainedModel, seed: int) -> None:
+        self._model = model
+        self._draws = random.Random(seed)
+        self._text = draw_text(_TEXT, seed)
+        self.positions_end = False
+        context = self._runner().context
+        try:
+            self._expected = plain_logits(model, [self._text], _PROMPT)[0]
+        except (IndexError, RuntimeError):  # a table came to its end
+            if context is None:
+                raise
+            self.positions_end = True
+            self._text = self._text[:context]
+            self._expected = plain_logits(model, [self._text], _PROMPT)[0]
+        if not bool(torch.isfinite(self._expected).all()):
+            raise ArithmeticError("the logits are not finite")
+        # A wrong mask or position makes logits differ by about as much as other tokens do; rounding far less.
+        self._tolerance = 1e-3 * float(self._expected.abs().max())
+
+    def trees(self) -> bool:
+        """Whether trees along the text are read as plain decoding reads it, also behind a prompt of many tokens."""
+        if not self._same(self._tree_logits(self._runner(), [self._text]), [self._expected]):
+            return False
+        text = self._text[: _LONG_PROMPT + 10]
+        plain = plain_logits(self._model, [text], _LONG_PROMPT)
+        return self._same(self._tree_logits(self._runner(), [text], _LONG_PROMPT), list(plain))
+
+    def _runner(self, rows: int = 1, padding: Sequence[int] | None = None) -> ModelRunner:
+        ends = self.positions_end
+        return ModelRunner(self._model, rows, padding=padding, most_nodes=_NODES, positions_end=ends)
+
+    def batches(self) -> bool:
+        """Whether two texts of different lengths are read beside one another as each alone."""
+        runner = self._runner(2)
+        # Where rows may not be at different places, batches are refused.
+        texts = [text[: runner.changes_after] for text in (self._text, self._text[5:])]
+        alone = [plain_logits(self._model, [text], _PROMPT)[0] for text in texts]
+        return self._same(self._tree_logits(runner, texts), alone)
+
+    def hidden(self, places: list[int]) -> bool:
+        """Whether texts with hidden tokens at `places` are read as plain decoding reads them."""
+        runner = self._runner(padding=[len(places)])
+        between = places[0] > 0
+        longest = runner.counts_hidden_after(between)  # beyond, such texts are refused
+        text = list(self._text)
+        for place in places:
+            text.insert(place, 3)
+        text = text[:longest]
+        counted = [token for place, token in enumerate(text) if place not in places]
+        prompt = _PROMPT + len(places) if len(counted) > _PROMPT else len(text) - 1
+        try:
+            plain = plain_logits(self._model, [text], prompt, [places])
+        except (IndexError, RuntimeError):  # it counts them as positions, beyond the table
+            return False
+        return self._same(self._tree_logits(runner, [counted]), list(plain))
+
+    def _tree_logits(
+        self, runner: ModelRunner, texts: Sequence[Sequence[int]], prompt: int = _PROMPT
+    ) -> list[torch.Tensor]:
+        """Logits `[tokens, vocabulary]` along each text after its prompt, read from trees that hold it, and more."""
+        decided = [min(prompt, len(text) - 1) for text in texts]
+        found: list[list[torch.Tensor]] = [[] for _ in texts]
+        while any(count < len(text) for count, text in zip(decided, texts, strict=True)):
+            drafts = [
+                self._tree(runner, row, text, decided[row]) if decided[row] < len(text) else None
+                for row, text in enumerate(texts)
+            ]
+            results = runner.forward([runner.idle_tree() if draft is None else draft[0] for draft in drafts])
+            kept: list[list[int]] = []
+            for row, (draft, result) in enumerate(zip(drafts, results, strict=True)):
+                tree, path = (None, []) if draft is None else draft
+                kept.append([] if tree is None else [*range(tree.root + 1), *path])
+                if tree is not None:
+                    found[row] += [result.logits_after(node) for node in (tree.root, *path)]
+                    decided[row] += 1 + len(path)
+            runner.commit(kept)
+        return [torch.cat(logits).float() for logits in found]
+
+    def _tree(self, runner: ModelRunner, row: int, text: Sequence[int], decided: int) -> tuple[TokenTree, list[int]]:
+        """A tree behind the first tokens of `text` with some that follow, and the path of those."""
+        tree = runner.begin_tree(row, text[:decided])
+        if not runner.wants_draft(tree):
+            return tree, []
+        wrong = [self._draws.randrange(3, 40) for _ in range(2)]
+        if self._draws.random() < 0.5:  # lies before the path, so that the path's places are not its positions
+            tree.add_candidates(wrong)
+        path = tree.add_candidates(text[decided : min(decided + self._draws.randrange(3), len(text) - 1)])
+        if path and len(tree) - tree.root < _NODES:
+            tree.add_candidates(wrong[:1], path[0])
+        return tree, path
+
+    def _same(self, logits: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+        return all(
+            float((mine - theirs).abs().max()) <= self._tolerance for mine, theirs in zip(logits, expected, strict=True)
+        )

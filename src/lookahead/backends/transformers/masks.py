@@ -1,0 +1,130 @@
+"""Attention masks of token trees, one for each kind of layer a model has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedConfig
+
+from lookahead.backends.transformers.tree_attention.packed_mask import pack
+from lookahead.errors import UnsupportedModelError
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+
+class MaskBuilder:
+    """Turns which-sees-which into the masks that a model's layers take.
+
+    Args:
+        config: The model's configuration: which kinds of layers there are and how far each of them sees.
+
+    Attributes:
+        kinds: The kinds of layers, in a fixed order.
+
+    Raises:
+        UnsupportedModelError: A layer is of a kind that has no per-token keys and values.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        text_config = config.get_text_config(decoder=True)
+        self._sliding_window: int | None = getattr(text_config, "sliding_window", None)
+        self._chunk_size: int | None = getattr(text_config, "attention_chunk_size", None)
+        layer_types: list[str] | None = getattr(text_config, "layer_types", None)
+        # As transformers does it: a model that lists its layers takes a dict of masks, any other a single one.
+        self._takes_dict = layer_types is not None
+        if layer_types is not None:
+            self.kinds = sorted(set(layer_types))
+        elif self._sliding_window is not None:
+            self.kinds = [SLIDING]
+        elif self._chunk_size is not None:
+            self.kinds = [CHUNKED]
+        else:
+            self.kinds = [FULL]
+        for kind in self.kinds:
+            if kind not in (FULL, SLIDING, CHUNKED):
+                raise UnsupportedModelError(
+                    f"{type(config).__name__} has layers of the kind {kind!r}, whose state is not a key-value cache "
+                    "per token; such a state cannot take back a token that was not accepted. Lookahead decoding "
+                    f"needs layers of the kinds {FULL}, {SLIDING} or {CHUNKED}"
+                )
+
+    def build(
+        self,
+        visible: NDArray[np.bool_],
+        query_positions: NDArray[np.int64],
+        key_positions: NDArray[np.int64],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Any:
+        """The masks of one step.
+
+        Args:
+            visible: Which keys each query may see if its layer sees all the text, `[batch, queries, keys]`.
+            query_positions: Position ids of the queries, `[batch, queries]`.
+            key_positions: Position ids of the keys, `[batch, keys]`.
+            dtype: Number type of the model; masked keys get its lowest number, the others 0.
+            device: Where the masks go.
+
+        Returns:
+            A mask `[batch, 1, queries, keys]`, or a dict of one for each kind of layer.
+        """
+        masks = {}
+        for kind in self.kinds:
+            seen = self._narrow(kind, visible, query_positions[:, :, None], key_positions[:, None, :])
+            allowed = torch.from_numpy(seen).to(device)[:, None]
+            mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
+            masks[kind] = mask.masked_fill_(~allowed, torch.finfo(dtype).min)
+        return self.arrange(masks)
+
+    def pack(
+        self,
+        ancestors: NDArray[np.bool_],
+        lengths: Sequence[int],
+        positions: NDArray[np.int64],
+        device: torch.device,
+    ) -> Any:
+        """The masks of one step for attention that reads packed ones; see `tree_attention.packed_mask.pack`.
+
+        Args:
+            ancestors: Which slots each slot may attend to, `[batch, nodes, nodes]`.
+            lengths: Cached tokens of each row.
+            positions: Position ids of the nodes, `[batch, nodes]`.
+            device: Where the masks go.
+
+        Returns:
+            As `build`, of `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32.
+        """
+        masks = {}
+        for kind in self.kinds:
+            window, chunk = self.reach(kind)
+            masks[kind] = pack(ancestors, lengths, positions, window=window, chunk=chunk).to(device)
+        return self.arrange(masks)
+
+    def reach(self, kind: str) -> tuple[int | None, int | None]:
+        """How far layers of this kind see: the window of a sliding one, and the chunk size of a chunked one."""
+        return (
+            self._sliding_window if kind == SLIDING else None,
+            self._chunk_size if kind == CHUNKED else None,
+        )
+
+    @property
+    def shortest_reach(self) -> int | None:
+        """Tokens that a layer of the shortest sight sees; `None` if all layers see all."""
+        return min((size for kind in self.kinds for size in self.reach(kind) if size is not None), default=None)
+
+    def arrange(self, masks: Mapping[str, torch.Tensor]) -> Any:
+        """The masks of all kinds in the form that the model takes: a dict, or the only one."""
+        return dict(masks) if self._takes_dict else masks[self.kinds[0]]
+
+    def _narrow(
+        self, kind: str, visible: NDArray[np.bool_], queries: NDArray[np.int64], keys: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        if kind == SLIDING and self._sliding_window is not None:
+            return np.asarray(visible & (queries - keys < self._sliding_window))
+        if kind == CHUNKED and self._chunk_size is not None:
+            return np.asarray(visible & (queries // self._chunk_size == keys // self._chunk_size))
+        return visible

@@ -1,0 +1,160 @@
+"""The file that a memory is kept in: whole at any time, and shared by all who fill it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from uuid import uuid4
+
+from lookahead.backends.transformers.file_lock import exclusive
+from lookahead.drafting import DraftMemory
+from lookahead.errors import InvalidArgumentError
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+_Version = tuple[int, int, int, int]
+"""What tells one content of a file from another; each is written to a file of its own."""
+
+
+class MemoryFile:
+    """A memory and its file, for one model object.
+
+    Threads may save at the same time, and so may other objects and processes with files of the same name: what others
+    wrote meanwhile is merged in, so that what any of them learned is there afterwards. The file is replaced as a whole,
+    after its content has reached the disk. A symbolic link stays one.
+
+    Args:
+        path: The file, which need not be there yet.
+        model: Which model the memory belongs to; see `DraftMemory.save`.
+
+    Attributes:
+        memory: What the file held, and what was learned since.
+
+    Raises:
+        InvalidArgumentError: There cannot be a file of that name, or it is no memory of this model.
+        OSError: The file cannot be read.
+    """
+
+    def __init__(self, path: Path, model: str) -> None:
+        _check_place(path)
+        self._path = path
+        self._saving = Lock()
+        self._known = _version(path)  # before it is read, so that what comes in between is read again
+        self.memory = DraftMemory() if self._known is None else DraftMemory.load(path, model)
+        self._saved_clock = -1 if self._known is None else self.memory.ngrams.clock
+        # What this object and others have in common.
+        self._base_clock = self.memory.ngrams.clock
+        self._base_acceptance = self.memory.copy_of_acceptance()
+
+    def save(self, model: str) -> None:
+        """Bring all that was learned so far to the file.
+
+        Args:
+            model: As above.
+
+        Raises:
+            OSError: The file cannot be written; it is as it was.
+            InvalidArgumentError: The file has become something else, and was left alone.
+        """
+        learned = self.memory.ngrams.clock
+        with self._saving:
+            if learned <= self._saved_clock and _version(self._path) == self._known:
+                return  # another thread's save brought it along
+            target = Path(os.path.realpath(self._path))
+            name = f".lookahead-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}"
+            with exclusive(target.with_name(f"{name}.lock")) as alone:
+                self._merge_others(target, model)
+                if alone:  # whoever else began to write is dead
+                    for part in target.parent.glob(f"{name}-*.part"):
+                        with suppress(OSError):
+                            part.unlink()
+                saved = self.memory.copy()
+                self._known = _replace(target, target.with_name(f"{name}-{uuid4().hex}.part"), saved, model)
+            self._saved_clock = self._base_clock = saved.ngrams.clock
+            self._base_acceptance = saved.acceptance
+
+    def _merge_others(self, target: Path, model: str) -> None:
+        """Take in what others wrote since this object last read or wrote the file."""
+        _check_kind(target)
+        version = _version(target)
+        if version is None or version == self._known:
+            return
+        others = DraftMemory.load(target, model)
+        self.memory.merge(others, self._base_clock, self._base_acceptance)
+        self._known = version
+        self._base_clock = self.memory.ngrams.clock
+        self._base_acceptance = others.acceptance
+
+
+def _replace(target: Path, part: Path, memory: DraftMemory, model: str) -> _Version | None:
+    """Write the memory to `part`, and give it the name `target`; returns what is there now."""
+    try:
+        memory.save(part, model)
+        with suppress(OSError):
+            os.chmod(part, stat.S_IMODE(os.stat(target).st_mode))  # who may read it stays as it was
+        version = _version(part)
+        os.replace(part, target)
+    finally:
+        with suppress(OSError):
+            part.unlink()
+    _sync_folder(target.parent)
+    return version
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let the new entry of the folder outlast a power cut, where the system can."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _version(path: Path) -> _Version | None:
+    """What `path` holds now; `None` if there is nothing."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _check_place(path: Path) -> None:
+    """Make the folder of a memory: before anything is generated, not after."""
+    try:
+        _check_kind(path)
+        folder = Path(os.path.realpath(path)).parent
+        folder.mkdir(parents=True, exist_ok=True)
+    except InvalidArgumentError:
+        raise
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"memory={str(path)!r} cannot be written: {error}; choose another file") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InvalidArgumentError(f"memory={str(path)!r} cannot be written; choose a file in a folder of yours")
+
+
+def _check_kind(path: Path) -> None:
+    """Refuse what is there but is no file.
+
+    Raises:
+        InvalidArgumentError: It is something else.
+        OSError: It cannot be found out.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "no file")
+        raise InvalidArgumentError(f"memory={str(path)!r} cannot be written: it is {kind}; choose another file")

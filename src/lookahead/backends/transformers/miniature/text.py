@@ -1,0 +1,60 @@
+"""What plain decoding of a miniature says along a given text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from lookahead.backends.transformers.miniature.sizes import VOCABULARY
+
+
+class _Forced(LogitsProcessor):  # type: ignore[misc]
+    """Makes `generate` write given texts, `[batch, tokens]`, whatever the model says."""
+
+    def __init__(self, texts: torch.Tensor) -> None:
+        self._texts = texts
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        forced = torch.full_like(scores, -torch.inf)
+        forced.scatter_(1, self._texts[:, input_ids.shape[1], None], 0.0)
+        return forced  # type: ignore[return-value]
+
+
+def draw_text(tokens: int, seed: int) -> list[int]:
+    """A text that repeats itself here and there, as texts do."""
+    random = torch.Generator().manual_seed(seed)
+    few = torch.randint(3, VOCABULARY - 16, (12,), generator=random)
+    return [int(few[place]) for place in torch.randint(len(few), (tokens,), generator=random)]
+
+
+@torch.no_grad()
+def plain_logits(
+    model: PreTrainedModel, texts: Sequence[Sequence[int]], prompt: int, hidden: Sequence[Sequence[int]] | None = None
+) -> torch.Tensor:
+    """The logits by which `model.generate` names each token of texts of one length after their prompts.
+
+    Args:
+        model: A miniature.
+        texts: Token ids, hidden ones included.
+        prompt: Tokens of each text that are its prompt.
+        hidden: Places of each text that the attention mask hides.
+
+    Returns:
+        `[batch, tokens - prompt, vocabulary]` float32.
+    """
+    ids = torch.tensor(texts)
+    mask = torch.ones_like(ids)
+    for row, places in enumerate(hidden or []):
+        mask[row, list(places)] = 0
+    output = model.generate(
+        ids[:, :prompt],
+        attention_mask=mask[:, :prompt],
+        max_new_tokens=ids.shape[1] - prompt,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([_Forced(ids)]),
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return torch.stack(output.logits, dim=1).float()

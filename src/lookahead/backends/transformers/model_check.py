@@ -1,0 +1,174 @@
+"""A model is believed only after it is tried: does it honour tree masks and explicit positions?"""
+
+from __future__ import annotations
+
+import inspect
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from lookahead.backends.transformers.equivalence import equivalence
+from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.model_runner import ModelRunner
+from lookahead.backends.transformers.preserved_state import preserved_state
+from lookahead.core.token_tree import TokenTree
+from lookahead.errors import UnsupportedModelError
+
+# What was already tried, so that the two passes are spent once per model object. The key says under which
+# settings: another attention implementation is another way to read a mask.
+_tried: WeakKeyDictionary[PreTrainedModel, set[tuple[object, ...]]] = WeakKeyDictionary()
+
+_ADVICE = (
+    "call model.eval() if it is in training mode, load it with attn_implementation='sdpa' or 'eager' if it has "
+    "them, and if it still fails, use model.generate: lookahead decoding cannot run it"
+)
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Make sure that `model` can be run on token trees, and that they give what plain decoding gives.
+
+    Two tiny forward passes of the model, once per object, and a trial of a miniature of it, once per configuration.
+
+    Raises:
+        UnsupportedModelError: It cannot; the message says why.
+    """
+    check_trees(model)
+    if not equivalence(model).trees:
+        raise UnsupportedModelError(
+            f"model={type(model).__name__} with attn_implementation={model.config._attn_implementation!r} does not "
+            "give on token trees what it gives token by token: a small copy of it, run past every window and context "
+            "of its configuration, differs from plain decoding. Use model.generate"
+        )
+
+
+def check_trees(model: PreTrainedModel) -> None:
+    """Make sure that `model` honours tree masks and positions; two tiny forward passes, once per model object.
+
+    Raises:
+        UnsupportedModelError: It does not; the message says why.
+    """
+    _check_kind(model)
+    settings = (model.config._attn_implementation, model.dtype, model.device)
+    if settings not in _tried.setdefault(model, set()):
+        _try_trees(model)
+        _tried[model].add(settings)
+
+
+def check_adapters(model: torch.nn.Module) -> None:
+    """Refuse PEFT adapters that a tree cannot carry; `model` is the adapted model, or its wrapper.
+
+    Raises:
+        UnsupportedModelError: There is one.
+    """
+    configs = getattr(model, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        if getattr(config, "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                f"model={type(model).__name__} has a {type(config).__name__} adapter, whose virtual tokens come by a "
+                "way that token trees do not take. Use model.generate, or an adapter of the weights, such as LoRA"
+            )
+        if getattr(config, "alora_invocation_tokens", None):
+            raise UnsupportedModelError(
+                f"model={type(model).__name__} has an activated LoRA adapter, which counts places in a forward pass. "
+                "Use model.generate, or plain LoRA"
+            )
+
+
+def _check_kind(model: PreTrainedModel) -> None:
+    """Refuse what is known from the outside not to work."""
+    name = type(model).__name__
+    check_adapters(model)
+    if "prepare_inputs_for_generation" in vars(model):
+        raise UnsupportedModelError(
+            f"model={name} has been given another way to prepare its inputs, as adapters with virtual tokens do, which "
+            "token trees do not take. Use model.generate"
+        )
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"model={name} is an encoder-decoder; lookahead decoding runs decoder-only models")
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"model={name} keeps a running state (Mamba-style or linear attention) instead of a key-value cache per "
+            "token; such a state cannot take back a token that was not accepted. Use model.generate"
+        )
+    MaskBuilder(model.config)
+    arguments = inspect.signature(model.forward).parameters
+    takes_all = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
+    for needed in ("past_key_values", "position_ids", "attention_mask"):
+        if needed not in arguments and not takes_all:
+            raise UnsupportedModelError(
+                f"model={name} takes no {needed!r} in its forward pass, which token trees need. Use model.generate"
+            )
+
+
+def _try_trees(model: PreTrainedModel) -> None:
+    """Run two trees whose outcome is known in advance.
+
+    Both hang the branch a-b from the end of a short text, next to a branch that must not be seen. In the first
+    the other branch is a-b as well: if positions and masks count, the two cannot be told apart. In the second
+    it begins with other tokens: a-b must read as before, and the other branch must not.
+    """
+    name = type(model).__name__
+    with torch.no_grad(), preserved_state(model):
+        try:
+            before, twin = _branches(model, same=True)
+            after, other = _branches(model, same=False)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"model={name} with attn_implementation={model.config._attn_implementation!r} failed on a token tree "
+                f"({type(error).__name__}: {error}); {_ADVICE}"
+            ) from error
+    # Rounding differs between places in a batch; a broken mask or position changes the outcome by about as much
+    # as other tokens do, far more than this.
+    tolerance = 0.1 * _distance(after, other) + 8 * torch.finfo(model.dtype).eps * float(before.abs().max())
+    if not bool(torch.isfinite(before).all()):
+        raise UnsupportedModelError(f"model={name} gives logits that are not finite, in {model.dtype}; {_ADVICE}")
+    if _distance(before, twin) > tolerance:
+        raise UnsupportedModelError(
+            f"model={name} with attn_implementation={model.config._attn_implementation!r} does not honour explicit "
+            f"positions or tree masks: the same branch twice reads differently; {_ADVICE}"
+        )
+    if _distance(before, after) > tolerance:
+        raise UnsupportedModelError(
+            f"model={name} with attn_implementation={model.config._attn_implementation!r} does not honour tree masks: "
+            f"a branch changed when tokens changed that it must not see; {_ADVICE}"
+        )
+    alone = model.get_input_embeddings().num_embeddings == 1  # there are no other tokens
+    if _distance(after, other) == 0 and not alone:
+        raise UnsupportedModelError(
+            f"model={name} with attn_implementation={model.config._attn_implementation!r} does not read the ancestors "
+            f"of a node: other tokens before it changed nothing; {_ADVICE}"
+        )
+
+
+def _branches(model: PreTrainedModel, same: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits `[vocabulary]` after the branch a-b, and after the other one, both read from a cached text."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    text = [token % vocabulary for token in (5, 11, 7, 3, 13, 2, 17)]
+    a, b = 19 % vocabulary, 23 % vocabulary
+    others = [_another(token % vocabulary, a, vocabulary) for token in (29, 31, 37, 41)]
+    runner = ModelRunner(model, batch_size=1)
+    prefill = TokenTree(text[:-1])
+    runner.forward([prefill])
+    runner.commit([range(len(prefill))])
+    tree = TokenTree(text[-1:])
+    first = tree.add_window_node(a, tree.root, read=False)
+    last = tree.add_window_node(b, first, read=True)
+    # Several tokens between, so that seeing them, or counting them as positions, would leave its mark.
+    for token in others:
+        tree.add_window_node(a if same else token, tree.root, read=False)
+    parent = tree.add_window_node(a if same else others[0], tree.root, read=False)
+    other = tree.add_window_node(b, parent, read=True)
+    result = runner.forward([tree])[0]
+    return result.logits_after(last)[0], result.logits_after(other)[0]
+
+
+def _another(token: int, than: int, vocabulary: int) -> int:
+    """`token`, or its neighbour if it is `than`: in a small vocabulary different numbers may be the same token."""
+    return token if token != than else (token + 1) % vocabulary
+
+
+def _distance(one: torch.Tensor, two: torch.Tensor) -> float:
+    return float((one - two).abs().max())

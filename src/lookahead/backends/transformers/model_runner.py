@@ -1,0 +1,262 @@
+"""Runs an unmodified transformers model on token trees."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from lookahead.backends.transformers.forward_result import ForwardResult
+from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.position_limit import PositionLimit
+from lookahead.backends.transformers.predictions import argmax, top_predictions
+from lookahead.backends.transformers.slot_limit import SlotLimit
+from lookahead.backends.transformers.static_steps import StaticSteps
+from lookahead.backends.transformers.tree_attention.interface import NAME as TREE_ATTENTION
+from lookahead.backends.transformers.tree_cache import TreeCache
+from lookahead.config import MOST_CHOSEN_NODES
+from lookahead.core.token_tree import Layout, TokenTree, lay_out
+
+LONGEST_DRAFTED_PREFILL = 1024
+"""Pending tokens up to which a step may also draft. A longer prompt is sent alone, with no mask of ours, as
+transformers sends it: a dense mask grows with the square of its length."""
+
+
+class ModelRunner:
+    """One batch of sequences on one model: its cache, and the way in and out of it.
+
+    Args:
+        model: Any transformers causal language model that `check_model` accepts.
+        batch_size: Sequences that run together.
+        cache: Keys and values of the beginning of each text; an empty cache if not given.
+        before: Per sequence, how many tokens of the cache come before the text that `begin_tree` will be given.
+        padding: Per sequence, how many padding tokens its prompt had; they count where transformers counts them.
+        device: Where inputs go if the model cannot say, because its weights are brought in as they are needed.
+        steps: Runs trees of up to a certain size over fixed buffers; `cache` is copied into its own. Larger trees,
+            such as a prompt, are run as they are without it.
+        most_nodes: Nodes, the root included, that a draft makes of a tree at most.
+        positions_end: See `PositionLimit`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch_size: int,
+        cache: TreeCache | None = None,
+        before: Sequence[int] | None = None,
+        padding: Sequence[int] | None = None,
+        device: torch.device | None = None,
+        steps: StaticSteps | None = None,
+        most_nodes: int = MOST_CHOSEN_NODES,
+        positions_end: bool = True,
+    ) -> None:
+        self.model = model
+        self.cache = TreeCache() if cache is None else cache
+        self._steps = steps
+        if steps is not None:
+            steps.begin(self.cache)
+            self.cache = steps.cache
+        self._batch_size = batch_size
+        self._before = list(before) if before is not None else [0] * batch_size
+        self._padding = list(padding) if padding is not None else [0] * batch_size
+        on_meta = model.device.type == "meta"
+        self._device = (device or torch.device("cpu")) if on_meta else model.device
+        self._masks = MaskBuilder(model.config)
+        self._limit = PositionLimit(model.config, positions_end)
+        self._slots = SlotLimit(model.config)
+        self._most_nodes = most_nodes
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._layouts: list[Layout] = []
+
+    @property
+    def context(self) -> int | None:
+        """Positions the model was made for, if its configuration says so."""
+        return self._limit.context
+
+    @property
+    def last_length(self) -> int | None:
+        """Text length at which the model can read no further token, if there is one."""
+        return self._limit.last_length
+
+    @property
+    def changes_after(self) -> int | None:
+        """Longest text of which rows of a batch may be at different places, if longer ones are read otherwise."""
+        return min((text for text in (self._limit.changes_after, self._slots.first) if text is not None), default=None)
+
+    def counts_hidden_after(self, between: bool) -> int | None:
+        """Longest text, hidden tokens included, in which the model counts no hidden token; `None` for any.
+
+        Args:
+            between: Whether some are hidden between others, and not only before the first that counts.
+        """
+        reach = self._masks.shortest_reach if between else None
+        return min((length for length in (self._slots.first, reach) if length is not None), default=None)
+
+    def idle_tree(self) -> TokenTree:
+        """What a row that is finished sends while others go on: a token that nobody reads, at position 0.
+
+        Behind its text it might stand where the model has no position, or has other ones.
+        """
+        tree = TokenTree([0])
+        tree.reads[tree.root] = False
+        return tree
+
+    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
+        """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens."""
+        cached, before = self.cache.lengths(self._batch_size)[row], self._before[row]
+        if self._limit.recompute_at is not None and not before:
+            recompute_at = self._limit.recompute_at - self._padding[row]
+            if cached < recompute_at <= len(text):
+                self.cache.forget(row)
+                cached = 0
+        deepest = self._limit.deepest(before + len(text) - 1)
+        return TokenTree(text[cached - before :], None if deepest is None else deepest - cached)
+
+    def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
+        """Send long texts ahead in chunks, so that the first step has few pending tokens.
+
+        Args:
+            texts: The text of each sequence.
+            chunk_size: Tokens of each text in one pass. `None` for what the engine finds right: a single text
+                goes in one pass, which needs no mask of ours; a batch in chunks, as its mask grows with them.
+
+        Returns:
+            The number of forward passes it took.
+        """
+        size = chunk_size or (None if len(texts) == 1 else LONGEST_DRAFTED_PREFILL)
+        passes = 0
+        while size is not None:
+            trees = [self.begin_tree(row, text) for row, text in enumerate(texts)]
+            if max(len(tree) for tree in trees) <= size:
+                break
+            # A text that is through, but for its last token, sends that and keeps nothing of it.
+            chunks = [TokenTree(tree.tokens[: min(size, max(len(tree) - 1, 1))]) for tree in trees]
+            self._send(chunks, [len(tree) > 1 for tree in trees])
+            passes += 1
+        return passes
+
+    def complete(self, texts: Sequence[Sequence[int]]) -> None:
+        """Send all of each text but its last token, so that the cache holds what plain decoding leaves there."""
+        ends = [before + len(text) - 1 for before, text in zip(self._before, texts, strict=True)]
+        while True:
+            lengths = self.cache.lengths(self._batch_size)
+            behind = [cached < end for cached, end in zip(lengths, ends, strict=True)]
+            if not any(behind):
+                return
+            chunks = [
+                TokenTree(self.begin_tree(row, text[:-1]).tokens[:LONGEST_DRAFTED_PREFILL])
+                if behind[row]
+                else self.idle_tree()
+                for row, text in enumerate(texts)
+            ]
+            self._send(chunks, behind)
+
+    def _send(self, trees: Sequence[TokenTree], keep: Sequence[bool]) -> None:
+        """Run chains of tokens, and keep those of rows that say so."""
+        self.forward(trees)
+        self.commit([range(len(tree) if kept else 0) for tree, kept in zip(trees, keep, strict=True)])
+
+    def wants_draft(self, tree: TokenTree) -> bool:
+        """Whether anything should be drafted onto `tree`.
+
+        Not if it is a prompt too long to be sent with a mask, or the model would go by the draft's places in the cache.
+        """
+        start = max(self.cache.lengths(self._batch_size))
+        return tree.root < LONGEST_DRAFTED_PREFILL and self._slots.allows(start, tree.root + self._most_nodes)
+
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> list[ForwardResult]:
+        """Run the model on one tree for each sequence; their keys and values wait in the cache for `commit`.
+
+        Args:
+            trees: One for each sequence.
+            top_k: How many of the likeliest tokens after each node that is read are wanted, with probabilities.
+        """
+        self._layouts = [lay_out(tree) for tree in trees]
+        if self._steps is not None:
+            results = self._steps.forward(self.model, self._layouts, top_k)
+            if results is not None:
+                return results
+        # Trees of a batch are padded to the largest; reads are the union over its rows.
+        reads = [layout.read_slots for layout in self._layouts]
+        keep = reads[0] if len(reads) == 1 else np.unique(np.concatenate(reads))
+        inputs = self._inputs(trees)
+        if self._keeps_logits:
+            nodes = max(len(layout.order) for layout in self._layouts)
+            # A number keeps the last ones, without the copy that picking them takes.
+            tail = len(keep) > 0 and nodes - int(keep[0]) == len(keep)
+            inputs["logits_to_keep"] = len(keep) if tail else torch.from_numpy(keep).to(self._device)
+        with self.cache.scratch():
+            logits = self.model(**inputs, use_cache=True, return_dict=True).logits  # [batch, keep or nodes, vocabulary]
+        if not self._keeps_logits:
+            logits = logits[:, torch.from_numpy(keep).to(logits.device)]
+        # transformers chooses tokens from float32 logits whatever the model's own type
+        logits = logits.float()
+        return [_result(layout, logits[row], keep, top_k) for row, layout in enumerate(self._layouts)]
+
+    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+        """Keep the keys and values of `kept`, for each sequence a path of nodes from its tree's first one
+        downwards, and forget the other nodes."""
+        slots = [
+            layout.slots[list(nodes)].tolist() if nodes else []
+            for nodes, layout in zip(kept, self._layouts, strict=True)
+        ]
+        self.cache.commit(slots)
+
+    def _inputs(self, trees: Sequence[TokenTree]) -> dict[str, object]:
+        layouts, device = self._layouts, self._device
+        nodes = max(len(layout.order) for layout in layouts)
+        lengths = self.cache.lengths(self._batch_size)
+        tokens = np.zeros((len(layouts), nodes), dtype=np.int64)
+        positions = np.zeros_like(tokens)
+        for row, layout in enumerate(layouts):
+            tokens[row, : len(layout.order)] = layout.tokens
+            start = lengths[row] if len(layout.read_slots) else 0  # an idle row stands nowhere
+            positions[row, : len(layout.order)] = start + layout.depths
+        inputs: dict[str, object] = {
+            "input_ids": torch.from_numpy(tokens).to(device),
+            "position_ids": torch.from_numpy(positions).to(device),
+            "past_key_values": self.cache,
+        }
+        # Plain decoding of one sequence needs no mask of ours: transformers' own fast path applies.
+        if len(trees) > 1 or not trees[0].is_chain:
+            inputs["attention_mask"] = self._mask(lengths, positions)
+        return inputs
+
+    def _mask(self, lengths: list[int], positions: NDArray[np.int64]) -> object:
+        batch, nodes = positions.shape
+        if self.model.config._attn_implementation == TREE_ATTENTION:
+            ancestors = np.zeros((batch, nodes, nodes), dtype=np.bool_)
+            for row, layout in enumerate(self._layouts):
+                ancestors[row, : len(layout.order), : len(layout.order)] = layout.ancestor_mask()
+            return self._masks.pack(ancestors, lengths, positions, self._device)
+        scratch = max(lengths)
+        visible = np.zeros((batch, nodes, scratch + nodes), dtype=np.bool_)
+        # A padding node sees itself alone, so that no row of the softmax is empty.
+        visible[:, np.arange(nodes), scratch + np.arange(nodes)] = True
+        for row, layout in enumerate(self._layouts):
+            own = len(layout.order)
+            visible[row, :own, : lengths[row]] = True  # all that is cached, and no scratch of longer rows
+            visible[row, :own, scratch : scratch + own] = layout.ancestor_mask()
+        cached = np.broadcast_to(np.arange(scratch), (batch, scratch))
+        keys = np.concatenate([cached, positions], axis=1)
+        return self._masks.build(visible, positions, keys, self.model.dtype, self._device)
+
+
+def _result(layout: Layout, logits: torch.Tensor, keep: NDArray[np.int64], top_k: int) -> ForwardResult:
+    """What the logits `[keep, vocabulary]` of one row of the batch say about the nodes of its tree."""
+    nodes = layout.order[layout.read_slots]
+    rows = np.searchsorted(keep, layout.read_slots)
+    predictions = np.full(len(layout.order), -1, dtype=np.int64)
+    predictions[nodes] = argmax(logits).cpu().numpy()[rows]
+    top_k = min(top_k, logits.shape[-1])
+    top_ids = np.full((len(layout.order), top_k), -1, dtype=np.int64)
+    top_probabilities = np.zeros((len(layout.order), top_k), dtype=np.float32)
+    if top_k:
+        ids, probabilities = top_predictions(logits, top_k)
+        top_ids[nodes], top_probabilities[nodes] = ids.cpu().numpy()[rows], probabilities.cpu().numpy()[rows]
+    by_node = dict(zip(nodes.tolist(), rows.tolist(), strict=True))
+    return ForwardResult(logits, predictions, top_ids, top_probabilities, by_node)

@@ -1,0 +1,72 @@
+"""Selects tokens as transformers' `generate` does: processors, then the likeliest token or a draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.core.outputs import NodeOutputs
+
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Changes scores `[1, vocabulary]` given the text `[1, tokens]`, as transformers' logits processors do."""
+
+
+class TextSampler:
+    """Selects the next token as plain decoding would, from the logits after a node.
+
+    Processors run only at nodes on the walked path, with the exact text before the token, so those that look
+    at the text (repetition penalty, minimal length, ...) are exact.
+
+    Args:
+        processor: Applied to the logits first, if given.
+        sample: Draw the token from the scores' softmax, instead of taking the likeliest. Draws come from the
+            default generator, one `torch.multinomial` a token.
+        keep_logits: Collect the raw logits of each token in `logits`, `[1, vocabulary]` float32 each.
+        keep_scores: Collect the processed scores of each token in `scores`, likewise.
+    """
+
+    def __init__(
+        self,
+        processor: Processor | None = None,
+        sample: bool = False,
+        keep_logits: bool = False,
+        keep_scores: bool = False,
+    ) -> None:
+        self._processor = processor
+        self._sample = sample
+        self.logits: list[torch.Tensor] | None = [] if keep_logits else None
+        self.scores: list[torch.Tensor] | None = [] if keep_scores else None
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are sampled."""
+        return self._sample
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether more is wanted than the likeliest token of the raw logits."""
+        return self._processor is not None or self._sample or self.keeps
+
+    @property
+    def keeps(self) -> bool:
+        """Whether raw logits or processed scores are collected."""
+        return self.logits is not None or self.scores is not None
+
+    def select(self, sequence: TextSequence, outputs: NodeOutputs, node: int) -> int:
+        """The token after `node`, to follow the text of `sequence`."""
+        return self.choose(sequence.ids, outputs.logits_after(node).to(sequence.ids.device))
+
+    def choose(self, text: torch.Tensor, logits: torch.Tensor) -> int:
+        """The token after `text` `[1, tokens]`, given its `logits` `[1, vocabulary]` float32."""
+        if self.logits is not None:
+            self.logits.append(logits.clone())
+        # processors may write into what they get
+        scores = self._processor(text, logits.clone()) if self._processor else logits
+        if self.scores is not None:
+            self.scores.append(scores.clone())
+        if self._sample:
+            probabilities = torch.nn.functional.softmax(scores, dim=-1)
+            return int(torch.multinomial(probabilities, num_samples=1))
+        return int(scores.argmax(dim=-1))

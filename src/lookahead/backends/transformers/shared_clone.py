@@ -1,0 +1,144 @@
+"""A clone of a model that shares its weights: other module objects, in which the engine may change what it likes."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lookahead.backends.transformers.packed_linear import PACKED_WEIGHT, PackedLinear, can_pack
+
+_ITS_OWN = frozenset({"_modules", "config", "generate", PACKED_WEIGHT})
+"""What the modules of a clone have for themselves. `generate`, where it is attached, is a way back to the model."""
+
+
+def can_be_cloned(model: PreTrainedModel) -> bool:
+    """Whether all of the model's computation is reached through its module tree.
+
+    Hooks that replace `forward` on one object (accelerate's, a user's own) and compiled calls lead back to the
+    modules they were made for, past any clone.
+    """
+    return not any(
+        "forward" in vars(module) or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+def structure(model: PreTrainedModel, pack_weights: bool) -> list[object]:
+    """What a clone is made of: the module tree and its configurations. Equal lists mean that a clone still fits.
+
+    Parameters and buffers are no part of it, since a clone looks them up in the model. Modules are weakly referenced:
+    an `id` may come back with another module once the first is gone, and a strong reference would keep the model.
+    """
+    configs: dict[int, str] = {}
+    parts: list[object] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        config = vars(module).get("config")
+        if config is not None and id(config) not in configs:
+            # With the private settings that its JSON leaves out.
+            configs[id(config)] = f"{vars(config) if hasattr(config, '__dict__') else config!r}"
+        packed = pack_weights and can_pack(module)
+        parts.append((name, weakref.ref(module), type(module), packed, configs.get(id(config))))
+    return parts
+
+
+class SharedClone:
+    """Another module tree over the parameters and buffers of `model`, which is not touched.
+
+    A module of the clone has the very dictionaries of parameters and buffers that the model's module has, so whatever
+    is assigned, registered or moved there is the clone's as well. Modules with neither parameters nor submodules are
+    not cloned but shared: there is nothing to speed up in them, and those that keep a state which their forward pass
+    changes (rotary embeddings whose frequencies follow the length of the text) are among them. So the state is one,
+    whoever runs the next pass.
+
+    Args:
+        model: Any model that `can_be_cloned`.
+        attention: What the clone's layers use where the model's use `sdpa`, registered with transformers; `sdpa` as
+            well if not given.
+        pack_weights: Replace the clone's linear layers with `PackedLinear`.
+
+    Attributes:
+        module: The clone itself.
+    """
+
+    def __init__(self, model: PreTrainedModel, attention: str | None, pack_weights: bool) -> None:
+        self._attention = attention
+        self._pack_weights = pack_weights
+        self._clones: dict[int, torch.nn.Module] = {}  # by the id of the module that each stands for
+        self._configs: dict[int, Any] = {}  # each configuration is copied once, wherever it is referred to
+        self.module: PreTrainedModel = self._clone(model)
+        self.refresh(model)
+
+    def refresh(self, model: PreTrainedModel) -> None:
+        """Take over what has been set on modules since, and pack the weights anew that have changed.
+
+        Args:
+            model: The model it was made of, its `structure` unchanged.
+        """
+        packed = []
+        for module in model.modules():
+            clone = self._clones[id(module)]
+            if clone is not module:
+                _take_over(module, clone)
+            if isinstance(clone, PackedLinear):
+                packed.append(clone)
+        threads = min(torch.get_num_threads(), len(packed))
+        if threads > 1:
+            with ThreadPoolExecutor(threads) as pool:
+                current = list(pool.map(PackedLinear.is_current, packed))
+        else:
+            current = [layer.is_current() for layer in packed]
+        for layer, is_current in zip(packed, current, strict=True):
+            if not is_current:
+                layer.pack()
+
+    def keeps_state(self, model: PreTrainedModel) -> bool:
+        """Whether passes of the clone have set attributes of its own modules: a state that the model would not share.
+
+        Args:
+            model: The model it was made of, as it was at the last `refresh`.
+        """
+        return any(
+            _attributes(clone) != _attributes(module)
+            for module in model.modules()
+            if (clone := self._clones[id(module)]) is not module
+        )
+
+    def _clone(self, module: torch.nn.Module) -> Any:
+        if id(module) in self._clones:
+            return self._clones[id(module)]
+        self._clones[id(module)] = clone = self._new_module(module)
+        if clone is module:
+            return clone
+        children = {name: None if child is None else self._clone(child) for name, child in module._modules.items()}
+        vars(clone)["_modules"] = children
+        if "config" in vars(module):
+            vars(clone)["config"] = config = copy.deepcopy(vars(module)["config"], self._configs)
+            if self._attention is not None and getattr(config, "_attn_implementation", None) == "sdpa":
+                config._attn_implementation = self._attention
+        return clone
+
+    def _new_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """An empty module to stand for `module`, or `module` itself where that is to be shared."""
+        if self._pack_weights and can_pack(module):
+            return PackedLinear.__new__(PackedLinear)
+        if not module._parameters and not module._modules:
+            return module
+        return module.__class__.__new__(module.__class__)
+
+
+def _take_over(module: torch.nn.Module, clone: torch.nn.Module) -> None:
+    """Make the attributes of `clone` those of `module`, but for what is its own."""
+    theirs, own = vars(module), vars(clone)
+    own.update((name, value) for name, value in theirs.items() if name not in _ITS_OWN)
+    for name in own.keys() - theirs.keys() - _ITS_OWN:
+        del own[name]
+
+
+def _attributes(module: torch.nn.Module) -> dict[str, int]:
+    """What is set on a module, by identity."""
+    return {name: id(value) for name, value in vars(module).items() if name not in _ITS_OWN}

@@ -1,0 +1,124 @@
+"""Static steps for a model: whether it can have them, made once and kept for its next call."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from lookahead.backends.transformers.graph_recorder import recorder_for
+from lookahead.backends.transformers.model_runner import ModelRunner
+from lookahead.backends.transformers.position_limit import PositionLimit
+from lookahead.backends.transformers.shared_clone import can_be_cloned
+from lookahead.backends.transformers.slot_limit import SlotLimit
+from lookahead.backends.transformers.static_cache import LayerShape, layer_shapes
+from lookahead.backends.transformers.static_steps import SMALLEST_TREE, StaticSteps, pass_sizes, rounded
+from lookahead.backends.transformers.tree_cache import TreeCache
+from lookahead.backends.transformers.trial import TRIAL_LENGTH, agree, trial_logits
+
+Shapes = tuple[LayerShape | None, ...]
+
+_tried: WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], Shapes | None]] = WeakKeyDictionary()
+"""What the layers of each model keep of a token; `None` where static steps failed or did not do what others do."""
+
+_idle: WeakKeyDictionary[PreTrainedModel, tuple[tuple[object, ...], StaticSteps]] = WeakKeyDictionary()
+"""The steps that each model's last call left, and what they were made for: what was compiled and captured serves the
+next call as well."""
+
+
+class StaticBuffers:
+    """Static steps, acquired for one call.
+
+    Args:
+        model: The module that runs the trees.
+        batch: Rows.
+        text: Tokens that the longest text may come to.
+        nodes: Nodes of the largest tree.
+        compiler: See `StaticSteps`.
+
+    Attributes:
+        steps: The steps; `None` if the model cannot be run with fixed shapes.
+    """
+
+    def __init__(self, model: PreTrainedModel, batch: int, text: int, nodes: int, compiler: str | None = None) -> None:
+        self.steps: StaticSteps | None = None
+        shapes = _static_shapes(model, compiler is not None)
+        if shapes is None:
+            return
+        sizes = pass_sizes(nodes)
+        capacity = rounded(text + sizes[-1])
+        self._model = model
+        self._made_for = (_state(model), batch, sizes, compiler)
+        kept = _idle.pop(model, None)
+        if kept is not None and kept[0] == self._made_for and capacity <= kept[1].cache.capacity <= 4 * capacity:
+            self.steps = kept[1]
+            self.steps.cache.reset()
+            return
+        del kept  # before new memory is taken
+        self.steps = StaticSteps(model, shapes, batch, capacity, sizes, recorder_for(model.device), compiler)
+
+    def copy_cache(self, cache: TreeCache) -> None:
+        """Make `cache` hold the texts, for callers who take it away."""
+        if self.steps is not None:
+            self.steps.cache.copy_to(cache)
+
+    def release(self) -> None:
+        """Keep the steps for the model's next call, in place of what was kept before. Not for a call that failed."""
+        if self.steps is not None:
+            _idle[self._model] = (self._made_for, self.steps)
+
+
+def _static_shapes(model: PreTrainedModel, compiled: bool = False) -> Shapes | None:
+    """What the layers keep of a token; `None` if the model cannot be run with fixed shapes. Tried once per model."""
+    if not _is_free_of_python(model):
+        return None
+    settings = (model.config._attn_implementation, model.dtype, model.device, compiled)
+    tried = _tried.setdefault(model, {})
+    if settings not in tried:
+        # What Dynamo makes of the model is what may fail; a backend that does no more takes little time.
+        tried[settings] = _try_static(model, "eager" if compiled else None)
+    return tried[settings]
+
+
+def _is_free_of_python(model: PreTrainedModel) -> bool:
+    """Whether all that a pass does is done by the device: what Python does is not done by a captured graph.
+
+    So models are left alone that have hooks, adapters that can be switched, or frequencies of positions that are
+    chosen anew when a text becomes long.
+    """
+    return (
+        model.device.type != "meta"
+        and can_be_cloned(model)
+        and PositionLimit(model.config).changes_after is None
+        and SlotLimit(model.config).first is None
+        and not any(
+            module._forward_hooks or module._forward_pre_hooks or type(module).__module__.startswith("peft.")
+            for module in model.modules()
+        )
+    )
+
+
+@torch.no_grad()
+def _try_static(model: PreTrainedModel, compiler: str | None = None) -> Shapes | None:
+    """Compare logits of static steps with those of dynamic ones."""
+    dynamic = ModelRunner(model, 1)
+    expected = trial_logits(dynamic)
+    shapes = layer_shapes(dynamic.cache)
+    try:
+        sizes, recorder = pass_sizes(SMALLEST_TREE), recorder_for(model.device)
+        steps = StaticSteps(model, shapes, 1, TRIAL_LENGTH, sizes, recorder, compiler)
+        logits = trial_logits(ModelRunner(model, 1, steps=steps))
+    except Exception:
+        # Whatever it is, a model that needs shapes or contents to be other than fixed runs as it did before.
+        return None
+    return shapes if agree(logits, expected, model.dtype) else None
+
+
+def _state(model: PreTrainedModel) -> tuple[object, ...]:
+    """What a captured pass depends on: where weights lie, and how the model is set."""
+    tensors = (
+        tensor for module in model.modules() for tensor in (*module._parameters.values(), *module._buffers.values())
+    )
+    places = tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
+    return model.training, model.dtype, model.config._attn_implementation, places

@@ -1,0 +1,96 @@
+"""What a static pass reads, in buffers that stay where they are: one for the host to fill, one on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.tree_attention.packed_mask import BITS, FIRST, SCRATCH, VISIBLE, WORD, packed_width
+from lookahead.core.token_tree import Layout
+
+
+class StaticInputs:
+    """The inputs of passes of one size.
+
+    Everything that changes from step to step is in one int32 array, so that one copy brings it to the device. On a CPU
+    the host's array is the device's. Trees with fewer nodes are padded: a padding node is token 0 at position 0, sees
+    itself alone, and is seen by nobody.
+
+    Args:
+        masks: Which kinds of layers the model has.
+        batch: Rows.
+        nodes: Nodes of each row, the padding included.
+        device: Where the model is.
+
+    Attributes:
+        tokens: `[batch, nodes]` int32.
+        positions: `[batch, nodes]` int32.
+        columns: Columns of the cache where the nodes go, `[nodes]` int32.
+        packed_masks: For each kind of layer `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32.
+    """
+
+    def __init__(self, masks: MaskBuilder, batch: int, nodes: int, device: torch.device) -> None:
+        width = packed_width(nodes)
+        shapes = [(batch, nodes), (batch, nodes), (nodes,), *[(batch, 1, nodes, width)] * len(masks.kinds)]
+        sizes = [int(np.prod(shape)) for shape in shapes]
+        on_host = device.type == "cpu"
+        # An inference tensor could not be written to by a later call outside of inference mode.
+        with torch.inference_mode(False):
+            self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+            self._staged = self._host if on_host else torch.zeros_like(self._host, device=device, pin_memory=False)
+            parts = [part.view(shape) for part, shape in zip(torch.split(self._staged, sizes), shapes, strict=True)]
+        self.nodes = nodes
+        self.tokens, self.positions, self.columns = parts[:3]
+        self.packed_masks = tuple(parts[3:])
+        self._masks = masks
+        places = np.cumsum([0, *sizes])
+        own = [
+            self._host.numpy()[start : start + size].reshape(shape)
+            for start, size, shape in zip(places, sizes, shapes, strict=False)
+        ]
+        self._tokens, self._positions, self._columns, *self._packed = own
+        # The bit of each slot for itself, which is all that a padding node sees.
+        bits = np.zeros((nodes, (width - BITS) * WORD), dtype=np.bool_)
+        bits[:, :nodes] = np.eye(nodes, dtype=np.bool_)
+        self._alone = np.packbits(bits, axis=1, bitorder="little").view("<i4")
+        self._offsets = np.arange(nodes, dtype=np.int32)
+
+    def stage(self, layouts: Sequence[Layout], lengths: Sequence[int]) -> None:
+        """Bring one step to the device.
+
+        Args:
+            layouts: The trees, of at most `nodes` nodes, one for each row.
+            lengths: Cached tokens of each row.
+        """
+        scratch = max(lengths)
+        np.add(self._offsets, scratch, out=self._columns)
+        for packed in self._packed:
+            packed[:, 0, :, VISIBLE : FIRST + 1] = 0
+            packed[:, 0, :, SCRATCH] = scratch
+            packed[:, 0, :, BITS:] = self._alone
+        for row, (layout, length) in enumerate(zip(layouts, lengths, strict=True)):
+            self._stage_row(row, layout, length)
+        if self._staged is not self._host:
+            self._staged.copy_(self._host, non_blocking=True)
+
+    def _stage_row(self, row: int, layout: Layout, length: int) -> None:
+        own = len(layout.order)
+        self._tokens[row, :own], self._tokens[row, own:] = layout.tokens, 0
+        # A row that is finished stands nowhere; behind its text the model might have no position.
+        positions = (length if len(layout.read_slots) else 0) + layout.depths
+        self._positions[row, :own], self._positions[row, own:] = positions, 0
+        ancestors = layout.ancestor_mask()
+        for kind, packed in zip(self._masks.kinds, self._packed, strict=True):
+            own_rows = packed[row, 0, :own]
+            own_rows[:, VISIBLE] = length
+            window, chunk = self._masks.reach(kind)
+            seen = ancestors
+            if window is not None or chunk is not None:
+                first = positions // chunk * chunk if chunk is not None else positions - (window or 0) + 1
+                own_rows[:, FIRST] = np.maximum(first, 0)
+                seen = ancestors & (positions >= first[:, None])
+            bits = np.packbits(seen, axis=1, bitorder="little")
+            own_rows[:, BITS:].view(np.uint8)[:, : bits.shape[1]] = bits

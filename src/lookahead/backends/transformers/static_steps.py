@@ -1,0 +1,219 @@
+"""Passes of a few fixed sizes over memory that stays where it is, to be compiled, and captured in CUDA graphs."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from lookahead.backends.transformers.forward_result import ForwardResult
+from lookahead.backends.transformers.graph_recorder import Outputs, Pass, Recorder
+from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.predictions import argmax, top_predictions
+from lookahead.backends.transformers.static_cache import LayerShape, StaticTreeCache
+from lookahead.backends.transformers.static_inputs import StaticInputs
+from lookahead.backends.transformers.tree_attention.interface import NAME as TREE_ATTENTION
+from lookahead.backends.transformers.tree_attention.packed_mask import unpack
+from lookahead.backends.transformers.tree_cache import TreeCache
+from lookahead.core.token_tree import Layout
+
+SMALLEST_TREE = 8
+"""Nodes of the smallest pass for a tree. Less would not be faster where static passes are: a GPU reads all weights for
+one node as for eight."""
+
+
+def pass_sizes(nodes: int) -> tuple[int, ...]:
+    """Sizes of passes for trees of up to `nodes` nodes: one node alone, then doubling, so that few must be captured."""
+    sizes = [1]
+    while sizes[-1] < nodes:
+        sizes.append(max(SMALLEST_TREE, 2 * sizes[-1]))
+    return tuple(sizes)
+
+
+def rounded(tokens: int) -> int:
+    """Capacity for so many tokens: at most half as much again, so that calls of similar lengths share what was made for
+    one of them. A multiple of 64, as attention with dense masks wants it."""
+    power = 1 << max(tokens - 1, 255).bit_length()
+    return power * 3 // 4 if tokens <= power * 3 // 4 else power
+
+
+class StaticSteps:
+    """Runs steps of a model with fixed shapes; serves one batch at a time, and as many after one another as one likes.
+
+    Holds no reference to the model that would keep it alive.
+
+    Args:
+        model: The module that will be handed to `forward`.
+        shapes: What its layers keep of a token.
+        batch: Rows.
+        capacity: Tokens that fit into the cache, the nodes of a step included; more make it grow, at a price.
+        sizes: Sizes of passes, ascending; larger trees are for others.
+        recorder: How passes are run again and again.
+        compiler: Backend of `torch.compile` that the pass goes through first, "inductor" for one; none if not given.
+
+    Attributes:
+        cache: Keys and values.
+        sizes: As above.
+        recordings: Passes that were recorded so far, over all sizes.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shapes: Sequence[LayerShape | None],
+        batch: int,
+        capacity: int,
+        sizes: Sequence[int],
+        recorder: Recorder,
+        compiler: str | None = None,
+    ) -> None:
+        self._device = model.device
+        self.cache = StaticTreeCache(shapes, batch, capacity, self._device)
+        self.sizes = tuple(sizes)
+        self.recordings = 0
+        self._masks = MaskBuilder(model.config)
+        self._recorder = recorder
+        self._compiler = compiler
+        self._inputs: dict[int, StaticInputs] = {}
+        self._passes: dict[tuple[int, int], Pass] = {}
+        self._results: dict[tuple[int, int], torch.Tensor] = {}
+
+    def begin(self, cache: TreeCache) -> None:
+        """Begin with the texts of `cache`, which stays as it is."""
+        longest = max(cache.lengths(self.cache.batch))
+        if longest > self.cache.capacity:
+            self._grow(longest)
+        self.cache.adopt(cache)
+
+    def forward(self, model: PreTrainedModel, layouts: Sequence[Layout], top_k: int) -> list[ForwardResult] | None:
+        """Run one step, if it is of a size that there are passes for.
+
+        Args:
+            model: The module that this was made for.
+            layouts: The trees, one for each row.
+            top_k: How many of the likeliest tokens after each node are wanted, with probabilities.
+
+        Returns:
+            A result for each row; `None` if the trees are too large. Then, too, there is room for them in the cache.
+        """
+        nodes = max(len(layout.order) for layout in layouts)
+        size = next((size for size in self.sizes if size >= nodes), None)
+        needed = self.cache.longest + (size or nodes)
+        if needed > self.cache.capacity:
+            self._grow(needed)
+        if size is None:
+            return None
+        if size not in self._inputs:
+            self._inputs[size] = StaticInputs(self._masks, self.cache.batch, size, self._device)
+        self._inputs[size].stage(layouts, self.cache.lengths(self.cache.batch))
+        key = (size, top_k)
+        if key not in self._passes:
+            self._passes[key] = self._recorder.record(self._pass(model, self._inputs[size], top_k))
+            self.recordings += 1
+        logits, packed = self._passes[key]()
+        results = self._to_host(key, packed)
+        return [_result(layout, logits[row], results[row]) for row, layout in enumerate(layouts)]
+
+    def _pass(self, model: PreTrainedModel, inputs: StaticInputs, top_k: int) -> Pass:
+        reference, cache, masks = weakref.ref(model), self.cache, self._masks
+        run: Callable[..., Outputs] = run_pass
+        if self._compiler is not None:
+            # Dynamo keeps what it compiled with the code object, no more than a few, so each size has one of its own.
+            own = types.FunctionType(run_pass.__code__.replace(), run_pass.__globals__, run_pass.__name__)
+            run = torch.compile(own, fullgraph=True, dynamic=False, backend=self._compiler)
+
+        def work() -> Outputs:
+            module = reference()
+            assert module is not None, "whoever runs a step holds the model"
+            cache.columns = inputs.columns.long()
+            try:
+                return run(module, cache, masks, inputs.tokens, inputs.positions, inputs.packed_masks, top_k)
+            finally:
+                cache.columns = None
+
+        return work
+
+    def _to_host(self, key: tuple[int, int], packed: torch.Tensor) -> NDArray[np.int32]:
+        """One copy, and the only place of a step where the host waits for the device."""
+        if packed.device.type == "cpu":
+            return packed.numpy()
+        if key not in self._results:
+            with torch.inference_mode(False):
+                pin_memory = packed.device.type == "cuda"
+                self._results[key] = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=pin_memory)
+        self._results[key].copy_(packed)
+        return self._results[key].numpy()
+
+    def _grow(self, needed: int) -> None:
+        """By half at least, as what was captured must be captured anew."""
+        self.cache.grow(rounded(max(needed, self.cache.capacity * 3 // 2)))
+        self._passes.clear()
+
+
+def run_pass(
+    model: PreTrainedModel,
+    cache: StaticTreeCache,
+    masks: MaskBuilder,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    packed_masks: tuple[torch.Tensor, ...],
+    top_k: int,
+) -> Outputs:
+    """The pass itself: tensors of fixed shapes in, tensors of fixed shapes out, no look at their contents.
+
+    Args:
+        model: The model.
+        cache: Its cache, `columns` set.
+        masks: What masks the model takes.
+        tokens: `[batch, nodes]` int32.
+        positions: `[batch, nodes]` int32.
+        packed_masks: For each kind of layer `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32.
+        top_k: How many of the likeliest tokens are wanted.
+
+    Returns:
+        Logits `[batch, nodes, vocabulary]`, and what they say in int32, `[batch, nodes, 1 + 2 * top_k]`: the likeliest
+        token, the `top_k` likeliest ones, and the bits of their probabilities in float32.
+    """
+    if model.config._attn_implementation != TREE_ATTENTION:
+        packed_masks = tuple(_dense(mask, cache.capacity, model.dtype) for mask in packed_masks)
+    logits = model(
+        input_ids=tokens.long(),
+        position_ids=positions.long(),
+        attention_mask=masks.arrange(dict(zip(masks.kinds, packed_masks, strict=True))),
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+    ).logits
+    rows = logits.flatten(0, 1)
+    results = [argmax(rows).int()[:, None]]
+    if top_k:
+        ids, probabilities = top_predictions(rows.float(), min(top_k, rows.shape[-1]))
+        results += [ids.int(), probabilities.view(torch.int32)]
+    return logits, torch.cat(results, dim=-1).view(*logits.shape[:2], -1)
+
+
+def _dense(packed: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the scores of all the columns, `[batch, 1, nodes, keys]`."""
+    visible = unpack(packed, keys)
+    return torch.zeros(visible.shape, dtype=dtype, device=packed.device).masked_fill(~visible, torch.finfo(dtype).min)
+
+
+def _result(layout: Layout, logits: torch.Tensor, results: NDArray[np.int32]) -> ForwardResult:
+    """What one row of the batch says about the nodes of its tree."""
+    slots = layout.read_slots
+    nodes = layout.order[slots]
+    top_k = (results.shape[1] - 1) // 2
+    predictions = np.full(len(layout.order), -1, dtype=np.int64)
+    predictions[nodes] = results[slots, 0]
+    top_ids = np.full((len(layout.order), top_k), -1, dtype=np.int64)
+    top_probabilities = np.zeros((len(layout.order), top_k), dtype=np.float32)
+    if top_k:
+        top_ids[nodes] = results[slots, 1 : 1 + top_k]
+        top_probabilities[nodes] = results[slots, 1 + top_k :].view(np.float32)
+    by_node = dict(zip(nodes.tolist(), slots.tolist(), strict=True))
+    return ForwardResult(logits, predictions, top_ids, top_probabilities, by_node, _borrowed=True)

@@ -1,0 +1,124 @@
+"""Tree attention as transformers calls it."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from lookahead.backends.transformers.tree_attention.packed_mask import packed_width
+from lookahead.backends.transformers.tree_attention.reference import dense_attention
+from lookahead.errors import InvalidArgumentError, UnsupportedModelError
+
+NAME = "lookahead_tree"
+"""What `attn_implementation` is called, once it is registered."""
+
+_BEYOND_MASKS = {
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a bias for each pair of positions",
+    "indices": "a choice of keys for each query",
+    "block_indices": "a choice of keys for each query",
+    "cache": "a paged cache",
+}
+"""Arguments of attention functions that change the result and that this one does not know."""
+
+
+def register() -> None:
+    """Make `attn_implementation="lookahead_tree"` known to transformers.
+
+    Passes without a packed mask of ours, such as those of a prompt, run as with "sdpa": transformers builds the masks
+    of "sdpa" for them. Registering twice does no harm.
+
+    Raises:
+        ModuleNotFoundError: Triton is not installed.
+    """
+    import lookahead.backends.transformers.tree_attention.operator  # noqa: F401  (now, and not in the middle of a forward pass)
+
+    AttentionInterface.register(NAME, tree_attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def tree_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers that knows packed masks.
+
+    Args:
+        module: The layer that calls.
+        query: `[batch, heads, nodes, head_dim]`.
+        key: `[batch, kv_heads, keys, head_dim]`.
+        value: `[batch, kv_heads, keys, value_dim]`.
+        attention_mask: A packed mask `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32; or, for a pass that is not a
+            tree, what "sdpa" takes: no mask, or a dense one.
+        scaling: What scores are multiplied by; `head_dim ** -0.5` if not given.
+        dropout: Must be 0 where the mask is packed.
+        softcap: Bends scores to stay below this.
+        **kwargs: What else transformers passes. Windows and causality are in the mask.
+
+    Returns:
+        `[batch, nodes, heads, value_dim]`, and no weights.
+
+    Raises:
+        InvalidArgumentError: The mask is neither packed for these queries nor a dense one, or there is dropout.
+        UnsupportedModelError: The model's attention has something that tree attention has not.
+    """
+    for name, meaning in _BEYOND_MASKS.items():
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(
+                f"the attention of {type(module).__name__} has {meaning} ({name}), which {NAME!r} does not have; load "
+                "the model with attn_implementation='eager'"
+            )
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    if attention_mask is None or attention_mask.dtype == torch.bool or attention_mask.is_floating_point():
+        if softcap is None:
+            output, _ = sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            )
+            return output, None
+        return dense_attention(query, key, value, _visible(query, key, attention_mask), scaling, softcap), None
+    _check_packed(query, attention_mask)
+    if dropout:
+        raise InvalidArgumentError(f"dropout={dropout} in a tree attention; put the model into eval mode")
+
+    # Triton is installed where this is registered.
+    if torch.compiler.is_compiling():
+        from lookahead.backends.transformers.tree_attention.operator import tree_attention_operator
+
+        compiled: torch.Tensor = tree_attention_operator(query, key, value, attention_mask, scaling, softcap)
+        return compiled, None
+    from lookahead.backends.transformers.tree_attention.kernel import tree_attention
+
+    return tree_attention(query, key, value, attention_mask, scaling, softcap), None
+
+
+def _visible(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The dense bool mask that "sdpa" would go by."""
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is None:
+        # One query sees all; several are the last ones of the text.
+        return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    if mask.dtype != torch.bool:
+        raise InvalidArgumentError(
+            f"attention_mask is of {mask.dtype}; with soft-capped scores {NAME!r} takes packed masks and bool masks"
+        )
+    return mask
+
+
+def _check_packed(query: torch.Tensor, mask: torch.Tensor) -> None:
+    expected = (query.shape[0], 1, query.shape[2], packed_width(query.shape[2]))
+    if mask.dtype != torch.int32 or tuple(mask.shape) != expected:
+        raise InvalidArgumentError(
+            f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype} is not a packed mask of these queries, "
+            f"which has the shape {expected} and torch.int32"
+        )

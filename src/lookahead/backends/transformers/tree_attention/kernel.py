@@ -1,0 +1,393 @@
+"""Tree attention on a GPU: a Triton kernel that reads a packed mask.
+
+One program serves a block of query rows, a share of the keys (a *split*), and one head of keys and values. All query
+heads that share that head and all nodes of the tree are rows of the same block, so keys and values are read once for
+all of them. A program that works on one of several splits leaves its share of the softmax in float32, and a second
+kernel puts the shares together in a fixed order: the same input gives the same bits.
+
+The number of splits and the sizes of blocks follow from shapes alone. How long a text is, the kernel reads from the
+packed mask, on the device: each split takes an equal share of the blocks that the row really has, so a static cache
+that is nearly empty costs no more than it holds, and a captured graph stays right as the text grows.
+"""
+
+# Kernels are written in Triton's language, which mypy cannot check; the launcher below is typed in full.
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+from lookahead.backends.transformers.tree_attention.packed_mask import BITS, FIRST, SCRATCH, VISIBLE, WORD
+from lookahead.errors import InvalidArgumentError
+
+# Triton's language sees globals only as constants of its own.
+_VISIBLE, _FIRST, _SCRATCH = tl.constexpr(VISIBLE), tl.constexpr(FIRST), tl.constexpr(SCRATCH)
+_BITS, _WORD = tl.constexpr(BITS), tl.constexpr(WORD)
+
+_PROGRAMS = 256
+"""Programs that fill a large GPU: about two for each multiprocessor."""
+_MOST_SPLITS = 32
+_BLOCKS_IN_SPLIT = 2
+"""Blocks of keys that a split should have at the least, for the combination to be worth its while."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the work is cut into programs.
+
+    Attributes:
+        rows: Query rows in a block, a power of two.
+        keys: Keys in a block, a power of two.
+        splits: Shares that the keys are cut into, a power of two.
+        warps: Warps of a program.
+        stages: Depth of the pipeline that loads keys and values.
+    """
+
+    rows: int
+    keys: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def choose_tiling(rows: int, heads: int, keys: int, head_dim: int, dtype: torch.dtype) -> Tiling:
+    """Cut the work into programs; from shapes alone, so that a captured graph fits every later step.
+
+    Args:
+        rows: Query rows that share a head of keys: nodes times the size of the group.
+        heads: Heads of keys, times the batch.
+        keys: Columns of keys, as many as the buffer has.
+        head_dim: The larger one of the sizes of keys and values.
+        dtype: Number type of keys and values.
+    """
+    # The largest blocks whose accumulators stay in registers, on sm_80 and sm_90 alike, and whose keys and values stay
+    # within 99 KiB of shared memory on sm_8x, all that consumer cards have.
+    full = dtype == torch.float32
+    if full:
+        # Full precision has no tensor cores: every product passes through registers of its own.
+        most, block_keys = (32 if head_dim <= 64 else 16), 16
+    else:
+        most, block_keys = (128 if head_dim <= 128 else 64), (64 if head_dim <= 128 else 32)
+    block_rows = min(max(triton.next_power_of_2(rows), 16), most)
+    if block_rows == 128 and head_dim > 64:
+        block_keys = 32
+    wide = head_dim > 128 if full else block_rows * triton.next_power_of_2(head_dim) >= 64 * 128
+    stages = 2 if full or block_rows > 32 else 3
+    programs = heads * -(-rows // block_rows)
+    wanted = min(_PROGRAMS // programs, keys // (_BLOCKS_IN_SPLIT * block_keys), _MOST_SPLITS)
+    splits = 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
+    return Tiling(block_rows, block_keys, splits, warps=8 if wide else 4, stages=stages)
+
+
+def tree_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed_mask: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """Attention of the nodes of a token tree to the cached text and to their ancestors.
+
+    Nothing is read back from the device, so a call may be captured in a CUDA graph. The captured work stays right for
+    other contents of the same tensors.
+
+    Args:
+        query: `[batch, heads, nodes, head_dim]`, float16, bfloat16 or float32.
+        key: `[batch, kv_heads, keys, head_dim]`: cached tokens and behind them the nodes of this step, or a buffer
+            that has room for more. `heads` is a multiple of `kv_heads`.
+        value: `[batch, kv_heads, keys, value_dim]`.
+        packed_mask: `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32; see `packed_mask`. What it says is not checked:
+            the scratch must lie inside of `keys`.
+        scaling: What scores are multiplied by.
+        softcap: Scores are bent to stay below this: `softcap * tanh(score / softcap)`.
+        tiling: How to cut the work; `choose_tiling` decides if not given.
+
+    Returns:
+        `[batch, nodes, heads, value_dim]` in the number type of `query`.
+
+    Raises:
+        InvalidArgumentError: The tensors are not on a CUDA device, and Triton's interpreter is not on.
+    """
+    if not query.is_cuda and isinstance(_attention_kernel, triton.JITFunction):
+        raise InvalidArgumentError(
+            f"tree attention got tensors on {query.device}, but its kernel runs on CUDA devices only; choose "
+            "attn_implementation='sdpa' there"
+        )
+    # The innermost dimension is read as it lies; any other may have any stride.
+    query, key, value, packed_mask = (
+        states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value, packed_mask)
+    )
+    batch, heads, nodes, key_size = query.shape
+    kv_heads, value_size = key.shape[1], value.shape[3]
+    group = heads // kv_heads
+    rows = nodes * group
+    if tiling is None:
+        tiling = choose_tiling(rows, batch * kv_heads, key.shape[2], max(key_size, value_size), key.dtype)
+    block_value = max(triton.next_power_of_2(value_size), 16)
+    output = query.new_empty((batch, nodes, heads, value_size))
+    if tiling.splits == 1:
+        shares = sums = output
+    else:
+        shares = query.new_empty((batch * kv_heads, tiling.splits, rows, value_size), dtype=torch.float32)
+        sums = query.new_empty((batch * kv_heads, tiling.splits, rows), dtype=torch.float32)
+    # Softmax to the base 2, which is what the hardware computes: exp(x) = exp2(x * log2(e)).
+    if softcap is None:
+        scale, cap = scaling * math.log2(math.e), 0.0
+    else:
+        scale, cap = 2.0 * math.log2(math.e) * scaling / softcap, softcap * math.log2(math.e)
+    with torch.cuda.device_of(query):
+        _attention_kernel[-(-rows // tiling.rows), tiling.splits, batch * kv_heads](
+            query,
+            key,
+            value,
+            packed_mask,
+            shares,
+            sums,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            packed_mask.stride(0),
+            packed_mask.stride(2),
+            nodes,
+            tiling.splits,
+            scale,
+            cap,
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            KEY_SIZE=key_size,
+            VALUE_SIZE=value_size,
+            BLOCK_M=tiling.rows,
+            BLOCK_N=tiling.keys,
+            BLOCK_K=max(triton.next_power_of_2(key_size), 16),
+            BLOCK_V=block_value,
+            CAPPED=softcap is not None,
+            DIRECT=tiling.splits == 1,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+            enable_fp_fusion=True,
+        )
+        if tiling.splits > 1:
+            _combine_kernel[rows, batch * kv_heads](
+                shares,
+                sums,
+                output,
+                nodes,
+                KV_HEADS=kv_heads,
+                GROUP=group,
+                VALUE_SIZE=value_size,
+                BLOCK_V=block_value,
+                SPLITS=tiling.splits,
+                num_warps=4,
+                enable_fp_fusion=True,
+            )
+    return output
+
+
+@triton.jit
+def _scores(query, key, scale, cap, CAPPED: tl.constexpr):
+    """Scores to the base 2, `[BLOCK_M, BLOCK_N]` float32."""
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if CAPPED:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is right at both ends; the factor 2 is in the scale.
+        scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+    return scores
+
+
+@triton.jit
+def _fold(scores, value, acc, peak, total):
+    """Take one block of keys into a running softmax."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    # A row that has seen nothing yet has no peak, and -inf less -inf is no number.
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(peak - base)
+    total = total * fade + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
+    return acc, new_peak, total
+
+
+# These change from step to step; a value of 1 or a multiple of 16 must not compile the kernel anew.
+@triton.jit(do_not_specialize=["mask_stride_b", "mask_stride_t", "nodes", "splits"])
+def _attention_kernel(
+    query,
+    key,
+    value,
+    mask,
+    out,
+    sums,
+    query_stride_b,
+    query_stride_h,
+    query_stride_t,
+    key_stride_b,
+    key_stride_h,
+    key_stride_n,
+    value_stride_b,
+    value_stride_h,
+    value_stride_n,
+    mask_stride_b,
+    mask_stride_t,
+    nodes,
+    splits,
+    scale,
+    cap,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DIRECT: tl.constexpr,
+):
+    """One block of rows, one split, one head of keys; grid `[row blocks, splits, batch * KV_HEADS]`.
+
+    Row r of a head is node `r // GROUP` of query head `r % GROUP` of its group. `DIRECT`, with one split, writes the
+    result to `out` `[batch, nodes, heads, VALUE_SIZE]`. Otherwise a split writes its average of the values to `out`
+    `[batch * KV_HEADS, splits, rows, VALUE_SIZE]` and the base-2 logarithm of its sum of weights to `sums`
+    `[batch * KV_HEADS, splits, rows]`, -inf if it had nothing to see; its average is then not written at all.
+    """
+    split = tl.program_id(1)
+    # Offsets of whole sequences, heads and blocks may exceed 32 bits; those inside of a block do not.
+    head = tl.program_id(2).to(tl.int64)
+    batch, kv_head = head // KV_HEADS, head % KV_HEADS
+    rows = nodes * GROUP
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = row < rows
+    node, member = row // GROUP, row % GROUP
+    column = tl.arange(0, BLOCK_N)
+    key_dim, value_dim = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    is_key_dim, is_value_dim = key_dim < KEY_SIZE, value_dim < VALUE_SIZE
+
+    mask += batch * mask_stride_b
+    own_mask = mask + node * mask_stride_t
+    visible = tl.load(own_mask + _VISIBLE, mask=is_row, other=0)
+    first = tl.load(own_mask + _FIRST, mask=is_row, other=0)
+    scratch = tl.load(mask + _SCRATCH)
+
+    # The blocks that this row block has: cached tokens that any of its rows may see, then slots up to its last node,
+    # since parents lie before their children. Each split takes an equal share of them.
+    length = tl.max(visible, 0)
+    low = tl.minimum(tl.min(tl.where(visible > 0, first, 2147483647), 0), length)
+    slots = tl.minimum((tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // GROUP + 1, nodes)
+    cached_blocks = tl.cdiv(length - low, BLOCK_N)
+    blocks = cached_blocks + tl.cdiv(slots, BLOCK_N)
+    share = tl.cdiv(blocks, splits)
+    begin = tl.minimum(split * share, blocks)
+    end = tl.minimum(begin + share, blocks)
+    if not DIRECT:  # a single split always has a block
+        sums += (head * splits + split) * rows
+        if begin >= end:
+            tl.store(sums + row, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
+            return
+
+    query += batch * query_stride_b + kv_head * GROUP * query_stride_h
+    query_block = tl.load(
+        query + (node * query_stride_t + member * query_stride_h)[:, None] + key_dim[None, :],
+        mask=is_row[:, None] & is_key_dim[None, :],
+        other=0.0,
+    )
+    key += batch * key_stride_b + kv_head * key_stride_h
+    value += batch * value_stride_b + kv_head * value_stride_h
+    key_offsets = column[:, None] * key_stride_n + key_dim[None, :]
+    value_offsets = column[:, None] * value_stride_n + value_dim[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+
+    for block in range(begin, tl.minimum(end, cached_blocks)):
+        start = low + block * BLOCK_N
+        # Behind the text lies garbage. A weight of 0 does not make a value harmless that is no number: it is not read.
+        is_cached = start + column < length
+        key_block = tl.load(
+            key + start.to(tl.int64) * key_stride_n + key_offsets,
+            mask=is_cached[:, None] & is_key_dim[None, :],
+            other=0.0,
+        )
+        value_block = tl.load(
+            value + start.to(tl.int64) * value_stride_n + value_offsets,
+            mask=is_cached[:, None] & is_value_dim[None, :],
+            other=0.0,
+        )
+        position = (start + column)[None, :]
+        seen = (position >= first[:, None]) & (position < visible[:, None])
+        scores = tl.where(seen, _scores(query_block, key_block, scale, cap, CAPPED), float("-inf"))
+        acc, peak, total = _fold(scores, value_block, acc, peak, total)
+
+    key += scratch.to(tl.int64) * key_stride_n
+    value += scratch.to(tl.int64) * value_stride_n
+    for block in range(tl.maximum(begin - cached_blocks, 0), end - cached_blocks):
+        start = block * BLOCK_N
+        slot = start + column
+        is_slot = slot < slots
+        key_block = tl.load(
+            key + start.to(tl.int64) * key_stride_n + key_offsets,
+            mask=is_slot[:, None] & is_key_dim[None, :],
+            other=0.0,
+        )
+        value_block = tl.load(
+            value + start.to(tl.int64) * value_stride_n + value_offsets,
+            mask=is_slot[:, None] & is_value_dim[None, :],
+            other=0.0,
+        )
+        # 32 neighbours read the same word.
+        words = tl.load(
+            own_mask[:, None] + (slot // _WORD + _BITS)[None, :], mask=is_row[:, None] & is_slot[None, :], other=0
+        )
+        seen = ((words >> (slot % _WORD)[None, :]) & 1) != 0
+        scores = tl.where(seen, _scores(query_block, key_block, scale, cap, CAPPED), float("-inf"))
+        acc, peak, total = _fold(scores, value_block, acc, peak, total)
+
+    # A row that has seen nothing in this split has no peak: its sum is -inf, and it does not count.
+    total = tl.where(total == 0.0, 1.0, total)
+    acc /= total[:, None]
+    stored = is_row[:, None] & is_value_dim[None, :]
+    if DIRECT:
+        out += (batch * nodes * KV_HEADS + kv_head) * GROUP * VALUE_SIZE
+        offsets = (node * KV_HEADS * GROUP + member) * VALUE_SIZE
+        tl.store(out + offsets[:, None] + value_dim[None, :], acc.to(out.dtype.element_ty), mask=stored)
+    else:
+        out += (head * splits + split) * rows * VALUE_SIZE
+        tl.store(out + (row * VALUE_SIZE)[:, None] + value_dim[None, :], acc, mask=stored)
+        tl.store(sums + row, peak + tl.log2(total), mask=is_row)
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def _combine_kernel(
+    shares,
+    sums,
+    out,
+    nodes,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Put the splits of one row together; grid `[rows, batch * KV_HEADS]`. See `_attention_kernel`."""
+    row = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    batch, kv_head = head // KV_HEADS, head % KV_HEADS
+    rows = nodes * GROUP
+    split = tl.arange(0, SPLITS)
+    dim = tl.arange(0, BLOCK_V)
+    own_sums = tl.load(sums + head * SPLITS * rows + split * rows + row)
+    # A split that saw nothing wrote nothing: what lies there is not read.
+    mine = tl.load(
+        shares + head * SPLITS * rows * VALUE_SIZE + ((split * rows + row) * VALUE_SIZE)[:, None] + dim[None, :],
+        mask=(own_sums > float("-inf"))[:, None] & (dim < VALUE_SIZE)[None, :],
+        other=0.0,
+    )
+    # Every row sees itself, so one of the splits has a number here.
+    weights = tl.exp2(own_sums - tl.max(own_sums, 0))
+    result = tl.sum(weights[:, None] * mine, 0) / tl.sum(weights, 0)
+    out += ((batch * nodes + row // GROUP) * KV_HEADS + kv_head) * GROUP * VALUE_SIZE + row % GROUP * VALUE_SIZE
+    tl.store(out + dim, result.to(out.dtype.element_ty), mask=dim < VALUE_SIZE)

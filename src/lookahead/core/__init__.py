@@ -1,0 +1,1 @@
+"""The decoding step, for any model: numpy alone, no torch, no transformers."""

@@ -1,0 +1,57 @@
+"""What a forward pass says of each node of a tree, and what a step did with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.core.token_tree import TokenTree
+
+
+class NodeOutputs(Protocol):
+    """What a forward pass gave for the tree of one sequence."""
+
+    @property
+    def predictions(self) -> NDArray[np.int64]:
+        """The likeliest token after each node, `[nodes]`; -1 where nothing was read."""
+
+    @property
+    def top_ids(self) -> NDArray[np.int64]:
+        """The likeliest tokens after each node, likeliest first, `[nodes, top_k]`; -1 where nothing was read."""
+
+    @property
+    def top_probabilities(self) -> NDArray[np.float32]:
+        """Their probabilities, `[nodes, top_k]`; 0 where nothing was read."""
+
+    def logits_after(self, node: int) -> Any:
+        """Logits of the token after `node`, `[1, vocabulary]` float32, in the backend's own kind of array."""
+
+    def margin(self, node: int) -> float:
+        """How far the logit of the likeliest token after `node` is above the second one."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step showed about one sequence.
+
+    Attributes:
+        tree: The tree that was sent.
+        predictions: For each node of the tree the model's likeliest next token after it (greedy, from the
+            unprocessed logits), `[nodes]` int64; -1 where the prediction was not read.
+        path: The accepted candidate nodes, from below the root downwards.
+        tokens: The tokens the step added to the text: those of `path`, and the one selected after it.
+        top_ids: For each node the model's likeliest next tokens, likeliest first, `[nodes, top_k]` int64; -1 where
+            the prediction was not read. `top_k` is the largest that a drafter of the batch asked for.
+        top_probabilities: Their probabilities (softmax of the unprocessed logits), `[nodes, top_k]` float32; 0
+            where the prediction was not read.
+    """
+
+    tree: TokenTree
+    predictions: NDArray[np.int64]
+    path: list[int]
+    tokens: list[int]
+    top_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
+    top_probabilities: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), dtype=np.float32))

@@ -1,0 +1,22 @@
+"""Who selects the tokens of a text."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from lookahead.core.outputs import NodeOutputs
+
+
+class Sampler(Protocol):
+    """Selects each next token as plain decoding would: one after another, each once and in order."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are sampled, and not the likeliest ones taken."""
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether more is wanted than the likeliest token of the raw logits."""
+
+    def select(self, sequence: Any, outputs: NodeOutputs, node: int) -> int:
+        """The token after `node`, to follow the text of `sequence`, a `SequenceState` of the sampler's own kind."""

@@ -1,0 +1,78 @@
+"""Verification: a walk down the tree along the tokens that the sampler selects.
+
+Drafts are deterministic, so accepting a drafted token exactly when the sampler selects it has the law of the paper's
+Algorithms 3 and 4. And as tokens are selected one after another, each once and in order, just as in plain decoding,
+sampling draws the very same tokens from the same random state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lookahead.core.token_tree import TokenTree
+
+
+class Walk:
+    """A walk from the root of a tree, for as long as the tokens selected are drafted ones.
+
+    Whoever walks asks `node`, selects the token after it and tells with `take`, until `done`; in between other things
+    may happen, such as the walks of other sequences.
+
+    Args:
+        tree: The tree that was sent.
+
+    Attributes:
+        node: The node after which a token is to be selected next.
+        path: Accepted candidate nodes, from below the root downwards.
+        tokens: The tokens selected: those of `path`, and one more, the root of the next step. Without the one more if
+            the choice was declined.
+        stopped: Whether the text is complete.
+        done: Whether the walk is over.
+    """
+
+    def __init__(self, tree: TokenTree) -> None:
+        self.tree = tree
+        self.node = tree.root
+        self.path: list[int] = []
+        self.tokens: list[int] = []
+        self.stopped = False
+        self.done = False
+
+    @property
+    def declined(self) -> bool:
+        """Whether no token was selected after the path."""
+        return len(self.tokens) == len(self.path)
+
+    def take(self, token: int, stopped: bool) -> None:
+        """Note the token after `node`, and whether the text is complete with it; go on to the child that holds it."""
+        self.tokens.append(token)
+        self.stopped = stopped
+        child = None if stopped else self.tree.child(self.node, token)
+        if child is None:
+            self.done = True
+        else:
+            self.path.append(child)
+            self.node = child
+
+    def decline(self) -> None:
+        """End the walk without a token after `node`."""
+        self.done = True
+
+
+def follow(tree: TokenTree, select: Callable[[int], int | None], append: Callable[[int], bool]) -> Walk:
+    """Walk `tree` to the end.
+
+    Args:
+        tree: The tree that was sent.
+        select: Gives the token after a node, or `None` to decline, which ends the walk. Called once for each token of
+            the output, in order, each time after the token before it was appended.
+        append: Adds a token to the text; true when the text is complete with it.
+    """
+    walk = Walk(tree)
+    while not walk.done:
+        token = select(walk.node)
+        if token is None:
+            walk.decline()
+        else:
+            walk.take(token, append(token))
+    return walk

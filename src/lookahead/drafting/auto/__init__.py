@@ -1,0 +1,1 @@
+"""`preset="auto"`: a search over sources of drafts."""

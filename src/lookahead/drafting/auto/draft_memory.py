@@ -1,0 +1,122 @@
+"""What drafting learns about a model: its predictions after short contexts, and when they are right."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from threading import RLock
+
+import numpy as np
+
+from lookahead.drafting.auto.ngram_memory import NGramMemory
+from lookahead.drafting.auto.scorer import Acceptance
+from lookahead.drafting.stored_arrays import MOST_BYTES, DamagedFileError, StoredArrays, expect
+from lookahead.errors import InvalidArgumentError
+
+_FORMAT = 2
+_ADVICE = "delete the file or choose another"
+
+
+class DraftMemory:
+    """The n-gram memory and the learned acceptance of one model, together in one file.
+
+    Args:
+        ngrams: The n-gram memory; a new one if not given.
+        acceptance: What was learned about acceptance; nothing yet if not given.
+
+    Attributes:
+        lock: Held by whoever reads or changes the arrays, if several threads may. A drafter holds it for one proposal
+            or one observation at a time, the methods here as long as they need it.
+    """
+
+    def __init__(self, ngrams: NGramMemory | None = None, acceptance: Acceptance | None = None) -> None:
+        self.ngrams = NGramMemory() if ngrams is None else ngrams
+        self.acceptance = Acceptance(self.ngrams.orders) if acceptance is None else acceptance
+        self.lock = RLock()
+
+    def copy(self) -> DraftMemory:
+        """The same content in arrays of its own, as it is at one moment."""
+        with self.lock:
+            ngrams, acceptance = self.ngrams.to_arrays(), self.acceptance.to_arrays()
+        return DraftMemory(NGramMemory.from_arrays(ngrams), Acceptance.from_arrays(acceptance))
+
+    def copy_of_acceptance(self) -> Acceptance:
+        """What was learned about acceptance, as it is at one moment."""
+        with self.lock:
+            return Acceptance.from_arrays(self.acceptance.to_arrays())
+
+    def merge(self, other: DraftMemory, clock: int, acceptance: Acceptance) -> None:
+        """Take in what another memory of the same model learned beside this one.
+
+        Args:
+            other: The other one; it stays as it is.
+            clock: `ngrams.clock` when both were one memory; 0 if they never were.
+            acceptance: What that memory had learned about acceptance.
+
+        Raises:
+            InvalidArgumentError: They are of different sizes.
+        """
+        with self.lock:
+            self.ngrams.merge(other.ngrams, clock)
+            self.acceptance.merge(other.acceptance, acceptance)
+
+    def save(self, path: str | Path, model: str) -> None:
+        """Write all of it to a file, as numpy arrays without pickled objects; it is on the disk on return.
+
+        Args:
+            path: The file; it is written over.
+            model: Which model it was learned from: any string that says so.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        with self.lock:
+            arrays = self.ngrams.to_arrays() | self.acceptance.to_arrays()
+        with open(path, "wb") as file:
+            np.savez(  # compressing it takes far longer than writing it
+                file,
+                allow_pickle=False,
+                format=np.array(_FORMAT, dtype=np.int64),
+                model=np.array(model),
+                **arrays,
+            )
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def load(cls, path: str | Path, model: str) -> DraftMemory:
+        """Read a file that `save` wrote.
+
+        Args:
+            path: The file.
+            model: The model that is to be drafted for.
+
+        Raises:
+            InvalidArgumentError: It is no such file, damaged, of another version, or of another model.
+            OSError: The file cannot be read.
+        """
+        name = f"memory={str(path)!r}"
+        with open(path, "rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        try:
+            if len(content) > MOST_BYTES:
+                raise DamagedFileError("it is too large for one")
+            arrays = StoredArrays(content)
+            version = int(expect(arrays, "format", np.int64, ()))
+            if version != _FORMAT:
+                raise InvalidArgumentError(
+                    f"{name} was written by another version of this library (format {version}, this one reads "
+                    f"{_FORMAT}); {_ADVICE}"
+                )
+            owner = str(expect(arrays, "model", arrays["model"].dtype, ()))
+            if owner != model:
+                raise InvalidArgumentError(
+                    f"{name} was filled from another model ({owner}) than {model}: each model needs a file of its "
+                    f"own; {_ADVICE}"
+                )
+            memory = cls(NGramMemory.from_arrays(arrays), Acceptance.from_arrays(arrays))
+            if memory.acceptance.orders != memory.ngrams.orders:
+                raise DamagedFileError("its parts do not belong together")
+        except DamagedFileError as error:
+            raise InvalidArgumentError(f"{name} is no saved memory: {error}; {_ADVICE}") from error
+        return memory

@@ -1,6 +1,0 @@
-"""Tiny models of the same class as a large one, on which the large one's ways are tried."""
-
-from lookahead.engine.miniature.model import build_miniature, quiet
-from lookahead.engine.miniature.text import draw_text, plain_logits
-
-__all__ = ["build_miniature", "draw_text", "plain_logits", "quiet"]
