@@ -31,26 +31,27 @@ build/torchao: constraints.txt | $(VENV)/installed
 	touch $@
 
 test-quantized: build/torchao  ## The tests that need torchao
-	PYTHONPATH=build/torchao $(BIN)/python -m pytest tests/test_wrappers.py -k quantisation
+	PYTHONPATH=build/torchao $(BIN)/python -m pytest tests/api/test_wrappers.py -k quantisation
 
 test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled and 300 batched random cases against transformers' own generate
-	$(BIN)/python tests/run_exactness.py --cases 1000 --seed 0
-	$(BIN)/python tests/run_exactness.py --cases 200 --seed 1 --engine static
-	$(BIN)/python tests/run_sampling.py --cases 500 --seed 0
-	$(BIN)/python tests/run_batches.py --cases 300 --seed 0
+	$(BIN)/python tests/support/run_exactness.py --cases 1000 --seed 0
+	$(BIN)/python tests/support/run_exactness.py --cases 200 --seed 1 --engine static
+	$(BIN)/python tests/support/run_sampling.py --cases 500 --seed 0
+	$(BIN)/python tests/support/run_batches.py --cases 300 --seed 0
 
 test-parallel: $(VENV)/installed  ## 200 random cases on 1 to 4 ranks against one process, 20 times a rank is killed, and every signal in every phase
-	$(BIN)/python tests/run_parallel.py --cases 200 --kills 20 --signals 5 --seed 0
+	$(BIN)/python tests/support/run_parallel.py --cases 200 --kills 20 --signals 5 --seed 0
 
 CASES ?= 3000
 SEED ?=
 fuzz: $(VENV)/installed  ## CASES=3000 random cases on every family of models against transformers' own generate; SEED=n one again
-	$(BIN)/python tests/run_fuzz.py $(if $(SEED),--seed $(SEED),--cases $(CASES))
+	$(BIN)/python tests/support/run_fuzz.py $(if $(SEED),--seed $(SEED),--cases $(CASES))
 
-lint: $(VENV)/installed  ## Style and types
+lint: $(VENV)/installed  ## Style, types, and which package may import which
 	$(BIN)/ruff check src tests tools benchmarks
 	$(BIN)/ruff format --check src tests tools benchmarks
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: $(VENV)/installed  ## Put the code into the project's style
 	$(BIN)/ruff check --fix src tests tools benchmarks

@@ -8,7 +8,7 @@ For each context length these take turns, so that a machine that becomes slower 
 - a step of each size through the engine: layout, mask, forward pass, predictions, commit;
 - transformers' own one-token step: its forward pass with a `DynamicCache` and the choice of the likeliest token;
 - transformers' `generate`, per token: the difference between eight more tokens and none, over eight;
-- reading as much memory as the weights take (`WeightReader` of `backends/transformers/tuning.py`), which bounds every step.
+- reading as much memory as the weights take (`WeightReader` of `backends/transformers/tuning.py`): a bound for steps.
 
 On a CPU times are CPU times of the process. `--model random` is a Llama of half a billion random weights made on the
 spot, `--model demo` the model that comes with the package. Variants of the engine take turns as well. At last the

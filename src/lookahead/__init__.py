@@ -53,6 +53,7 @@ _HOMES = {
     "attach": "api.generation",
     "detach": "api.generation",
     "generate": "api.generation",
+    "__version__": "version",
 }
 
 _MODULES = ("config", "demo", "errors", "parallel")
@@ -66,8 +67,6 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(f"lookahead.{_HOMES[name]}"), name)
     elif name in _MODULES:
         value = import_module(f"lookahead.{name}")
-    elif name == "__version__":
-        value = _version()
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
@@ -76,12 +75,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_MODULES})
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("lookahead-decoding")
-    except PackageNotFoundError:  # a source tree that was never installed
-        return "unknown"

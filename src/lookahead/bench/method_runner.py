@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-import lookahead
+from lookahead.api.generation import generate
 from lookahead.bench.forward_counter import ForwardCounter
 from lookahead.bench.models import BenchModel, load_assistant, sharing_weights
 from lookahead.bench.suite import MethodSpec, TaskSpec
@@ -114,7 +114,7 @@ class MethodRunner:
 
     def _with_lookahead(self, method: MethodSpec, arguments: dict[str, Any]) -> Run:
         def call() -> tuple[list[int], Any]:
-            output: Any = lookahead.generate(
+            output: Any = generate(
                 self._model, lookahead_config=method.lookahead, return_dict_in_generate=True, **arguments
             )
             return output.sequences[0, prompt:].tolist(), output.statistics

@@ -10,7 +10,6 @@ import torch
 from transformers import StoppingCriteriaList
 from transformers.cache_utils import Cache
 
-import lookahead
 from lookahead.cli.decoding import Recording, decode_with_lookahead, text_options
 from lookahead.cli.interruption import interruptible
 from lookahead.cli.loading import LoadedModel
@@ -19,6 +18,7 @@ from lookahead.cli.settings import Sampling
 from lookahead.cli.text import decode
 from lookahead.cli.turn_format import Message, TurnFormat
 from lookahead.config import LookaheadConfig
+from lookahead.drafting import NGramPool
 from lookahead.errors import InvalidArgumentError
 
 
@@ -188,7 +188,7 @@ def _options(config: LookaheadConfig) -> dict[str, Any]:
     """What all turns hand to `lookahead.generate`."""
     options: dict[str, Any] = {"use_cache": True}
     if config.preset == "paper":
-        options["ngram_pool"] = lookahead.NGramPool(config.ngram_size, config.guess_set_size)
+        options["ngram_pool"] = NGramPool(config.ngram_size, config.guess_set_size)
     return options
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-import lookahead
+from lookahead.api.generation import generate
 from lookahead.cli.loading import LoadedModel
 from lookahead.cli.memory import memory_errors_explained
 from lookahead.cli.prompt import Prompt
@@ -90,7 +90,7 @@ def decode_with_lookahead(
             on_step(step.tokens)
 
     def run() -> Any:
-        output: Any = lookahead.generate(
+        output: Any = generate(
             loaded.model,
             lookahead_config=config,
             on_step=keep,

@@ -11,9 +11,9 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
-import lookahead
 from lookahead.errors import ParallelError
 from lookahead.parallel.exchange import Bytes, Exchange
+from lookahead.version import __version__
 
 _DIGEST = 12
 """Bytes of each digest that is compared."""
@@ -30,7 +30,7 @@ def digest(value: object) -> bytes:
 
 def versions() -> str:
     """Versions that decide what is computed."""
-    return f"lookahead {lookahead.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"lookahead {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
 
 
 def settings(config: GenerationConfig) -> str:

@@ -18,9 +18,9 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-import lookahead
 from lookahead.core.cost_model import CostModel
 from lookahead.errors import InvalidArgumentError
+from lookahead.version import __version__
 
 _SIZES = (
     "model_type",
@@ -143,7 +143,7 @@ def describe_setting(model: PreTrainedModel, engine: Mapping[str, Any] | None = 
         "threads": torch.get_num_threads() if model.device.type == "cpu" else None,
         "engine": dict(engine or {}),
         "versions": {
-            "lookahead": lookahead.__version__,
+            "lookahead": __version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },

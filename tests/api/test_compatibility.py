@@ -60,7 +60,7 @@ class Row:
 
 def read_rows() -> Iterator[Row]:
     """The rows of all tables that give verdicts."""
-    page = (Path(__file__).parent.parent / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text(encoding="utf-8")
     within = False
     for line in page.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_engine_model import grouped_llama
+from test_tree_cache import states
 from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import DynamicCache, PreTrainedModel
@@ -31,8 +33,6 @@ from lookahead.backends.transformers.tree_attention import unpack
 from lookahead.backends.transformers.trial import trial_logits
 from lookahead.core.token_tree import TokenTree, lay_out
 from model_zoo import ARCHITECTURES, SLIDING_WINDOW, VOCAB_SIZE, build
-from test_engine_model import grouped_llama
-from test_tree_cache import states
 
 NAMES = sorted(ARCHITECTURES)
 BY_LENGTH = ["llama_dynamic_rope", "phi3_long_rope"]

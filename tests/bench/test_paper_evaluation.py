@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 from lookahead.bench.scaling_law import Measured
 from word_model import WORDS, save_word_model
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 evaluation = importlib.import_module("paper_evaluation")
 writer = importlib.import_module("write_paper_evaluation")
 pictures = importlib.import_module("method_pictures")

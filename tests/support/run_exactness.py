@@ -1,9 +1,9 @@
-"""Compare batches of lookahead decoding with those of `model.generate` and with their own rows alone.
+"""Compare lookahead decoding with `model.generate`, token by token, in many seeded random cases.
 
-    python tests/run_batches.py --cases 300 --seed 0
+    python tests/support/run_exactness.py --cases 1000 --seed 0
 
-The cases are spread evenly over all architectures of the model zoo. The last line reads `300 passed, 0 failed`; the
-exit code is 1 if any case failed.
+The cases are spread evenly over all architectures of the model zoo. The last line reads
+`1000 passed, 0 failed`; the exit code is 1 if any case failed.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
-import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from transformers.utils import logging
 
-from batch_exactness import BatchCase, BatchOutcome, random_batch_case, run_batch_case
+from exactness import Case, Outcome, random_case, run_case
+from lookahead.config import ENGINES
 from model_zoo import ARCHITECTURES
-from run_sampling import positive, progress_bar
 
 
 def main() -> int:
     """Run the cases that the command line asks for."""
     arguments = _parse()
     console = Console()
-    by_architecture: dict[str, list[BatchOutcome]] = {name: [] for name in arguments.architectures}
-    with progress_bar(console) as progress:
+    by_architecture: dict[str, list[Outcome]] = {name: [] for name in arguments.architectures}
+    with _progress(console) as progress:
         task = progress.add_task("", total=arguments.cases)
         for case in draw_cases(arguments.cases, arguments.seed, arguments.architectures):
-            progress.update(task, description=f"{case.architecture:<{max(map(len, ARCHITECTURES))}}")
-            outcome = run_batch_case(case)
+            progress.update(task, description=f"{case.architecture:<{_name_width()}}")
+            outcome = run_case(replace(case, engine=arguments.engine))
             by_architecture[case.architecture].append(outcome)
             if not outcome.matched:
                 console.print(outcome.report(), markup=False, highlight=False, soft_wrap=True)
@@ -44,7 +44,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def draw_cases(count: int, seed: int, architectures: list[str]) -> Iterator[BatchCase]:
+def draw_cases(count: int, seed: int, architectures: list[str]) -> Iterator[Case]:
     """Draw `count` cases, the architectures in turn.
 
     Each case has a random state of its own, so that it does not change with the number of cases or with the
@@ -53,12 +53,12 @@ def draw_cases(count: int, seed: int, architectures: list[str]) -> Iterator[Batc
     for number in range(count):
         turn, place = divmod(number, len(architectures))
         name = architectures[place]
-        yield random_batch_case(Random(f"{seed} {name} {turn}"), name)
+        yield random_case(Random(f"{seed} {name} {turn}"), name)
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--cases", type=positive, default=300, help="how many cases to run (default: 300)")
+    parser.add_argument("--cases", type=_positive, default=1000, help="how many cases to run (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="seed that the cases are drawn from (default: 0)")
     parser.add_argument(
         "--architectures",
@@ -68,11 +68,28 @@ def _parse() -> argparse.Namespace:
         metavar="NAME",
         help="only these; all of the model zoo if not given",
     )
+    parser.add_argument("--engine", choices=ENGINES, default="dynamic", help="how steps are run (default: dynamic)")
     return parser.parse_args()
 
 
-def _table(by_architecture: dict[str, list[BatchOutcome]]) -> Table:
-    table = Table("architecture", "cases", "checks", "matched", "tokens per step", "tokens", title="Batches")
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+def _name_width() -> int:
+    return max(map(len, ARCHITECTURES))
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def _table(by_architecture: dict[str, list[Outcome]]) -> Table:
+    table = Table("architecture", "cases", "matched", "tokens per step", "tokens", title="Exactness")
     for column in table.columns[1:]:
         column.justify = "right"
     for name, outcomes in by_architecture.items():
@@ -84,16 +101,13 @@ def _table(by_architecture: dict[str, list[BatchOutcome]]) -> Table:
     return table
 
 
-def _cells(outcomes: list[BatchOutcome]) -> tuple[str, ...]:
-    checks = sum(outcome.checks for outcome in outcomes)
+def _cells(outcomes: list[Outcome]) -> tuple[str, ...]:
     matched = sum(outcome.matched for outcome in outcomes)
-    tokens = sum(outcome.tokens for outcome in outcomes)
+    tokens = sum(len(outcome.got) for outcome in outcomes)
     steps = sum(len(outcome.accepted_lengths) for outcome in outcomes)
     compression = tokens / steps if steps else 0.0
-    return str(len(outcomes)), str(checks), str(matched), f"{compression:.2f}", str(tokens)
+    return str(len(outcomes)), str(matched), f"{compression:.2f}", str(tokens)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # as in the Makefile: models this small only lose by a second one
-    logging.set_verbosity_error()  # transformers' remarks on odd settings would tear the progress bar
     sys.exit(main())

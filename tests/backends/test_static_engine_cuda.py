@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_static_engine import BY_LENGTH, NAMES, PROMPT, STATIC, addresses, assert_same, logits_of_steps
 from transformers import PreTrainedModel
 
 import lookahead
@@ -17,7 +18,6 @@ from lookahead.backends.transformers.static_cache import layer_shapes
 from lookahead.backends.transformers.static_steps import StaticSteps, pass_sizes
 from lookahead.backends.transformers.trial import trial_logits
 from model_zoo import ARCHITECTURES, build
-from test_static_engine import BY_LENGTH, NAMES, PROMPT, STATIC, addresses, assert_same, logits_of_steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -1,8 +1,8 @@
 """Compare lookahead decoding with `model.generate` on every family of models, in random cases.
 
-    python tests/run_fuzz.py --cases 3000            # seeds 0 to 2999
-    python tests/run_fuzz.py --seed 123              # one of them again, in words
-    python tests/run_fuzz.py --family qwen3 --cases 50
+    python tests/support/run_fuzz.py --cases 3000            # seeds 0 to 2999
+    python tests/support/run_fuzz.py --seed 123              # one of them again, in words
+    python tests/support/run_fuzz.py --family qwen3 --cases 50
 
 A case is drawn from one number alone. The last lines count what came of the cases; the exit code is 1 if any was wrong.
 Interrupted with Ctrl-C, the report is about what was run so far.

@@ -1,6 +1,6 @@
 """Compare lookahead decoding with `model.generate` under the same seed, in many random mixes of settings.
 
-    python tests/run_sampling.py --cases 500 --seed 0
+    python tests/support/run_sampling.py --cases 500 --seed 0
 
 Tokens and the random state after them must be the same. The cases are spread evenly over all settings that change
 logits, on the demo model and the models of the zoo. The last line reads `500 passed, 0 failed`; the exit code is 1

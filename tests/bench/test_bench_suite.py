@@ -13,7 +13,7 @@ from lookahead.bench.suite import SamplingSpec, TaskSpec
 from lookahead.bench.suite_file import read_suite
 from lookahead.cli import main
 
-CONFIGS = sorted((Path(__file__).parents[1] / "benchmarks" / "configs").glob("*.toml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "benchmarks" / "configs").glob("*.toml"))
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 common = importlib.import_module("common")
 engine = importlib.import_module("engine")
 write_engine = importlib.import_module("write_engine")

@@ -1,6 +1,6 @@
 """Compare lookahead decoding on several ranks with one process in many seeded random cases, and end ranks.
 
-    python tests/run_parallel.py --cases 200 --kills 20 --signals 5 --seed 0
+    python tests/support/run_parallel.py --cases 200 --kills 20 --signals 5 --seed 0
 
 The cases go in turn over 1, 2, 3 and 4 ranks, and over greedy decoding, sampling and ragged batches. The last lines
 read `200 passed, 0 failed`, `20 of 20 kills ...` and `150 of 150 signals ...`; the exit code is 1 if anything failed.

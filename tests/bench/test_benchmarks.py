@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 
 from word_model import WORDS, save_word_model
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 step_compression = importlib.import_module("step_compression")
 write_results = importlib.import_module("write_results")
 

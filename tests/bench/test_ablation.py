@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ from lookahead.drafting.auto.scorer import MATCH_CLASSES, Acceptance
 from model_zoo import VOCAB_SIZE, build, greedy
 from word_model import save_word_tokenizer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 ablation = importlib.import_module("ablation")
 cost = importlib.import_module("drafting_cost")
 writer = importlib.import_module("write_ablation")
