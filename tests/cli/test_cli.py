@@ -371,7 +371,7 @@ def fake_steps(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
         output.sequences = torch.cat([input_ids, torch.tensor([tokens])], dim=1)
         return output
 
-    monkeypatch.setattr(lookahead, "generate", fake)
+    monkeypatch.setattr("lookahead.cli.decoding.generate", fake)
 
 
 def test_compare_identical(capsys: pytest.CaptureFixture[str], expected: list[int]) -> None:
@@ -461,7 +461,7 @@ def out_of_memory(*args: Any, **kwargs: Any) -> None:
 
 @pytest.mark.parametrize("command", ["generate", "compare"])
 def test_out_of_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    monkeypatch.setattr(lookahead, "generate", out_of_memory)
+    monkeypatch.setattr("lookahead.cli.decoding.generate", out_of_memory)
     message = refused(capsys, command, PROMPT, *SHORT)
     assert "out of memory on cpu while decoding (tried to allocate 2.50 GiB)" in message
     assert all(word in message for word in ("-W", "shorter text", "--dtype bfloat16")), message

@@ -107,7 +107,7 @@ def on_steps(monkeypatch: pytest.MonkeyPatch, do: Callable[[lookahead.StepRecord
 
         return real(*args, on_step=after, **kwargs)
 
-    monkeypatch.setattr(lookahead, "generate", generate)
+    monkeypatch.setattr("lookahead.cli.decoding.generate", generate)
 
 
 def reports(out: str) -> list[dict[str, Any]]:

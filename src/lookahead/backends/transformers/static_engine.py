@@ -48,6 +48,9 @@ class StaticBuffers:
             return
         sizes = pass_sizes(nodes)
         capacity = rounded(text + sizes[-1])
+        first = SlotLimit(model.config).first
+        if first is not None and capacity > first:  # such a model would take the whole buffer for text
+            return
         self._model = model
         self._made_for = (_state(model), batch, sizes, compiler)
         kept = _idle.pop(model, None)
@@ -91,7 +94,6 @@ def _is_free_of_python(model: PreTrainedModel) -> bool:
         model.device.type != "meta"
         and can_be_cloned(model)
         and PositionLimit(model.config).changes_after is None
-        and SlotLimit(model.config).first is None
         and not any(
             module._forward_hooks or module._forward_pre_hooks or type(module).__module__.startswith("peft.")
             for module in model.modules()
