@@ -19,6 +19,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PLBartForCausalLM,
     PreTrainedModel,
     WhisperForCausalLM,
 )
@@ -26,6 +27,7 @@ from transformers import (
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.backends.transformers import equivalence
+from lookahead.backends.transformers.position_limit import PositionLimit
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -290,3 +292,25 @@ def test_moshi_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("moshi", **SIZES, ffn_dim=96)).eval()
     with pytest.raises(UnsupportedModelError, match="past every window"):
         lookahead.generate(model, prompt(5), max_new_tokens=4)
+
+
+def test_phi4_multimodal_up_to_where_plain_decoding_breaks() -> None:
+    """Beyond its first context, transformers drops its cache and sends the last token alone."""
+    config = AutoConfig.for_model("phi4_multimodal", **SIZES, num_key_value_heads=2)
+    config.original_max_position_embeddings = 40
+    config.vision_config = config.audio_config = None
+    kind = equivalence(AutoModelForCausalLM.from_config(AutoConfig.for_model("phi3", **SIZES)))
+    assert kind.trees
+    runner = PositionLimit(config)
+    assert (runner.broken_after, runner.recompute_at) == (40, None)
+
+
+def test_a_fault_that_only_makes_trees_fail_counts() -> None:
+    """PLBart counts positions itself: trees differ, or ask for places behind its table."""
+    sizes = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
+    config = AutoConfig.for_model("plbart", vocab_size=97, max_position_embeddings=60, **sizes)
+    config.is_decoder, config.is_encoder_decoder = True, False
+    config.bos_token_id = config.eos_token_id = None
+    model = drawn(PLBartForCausalLM(config), 0.3)
+    with pytest.raises(UnsupportedModelError):
+        lookahead.generate(model, prompt(6), max_new_tokens=20)

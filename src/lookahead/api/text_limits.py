@@ -28,6 +28,7 @@ def check_text(
     """
     new_tokens = generation_config.max_length - prompts.width
     _check_context(runner, prompts)
+    _check_whole(runner, name, prompts.longest + new_tokens)
     _check_batch(runner, prompts, new_tokens)
     _check_recomputing(runner, prompts, new_tokens, generation_config.use_cache)
     _check_hidden(runner, prompts.mask, new_tokens)
@@ -40,6 +41,15 @@ def _check_context(runner: ModelRunner, prompts: Prompts) -> None:
     if runner.last_length is not None and longest >= runner.last_length:
         raise InvalidArgumentError(
             f"input_ids is a prompt of {longest} tokens, but the model's context holds {runner.context}; shorten it"
+        )
+
+
+def _check_whole(runner: ModelRunner, name: str, longest: int) -> None:
+    """Refuse texts of which plain decoding of the model loses the beginning."""
+    if runner.broken_after is not None and longest > runner.broken_after:
+        raise UnsupportedArgumentError(
+            f"input_ids and max_new_tokens may come to {longest} tokens: beyond {runner.broken_after} generate of "
+            f"{name} drops its cache and reads the last token alone; choose a smaller max_new_tokens"
         )
 
 

@@ -87,6 +87,11 @@ class ModelRunner:
         """Longest text of which rows of a batch may be at different places, if longer ones are read otherwise."""
         return min((text for text in (self._limit.changes_after, self._slots.first) if text is not None), default=None)
 
+    @property
+    def broken_after(self) -> int | None:
+        """Longest text that plain decoding of the model reads as a whole; `None` for any."""
+        return self._limit.broken_after
+
     def counts_hidden_after(self, between: bool) -> int | None:
         """Longest text, hidden tokens included, in which the model counts no hidden token; `None` for any.
 

@@ -7,8 +7,12 @@ from transformers import PreTrainedConfig
 _CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")
 """What configurations call the number of positions."""
 
-_RECOMPUTING = ("phi3", "phimoe", "phi4_multimodal")
+_RECOMPUTING = ("phi3", "phimoe")
 """Model types whose `prepare_inputs_for_generation` drops the cache once the text passes the original context."""
+
+
+_BROKEN = ("phi4_multimodal",)
+"""Model types that drop the cache there, too, but go on to read the last token alone, as if it were a whole text."""
 
 
 class PositionLimit:
@@ -30,6 +34,7 @@ class PositionLimit:
         changes_after: Longest text that is read with the frequencies for short texts; `None` if there are no others.
         recompute_at: Text length at which transformers computes the whole cache anew for this model, because
             its keys were made with the frequencies for short texts (Phi-3 and its kin); `None` for all others.
+        broken_after: Longest text that plain decoding reads as a whole; `None` for any.
     """
 
     def __init__(self, config: PreTrainedConfig, positions_end: bool = True) -> None:
@@ -49,6 +54,7 @@ class PositionLimit:
         self.changes_after: int | None = self._original if _changes(self._rope_type) else None
         recomputes = config.model_type in _RECOMPUTING and hasattr(config, "original_max_position_embeddings")
         self.recompute_at: int | None = self._original + 1 if recomputes and self._original is not None else None
+        self.broken_after: int | None = self._original if config.model_type in _BROKEN else None
 
     def deepest(self, root_position: int) -> int | None:
         """Largest position id that a tree may hold whose root stands at `root_position`; `None` for any.
