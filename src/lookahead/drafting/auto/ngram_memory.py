@@ -234,7 +234,7 @@ class NGramMemory:
     `orders * capacity * 80` bytes, from the beginning and for ever; an operating system that fills pages on first use,
     as Linux does, charges less until then.
 
-    The arrays are open to the inner loops of drafting (`growth.py`), one row for each entry:
+    The arrays are open to the inner loops of drafting (`search.py`), one row for each entry:
 
     Attributes:
         tags: Hash of the context, `[entries]` int64; 0 where nothing is kept.
