@@ -7,8 +7,8 @@ from random import Random
 from typing import Any
 
 from fuzz.settings import draw_settings
-from fuzz.sizes import VOCABULARY
 from fuzz.variant import Variant, draw_variant
+from lookahead.backends.transformers.miniature.sizes import VOCABULARY
 
 
 @dataclass(frozen=True)

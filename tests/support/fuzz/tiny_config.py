@@ -9,8 +9,18 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from fuzz.sizes import CONTEXTS, HEAD_DIM, HEADS, LAYERS, MROPE, SIZES, SPECIAL, TOWER_SIZES, VOCABULARY, WINDOWS
+from fuzz.sizes import MROPE, SPECIAL
 from fuzz.variant import Variant
+from lookahead.backends.transformers.miniature.sizes import (
+    CONTEXTS,
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    SIZES,
+    TOWER_SIZES,
+    VOCABULARY,
+    WINDOWS,
+)
 
 LANGUAGE = ("text_config", "llm_config", "language_config", "thinker_config", "text_encoder", "decoder", "vlm_config")
 """What composite configurations call the part that reads and writes text."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fuzz.sizes import VOCABULARY
+from lookahead.backends.transformers.miniature.sizes import VOCABULARY
 
 
 @torch.no_grad()
