@@ -36,16 +36,17 @@ def test_texts_are_those_of_generate(name: str) -> None:
     for config in (LookaheadConfig(engine="dynamic"), STATIC, STATIC):  # the third replays what the second captured
         model(torch.zeros((1, 1), dtype=torch.long, device="cuda"), use_cache=False)  # dynamic RoPE forgets
         assert torch.equal(lookahead.generate(model, prompt, lookahead_config=config, **GREEDY), expected), config
-    engine = engine_model(model)
+    engine = engine_model(model, static=True)
     assert (engine.config._attn_implementation == tree_attention.NAME) >= (name in WITH_KERNEL)
     print(name, engine.config._attn_implementation, "static" if engine in static_engine._idle else "dynamic")
     assert (engine in static_engine._idle) <= (name not in BY_LENGTH)
+    assert (engine in static_engine._idle) >= (name in WITH_KERNEL)
 
 
 @pytest.mark.parametrize("name", WITH_KERNEL)
 def test_replays_are_the_dynamic_steps(name: str) -> None:
     """Also with whatever may lie in the cache where no text is: the kernel does not read it."""
-    model = engine_model(on_gpu(name))
+    model = engine_model(on_gpu(name), static=True)
     with torch.no_grad():
         trial = ModelRunner(model, 1)
         trial_logits(trial)
@@ -96,11 +97,11 @@ def test_numbers_can_be_drawn_after_a_capture(failing: bool) -> None:
         torch.manual_seed(seed)
         got = lookahead.generate(model, prompt, lookahead_config=STATIC, max_new_tokens=30, do_sample=True)
         assert torch.equal(got, expected)
-    assert (engine_model(model) in static_engine._idle) != failing
+    assert (engine_model(model, static=True) in static_engine._idle) != failing
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_stays_static(dtype: torch.dtype) -> None:
     model = on_gpu("llama").to(dtype)
     lookahead.generate(model, PROMPT.cuda(), lookahead_config=STATIC, **GREEDY)
-    assert engine_model(model) in static_engine._idle
+    assert engine_model(model, static=True) in static_engine._idle

@@ -121,9 +121,9 @@ def test_statistics_say_what_was_drafted_from(model: PreTrainedModel) -> None:
     assert run(model, preset="autoregressive").statistics.sources == [{}]
 
 
-@pytest.mark.parametrize(("factor", "most"), [(100.0, 1), (1.0, 128)])
+@pytest.mark.parametrize(("factor", "least", "most"), [(100.0, 1, 1), (1.0, 33, 128)])
 def test_the_nodes_follow_from_a_stored_cost_curve(
-    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, most: int
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, least: int, most: int
 ) -> None:
     """What `lookahead tune` stored: steps of more than one node that are not worth it, or that cost nothing more."""
     curve = CostModel.fit([(1, 0, 1.0), *((nodes, 0, factor) for nodes in (2, 16, 128))])
@@ -132,7 +132,7 @@ def test_the_nodes_follow_from_a_stored_cost_curve(
     monkeypatch.setattr("lookahead.backends.transformers.cost_store.default_folder", lambda: tmp_path)
     monkeypatch.setattr(CostModel, "observe", lambda *_: None)  # or this machine would be learned
     nodes = run(model).statistics.nodes_per_step
-    assert max(nodes) == most if most == 1 else max(nodes) > 32
+    assert least <= max(nodes) <= most
 
 
 def test_drawn_rows_come_again_under_the_same_seed(model: PreTrainedModel) -> None:
