@@ -38,14 +38,14 @@ from common import (
     read_prompts,
     run_safely,
 )
-from lookahead.api.prompt_reading import MOST_READ
+from lookahead.api.prompt_warm_up import MOST_READ
 from lookahead.backends.transformers import ModelRunner, engine_model
 from lookahead.backends.transformers.model_state import neighbours
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.core.decoder import Batch, decode
 from lookahead.core.statistics import Statistics
-from lookahead.drafting import ContextMatches, DraftMemory, JacobiWindow, MergedDrafter, Neighbours, NGramMemory
+from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, EmbeddingNeighbours, JacobiWindow, NGramMemory
 from lookahead.drafting.auto.scorer import OTHER_FEATURES, Acceptance
 from paper_evaluation import Decoded, decode_plain, measurement_row, timed
 from step_compression import reference_row
@@ -74,12 +74,12 @@ class Variant:
         merge: How proposals are weighed: by weights learned while decoding; by those that learning begins with
             (priors); by weights that are the same for every length of contexts and matches (equal), or learned from
             these on; or in a fixed order: what follows the longest match, then what the longest known context says.
-        explores: Try familiar tokens with the nodes that are left.
+        explores: Try recent predictions with the nodes that are left.
         window: The paper's window: none, in nodes that nothing else takes, or in nodes set aside for it.
         keeps: Keep the memory from prompt to prompt.
         neighbours: Draft from the neighbours of unknown tokens.
-        stand_ins: Draft from what followed the tokens that stood in the root's place.
-        read_prompt: Most tokens of the prompt that are read.
+        continuations: Draft from what followed the tokens that stood in the root's place.
+        warm_up: Most tokens of the prompt that are read.
         old_share: How far the prediction after a single token keeps what it was.
     """
 
@@ -90,8 +90,8 @@ class Variant:
     window: Literal["", "left", "reserved"] = ""
     keeps: bool = False
     neighbours: bool = True
-    stand_ins: bool = True
-    read_prompt: int = MOST_READ
+    continuations: bool = True
+    warm_up: int = MOST_READ
     old_share: float = 0.3
 
     def memory(self) -> DraftMemory | None:
@@ -105,35 +105,35 @@ class Variant:
             weigh_equally(acceptance)
         return DraftMemory(NGramMemory(self.orders, old_share=self.old_share), acceptance)
 
-    def drafter(self, nodes: int, memory: DraftMemory | None, neighbours: Neighbours | None) -> MergedDrafter:
+    def drafter(self, nodes: int, memory: DraftMemory | None, neighbours: EmbeddingNeighbours | None) -> AutoDrafter:
         """A drafter for one text, with so many nodes a step; `neighbours` are those of the model."""
-        return MergedDrafter(
+        return AutoDrafter(
             memory,
             ContextMatches() if self.matches else None,
             JacobiWindow(WINDOW_SIZE, WINDOW_NGRAM, 0) if self.window else None,
             ReservingBudget(nodes, WINDOW_NODES) if self.window == "reserved" else nodes,
             most=nodes,
             explore=self.explores,
-            read_prompt=self.read_prompt if self.orders else 0,
+            warm_up=self.warm_up if self.orders else 0,
             neighbours=neighbours if self.neighbours and self.orders else None,
-            stand_ins=self.stand_ins,
+            continuations=self.continuations,
         )
 
 
 class ReservingBudget:
     """Sends a fixed number of nodes, of which some are kept for the window."""
 
-    rests = False
+    backs_off = False
 
     def __init__(self, nodes: int, reserved: int) -> None:
         self._nodes = nodes
         self._reserved = reserved
         self.chosen = 0
 
-    def offer(self, gains: NDArray[np.float64], context: int) -> bool:
+    def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """Take all candidates that leave room for the window; see `StepBudget`."""
         most = max(self._nodes - 1 - self._reserved, 0)
-        self.chosen = min(len(gains), most)
+        self.chosen = min(len(probabilities), most)
         return self.chosen < most
 
     @property
@@ -157,10 +157,10 @@ VARIANTS: dict[str, Variant] = {
     "fixed order": Variant(merge="fixed"),
     "no exploring": Variant(explores=False),
     "no neighbours": Variant(neighbours=False),
-    "no stand-ins": Variant(stand_ins=False),
-    "prompt not read": Variant(read_prompt=0),
+    "no stand-ins": Variant(continuations=False),
+    "prompt not read": Variant(warm_up=0),
     "newest prediction alone after one token": Variant(old_share=0.0),
-    "none of these four": Variant(neighbours=False, stand_ins=False, read_prompt=0, old_share=0.0),
+    "none of these four": Variant(neighbours=False, continuations=False, warm_up=0, old_share=0.0),
     "window in what is left": Variant(explores=False, window="left"),
     "window in nodes of its own": Variant(window="reserved"),
     "memory kept across prompts": Variant(keeps=True),
@@ -200,7 +200,7 @@ def describe(variant: str, nodes: int) -> Row:
     return {"variant": variant, "nodes": nodes, **asdict(VARIANTS[variant])}
 
 
-def decode_with(drafter: MergedDrafter, model: Any, input_ids: torch.Tensor, max_new_tokens: int) -> Decoded:
+def decode_with(drafter: AutoDrafter, model: Any, input_ids: torch.Tensor, max_new_tokens: int) -> Decoded:
     """The new tokens of greedy decoding with a drafter, and its steps; input_ids: [1, S]."""
     prompt = input_ids[0].tolist()
     ends = model.generation_config.eos_token_id

@@ -32,7 +32,14 @@ from lookahead.bench.machine import describe_machine, resident_bytes
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.cost_model import CostModel
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting import ContextMatches, DraftMemory, MergedDrafter, Neighbours, PayingBudget, StepResult
+from lookahead.drafting import (
+    AutoDrafter,
+    ContextMatches,
+    DraftMemory,
+    EmbeddingNeighbours,
+    StepResult,
+    ThroughputBudget,
+)
 from lookahead.drafting.auto.embedding_neighbours import COORDINATES
 from lookahead.drafting.compiled import IS_COMPILED
 from write_results import ResultsError, Row, write_whole
@@ -49,15 +56,15 @@ REQUEST_STEPS, REQUEST_NODES = 24, 16
 MARKS = (1, 10, 100, 1000)
 
 PARTS: dict[str, tuple[str, str]] = {
-    "grow the tree": ("_growth", "grow"),
+    "grow the tree": ("_search", "search"),
     "budget": ("budget", "offer"),
-    "add to the tree": ("_growth", "add_to"),
+    "add to the tree": ("_search", "add_to"),
     "learn": ("", "_learn"),
-    "find stand-ins": ("", "_find_stand_ins"),
+    "find stand-ins": ("", "_find_continuations"),
     "remember": ("", "_remember"),
     "extend the matches": ("matches", "extend"),
 }
-"""Where the parts of a step are: an attribute of `MergedDrafter`, or none for itself, and a method of that."""
+"""Where the parts of a step are: an attribute of `AutoDrafter`, or none for itself, and a method of that."""
 
 
 class HashedModel:
@@ -90,7 +97,7 @@ class HashedModel:
 class Text:
     """A text that `HashedModel` writes, drafted for by a drafter."""
 
-    def __init__(self, model: HashedModel, drafter: MergedDrafter, seed: int) -> None:
+    def __init__(self, model: HashedModel, drafter: AutoDrafter, seed: int) -> None:
         rng = np.random.default_rng(seed)
         self.tokens = model.from_codes(rng.integers(1 << 30, size=PROMPT_TOKENS)).tolist()
         self.drafter = drafter
@@ -129,20 +136,20 @@ class Text:
 
 
 class ChosenBudget:
-    """Asks a `PayingBudget`, whose work counts, and then sends a fixed number of nodes: so sizes can be compared."""
+    """Asks a `ThroughputBudget`, whose work counts, then sends a fixed number of nodes: so sizes can be compared."""
 
-    rests = False
+    backs_off = False
 
     def __init__(self, nodes: int) -> None:
-        self._paying = PayingBudget(CostModel.prior())
+        self._paying = ThroughputBudget(CostModel.prior())
         self._nodes = nodes
         self.chosen = 0
         self.left = 0
 
-    def offer(self, gains: NDArray[np.float64], context: int) -> bool:
+    def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """See `StepBudget`."""
-        self._paying.offer(gains, context)
-        self.chosen = min(len(gains), self._nodes - 1)
+        self._paying.offer(probabilities, context)
+        self.chosen = min(len(probabilities), self._nodes - 1)
         return False
 
     def learn(self, drafted: bool, accepted: bool) -> None:
@@ -153,7 +160,7 @@ class ChosenBudget:
 class PartTimes:
     """Nanoseconds of the parts of each step."""
 
-    def __init__(self, drafter: MergedDrafter) -> None:
+    def __init__(self, drafter: AutoDrafter) -> None:
         self.steps: list[dict[str, int]] = [{}]
         for part, (holder, method) in PARTS.items():
             self._watch(getattr(drafter, holder) if holder else drafter, method, part)
@@ -170,18 +177,18 @@ class PartTimes:
         setattr(holder, method, timed)
 
 
-def new_drafter(memory: DraftMemory, nodes: int, chooses: bool, neighbours: Neighbours) -> MergedDrafter:
+def new_drafter(memory: DraftMemory, nodes: int, chooses: bool, neighbours: EmbeddingNeighbours) -> AutoDrafter:
     """A drafter as `preset="auto"` has it, with a `step_budget` or with one that chooses."""
     budget, most = (ChosenBudget(nodes), MOST_CHOSEN_NODES) if chooses else (nodes, nodes)
-    return MergedDrafter(memory, ContextMatches(), None, budget, most, neighbours=neighbours)
+    return AutoDrafter(memory, ContextMatches(), None, budget, most, neighbours=neighbours)
 
 
-def some_neighbours(vocabulary: int) -> Neighbours:
+def some_neighbours(vocabulary: int) -> EmbeddingNeighbours:
     """As many as a model has, of no particular kind: who is near does not change what asking takes."""
-    return Neighbours(np.random.default_rng(0).standard_normal((vocabulary, COORDINATES), dtype=np.float32))
+    return EmbeddingNeighbours(np.random.default_rng(0).standard_normal((vocabulary, COORDINATES), dtype=np.float32))
 
 
-def time_steps(vocabulary: int, nodes: int, chooses: bool, texts: int, neighbours: Neighbours) -> Row:
+def time_steps(vocabulary: int, nodes: int, chooses: bool, texts: int, neighbours: EmbeddingNeighbours) -> Row:
     """Medians of the microseconds that drafting takes in a step, as a whole and by its parts."""
     proposing, observing, sent = [], [], []
     steps: list[dict[str, int]] = []
@@ -257,7 +264,7 @@ def serve(
     """Draft for many short texts with one memory; yields what is kept after so many of them as `marks` say."""
     model = HashedModel(vocabulary)
     for number in range(1, requests + 1):
-        drafter = MergedDrafter(memory, ContextMatches(), None, REQUEST_NODES)
+        drafter = AutoDrafter(memory, ContextMatches(), None, REQUEST_NODES)
         text = Text(model, drafter, number)
         for _ in range(steps):
             drafter.observe(text.result(text.propose()))
@@ -271,14 +278,14 @@ def serve(
                 "entries": statistics.entries,
                 "capacity": statistics.capacity,
                 "memory_bytes": array_bytes(memory.ngrams, memory.acceptance),
-                "request_bytes": array_bytes(drafter.matches, getattr(drafter, "_growth")),  # noqa: B009
+                "request_bytes": array_bytes(drafter.matches, getattr(drafter, "_search")),  # noqa: B009
                 "resident_bytes": resident_bytes(),
             }
 
 
 def drafts(memory: DraftMemory, vocabulary: int, steps: int, seed: int) -> list[tuple[list[int], list[int]]]:
     """Tokens and parents of the trees that a memory leads to on a new text; it learns from them."""
-    text = Text(HashedModel(vocabulary), MergedDrafter(memory, ContextMatches(), None, 64), seed)
+    text = Text(HashedModel(vocabulary), AutoDrafter(memory, ContextMatches(), None, 64), seed)
     trees = []
     for _ in range(steps):
         trees.append(text.propose())

@@ -1,8 +1,8 @@
-"""What transformers tests of its own decoding methods, asked of lookahead decoding at transformers' own door.
+"""What transformers tests of its own decoding methods, asked of lookahead decoding at transformers' own entry point.
 
 Each test is named after the one of `GenerationTesterMixin`, `GenerationIntegrationTests` or the streamer tests in
 transformers whose question it asks, and asks it anew: of `model.generate(..., custom_generate=lookahead.generate)`,
-with plain decoding as the answer. Where that door keeps an argument from us it is `lookahead.generate` instead.
+with plain decoding as the answer. Where that entry point keeps an argument from us it is `lookahead.generate` instead.
 Questions that do not apply (encoder-decoders, inputs that are no text, compilation) are left out; ways of decoding
 that are refused are one test.
 """
@@ -57,13 +57,13 @@ each_model = pytest.mark.parametrize("name", NAMES)
 
 
 def ours(model: PreTrainedModel, ids: torch.Tensor | None = None, **options: Any) -> Any:
-    """Lookahead decoding at transformers' own door."""
+    """Lookahead decoding at transformers' own entry point."""
     options = {"lookahead_config": SMALL, **options}
     return model.generate(ids, custom_generate=lookahead.generate, **options)
 
 
 def in_function(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> Any:
-    """Lookahead decoding at the door that carries streamers and tokenizers."""
+    """Lookahead decoding at the entry point that carries streamers and tokenizers."""
     return lookahead.generate(model, ids, lookahead_config=SMALL, **options)
 
 
@@ -642,7 +642,7 @@ def test_iterator_streamer_matches_non_streaming(demo: Demo, prompt_and_text: tu
 
 
 def test_iterator_streamer_timeout(demo: Demo, prompt_and_text: tuple[torch.Tensor, str]) -> None:
-    """At transformers' own door a streamer gets the prompt from transformers and then nothing, not even the end."""
+    """At transformers' own entry point a streamer gets the prompt from transformers and then nothing, not even the end."""
     model, tokenizer = demo
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=0.01)
     ours(model, prompt_and_text[0], streamer=streamer, **STREAMED)
@@ -674,7 +674,7 @@ def test_streamer_with_several_sequences(demo: Demo, prompt_and_text: tuple[torc
 
 
 def test_stop_strings(demo: Demo, prompt_and_text: tuple[torch.Tensor, str]) -> None:
-    """A stop string that ends inside a token; at transformers' own door there is no tokenizer for it."""
+    """A stop string that ends inside a token; at transformers' own entry point there is no tokenizer for it."""
     model, tokenizer = demo
     ids, text = prompt_and_text
     options = {"stop_strings": ["rs)", "no such text"], "tokenizer": tokenizer, **STREAMED}
@@ -688,7 +688,7 @@ def test_stop_strings(demo: Demo, prompt_and_text: tuple[torch.Tensor, str]) -> 
 
 @pytest.mark.parametrize("name", ["synced_gpus", "assistant_model", "assistant_tokenizer"])
 def test_what_transformers_drops_on_the_way(name: str, llama: PreTrainedModel) -> None:
-    """At transformers' own door these never reach us, so that nothing can refuse them; the text is the same."""
+    """At transformers' own entry point these never reach us, so that nothing can refuse them; the text is the same."""
     value = {"synced_gpus": True, "assistant_model": llama, "assistant_tokenizer": object()}[name]
     assert torch.equal(ours(llama, PROMPT, **{name: value}, **GREEDY), plainly(llama, PROMPT, **GREEDY))
 

@@ -20,7 +20,7 @@ GREEDY = {"max_new_tokens": 20, "do_sample": False}
 
 
 def check(model: Any, plain: Any | None = None) -> None:
-    """Both doors of `model` give what plain decoding gives, in fewer steps."""
+    """Both entry points of `model` give what plain decoding gives, in fewer steps."""
     expected = (model if plain is None else plain).generate(input_ids=PROMPT, **GREEDY)
     options = {**GREEDY, "return_dict_in_generate": True}
     output = lookahead.generate(model, PROMPT, lookahead_config=SMALL, **options)

@@ -105,7 +105,7 @@ def test_what_is_kept_for_a_model_is_made_once(
     draft_memory(model, config)
     keep_memory(model, config, draft_memory(model, config))  # a file to be read
     other = copy.deepcopy(model)
-    for name in ("CostStore", "Neighbours", "DraftMemory", "MemoryFile"):
+    for name in ("CostStore", "EmbeddingNeighbours", "DraftMemory", "MemoryFile"):
         monkeypatch.setattr(model_state, name, slow(getattr(model_state, name)))
     made = in_threads(lambda _: (step_costs(other, config, 1), neighbours(other), draft_memory(other, config)), THREADS)
     for kind in zip(*made, strict=True):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.core.budget import LONGEST_REST, PATIENCE, WORTHWHILE, FixedBudget, PayingBudget
+from lookahead.core.budget import LONGEST_REST, PATIENCE, WORTHWHILE, FixedBudget, ThroughputBudget
 from lookahead.core.cost_model import CostModel
 from lookahead.errors import InvalidArgumentError
 
@@ -22,28 +22,32 @@ class Costs:
         return self.seconds[nodes]
 
 
-gains = st.lists(st.floats(0, 1), max_size=MOST + 5).map(lambda values: np.array(sorted(values, reverse=True)))
+probabilities = st.lists(st.floats(0, 1), max_size=MOST + 5).map(lambda values: np.array(sorted(values, reverse=True)))
 
 
 @settings(max_examples=200, deadline=None)
-@given(gains, st.lists(st.floats(0.1, 10), min_size=MOST, max_size=MOST))
-def test_the_number_of_nodes_is_the_one_with_most_tokens_per_second(gains: np.ndarray, seconds: list[float]) -> None:
-    budget = PayingBudget(Costs(seconds), most=MOST)
-    more = budget.offer(gains, context=7)
-    rates = [(1 + gains[:count].sum()) / seconds[count] for count in range(min(len(gains), MOST - 1) + 1)]
+@given(probabilities, st.lists(st.floats(0.1, 10), min_size=MOST, max_size=MOST))
+def test_the_number_of_nodes_is_the_one_with_most_tokens_per_second(
+    probabilities: np.ndarray, seconds: list[float]
+) -> None:
+    budget = ThroughputBudget(Costs(seconds), most=MOST)
+    more = budget.offer(probabilities, context=7)
+    rates = [
+        (1 + probabilities[:count].sum()) / seconds[count] for count in range(min(len(probabilities), MOST - 1) + 1)
+    ]
     rates[0] *= WORTHWHILE
     assert rates[budget.chosen] == pytest.approx(max(rates))
     assert budget.chosen + budget.left == MOST - 1
-    if not more and 0 < len(gains) < MOST - 1:
+    if not more and 0 < len(probabilities) < MOST - 1:
         # Nothing that could follow, however likely it is within what it may be, beats the choice.
-        for count in range(len(gains) + 1, MOST):
-            best = (1 + gains.sum() + gains[-1] * (count - len(gains))) / seconds[count]
+        for count in range(len(probabilities) + 1, MOST):
+            best = (1 + probabilities.sum() + probabilities[-1] * (count - len(probabilities))) / seconds[count]
             assert best <= max(rates) * (1 + 1e-9)
 
 
 def test_rows_of_a_batch_pay_for_their_nodes_together() -> None:
     costs = Costs([1.0] * 8 + [50.0] * 100)
-    alone, together = PayingBudget(costs, rows=1, most=8), PayingBudget(costs, rows=4, most=8)
+    alone, together = ThroughputBudget(costs, rows=1, most=8), ThroughputBudget(costs, rows=4, most=8)
     for budget in (alone, together):
         budget.offer(np.full(7, 0.9), context=0)
     assert alone.chosen == 7
@@ -51,10 +55,10 @@ def test_rows_of_a_batch_pay_for_their_nodes_together() -> None:
 
 
 def test_where_nothing_pays_drafting_rests_longer_and_longer_and_is_tried_again() -> None:
-    budget = PayingBudget(CostModel.prior())
+    budget = ThroughputBudget(CostModel.prior())
     rests, rest = [], 0
     for _ in range(1000):
-        if budget.rests:
+        if budget.backs_off:
             rest += 1
             budget.learn(drafted=False, accepted=False)
             continue
@@ -67,14 +71,14 @@ def test_where_nothing_pays_drafting_rests_longer_and_longer_and_is_tried_again(
     assert rests[:6] == [2, 4, 8, 16, 32, 64]
     assert set(rests[5:]) == {LONGEST_REST}
     budget.learn(drafted=True, accepted=True)
-    while budget.rests:
+    while budget.backs_off:
         budget.learn(drafted=False, accepted=False)
     budget.learn(drafted=True, accepted=True)  # something paid: patience again
     for _ in range(PATIENCE - 1):
         budget.learn(drafted=False, accepted=False)
-        assert not budget.rests
+        assert not budget.backs_off
     budget.learn(drafted=False, accepted=False)
-    assert budget.rests
+    assert budget.backs_off
 
 
 def test_a_fixed_budget_takes_what_fits() -> None:
@@ -83,6 +87,6 @@ def test_a_fixed_budget_takes_what_fits() -> None:
     assert (budget.chosen, budget.left) == (2, 1)
     assert not budget.offer(np.zeros(9), context=0)
     assert (budget.chosen, budget.left) == (3, 0)
-    assert not budget.rests
+    assert not budget.backs_off
     with pytest.raises(InvalidArgumentError, match="nodes=0"):
         FixedBudget(0)

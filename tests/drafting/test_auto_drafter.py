@@ -18,7 +18,7 @@ from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.core.decoder import Batch, decode
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.core.walk import follow
-from lookahead.drafting import ContextMatches, DraftMemory, JacobiWindow, MergedDrafter, NGramMemory, StepResult
+from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, JacobiWindow, NGramMemory, StepResult
 from lookahead.drafting.auto import search
 from lookahead.drafting.auto.scorer import Acceptance
 from lookahead.errors import InvalidArgumentError
@@ -35,7 +35,7 @@ class Chain:
         text: The text so far.
     """
 
-    def __init__(self, drafter: MergedDrafter, prompt: list[int], seed: int = 0, positions: int | None = None) -> None:
+    def __init__(self, drafter: AutoDrafter, prompt: list[int], seed: int = 0, positions: int | None = None) -> None:
         self.text = list(prompt)
         self._drafter = drafter
         self._seed = seed
@@ -76,8 +76,8 @@ def _top_tokens(*seed: int) -> tuple[list[int], list[float]]:
     return rng.permutation(VOCABULARY)[:TOP_K].tolist(), shares[:TOP_K].tolist()
 
 
-def drafter_of(budget: int, **settings: object) -> MergedDrafter:
-    return MergedDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), ContextMatches(), None, budget, **settings)  # type: ignore[arg-type]
+def drafter_of(budget: int, **settings: object) -> AutoDrafter:
+    return AutoDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), ContextMatches(), None, budget, **settings)  # type: ignore[arg-type]
 
 
 def plain(chain: Chain, count: int) -> list[int]:
@@ -92,18 +92,16 @@ def plain(chain: Chain, count: int) -> list[int]:
     budget=st.integers(1, 40),
     prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=50),
     seed=st.integers(0, 9),
-    read_prompt=st.sampled_from([0, 5, 100]),
+    warm_up=st.sampled_from([0, 5, 100]),
     positions=st.sampled_from([None, 60]),
     window=st.booleans(),
 )
 def test_texts_are_the_same_and_bounds_are_kept(
-    budget: int, prompt: list[int], seed: int, read_prompt: int, positions: int | None, window: bool
+    budget: int, prompt: list[int], seed: int, warm_up: int, positions: int | None, window: bool
 ) -> None:
     memory = DraftMemory(NGramMemory(3, 64, TOP_K))
     sent = JacobiWindow(3, 3, 0) if window else None
-    chain = Chain(
-        MergedDrafter(memory, ContextMatches(16), sent, budget, read_prompt=read_prompt), prompt, seed, positions
-    )
+    chain = Chain(AutoDrafter(memory, ContextMatches(16), sent, budget, warm_up=warm_up), prompt, seed, positions)
     expected = plain(chain, 130)
     while len(chain.text) < min(80, positions or 80):
         length = len(chain.text)
@@ -118,7 +116,7 @@ def test_it_takes_fewer_steps_as_it_learns() -> None:
     memory = DraftMemory(NGramMemory(3, 4096, TOP_K))
     steps = []
     for _ in range(2):
-        chain = Chain(MergedDrafter(memory, ContextMatches(), None, 16), [1, 2, 3])
+        chain = Chain(AutoDrafter(memory, ContextMatches(), None, 16), [1, 2, 3])
         count = 0
         while len(chain.text) < 60:
             chain.step()
@@ -133,9 +131,9 @@ def test_nodes_come_by_falling_probability_after_their_parents() -> None:
     chain = Chain(drafter, [1, 2, 3])
     for _ in range(8):
         tree = chain.step()
-        gains = drafter._growth.grown_gains
-        assert np.all(np.diff(gains) <= 0)
-        assert np.all((gains > 0) & (gains < 1))
+        probabilities = drafter._search.path_probabilities
+        assert np.all(np.diff(probabilities) <= 0)
+        assert np.all((probabilities > 0) & (probabilities < 1))
         assert len({(parent, token) for parent, token in zip(tree.parents, tree.tokens, strict=True)}) == len(tree)
 
 
@@ -145,7 +143,7 @@ def test_probabilities_of_one_node_are_a_softmax_of_their_scores() -> None:
     ngrams.insert(np.array([[5, -1]]), np.array([[1, 2]]), np.array([[0.5, 0.25]], dtype=np.float32))
     ngrams.insert(np.array([[5, 4]]), np.array([[3, 1]]), np.array([[0.8, 0.1]], dtype=np.float32))
     ngrams.insert(np.array([[5, -1]]), np.array([[1, 2]]), np.array([[0.5, 0.25]], dtype=np.float32))
-    drafter = MergedDrafter(memory, None, None, 4, explore=False)
+    drafter = AutoDrafter(memory, None, None, 4, explore=False)
     drafter.start([4, 5])
     tree = TokenTree([5], max_depth=1)
     drafter.propose(tree)
@@ -156,11 +154,11 @@ def test_probabilities_of_one_node_are_a_softmax_of_their_scores() -> None:
     total = sum(np.exp(list(scores.values()))) + np.exp(weights[-1])
     expected = sorted(((np.exp(score) / total, token) for token, score in scores.items()), reverse=True)
     assert tree.tokens[1:] == [token for _, token in expected]
-    assert drafter._growth.grown_gains == pytest.approx([gain for gain, _ in expected], rel=1e-5)
+    assert drafter._search.path_probabilities == pytest.approx([gain for gain, _ in expected], rel=1e-5)
 
 
 def test_text_that_was_there_before_is_copied() -> None:
-    drafter = MergedDrafter(DraftMemory(), ContextMatches(), None, 6, explore=False)
+    drafter = AutoDrafter(DraftMemory(), ContextMatches(), None, 6, explore=False)
     drafter.start([1, 2, 3, 4, 5, 6, 7, 1, 2, 3])
     tree = TokenTree([3])
     drafter.propose(tree)
@@ -168,7 +166,7 @@ def test_text_that_was_there_before_is_copied() -> None:
     assert tree.parents == [-1, 0, 1, 2, 3, 4]
 
 
-def test_without_anything_to_go_by_familiar_tokens_are_tried() -> None:
+def test_without_anything_to_go_by_recent_tokens_are_tried() -> None:
     drafter = drafter_of(4)
     drafter.start([7, 8, 9])
     tree = TokenTree([7, 8, 9])
@@ -178,7 +176,7 @@ def test_without_anything_to_go_by_familiar_tokens_are_tried() -> None:
 
 
 def test_the_prompt_is_read_as_far_as_asked() -> None:
-    drafter = drafter_of(1, read_prompt=2)
+    drafter = drafter_of(1, warm_up=2)
     drafter.start([7, 8, 9, 10])
     tree = TokenTree([7, 8, 9, 10])
     drafter.propose(tree)
@@ -187,7 +185,7 @@ def test_the_prompt_is_read_as_far_as_asked() -> None:
 
 def test_a_window_takes_what_is_left() -> None:
     window = JacobiWindow(3, 3, 0)
-    drafter = MergedDrafter(DraftMemory(), ContextMatches(), window, 8, explore=False)
+    drafter = AutoDrafter(DraftMemory(), ContextMatches(), window, 8, explore=False)
     drafter.start([1])
     tree = TokenTree([1])
     drafter.propose(tree)
@@ -207,7 +205,7 @@ def test_a_step_that_was_not_asked_for_a_draft_teaches_all_the_same() -> None:
 class Stingy:
     """A budget that takes two nodes, and says what it was offered."""
 
-    rests = False
+    backs_off = False
     left = 0
     chosen = 2
 
@@ -215,8 +213,8 @@ class Stingy:
         self.offers: list[list[float]] = []
         self.learned: list[tuple[bool, bool]] = []
 
-    def offer(self, gains: NDArray[np.float64], context: int) -> bool:
-        self.offers.append(gains.tolist())
+    def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
+        self.offers.append(probabilities.tolist())
         return False
 
     def learn(self, drafted: bool, accepted: bool) -> None:
@@ -225,14 +223,14 @@ class Stingy:
 
 def test_a_budget_decides_how_many_nodes_are_sent() -> None:
     budget = Stingy()
-    drafter = MergedDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), ContextMatches(), None, budget)
+    drafter = AutoDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), ContextMatches(), None, budget)
     chain = Chain(drafter, [1, 2, 3])
     trees = [chain.step() for _ in range(6)]
     assert all(len(tree) - tree.root == 3 for tree in trees)
     assert len(budget.offers) == len(budget.learned) == 6
-    assert all(gains == sorted(gains, reverse=True) for gains in budget.offers)
+    assert all(probabilities == sorted(probabilities, reverse=True) for probabilities in budget.offers)
     assert drafter.top_k == TOP_K
-    budget.rests = True
+    budget.backs_off = True
     assert chain.step().is_chain
     assert drafter.top_k == 0
     assert budget.learned[-1] == (False, False)
@@ -259,8 +257,8 @@ def test_acceptance_learns_what_comes_true() -> None:
 def test_texts_of_a_transformers_model_are_the_same(window: bool, budget: int) -> None:
     model = build("llama", seed=0)
     prompt = [5, 8, 2, 5, 8, 2, 5]
-    drafter = MergedDrafter(
-        DraftMemory(), ContextMatches(), JacobiWindow(4, 3, 0) if window else None, budget, read_prompt=16
+    drafter = AutoDrafter(
+        DraftMemory(), ContextMatches(), JacobiWindow(4, 3, 0) if window else None, budget, warm_up=16
     )
     sequence = TextSequence(torch.tensor([prompt]), prompt, drafter, TextSampler())
     with torch.no_grad():
@@ -272,16 +270,16 @@ def test_texts_of_a_transformers_model_are_the_same(window: bool, budget: int) -
 def test_compiled_loops_give_the_same_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
     trees: list[list[list[int]]] = []
-    compiled = search._grow
+    compiled = search._search_tree
     for loop in (compiled, compiled.py_func):
-        monkeypatch.setattr(search, "_grow", loop)
+        monkeypatch.setattr(search, "_search_tree", loop)
         chain = Chain(drafter_of(40), [1, 2, 3, 1, 2])
         trees.append([[*tree.tokens, *tree.parents] for tree in (chain.step() for _ in range(25))])
     assert trees[0] == trees[1]
 
 
 def test_without_a_memory_it_drafts_from_the_text_alone() -> None:
-    drafter = MergedDrafter(None, ContextMatches(), None, 8, explore=False)
+    drafter = AutoDrafter(None, ContextMatches(), None, 8, explore=False)
     assert drafter.top_k == 0
     chain = Chain(drafter, [1, 2, 3, 1, 2])
     expected = plain(chain, 250)

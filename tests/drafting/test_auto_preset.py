@@ -1,4 +1,4 @@
-"""`preset="auto"` through the door: what it keeps between calls, and where."""
+"""`preset="auto"` through `generate`: what it keeps between calls, and where."""
 
 import copy
 import warnings

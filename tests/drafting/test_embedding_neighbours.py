@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lookahead.api.prompt_reading import MOST_LOGITS, MOST_READ, tokens_to_read
+from lookahead.api.prompt_warm_up import MOST_LOGITS, MOST_READ, warm_up_tokens
 from lookahead.backends.transformers.model_state import neighbours
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting import ContextMatches, DraftMemory, MergedDrafter, Neighbours, NGramMemory, StepResult
+from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, EmbeddingNeighbours, NGramMemory, StepResult
 from lookahead.drafting.auto.embedding_neighbours import NEAREST, follow_neighbours
 from lookahead.errors import InvalidArgumentError
 from model_zoo import build
@@ -30,7 +30,9 @@ def cosines(rows: NDArray[np.float32], token: int) -> NDArray[np.float64]:
     return result / np.linalg.norm(centred, axis=1) / np.linalg.norm(centred[token])
 
 
-def followed(memory: NGramMemory, table: Neighbours, token: int, known: list[int]) -> tuple[list[int], list[float]]:
+def followed(
+    memory: NGramMemory, table: EmbeddingNeighbours, token: int, known: list[int]
+) -> tuple[list[int], list[float]]:
     followers, shares = np.zeros(NEAREST * TOP_K, dtype=np.int64), np.zeros(NEAREST * TOP_K)
     room = (np.zeros(NEAREST), np.zeros(NEAREST, dtype=np.int64), followers, shares)
     entries = (memory.tags, memory.ids, memory.logs, memory.sets)
@@ -48,7 +50,7 @@ def test_followers_are_those_of_the_nearest_known_tokens(seed: int, known: list[
         ids, shares = rng.permutation(VOCABULARY)[:TOP_K], np.float32([0.5, 0.2, 0.1, 0.05])
         memory.insert(np.array([[other, -1]]), ids[None], shares[None])
         told[other] = dict(zip(ids.tolist(), shares.tolist(), strict=True))
-    table = Neighbours(rows)
+    table = EmbeddingNeighbours(rows)
     followers, shares = followed(memory, table, token, known)
     asked = [other for other in known if other != token and other in told]
     if token >= VOCABULARY or not asked:
@@ -70,20 +72,20 @@ def test_followers_are_those_of_the_nearest_known_tokens(seed: int, known: list[
 def test_tokens_without_a_direction_have_no_neighbours() -> None:
     rows = np.zeros((5, 3), dtype=np.float32)
     rows[1, 0] = np.nan
-    table = Neighbours(rows)
+    table = EmbeddingNeighbours(rows)
     memory = NGramMemory(1, 64, TOP_K)
     memory.insert(np.array([[2]]), np.array([[3]]), np.array([[0.9]], dtype=np.float32))
     assert followed(memory, table, 0, [1, 2, 3]) == ([], [])
-    assert Neighbours(np.zeros((0, 0), dtype=np.float32)).bytes == 0
+    assert EmbeddingNeighbours(np.zeros((0, 0), dtype=np.float32)).bytes == 0
     with pytest.raises(InvalidArgumentError, match="embedding"):
-        Neighbours(np.zeros(3, dtype=np.float32))
+        EmbeddingNeighbours(np.zeros(3, dtype=np.float32))
 
 
-def drafted(table: Neighbours | None) -> list[int]:
+def drafted(table: EmbeddingNeighbours | None) -> list[int]:
     """What is drafted to follow token 6, which was never seen, when 9 is known to follow 5."""
     memory = DraftMemory(NGramMemory(2, 64, TOP_K))
     memory.ngrams.insert(np.array([[5, -1]]), np.array([[9, 8, 7, 1]]), np.float32([[0.8, 0.1, 0.03, 0.01]]))
-    drafter = MergedDrafter(memory, ContextMatches(), None, 3, explore=False, neighbours=table)
+    drafter = AutoDrafter(memory, ContextMatches(), None, 3, explore=False, neighbours=table)
     drafter.start([5, 3, 6])
     tree = TokenTree([5, 3, 6], max_depth=3)
     drafter.propose(tree)
@@ -93,14 +95,14 @@ def drafted(table: Neighbours | None) -> list[int]:
 def test_an_unknown_token_is_followed_by_what_follows_its_neighbour() -> None:
     rows = np.eye(10, dtype=np.float32)
     rows[6] = rows[5]
-    assert drafted(Neighbours(rows)) == [9, 8]
+    assert drafted(EmbeddingNeighbours(rows)) == [9, 8]
     assert drafted(None) == []
 
 
 def test_what_followed_a_stand_in_is_drafted_after_the_right_token() -> None:
     memory = DraftMemory(NGramMemory(2, 64, TOP_K))
     memory.ngrams.insert(np.array([[5, -1]]), np.array([[7]]), np.float32([[0.8]]))
-    drafter = MergedDrafter(memory, ContextMatches(), None, 2, explore=False)
+    drafter = AutoDrafter(memory, ContextMatches(), None, 2, explore=False)
     drafter.start([5])
     tree = TokenTree([5])
     drafter.propose(tree)
@@ -126,10 +128,10 @@ def test_only_embeddings_of_plain_numbers_are_read() -> None:
 
 def test_prompts_are_read_as_far_as_it_pays() -> None:
     model = deepcopy(build("llama", seed=0))
-    assert tokens_to_read(model, 10, time_decides=False) == MOST_READ
-    few, many = (tokens_to_read(model, prompt, time_decides=True) for prompt in (10, 1000))
+    assert warm_up_tokens(model, 10, time_decides=False) == MOST_READ
+    few, many = (warm_up_tokens(model, prompt, time_decides=True) for prompt in (10, 1000))
     assert 0 <= few < many <= MOST_READ
     model.lm_head = torch.nn.Linear(4, MOST_LOGITS // 100, bias=False, device="meta")
-    assert tokens_to_read(model, 10, time_decides=False) == 100
+    assert warm_up_tokens(model, 10, time_decides=False) == 100
     model.lm_head = torch.nn.Identity()
-    assert tokens_to_read(model, 10, time_decides=False) == 0
+    assert warm_up_tokens(model, 10, time_decides=False) == 0

@@ -1,4 +1,4 @@
-"""The doors: `generate`, `attach` and `detach`. Transformers' arguments in, transformers' outputs out."""
+"""The entry points: `generate`, `attach` and `detach`. Transformers' arguments in, transformers' outputs out."""
 
 from __future__ import annotations
 

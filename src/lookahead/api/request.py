@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 from lookahead.api.arguments import check_devices, check_mode, check_model_inputs, check_prompt_ids
 from lookahead.api.output import LookaheadOutput, padded_texts, stack_collected, stack_texts
 from lookahead.api.processors import row_processors
-from lookahead.api.prompt_reading import tokens_to_read
+from lookahead.api.prompt_warm_up import warm_up_tokens
 from lookahead.api.prompts import Prompts, read_prompts
 from lookahead.api.resources import Resources
 from lookahead.api.stopping import StopRule, last_lengths
@@ -177,7 +177,7 @@ class Request:
             pool = NGramPool(config.ngram_size, config.guess_set_size)
         alike = neighbours(self._model) if self._memory is not None else None
         costs = self._costs or CostModel.prior()
-        read = [tokens_to_read(self._model, len(row), self._costs is not None) for row in self._prompts.tokens]
+        read = [warm_up_tokens(self._model, len(row), self._costs is not None) for row in self._prompts.tokens]
         return [build_drafter(config, pool, self._memory, costs, rows, alike, tokens) for tokens in read]
 
     def _decode(self, keeps_cache: bool) -> None:

@@ -14,7 +14,7 @@ WORTHWHILE = 1.02
 """A draft must promise this many times the tokens per second of a step without one; estimates are not better."""
 
 PATIENCE = 8
-"""Steps in a row for which no draft paid, after which drafting rests."""
+"""Steps in a row for which no draft paid, after which drafting backs off."""
 
 LONGEST_REST = 64
 """Steps after which drafting is tried again, at the latest."""
@@ -31,14 +31,14 @@ class StepBudget(Protocol):
     """Decides how many candidates a step sends."""
 
     @property
-    def rests(self) -> bool:
+    def backs_off(self) -> bool:
         """Whether the coming step goes without a draft, so that nothing need be offered or learned."""
 
-    def offer(self, gains: NDArray[np.float64], context: int) -> bool:
+    def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """Choose among the candidates of a step.
 
         Args:
-            gains: Probability that each is accepted, the likeliest first, `[candidates]`.
+            probabilities: Probability that each is accepted, the likeliest first, `[candidates]`.
             context: Tokens of text before the step.
 
         Returns:
@@ -67,7 +67,7 @@ class FixedBudget:
         InvalidArgumentError: `nodes` is out of range.
     """
 
-    rests = False
+    backs_off = False
 
     def __init__(self, nodes: int) -> None:
         if nodes < 1:
@@ -75,9 +75,9 @@ class FixedBudget:
         self._nodes = nodes
         self.chosen = 0
 
-    def offer(self, gains: NDArray[np.float64], context: int) -> bool:
+    def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """See `StepBudget`."""
-        self.chosen = min(len(gains), self._nodes - 1)
+        self.chosen = min(len(probabilities), self._nodes - 1)
         return self.left > 0
 
     @property
@@ -89,12 +89,12 @@ class FixedBudget:
         """See `StepBudget`."""
 
 
-class PayingBudget:
+class ThroughputBudget:
     """Sends the candidates that make for the most tokens per second.
 
     n candidates of probabilities p1 >= p2 >= ... make a step of 1 + p1 + ... + pn tokens that takes the time of
     n + 1 nodes; the n with the best ratio is taken. Where no n beats a step without a draft for a while, drafting
-    rests, for twice as long each time, and is tried again.
+    backs off, for twice as long each time, and is tried again.
 
     Args:
         costs: What steps cost.
@@ -112,23 +112,23 @@ class PayingBudget:
         self._pause = 1
 
     @property
-    def rests(self) -> bool:
+    def backs_off(self) -> bool:
         """See `StepBudget`."""
         return self._rest > 0
 
-    def offer(self, gains: NDArray[np.float64], context: int) -> bool:
+    def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """See `StepBudget`."""
-        gains = gains[: self._most]
-        tokens = 1 + np.concatenate([[0.0], np.cumsum(gains)])
+        probabilities = probabilities[: self._most]
+        tokens = 1 + np.concatenate([[0.0], np.cumsum(probabilities)])
         seconds = self._costs.step_time(self._sizes, context)
         rates = tokens / seconds[: len(tokens)]
         rates[0] *= WORTHWHILE
         self.chosen = int(rates.argmax())
-        if len(gains) in (0, self._most):
+        if len(probabilities) in (0, self._most):
             return False
         # Were all that follow as likely as the last one, would any number of them pay?
-        ahead = np.arange(1, len(seconds) - len(gains))
-        return bool(((tokens[-1] + gains[-1] * ahead) / seconds[len(tokens) :]).max() > rates[self.chosen])
+        ahead = np.arange(1, len(seconds) - len(probabilities))
+        return bool(((tokens[-1] + probabilities[-1] * ahead) / seconds[len(tokens) :]).max() > rates[self.chosen])
 
     @property
     def left(self) -> int:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from lookahead.config import BUDGETED, LookaheadConfig
-from lookahead.core.budget import PayingBudget, StepCosts
+from lookahead.core.budget import StepCosts, ThroughputBudget
 from lookahead.core.drafter import Drafter
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.context_matches import ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.drafter import MergedDrafter
-from lookahead.drafting.auto.embedding_neighbours import Neighbours
+from lookahead.drafting.auto.drafter import AutoDrafter
+from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
 from lookahead.drafting.auto.ngram_memory import NGramMemory
 from lookahead.drafting.jacobi import JacobiBlockDrafter
 from lookahead.drafting.paper import PaperDrafter
@@ -23,20 +23,20 @@ from lookahead.drafting.warm_up import compile_loops
 from lookahead.drafting.window import JacobiWindow
 
 __all__ = [
+    "AutoDrafter",
     "ContextMatches",
     "DraftMemory",
     "Drafter",
+    "EmbeddingNeighbours",
     "JacobiBlockDrafter",
     "JacobiWindow",
-    "MergedDrafter",
     "NGramMemory",
     "NGramPool",
-    "Neighbours",
     "NoDrafter",
     "PaperDrafter",
-    "PayingBudget",
     "StepCosts",
     "StepResult",
+    "ThroughputBudget",
     "TokenRecyclingDrafter",
     "build_drafter",
     "compile_loops",
@@ -72,8 +72,8 @@ def build_drafter(
     memory: DraftMemory | None = None,
     costs: StepCosts | None = None,
     rows: int = 1,
-    neighbours: Neighbours | None = None,
-    read_prompt: int = 0,
+    neighbours: EmbeddingNeighbours | None = None,
+    warm_up: int = 0,
 ) -> Drafter:
     """The drafter that `config.preset` names, with the sizes of `config`. One serves one sequence.
 
@@ -84,7 +84,7 @@ def build_drafter(
         costs: What steps cost, for `"auto"` without a `step_budget`; `FIXED_BUDGET` nodes a step if not given.
         rows: Sequences that share each step.
         neighbours: Which tokens of the model resemble each other, for `"auto"`; unknown if not given.
-        read_prompt: How many of the last tokens of the prompt `"auto"` has the model's predictions read of.
+        warm_up: How many of the last tokens of the prompt `"auto"` has the model's predictions read of.
     """
     if config.preset in BUDGETED:
         fixed = config.step_budget or FIXED_BUDGET
@@ -92,10 +92,10 @@ def build_drafter(
             return TokenRecyclingDrafter(fixed)
         compile_loops()  # now: a step that compiled would say nothing of what steps cost
         if config.preset == "context_matches":
-            return MergedDrafter(None, ContextMatches(), None, fixed, explore=False)
-        budget = PayingBudget(costs, rows) if costs is not None and config.step_budget is None else fixed
-        return MergedDrafter(
-            memory or DraftMemory(), ContextMatches(), None, budget, read_prompt=read_prompt, neighbours=neighbours
+            return AutoDrafter(None, ContextMatches(), None, fixed, explore=False)
+        budget = ThroughputBudget(costs, rows) if costs is not None and config.step_budget is None else fixed
+        return AutoDrafter(
+            memory or DraftMemory(), ContextMatches(), None, budget, warm_up=warm_up, neighbours=neighbours
         )
     if config.preset == "autoregressive":
         return NoDrafter()

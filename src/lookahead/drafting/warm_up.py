@@ -10,8 +10,8 @@ from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.context_matches import ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.drafter import MergedDrafter
-from lookahead.drafting.auto.embedding_neighbours import Neighbours
+from lookahead.drafting.auto.drafter import AutoDrafter
+from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
 from lookahead.drafting.auto.ngram_memory import NGramMemory
 from lookahead.drafting.compiled import IS_COMPILED
 
@@ -30,7 +30,7 @@ def compile_loops() -> None:
         return
     memory = DraftMemory(NGramMemory(16, 2, 4))
     embedding = np.eye(_VOCABULARY, dtype=np.float32)
-    drafter = MergedDrafter(memory, ContextMatches(16), None, _NODES, neighbours=Neighbours(embedding))
+    drafter = AutoDrafter(memory, ContextMatches(16), None, _NODES, neighbours=EmbeddingNeighbours(embedding))
     drafter.start([0, 1, 2])
     for step in range(_STEPS):
         tree = TokenTree([step])

@@ -19,7 +19,7 @@ class JacobiWindow:
     column; column and new token together are one n-gram. Then row 0 is dropped, the new tokens become the
     last row, and the window stands one position further on.
 
-    The window starts with row 0 alone, W+N-3 random tokens of the prompt, and gains a row in each of N-2
+    The window starts with row 0 alone, W+N-3 random tokens of the prompt, and probabilities a row in each of N-2
     warm-up steps, each row one token shorter than it was as it slides.
 
     Args:

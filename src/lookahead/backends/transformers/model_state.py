@@ -17,7 +17,7 @@ from lookahead.backends.transformers.identity import model_identity
 from lookahead.backends.transformers.memory_file import MemoryFile
 from lookahead.config import MEMORY_SCOPES, LookaheadConfig
 from lookahead.core.cost_model import CostModel
-from lookahead.drafting import DraftMemory, Neighbours
+from lookahead.drafting import DraftMemory, EmbeddingNeighbours
 from lookahead.drafting.auto.embedding_neighbours import COORDINATES
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 
@@ -27,7 +27,7 @@ class _ModelState:
     costs: dict[str, CostModel] = field(default_factory=dict)
     memory: DraftMemory | None = None  # of the scope "process"
     files: dict[str, MemoryFile] = field(default_factory=dict)
-    neighbours: list[Neighbours | None] = field(default_factory=list)  # none or one
+    neighbours: list[EmbeddingNeighbours | None] = field(default_factory=list)  # none or one
     lock: RLock = field(default_factory=RLock)  # held while one of them is made
 
 
@@ -58,7 +58,7 @@ def step_costs(model: PreTrainedModel, config: LookaheadConfig, rows: int) -> Co
         return state.costs[key]
 
 
-def neighbours(model: PreTrainedModel) -> Neighbours | None:
+def neighbours(model: PreTrainedModel) -> EmbeddingNeighbours | None:
     """Which tokens the input embedding of `model` treats alike, worked out once.
 
     Returns:
@@ -71,14 +71,14 @@ def neighbours(model: PreTrainedModel) -> Neighbours | None:
         return state.neighbours[0]
 
 
-def _make_neighbours(weight: object) -> Neighbours | None:
+def _make_neighbours(weight: object) -> EmbeddingNeighbours | None:
     if type(weight) not in (torch.Tensor, torch.nn.Parameter):
         return None
     assert isinstance(weight, torch.Tensor)
     if weight.is_meta or weight.ndim != 2 or not weight.is_floating_point():
         return None
     step = max(1, weight.shape[1] // COORDINATES)
-    return Neighbours(weight.detach()[:, ::step][:, :COORDINATES].float().cpu().numpy())
+    return EmbeddingNeighbours(weight.detach()[:, ::step][:, :COORDINATES].float().cpu().numpy())
 
 
 def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory:

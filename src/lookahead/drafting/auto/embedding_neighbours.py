@@ -20,14 +20,14 @@ COORDINATES = 128
 """Coordinates of an embedding that are kept: cosines of as many tell neighbours from strangers."""
 
 NEAREST = 16
-"""Neighbours that are asked."""
+"""EmbeddingNeighbours that are asked."""
 
 _SHARPNESS = 8.0
 _RANGE = 127
 _CHUNK = 512
 
 
-class Neighbours:
+class EmbeddingNeighbours:
     """Where tokens lie: rows of an embedding in 8 bits, with the mean of all tokens taken away.
 
     A token takes one byte for each coordinate and 4 more, 132 for the usual 128 coordinates: 17 MB for a vocabulary of
@@ -87,7 +87,7 @@ def follow_neighbours(
     Args:
         token: The token that the memory does not know.
         known: Tokens that it may know.
-        codes, lengths: Those of `Neighbours`.
+        codes, lengths: Those of `EmbeddingNeighbours`.
         tags, ids, logs, sets: Those of `NGramMemory`, whose contexts of one token are read.
         nearest, slots: Room for the neighbours, `[NEAREST]`.
         followers: Gets the tokens that may follow, the likeliest first, `[NEAREST * top_k]`.

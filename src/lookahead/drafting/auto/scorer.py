@@ -17,7 +17,7 @@ MATCH_CLASSES = (2, 3, 4, 6, 9, 16, 24, 32)
 
 OTHER_FEATURES = 3
 """Features that follow those of the context lengths and of the matches, in this order: how many further matches, what
-neighbours say, what stand-ins say."""
+neighbours say, what rejected-sibling continuations say."""
 
 _PRIORS = (
     # contexts of 1 to 4 tokens, then matches, then the other features, then "none of those"
@@ -40,8 +40,9 @@ class Acceptance:
     probabilities are their softmax. The features x(t) are the log-probability that the memory gives t after the last
     1, 2, ... tokens; the class of the longest context match that t follows (one of eight is 1, the others 0); half the
     number of further matches that it follows; the log-probability that the neighbours of a last token which the memory
-    does not know give it; and, after the root, the one that the stand-ins for the root give it. There is one set of w
-    and b for each length of the longest context that the memory knows. So the lengths are blended, not just backed off
+    does not know give it; and, after the root, the one that rejected-sibling continuations give it. There is one
+    set of w and b for each length of the longest context that the memory knows. So the lengths are blended, not
+    just backed off
     from, with learned weights.
 
     Every node of a step for which tokens were proposed is a lesson, since the model says what comes after it; those

@@ -12,7 +12,13 @@ from numpy.typing import NDArray
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.context_matches import LONGEST, SEARCHED, ContextMatches, find_matches
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.embedding_neighbours import NEAREST, Neighbours, add_shares, follow_neighbours, rank_shares
+from lookahead.drafting.auto.embedding_neighbours import (
+    NEAREST,
+    EmbeddingNeighbours,
+    add_shares,
+    follow_neighbours,
+    rank_shares,
+)
 from lookahead.drafting.auto.ngram_memory import (
     FIRST_FACTOR,
     FIRST_PRIME,
@@ -25,21 +31,21 @@ from lookahead.drafting.auto.ngram_memory import (
 from lookahead.drafting.auto.scorer import MATCH_CLASSES, Acceptance
 from lookahead.drafting.compiled import compiled, loop_arrays
 
-MOST_FAMILIAR = 64
+MOST_RECENT = 64
 """Most tokens that are tried after the root when nothing better is left."""
 
 KNOWN_SHARE = 0.25
-"""What a familiar token counts if the memory knows what comes after it already."""
+"""What a recent prediction counts if the memory knows what comes after it already."""
 
 MOST_BORROWED = 16
-"""Most proposals that neighbours make after a node, and most that stand-ins make after the root."""
+"""Most proposals of neighbours after a node, and most of rejected-sibling continuations after the root."""
 
 LEAST_LENDING = 0.3
 """How likely a node must be for neighbours to be looked for, which takes as long as growing several nodes; asking for
 less likely ones as well brought nothing."""
 
 UNBORROWED_LOG = -7.0
-"""Logarithm of the probability of a token that neighbours or stand-ins do not name."""
+"""Logarithm of the probability of a token that neighbours or rejected-sibling continuations do not name."""
 
 _POWERS = 64
 """Powers of two of probabilities that are told apart."""
@@ -48,7 +54,7 @@ _SEEN = 512
 """Places in the little hash table that tells which tokens a node has been proposed already."""
 
 
-class Growth:
+class TreeSearch:
     """A tree while it grows, in arrays that are used again from step to step.
 
     Nodes are numbered from 0; the first ones are the last tokens of the text, the last of these is the root.
@@ -61,11 +67,11 @@ class Growth:
     """
 
     def __init__(
-        self, nodes: int, ngrams: NGramMemory, acceptance: Acceptance, neighbours: Neighbours | None = None
+        self, nodes: int, ngrams: NGramMemory, acceptance: Acceptance, neighbours: EmbeddingNeighbours | None = None
     ) -> None:
         size = LONGEST + nodes + 1
         own_proposals = ngrams.orders * ngrams.top_k + SEARCHED + 2 * MOST_BORROWED
-        proposals = (nodes + 1) * own_proposals + MOST_FAMILIAR
+        proposals = (nodes + 1) * own_proposals + MOST_RECENT
         # Of each node: its token, its parent, its depth below the root, the estimated probability that it is accepted,
         # the length of the longest context of it that the memory knows, and where its proposals begin.
         self._tokens = np.zeros(size, dtype=np.int64)
@@ -89,7 +95,7 @@ class Growth:
         self._context = np.zeros(LONGEST, dtype=np.int64)
         self._agreeing = np.zeros(own_proposals, dtype=np.int64)
         self._unlisted = np.zeros(ngrams.orders)
-        self._neighbours = Neighbours(np.zeros((0, 0), dtype=np.float32)) if neighbours is None else neighbours
+        self._neighbours = EmbeddingNeighbours(np.zeros((0, 0), dtype=np.float32)) if neighbours is None else neighbours
         self._nearest = np.zeros(NEAREST)
         self._nearest_slots = np.zeros(NEAREST, dtype=np.int64)
         self._followers = np.zeros(NEAREST * ngrams.top_k, dtype=np.int64)
@@ -99,20 +105,20 @@ class Growth:
         self._count = 0
 
     @property
-    def grown_gains(self) -> NDArray[np.float64]:
+    def path_probabilities(self) -> NDArray[np.float64]:
         """Probability that each grown node is accepted, in the order of growth, which is descending."""
         return self._gains[self._root + 1 : self._root + 1 + self._count]
 
-    def grow(
+    def search(
         self,
         text: Sequence[int],
         most: int,
         room: int,
         memory: DraftMemory,
         matches: ContextMatches,
-        familiar: NDArray[np.int64],
-        familiar_gains: NDArray[np.float64],
-        stand_ins: tuple[NDArray[np.int64], NDArray[np.float64]],
+        recent: NDArray[np.int64],
+        recent_probabilities: NDArray[np.float64],
+        continuations: tuple[NDArray[np.int64], NDArray[np.float64]],
     ) -> int:
         """Grow a new tree, the most probable continuation first.
 
@@ -122,12 +128,12 @@ class Growth:
             room: Levels that fit below the root.
             memory: What to draft from.
             matches: Earlier occurrences in the text.
-            familiar: Tokens that the model thought of lately, the latest first. The memory may know those that are near
+            recent: Tokens that the model thought of lately, the latest first. The memory may know those that are near
                 to a token which it does not know.
-            familiar_gains: The probability that each of the first of them is given to follow the root if nobody knows
-                anything better, at most `MOST_FAMILIAR` numbers; `KNOWN_SHARE` of it if the memory knows the token.
-            stand_ins: Tokens that may follow the root, by what the model said after those that stood in its place, and
-                their probabilities; at most `MOST_BORROWED`.
+            recent_probabilities: The probability that each of the first of them is given to follow the root if nobody
+                knows anything better, at most `MOST_RECENT` numbers; `KNOWN_SHARE` of it if the memory knows the token.
+            continuations: Tokens that may follow the root, by what the model said after those that stood in its place,
+                and their probabilities; at most `MOST_BORROWED`.
 
         Returns:
             How many nodes were grown.
@@ -156,13 +162,13 @@ class Growth:
         counts = loop_arrays(ngrams.lookups, ngrams.hits)
         (known_text,) = loop_arrays(matches.tokens)
         index = loop_arrays(matches.newest, matches.earlier)
-        rest = loop_arrays(memory.acceptance.weights, familiar, familiar_gains)
+        rest = loop_arrays(memory.acceptance.weights, recent, recent_probabilities)
         scratch = loop_arrays(self._seen, self._seen_by, self._context, self._agreeing, self._unlisted)
         alike = loop_arrays(self._neighbours.codes, self._neighbours.lengths)
-        borrowing = loop_arrays(self._nearest, self._nearest_slots, self._followers, self._shares, *stand_ins)
+        borrowing = loop_arrays(self._nearest, self._nearest_slots, self._followers, self._shares, *continuations)
         arguments = [*own, *entries, ngrams.sets, *counts, known_text, matches.length, *index, *rest, *scratch]
         arguments += [*alike, *borrowing, *loop_arrays(self._likely)]
-        self._count = _grow(len(text), most, room, *arguments)
+        self._count = _search_tree(len(text), most, room, *arguments)
         return self._count
 
     def add_to(self, tree: TokenTree, count: int) -> None:
@@ -172,7 +178,7 @@ class Growth:
         parents = (self._parents[first : first + count] - self._root + tree.root).tolist()
         tree.add_new_candidates(tokens, parents)
 
-    def stand_ins(
+    def continuations(
         self, before: int, top_ids: NDArray[np.int64], top_probabilities: NDArray[np.float32]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """What the model says after the nodes that follow one: each node counts as much as it was thought likely.
@@ -187,7 +193,7 @@ class Growth:
         """
         first = self._root + 1
         told = loop_arrays(self._parents[first:], self._gains[first:], top_ids, top_probabilities)
-        count = _follow_stand_ins(self._root + before, *told, *loop_arrays(self._followers, self._shares))
+        count = _follow_continuations(self._root + before, *told, *loop_arrays(self._followers, self._shares))
         return self._followers[: min(count, MOST_BORROWED)].copy(), self._shares[: min(count, MOST_BORROWED)].copy()
 
     def teach(
@@ -233,7 +239,7 @@ def _compare(
     top_probabilities: NDArray[np.float32],
     outcomes: NDArray[np.float64],
 ) -> None:
-    """Write the probability that each proposal turned out to have to `outcomes`; see `Growth.teach`."""
+    """Write the probability that each proposal turned out to have to `outcomes`; see `TreeSearch.teach`."""
     for proposal in range(len(proposed)):
         node = holders[proposal] - root
         outcome = 1.0 if top_ids[node, 0] == proposed[proposal] else 0.0
@@ -248,10 +254,10 @@ def _compare(
 
 
 @compiled
-def _follow_stand_ins(
+def _follow_continuations(
     before: int,
     parents: NDArray[np.int64],
-    gains: NDArray[np.float64],
+    probabilities: NDArray[np.float64],
     top_ids: NDArray[np.int64],
     top_probabilities: NDArray[np.float32],
     followers: NDArray[np.int64],
@@ -262,7 +268,7 @@ def _follow_stand_ins(
     for index in range(top_ids.shape[0] - 1):
         if parents[index] == before:
             row = index + 1
-            count = add_shares(row, gains[index], top_ids, top_probabilities, False, count, followers, shares)
+            count = add_shares(row, probabilities[index], top_ids, top_probabilities, False, count, followers, shares)
     total = 0.0
     for index in range(count):
         total += shares[index]
@@ -293,14 +299,14 @@ def _begin_features(row: int, known: int, unlisted: NDArray[np.float64], feature
 
 
 @compiled
-def _grow(
+def _search_tree(
     tail: int,
     most: int,
     room: int,
     tokens: NDArray[np.int64],
     parents: NDArray[np.int64],
     depths: NDArray[np.int64],
-    gains: NDArray[np.float64],
+    probabilities: NDArray[np.float64],
     known_orders: NDArray[np.int64],
     starts: NDArray[np.int64],
     proposed: NDArray[np.int64],
@@ -322,8 +328,8 @@ def _grow(
     newest: NDArray[np.int32],
     earlier: NDArray[np.int32],
     weights: NDArray[np.float64],
-    familiar: NDArray[np.int64],
-    familiar_gains: NDArray[np.float64],
+    recent: NDArray[np.int64],
+    recent_probabilities: NDArray[np.float64],
     seen: NDArray[np.int64],
     seen_by: NDArray[np.int64],
     context: NDArray[np.int64],
@@ -335,7 +341,7 @@ def _grow(
     nearest_slots: NDArray[np.int64],
     followers: NDArray[np.int64],
     shares: NDArray[np.float64],
-    stand_ins: NDArray[np.int64],
+    continuations: NDArray[np.int64],
     stand_in_shares: NDArray[np.float64],
     likely: NDArray[np.int64],
 ) -> int:
@@ -345,16 +351,16 @@ def _grow(
         tail: How many nodes at the beginning are text.
         most: Nodes to grow.
         room: Levels that fit below the root.
-        tokens, parents, depths, gains, known_orders, starts, proposed, estimates, features, holders, places, lengths,
-            found: The arrays of `Growth`.
+        tokens, parents, depths, probabilities, known_orders, starts, proposed, estimates, features, holders, places,
+            lengths, found: The arrays of `TreeSearch`.
         tags, ids, logs, floors, sets, lookups, hits: Those of `NGramMemory`.
         text, end, newest, earlier: Those of `ContextMatches`.
         weights: Those of `Acceptance`.
-        familiar, familiar_gains: See `Growth.grow`.
+        recent, recent_probabilities: See `TreeSearch.grow`.
         seen, seen_by, context, agreeing, unlisted: Room for the work at one node; `seen_by` is -1 everywhere.
-        codes, code_lengths: Those of `Neighbours`.
+        codes, code_lengths: Those of `EmbeddingNeighbours`.
         nearest, nearest_slots, followers, shares: Room for `follow_neighbours`.
-        stand_ins, stand_in_shares: See `Growth.grow`.
+        continuations, stand_in_shares: See `TreeSearch.grow`.
         likely: Room to count proposals by how likely they are.
 
     Returns:
@@ -367,7 +373,7 @@ def _grow(
     borrowed = repeated + 1
     stood_in = repeated + 2
     node = tail - 1
-    gains[node] = 1.0
+    probabilities[node] = 1.0
     depths[node] = 0
     found[node] = 0
     queue = [(1.0, -1)]
@@ -440,10 +446,10 @@ def _grow(
                 agreeing[row - begin] = max(agreeing[row - begin], lengths[node, match])
             # What is borrowed: from the neighbours of an unknown token, and from what stood in the place of the root.
             lent = 0
-            if longest == 0 and gains[node] >= LEAST_LENDING:
+            if longest == 0 and probabilities[node] >= LEAST_LENDING:
                 lent = follow_neighbours(
                     tokens[node],
-                    familiar,
+                    recent,
                     codes,
                     code_lengths,
                     tags,
@@ -466,11 +472,11 @@ def _grow(
                     agreeing[row - begin] = 0
                     total += 1
                 features[row, borrowed] = max(log(shares[index]), UNBORROWED_LOG)
-            if node == tail - 1 and len(stand_ins) > 0:
+            if node == tail - 1 and len(continuations) > 0:
                 for row in range(begin, total):
                     features[row, stood_in] = UNBORROWED_LOG
-                for index in range(len(stand_ins)):
-                    row = _place_of(stand_ins[index], node, total, proposed, seen, seen_by)
+                for index in range(len(continuations)):
+                    row = _place_of(continuations[index], node, total, proposed, seen, seen_by)
                     if row == total:
                         _begin_features(row, longest, unlisted, features)
                         features[row, borrowed] = UNBORROWED_LOG if lent > 0 else 0.0
@@ -503,9 +509,9 @@ def _grow(
         for row in range(begin, total):
             estimates[row] /= mass
             holders[row] = node
-            gain = gains[node] * estimates[row]
-            # Of no use is what `most` others are likelier than; they are counted by the power of two of their gain.
-            power = min(-frexp(gain)[1], len(likely) - 1)
+            probability = probabilities[node] * estimates[row]
+            # Of no use is what `most` others are likelier than; they are counted by its power of two.
+            power = min(-frexp(probability)[1], len(likely) - 1)
             if power > useless:
                 continue
             likely[power] += 1
@@ -513,22 +519,22 @@ def _grow(
             while pushed - likely[useless] >= most and useless > 0:
                 pushed -= likely[useless]
                 useless -= 1
-            heappush(queue, (-gain, row))
+            heappush(queue, (-probability, row))
         starts[node + 1] = total
         if node == tail - 1 and room > 0:
             # What is tried when nothing better is left; these are no proposals to learn from.
-            for index in range(min(len(familiar), len(familiar_gains))):
-                token = familiar[index]
+            for index in range(min(len(recent), len(recent_probabilities))):
+                token = recent[index]
                 if _place_of(token, node, total, proposed, seen, seen_by) == total:
                     # What the model says after it is worth more where that is not known yet.
                     first = (FIRST_FACTOR + token + 1) % FIRST_PRIME
-                    gain = familiar_gains[index]
+                    probability = recent_probabilities[index]
                     if entry_of(first, (SECOND_FACTOR + token + 1) % SECOND_PRIME, 0, sets, tags) >= 0:
-                        gain *= KNOWN_SHARE
+                        probability *= KNOWN_SHARE
                     extra = len(proposed) - 1 - index
                     proposed[extra] = token
                     holders[extra] = node
-                    heappush(queue, (-gain, extra))
+                    heappush(queue, (-probability, extra))
         if count == most or len(queue) == 0:
             break
         negative, row = heappop(queue)
@@ -537,5 +543,5 @@ def _grow(
         tokens[node] = proposed[row]
         parents[node] = holders[row]
         depths[node] = depths[holders[row]] + 1
-        gains[node] = -negative
+        probabilities[node] = -negative
     return count

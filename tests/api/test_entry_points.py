@@ -39,9 +39,9 @@ def through_custom_generate(model: PreTrainedModel, ids: torch.Tensor, **kwargs:
     return model.generate(input_ids=ids, custom_generate=lookahead.generate, lookahead_config=SMALL, **kwargs)
 
 
-OPEN_DOORS = [through_function, through_attach]
-ALL_DOORS = [*OPEN_DOORS, through_custom_generate]
-Door = Callable[..., Any]
+OPEN_ENTRIES = [through_function, through_attach]
+ALL_ENTRIES = [*OPEN_ENTRIES, through_custom_generate]
+EntryPoint = Callable[..., Any]
 
 
 class Collector(BaseStreamer):
@@ -58,42 +58,42 @@ class Collector(BaseStreamer):
         self.ended += 1
 
 
-@pytest.mark.parametrize("door", ALL_DOORS)
-def test_same_tokens(door: Door, llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+@pytest.mark.parametrize("entry", ALL_ENTRIES)
+def test_same_tokens(entry: EntryPoint, llama: PreTrainedModel, prompt: torch.Tensor) -> None:
     expected = llama.generate(prompt, max_new_tokens=40, do_sample=False)
-    assert torch.equal(door(llama, prompt, max_new_tokens=40, do_sample=False), expected)
-    assert torch.equal(door(llama, prompt, max_length=30, do_sample=False), expected[:, :30])
+    assert torch.equal(entry(llama, prompt, max_new_tokens=40, do_sample=False), expected)
+    assert torch.equal(entry(llama, prompt, max_length=30, do_sample=False), expected[:, :30])
 
 
-@pytest.mark.parametrize("door", ALL_DOORS)
-def test_sampling_draws_the_same_tokens(door: Door, llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+@pytest.mark.parametrize("entry", ALL_ENTRIES)
+def test_sampling_draws_the_same_tokens(entry: EntryPoint, llama: PreTrainedModel, prompt: torch.Tensor) -> None:
     options = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.1}
     for seed in range(5):
         torch.manual_seed(seed)
         expected, after = llama.generate(prompt, **options), torch.rand(1)
         torch.manual_seed(seed)
-        assert torch.equal(door(llama, prompt, **options), expected)
+        assert torch.equal(entry(llama, prompt, **options), expected)
         assert torch.equal(torch.rand(1), after), "the random state is left as plain decoding leaves it"
 
 
-@pytest.mark.parametrize("door", ALL_DOORS)
+@pytest.mark.parametrize("entry", ALL_ENTRIES)
 @pytest.mark.parametrize("several", [False, True])
-def test_end_of_sequence(door: Door, several: bool, llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+def test_end_of_sequence(entry: EntryPoint, several: bool, llama: PreTrainedModel, prompt: torch.Tensor) -> None:
     text = llama.generate(prompt, max_new_tokens=40, do_sample=False)[0, prompt.shape[1] :].tolist()
     eos: int | list[int] = [text[11], text[17]] if several else text[11]
     expected = llama.generate(prompt, max_new_tokens=40, do_sample=False, eos_token_id=eos, pad_token_id=0)
     assert torch.equal(
-        door(llama, prompt, max_new_tokens=40, do_sample=False, eos_token_id=eos, pad_token_id=0), expected
+        entry(llama, prompt, max_new_tokens=40, do_sample=False, eos_token_id=eos, pad_token_id=0), expected
     )
 
 
-@pytest.mark.parametrize("door", OPEN_DOORS)
+@pytest.mark.parametrize("entry", OPEN_ENTRIES)
 def test_streamer_gets_the_prompt_and_every_token_in_order(
-    door: Door, llama: PreTrainedModel, prompt: torch.Tensor
+    entry: EntryPoint, llama: PreTrainedModel, prompt: torch.Tensor
 ) -> None:
     plain, ours = Collector(), Collector()
     llama.generate(prompt, max_new_tokens=25, do_sample=False, streamer=plain)
-    door(llama, prompt, max_new_tokens=25, do_sample=False, streamer=ours)
+    entry(llama, prompt, max_new_tokens=25, do_sample=False, streamer=ours)
     assert [put.tolist() for put in ours.puts] == [put.tolist() for put in plain.puts]
     assert ours.ended == 1
 
@@ -111,10 +111,13 @@ def test_text_iterator_streamer(demo: tuple[PreTrainedModel, PreTrainedTokenizer
     assert text == tokenizer.decode(expected)
 
 
-@pytest.mark.parametrize("door", OPEN_DOORS)
+@pytest.mark.parametrize("entry", OPEN_ENTRIES)
 @pytest.mark.parametrize("place", ["argument", "config", "model"])
 def test_stop_strings(
-    door: Door, place: str, demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], capsys: pytest.CaptureFixture[str]
+    entry: EntryPoint,
+    place: str,
+    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     model, tokenizer = demo
     ids = tokenizer("class Stack:\n    def push(self, item):\n", return_tensors="pt").input_ids
@@ -129,7 +132,7 @@ def test_stop_strings(
     try:
         config.stop_strings = "def " if place == "model" else None
         expected = model.generate(ids, **options)
-        assert torch.equal(door(model, ids, streamer=TextStreamer(tokenizer), **options), expected)
+        assert torch.equal(entry(model, ids, streamer=TextStreamer(tokenizer), **options), expected)
         assert config.stop_strings == ("def " if place == "model" else None)
     finally:
         config.stop_strings = None
@@ -138,8 +141,10 @@ def test_stop_strings(
     assert "def " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("door", ALL_DOORS)
-def test_own_stopping_criterion_sees_every_token_once(door: Door, llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+@pytest.mark.parametrize("entry", ALL_ENTRIES)
+def test_own_stopping_criterion_sees_every_token_once(
+    entry: EntryPoint, llama: PreTrainedModel, prompt: torch.Tensor
+) -> None:
     class StopAt(StoppingCriteria):
         def __init__(self) -> None:
             self.seen: list[list[int]] = []
@@ -150,15 +155,15 @@ def test_own_stopping_criterion_sees_every_token_once(door: Door, llama: PreTrai
 
     plain, ours = StopAt(), StopAt()
     expected = llama.generate(prompt, max_new_tokens=40, do_sample=False, stopping_criteria=[plain])
-    assert torch.equal(door(llama, prompt, max_new_tokens=40, do_sample=False, stopping_criteria=[ours]), expected)
+    assert torch.equal(entry(llama, prompt, max_new_tokens=40, do_sample=False, stopping_criteria=[ours]), expected)
     assert ours.seen == plain.seen
 
 
-@pytest.mark.parametrize("door", ALL_DOORS)
-def test_output_object(door: Door, llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+@pytest.mark.parametrize("entry", ALL_ENTRIES)
+def test_output_object(entry: EntryPoint, llama: PreTrainedModel, prompt: torch.Tensor) -> None:
     options = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
     plain = llama.generate(prompt, output_scores=True, output_logits=True, **options)
-    ours = door(llama, prompt, output_scores=True, output_logits=True, **options)
+    ours = entry(llama, prompt, output_scores=True, output_logits=True, **options)
     assert isinstance(ours, lookahead.LookaheadOutput)
     assert torch.equal(ours.sequences, plain.sequences)
     for name in ("scores", "logits"):

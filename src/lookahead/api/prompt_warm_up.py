@@ -14,7 +14,7 @@ _AFFORDED = 0.1
 """By how much reading may lengthen the pass over the prompt, where time decides."""
 
 
-def tokens_to_read(model: PreTrainedModel, prompt: int, time_decides: bool) -> int:
+def warm_up_tokens(model: PreTrainedModel, prompt: int, time_decides: bool) -> int:
     """How many of the last tokens of a prompt to read.
 
     The pass over the prompt runs through all layers anyhow; what reading adds is the product with the vocabulary. That
