@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # never touches thread settings.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quantized test-exact test-parallel fuzz lint format results bench-engine paper-evaluation ablation pictures clean
+.PHONY: help demo test test-quantized test-exact test-parallel fuzz lint format results bench-engine paper-evaluation ablation pictures docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -104,6 +104,13 @@ ablation: $(VENV)/installed  ## Measure what each part of drafting brings and ta
 
 pictures: $(VENV)/installed  ## Draw the pictures of docs/method.md from a real run of the demo model
 	$(BIN)/python benchmarks/method_pictures.py
+
+$(VENV)/docs-installed: pyproject.toml constraints.txt | $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: $(VENV)/docs-installed  ## Build the documentation into build/site; warnings and dead links are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## Remove the environment and all that the tools left behind
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
