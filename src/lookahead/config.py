@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
@@ -22,25 +23,86 @@ MAX_NODES_PER_STEP = 4096
 """Largest token tree that a configuration may ask for, in nodes; far above what any device gains from."""
 
 
-PAPER = {"window_size": 15, "ngram_size": 5, "guess_set_size": 15, "pool_from_prompt": False, "share_pool": False}
-"""What the paper's method takes where nothing is said: the sizes that its authors found best for a 7B model."""
-
-JACOBI = {"block_size": 16}
-
-OWNERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((*PAPER, "pool_from_output"), ("paper",)),
-    **dict.fromkeys((*JACOBI, "max_iterations"), ("jacobi",)),
-    "step_budget": BUDGETED,
-    "memory": ("auto",),
-    "seed": ("paper", "jacobi"),
-}
-"""Fields that are about some presets only, and which these are."""
-
 _CHOSEN: Any = None  # stands for a default that depends on the other fields
 
 MOST_CHOSEN_NODES = 128
 """Nodes, the root included, of a step whose number of nodes is chosen by what they bring. On most devices a node
 costs its full price from here on."""
+
+_Check = Callable[[str, Any, Mapping[str, Any]], Any]
+"""Takes a field's name, value and metadata; refuses the value, or returns what the field is to hold."""
+
+
+def _whole_number(name: str, value: Any, about: Mapping[str, Any]) -> int:
+    least, most, meaning = about["least"], about["most"], about["meaning"]
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InvalidArgumentError(f"{name}={value!r} must be a whole number ({meaning})")
+    number = int(value)
+    allowed = f"at least {least}" if most is None else f"at least {least} and at most {most}"
+    too_large = most is not None and number > most
+    if number < least or too_large:
+        advice = ": choose a smaller one" if too_large else ""
+        raise InvalidArgumentError(f"{name}={number} is out of range; it must be {allowed} ({meaning}){advice}")
+    return number
+
+
+def _real_number(name: str, value: Any, about: Mapping[str, Any]) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not value >= about["least"]:
+        raise InvalidArgumentError(
+            f"{name}={value!r} must be a number of at least {about['least']}, {about['meaning']}"
+        )
+    return float(value)
+
+
+def _yes_or_no(name: str, value: Any, about: Mapping[str, Any]) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"{name}={value!r} must be {about.get('allowed', 'True or False')}")
+    return value
+
+
+def _one_of_choices(name: str, value: Any, about: Mapping[str, Any]) -> Any:
+    if value not in about["choices"]:
+        raise InvalidArgumentError(f"{name}={value!r} is not known; choose one of {', '.join(about['choices'])}")
+    return value
+
+
+def _scope_or_file(name: str, value: Any, about: Mapping[str, Any]) -> Any:
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise InvalidArgumentError(
+            f'{name}={value!r} must be "request", "process", or the path of a file to keep the memory in'
+        )
+    # One wrong letter in "process" must not make a file.
+    if isinstance(value, str) and value not in MEMORY_SCOPES and _is_word(value):
+        raise InvalidArgumentError(
+            f'{name}={value!r} is neither "request" nor "process"; for a file of this name write '
+            f"{os.path.join(os.curdir, value)!r}"
+        )
+    return value
+
+
+def _is_word(text: str) -> bool:
+    """Whether a text has neither folders nor an ending, so that nobody would take it for a file."""
+    separators = {os.sep, os.altsep or os.sep, "~"}
+    return not separators.intersection(text) and not os.path.splitext(text)[1]
+
+
+def _about(check: _Check, **about: Any) -> dict[str, Any]:
+    """The metadata of a field: all that is to be known about it.
+
+    Args:
+        check: What its values have to pass; `None` passes where it is the default.
+        **about: `presets`, those that it is about, if not all are; `chosen`, what a field that was not given holds;
+            `least`, `most` and `meaning` of a number; `choices`, or what is `allowed` in words. For the command line
+            `help`, which makes it an option, its `short` name and `metavar`, the default as `shown` in the help, and
+            `runs`, whether it is about running rather than drafting.
+    """
+    return {"check": check, "presets": PRESETS, "most": None} | about
+
+
+def _size(least: int, chosen: int | None, preset: str, meaning: str, **about: Any) -> dict[str, Any]:
+    """The metadata of a size in the method of one preset."""
+    about = {"most": MAX_NODES_PER_STEP, "chosen": chosen, "least": least, "meaning": meaning} | about
+    return _about(_whole_number, presets=(preset,), **about)
 
 
 @dataclass(frozen=True)
@@ -98,88 +160,144 @@ class LookaheadConfig:
         InvalidArgumentError: A value has the wrong type, is out of its range, or is about another preset.
     """
 
-    preset: str = _CHOSEN
-    step_budget: int | None = None
-    memory: str | os.PathLike[str] = "request"
-    window_size: int = _CHOSEN
-    ngram_size: int = _CHOSEN
-    guess_set_size: int = _CHOSEN
-    pool_from_prompt: bool = _CHOSEN
-    pool_from_output: bool | None = None
-    share_pool: bool = _CHOSEN
-    block_size: int = _CHOSEN
-    max_iterations: int | None = None
-    seed: int = 0
-    tie_margin: float = 0.0
-    pack_weights: bool = False
-    engine: str = "dynamic"
+    preset: str = field(
+        default=_CHOSEN,
+        metadata=_about(
+            _one_of_choices,
+            choices=PRESETS,
+            help=f"Drafting method: {', '.join(PRESETS)}.",
+            metavar="NAME",
+            shown="auto, or the method whose sizes are given",
+        ),
+    )
+    step_budget: int | None = field(
+        default=None,
+        metadata=_about(
+            _whole_number,
+            presets=BUDGETED,
+            least=1,
+            most=MAX_NODES_PER_STEP,
+            meaning="nodes of a step, the root included",
+            help="Nodes of every step, the root included.",
+            shown="as many as pay",
+        ),
+    )
+    memory: str | os.PathLike[str] = field(
+        default="request",
+        metadata=_about(
+            _scope_or_file,
+            presets=("auto",),
+            help="Keep what is learned about the model's predictions in this file, and draft from it.",
+            metavar="FILE",
+            shown="none, begin anew each time",
+        ),
+    )
+    window_size: int = field(
+        default=_CHOSEN,
+        metadata=_size(
+            1, 15, "paper", "W, the columns of the window", short="-W", help="Columns of the lookahead window."
+        ),
+    )
+    ngram_size: int = field(
+        default=_CHOSEN,
+        metadata=_size(
+            *(2, 5, "paper", "N; an n-gram needs a first token and one that follows it"),
+            short="-N",
+            help="Length of the n-grams in the pool.",
+        ),
+    )
+    guess_set_size: int = field(
+        default=_CHOSEN,
+        metadata=_size(
+            *(1, 15, "paper", "G, the n-grams kept for each first token"),
+            short="-G",
+            help="N-grams kept for each first token, and so most candidates a step.",
+        ),
+    )
+    pool_from_prompt: bool = field(
+        default=_CHOSEN,
+        metadata=_about(
+            _yes_or_no,
+            presets=("paper",),
+            chosen=False,
+            help="Fill the pool with the n-grams of the prompt first.",
+            shown="no",
+        ),
+    )
+    pool_from_output: bool | None = field(
+        default=None,
+        metadata=_about(
+            _yes_or_no,
+            presets=("paper",),
+            allowed="True, False, or None to follow pool_from_prompt",
+            help="Fill the pool with the n-grams of the generated text as well.",
+            shown="as --pool-from-prompt",
+        ),
+    )
+    share_pool: bool = field(default=_CHOSEN, metadata=_about(_yes_or_no, presets=("paper",), chosen=False))
+    block_size: int = field(
+        default=_CHOSEN,
+        metadata=_size(
+            1, 16, "jacobi", "the positions that Jacobi decoding guesses at once", most=MAX_NODES_PER_STEP - 1
+        ),
+    )
+    max_iterations: int | None = field(
+        default=None, metadata=_size(1, None, "jacobi", "the steps that a Jacobi block may take", most=None)
+    )
+    seed: int = field(
+        default=0,
+        metadata=_about(
+            _whole_number,
+            presets=("paper", "jacobi"),
+            least=0,
+            meaning="the seed of the window's first tokens",
+            help="Seed of the window's first tokens.",
+        ),
+    )
+    tie_margin: float = field(default=0.0, metadata=_about(_real_number, least=0, meaning="a difference of logits"))
+    pack_weights: bool = field(
+        default=False,
+        metadata=_about(
+            _yes_or_no,
+            help="On a CPU, keep a second copy of the weights in the order that is fastest to multiply.",
+            runs=True,
+        ),
+    )
+    engine: str = field(default="dynamic", metadata=_about(_one_of_choices, choices=ENGINES))
 
     def __post_init__(self) -> None:
         if self.preset is None:
             object.__setattr__(self, "preset", self._preset_of_fields())
-        for name, value in (PAPER | JACOBI).items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        if self.preset not in PRESETS:
-            raise InvalidArgumentError(f"preset={self.preset!r} is not known; choose one of {', '.join(PRESETS)}")
-        if self.engine not in ENGINES:
-            raise InvalidArgumentError(f"engine={self.engine!r} is not known; choose one of {', '.join(ENGINES)}")
-        self._check_numbers()
-        self._check_memory()
-        for name in ("pool_from_prompt", "share_pool", "pack_weights"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
-        if self.pool_from_output is not None and not isinstance(self.pool_from_output, bool):
-            raise InvalidArgumentError(
-                f"pool_from_output={self.pool_from_output!r} must be True, False, or None to follow pool_from_prompt"
-            )
-        self._check_owners()
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is None:
+                value = each.metadata.get("chosen")
+            if value is not None or each.default is not None:
+                value = each.metadata["check"](each.name, value, each.metadata)
+            object.__setattr__(self, each.name, value)
+        for each in fields(self):
+            self._check_owner(each.name, each.metadata["presets"], each.metadata.get("chosen", each.default))
         if self.max_nodes > MAX_NODES_PER_STEP:
             raise InvalidArgumentError(
                 f"preset={self.preset!r} with {self._sizes()} asks for up to {self.max_nodes} nodes in one step; "
                 f"the most is {MAX_NODES_PER_STEP}: choose smaller sizes"
             )
 
-    def _check_numbers(self) -> None:
-        """Refuse what is no number or out of its range; keep Python's own numbers."""
-        for name, least, most, meaning in _WHOLE_NUMBERS:
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, _whole_number(name, value, least, most, meaning))
-        margin = self.tie_margin
-        if isinstance(margin, bool) or not isinstance(margin, Real) or not margin >= 0:
-            raise InvalidArgumentError(f"tie_margin={margin!r} must be a number of at least 0, a difference of logits")
-        object.__setattr__(self, "tie_margin", float(margin))
-
-    def _check_memory(self) -> None:
-        memory = self.memory
-        if not isinstance(memory, (str, os.PathLike)) or not os.fspath(memory):
-            raise InvalidArgumentError(
-                f'memory={memory!r} must be "request", "process", or the path of a file to keep the memory in'
-            )
-        # One wrong letter in "process" must not make a file.
-        if isinstance(memory, str) and memory not in MEMORY_SCOPES and _is_word(memory):
-            raise InvalidArgumentError(
-                f'memory={memory!r} is neither "request" nor "process"; for a file of this name write '
-                f"{os.path.join(os.curdir, memory)!r}"
-            )
-
-    def _check_owners(self) -> None:
+    def _check_owner(self, name: str, presets: tuple[str, ...], default: object) -> None:
         """Refuse what the preset would not look at."""
-        for name, presets in OWNERS.items():
-            value, default = getattr(self, name), _default(name)
-            if value != default and self.preset not in presets:
-                raise InvalidArgumentError(
-                    f"{name}={value!r} is about preset {' or '.join(map(repr, presets))}, but the preset is "
-                    f"{self.preset!r}, which has no use for it; leave one of the two out"
-                )
+        value = getattr(self, name)
+        if value != default and self.preset not in presets:
+            raise InvalidArgumentError(
+                f"{name}={value!r} is about preset {' or '.join(map(repr, presets))}, but the preset is "
+                f"{self.preset!r}, which has no use for it; leave one of the two out"
+            )
 
     def _preset_of_fields(self) -> str:
         """Whoever sets sizes of a method means that method."""
-        if self.pool_from_output is not None or any(getattr(self, name) is not None for name in PAPER):
-            return "paper"
-        if self.max_iterations is not None or any(getattr(self, name) is not None for name in JACOBI):
-            return "jacobi"
+        for preset in ("paper", "jacobi"):
+            own = [each for each in fields(self) if each.metadata["presets"] == (preset,)]
+            if any(getattr(self, each.name) is not None for each in own):
+                return preset
         return "auto"
 
     @property
@@ -213,7 +331,7 @@ class LookaheadConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LookaheadConfig:
         """Build a configuration from a dictionary, refusing names that are no field of it."""
-        known = {field.name for field in fields(cls)}
+        known = {each.name for each in fields(cls)}
         for name in values:
             if name not in known:
                 raise InvalidArgumentError(
@@ -222,38 +340,7 @@ class LookaheadConfig:
         return cls(**values)
 
 
-_WHOLE_NUMBERS: tuple[tuple[str, int, int | None, str], ...] = (
-    ("step_budget", 1, MAX_NODES_PER_STEP, "nodes of a step, the root included"),
-    ("window_size", 1, MAX_NODES_PER_STEP, "W, the columns of the window"),
-    ("ngram_size", 2, MAX_NODES_PER_STEP, "N; an n-gram needs a first token and one that follows it"),
-    ("guess_set_size", 1, MAX_NODES_PER_STEP, "G, the n-grams kept for each first token"),
-    ("block_size", 1, MAX_NODES_PER_STEP - 1, "the positions that Jacobi decoding guesses at once"),
-    ("max_iterations", 1, None, "the steps that a Jacobi block may take"),
-    ("seed", 0, None, "the seed of the window's first tokens"),
-)
-"""Fields that are whole numbers: the least, the most, and what they are."""
-
-
-def _whole_number(name: str, value: object, least: int, most: int | None, meaning: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise InvalidArgumentError(f"{name}={value!r} must be a whole number ({meaning})")
-    number = int(value)
-    if number < least:
-        limit = "" if most is None else f" and at most {most}"
-        raise InvalidArgumentError(f"{name}={number} is out of range; it must be at least {least}{limit} ({meaning})")
-    if most is not None and number > most:
-        raise InvalidArgumentError(
-            f"{name}={number} is out of range; it must be at least {least} and at most {most} ({meaning}): "
-            "choose a smaller one"
-        )
-    return number
-
-
-def _default(name: str) -> object:
-    return (PAPER | JACOBI).get(name, getattr(LookaheadConfig, name))
-
-
-def _is_word(text: str) -> bool:
-    """Whether a text has neither folders nor an ending, so that nobody would take it for a file."""
-    separators = {os.sep, os.altsep or os.sep, "~"}
-    return not separators.intersection(text) and not os.path.splitext(text)[1]
+OWNERS: dict[str, tuple[str, ...]] = {
+    each.name: each.metadata["presets"] for each in fields(LookaheadConfig) if each.metadata["presets"] != PRESETS
+}
+"""Fields that are about some presets only, and which these are."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from lookahead.cli import exit_codes
 from lookahead.cli.loading import check_device, compile_drafting, quiet_libraries
 from lookahead.cli.memory import memory_errors_explained
 from lookahead.cli.rendering import Consoles
-from lookahead.cli.settings import BenchSettings
+from lookahead.cli.settings import BenchSettings, ReportSettings
 from lookahead.cli.startup import raise_on_interrupt
 from lookahead.cli.versions import versions
 from lookahead.errors import InvalidArgumentError
@@ -55,16 +54,10 @@ def run(settings: BenchSettings, suite: Suite) -> int:
     return _verdict(differences(file.rows), consoles.notes)
 
 
-def make_report(results: list[Path], page: Path | None, plots: Path | None, no_color: bool) -> int:
-    """Write tables and plots of raw results, and return the exit code.
-
-    Args:
-        results: Files of `run`.
-        page: File for the tables; they go to standard output if there is neither this nor `plots`.
-        plots: Folder for the plots, `None` for none.
-        no_color: Never print colours.
-    """
-    consoles = Consoles.create(no_color=no_color)
+def make_report(settings: ReportSettings) -> int:
+    """Write tables and plots of raw results, and return the exit code; without a place the tables are printed."""
+    results, page, plots = settings.results, settings.markdown, settings.plots
+    consoles = Consoles.create(no_color=settings.no_color)
     if plots is not None:
         check_plots(plots)
     rows = read_files(results)

@@ -20,7 +20,7 @@ from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_librarie
 from lookahead.cli.prompt import Prompt, encode_prompt
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json, visible
 from lookahead.cli.reports import request_report, run_report
-from lookahead.cli.settings import PromptSettings
+from lookahead.cli.settings import CompareSettings
 from lookahead.cli.text import Tokenizer, decode
 
 WARM_UP_TOKENS = 8
@@ -78,15 +78,9 @@ class Comparison:
         return None
 
 
-def run(settings: PromptSettings, text: str, is_demo: bool, repeats: int) -> int:
-    """Compare, print, and return the exit code.
-
-    Args:
-        settings: What the user chose.
-        text: The prompt.
-        is_demo: Whether it is the built-in one, because none was given.
-        repeats: Timed runs of each side.
-    """
+def run(settings: CompareSettings, text: str, is_demo: bool) -> int:
+    """Compare on the prompt `text`, which may be the built-in one, print, and return the exit code."""
+    repeats = settings.repeats
     consoles = Consoles.create(no_color=settings.no_color)
     if is_demo:
         consoles.notes.print("note: no prompt was given, so the built-in demonstration prompt is used")
@@ -95,7 +89,7 @@ def run(settings: PromptSettings, text: str, is_demo: bool, repeats: int) -> int
         prompt = encode_prompt(loaded, text, settings.max_new_tokens, consoles.notes)
         comparison = Comparison()
         with suppress(KeyboardInterrupt):
-            _run_rounds(loaded, prompt, settings, repeats, comparison, consoles.notes)
+            _run_rounds(loaded, prompt, settings, comparison, consoles.notes)
     interrupted = comparison.rounds < repeats
     if settings.json:
         report = comparison_report(comparison, loaded.tokenizer) | request_report(settings, loaded, prompt)
@@ -108,16 +102,11 @@ def run(settings: PromptSettings, text: str, is_demo: bool, repeats: int) -> int
 
 
 def _run_rounds(
-    loaded: LoadedModel,
-    prompt: Prompt,
-    settings: PromptSettings,
-    repeats: int,
-    comparison: Comparison,
-    notes: Console,
+    loaded: LoadedModel, prompt: Prompt, settings: CompareSettings, comparison: Comparison, notes: Console
 ) -> None:
     """Fill `comparison`; the sides take turns, so that a change of the machine's pace meets both."""
-
     options = text_options(loaded, settings.sampling, settings.repetition_penalty, settings.stop)
+    repeats = settings.repeats
     seed = seed_draws(settings.sampling)
 
     def lookahead_run(prompt: Prompt) -> Recording:

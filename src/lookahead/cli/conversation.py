@@ -67,7 +67,7 @@ class Conversation:
         system: str | None = None,
         sampling: Sampling | None = None,
         repetition_penalty: float | None = None,
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | None = None,
     ) -> None:
         self._loaded = loaded
         self._turns = turns

@@ -105,7 +105,7 @@ def decode_with_lookahead(
 
 
 def text_options(
-    loaded: LoadedModel, sampling: Sampling | None, repetition_penalty: float | None, stop: Sequence[str]
+    loaded: LoadedModel, sampling: Sampling | None, repetition_penalty: float | None, stop: Sequence[str] | None
 ) -> dict[str, Any]:
     """Arguments of `generate` that decide about the text: how tokens are chosen, and where it ends."""
     options: dict[str, Any] = {}

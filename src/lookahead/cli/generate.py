@@ -15,14 +15,14 @@ from lookahead.cli.prompt import Prompt, encode_prompt
 from lookahead.cli.ranks import joined_ranks, on_own_device, started_together, stopped_by_parent
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json
 from lookahead.cli.reports import request_report, run_report
-from lookahead.cli.settings import PromptSettings
+from lookahead.cli.settings import GenerateSettings
 from lookahead.cli.startup import raise_on_interrupt
 
 if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
 
 
-def run(settings: PromptSettings, text: str) -> int:
+def run(settings: GenerateSettings, text: str) -> int:
     """Continue `text`, print what was generated, and return the exit code."""
     if started_together():
         raise_on_interrupt()  # the other ranks are told
@@ -30,7 +30,7 @@ def run(settings: PromptSettings, text: str) -> int:
         return _run(settings if group is None else on_own_device(settings), text, group)
 
 
-def _run(settings: PromptSettings, text: str, group: ParallelGroup | None) -> int:
+def _run(settings: GenerateSettings, text: str, group: ParallelGroup | None) -> int:
     consoles = Consoles.create(no_color=settings.no_color)
     with quiet_libraries():
         loaded = load_for_decoding(settings, consoles.notes)
@@ -49,7 +49,7 @@ def _run(settings: PromptSettings, text: str, group: ParallelGroup | None) -> in
 
 
 def _decode(
-    settings: PromptSettings,
+    settings: GenerateSettings,
     loaded: LoadedModel,
     prompt: Prompt,
     printer: StepPrinter | None,

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from lookahead.cli.memory import is_out_of_memory, memory_errors_explained
 from lookahead.cli.model_folder import model_folder
 from lookahead.cli.rendering import spinner
-from lookahead.cli.settings import ModelChoice, Settings
+from lookahead.cli.settings import DecodingSettings, TuneSettings
 from lookahead.cli.startup import raise_on_interrupt
 from lookahead.drafting.compiled import on_first_compilation
 from lookahead.drafting.warm_up import compile_loops
@@ -83,7 +83,7 @@ class LoadedModel:
         return str(self.model.dtype).removeprefix("torch.")
 
 
-def load_model(settings: ModelChoice, notes: Console) -> LoadedModel:
+def load_model(settings: DecodingSettings | TuneSettings, notes: Console) -> LoadedModel:
     """Load the model that the settings name; a spinner shows that something happens."""
     device = check_device(settings.device)
     path = model_folder(settings.model)
@@ -94,7 +94,7 @@ def load_model(settings: ModelChoice, notes: Console) -> LoadedModel:
         return _load(path, settings.dtype, device, notes)
 
 
-def load_for_decoding(settings: Settings, notes: Console) -> LoadedModel:
+def load_for_decoding(settings: DecodingSettings, notes: Console) -> LoadedModel:
     """Load the model, compile what drafts for it, and let Ctrl-C raise: from here on there is something to show."""
     loaded = load_model(settings, notes)
     compile_drafting(notes)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lookahead.cli.settings import PromptSettings
 from lookahead.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from lookahead.cli.loading import LoadedModel
+    from lookahead.cli.settings import PromptSource
 
 _STDIN = "-"
 
@@ -34,7 +34,7 @@ class Prompt:
     max_new_tokens: int
 
 
-def read_prompt(settings: PromptSettings) -> str:
+def read_prompt(settings: PromptSource) -> str:
     """The prompt from its one source: the argument, a file, or standard input."""
     text = _given_prompt(settings)
     if text is not None:
@@ -46,7 +46,7 @@ def read_prompt(settings: PromptSettings) -> str:
     )
 
 
-def read_prompt_or(settings: PromptSettings, default: str) -> tuple[str, bool]:
+def read_prompt_or(settings: PromptSource, default: str) -> tuple[str, bool]:
     """The prompt, or `default` when there is none; and whether it is the default.
 
     Standard input that was not asked for and holds nothing, as in a scheduled job, counts as no prompt.
@@ -113,7 +113,7 @@ def encode_prompt(loaded: LoadedModel, text: str, max_new_tokens: int, notes: Co
     return Prompt(text, input_ids, room)
 
 
-def _given_prompt(settings: PromptSettings) -> str | None:
+def _given_prompt(settings: PromptSource) -> str | None:
     """The prompt from the argument or the file, `None` when neither was given."""
     if settings.prompt is not None and settings.file is not None:
         raise InvalidArgumentError(
@@ -128,7 +128,7 @@ def _given_prompt(settings: PromptSettings) -> str | None:
     return None
 
 
-def _source(settings: PromptSettings) -> str:
+def _source(settings: PromptSource) -> str:
     if settings.prompt == _STDIN or str(settings.file) == _STDIN:
         return "standard input"
     return f"--file {settings.file}" if settings.file is not None else "the argument"

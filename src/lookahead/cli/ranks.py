@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from types import FrameType
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from lookahead.cli.model_folder import check_model_path
 from lookahead.cli.prompt import read_prompt
-from lookahead.cli.settings import PromptSettings
 from lookahead.config import LookaheadConfig
 
 if TYPE_CHECKING:
+    from lookahead.cli.settings import GenerateSettings
     from lookahead.parallel import ParallelGroup
 
 
@@ -25,7 +25,7 @@ def started_together() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def start_ranks(count: int, settings: PromptSettings, argv: Sequence[str]) -> int:
+def start_ranks(count: int, settings: GenerateSettings) -> int:
     """Run the same command line as `count` ranks, after what can be refused without them; the exit code."""
     from lookahead.parallel.launcher import run_ranks
     from lookahead.parallel.scaling import check_memory
@@ -38,7 +38,7 @@ def start_ranks(count: int, settings: PromptSettings, argv: Sequence[str]) -> in
 
         check_device(settings.device)
     text = read_prompt(settings)  # once, as there is one standard input
-    return run_ranks(count, "lookahead.cli:main", argv, text.encode())
+    return run_ranks(count, "lookahead.cli:main", settings.argv, text.encode())
 
 
 def scaled(config: LookaheadConfig, count: int | None) -> LookaheadConfig:
@@ -85,7 +85,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def on_own_device(settings: PromptSettings) -> PromptSettings:
+def on_own_device(settings: GenerateSettings) -> GenerateSettings:
     """Settings with this rank's own GPU, where there are GPUs and none was named."""
     import torch
 

@@ -8,7 +8,7 @@ from typing import Any
 from lookahead.cli.decoding import Recording
 from lookahead.cli.loading import LoadedModel
 from lookahead.cli.prompt import Prompt
-from lookahead.cli.settings import PromptSettings
+from lookahead.cli.settings import DecodingSettings
 from lookahead.cli.text import Tokenizer, decode
 from lookahead.cli.versions import versions
 
@@ -34,7 +34,7 @@ def run_report(tokenizer: Tokenizer, recording: Recording) -> dict[str, Any]:
     }
 
 
-def request_report(settings: PromptSettings, loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
+def request_report(settings: DecodingSettings, loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
     """What was asked for, and of whom."""
     return {
         "prompt": prompt.text,
@@ -46,7 +46,7 @@ def request_report(settings: PromptSettings, loaded: LoadedModel, prompt: Prompt
         "preset": settings.config.preset,
         "sampling": None if settings.sampling is None else asdict(settings.sampling),
         "repetition_penalty": settings.repetition_penalty,
-        "stop": list(settings.stop),
+        "stop": settings.stop or [],
         "config": asdict(settings.config) | {"memory": str(settings.config.memory)},
         "versions": versions(),
     }

@@ -1,168 +1,296 @@
-"""What the options of one command line add up to."""
+"""What the options of each command add up to, and all that there is to be said about them."""
+# ruff: noqa: RUF009, as `option` and `argument` make dataclass fields
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar
 
+from lookahead.cli import ranks
+from lookahead.cli.options import (
+    CONVERSATION,
+    DRAFT,
+    OUTPUT,
+    RUN,
+    SAMPLING,
+    SOURCE,
+    Settings,
+    argument,
+    count,
+    dtype,
+    option,
+    positive,
+    positive_whole_number,
+    probability,
+)
 from lookahead.config import LookaheadConfig
+from lookahead.errors import InvalidArgumentError
 
 
-class ModelChoice(Protocol):
-    """Which model to load, and how; all settings below say so.
-
-    Attributes:
-        model: Folder of the model, `None` for the demonstration model.
-        dtype: Name of the type of the weights, or `"auto"` for the one they were saved in.
-        device: Device to run on, `None` for the best one there is.
-    """
-
-    @property
-    def model(self) -> Path | None: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def device(self) -> str | None: ...
+def _model() -> Any:
+    """The folder of the model, `None` for the demonstration model."""
+    about = "Folder of a causal language model with its tokenizer. Nothing is ever downloaded."
+    return option("--model -m PATH", SOURCE, about, shown="the demonstration model")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The choices that all commands share.
+def _dtype(default: str) -> Any:
+    about = "Type of the weights; 'auto' is the one they were saved in."
+    return option("--dtype", RUN, about, dtype, default)
 
-    Attributes:
-        model: Folder of the model, `None` for the demonstration model.
-        config: How lookahead decoding drafts.
-        max_new_tokens: Most tokens to generate, before clipping to the model's context.
-        dtype: Name of the type of the weights, or `"auto"` for the one they were saved in.
-        device: Device to run on, `None` for the best one there is.
-        json: Print JSON instead of text.
-        no_color: Never print colours.
-    """
 
-    model: Path | None
-    config: LookaheadConfig
-    max_new_tokens: int
-    dtype: str
-    device: str | None
-    json: bool
-    no_color: bool
+def _device() -> Any:
+    """The device to run on, `None` for the best one there is."""
+    about = "Device to run on, such as cpu, cuda or cuda:1."
+    return option("--device NAME", RUN, about, shown="cuda where there is one, else cpu")
+
+
+def _drawing(names: str, about: str, parser: Any, shown: str = "the model's") -> Any:
+    return option(names, SAMPLING, about, parser, shown=shown)
+
+
+def _max_new_tokens(default: int) -> Any:
+    return option("--max-new-tokens -n", RUN, "Most tokens to generate.", positive_whole_number, default)
+
+
+def _repeats(default: int, about: str) -> Any:
+    return option("--repeats", RUN, about, positive_whole_number, default)
+
+
+def _json(about: str = "Print one JSON object and nothing else.") -> Any:
+    return option("--json", OUTPUT, about, default=False)
+
+
+def _no_color() -> Any:
+    return option("--no-color", OUTPUT, "Print without colours.", default=False)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. What is `None` is left to the model's own generation configuration.
+    """How tokens are drawn. What is `None` is left to the model's own generation configuration."""
 
-    Attributes:
-        temperature: Divides the logits.
-        top_p: Keep the likeliest tokens that together are at least this probable.
-        top_k: Keep this many of the likeliest tokens, 0 for all.
-        seed: Seed of all draws, `None` for a new one each time.
-        min_p: Keep tokens that are at least this share as probable as the likeliest one.
-    """
+    temperature: float | None = _drawing(
+        "--temperature", "Divides the logits: less than 1 for likelier tokens.", positive
+    )
+    top_p: float | None = _drawing(
+        "--top-p", "Draw from the likeliest tokens that together are at least this probable.", probability
+    )
+    top_k: int | None = _drawing("--top-k", "Draw from this many of the likeliest tokens, 0 for all.", count)
+    min_p: float | None = _drawing(
+        "--min-p", "Draw from tokens that are at least this share as probable as the likeliest one.", probability
+    )
+    seed: int | None = _drawing(
+        "--sampling-seed --sample-seed", "Seed of all draws.", count, shown="a new one every time"
+    )
 
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    seed: int | None
-    min_p: float | None = None
-
-
-@dataclass(frozen=True)
-class PromptSettings(Settings):
-    """Settings of the commands that decode one prompt.
-
-    Attributes:
-        prompt: The PROMPT argument; `-` stands for standard input, `None` for no argument.
-        file: File to read the prompt from.
-        sampling: How tokens are drawn, `None` for greedy decoding.
-        repetition_penalty: See `--help`; `None` leaves it to the model's own generation configuration.
-        stop: Texts to end after, none to leave it to the model's own generation configuration.
-    """
-
-    prompt: str | None
-    file: Path | None
-    sampling: Sampling | None = None
-    repetition_penalty: float | None = None
-    stop: tuple[str, ...] = ()
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Sampling | None:
+        """How tokens are drawn, `None` for greedy decoding; refuses options that greedy decoding would ignore."""
+        values = {each.name: options[each.metadata["name"]] for each in fields(cls)}
+        if options["sample"]:
+            return cls(**values)
+        for each in fields(cls):
+            if values[each.name] is not None:
+                given = f"--{each.metadata['name'].replace('_', '-')} {values[each.name]}"
+                raise InvalidArgumentError(f"{given} is about sampling, but decoding is greedy; add --sample")
+        return None
 
 
-@dataclass(frozen=True)
-class ChatSettings(Settings):
-    """Settings of a conversation.
+@dataclass(frozen=True, kw_only=True)
+class DecodingSettings(Settings):
+    """Settings of the commands that decode."""
 
-    Attributes:
-        system: What the model is told before the first turn.
-        template: File with a Jinja template to use instead of the tokenizer's own.
-        raw: Put the turns one after another as plain text, without a template.
-        sampling: How tokens are drawn, `None` for greedy decoding.
-        repetition_penalty: See `PromptSettings`.
-        stop: See `PromptSettings`.
-    """
+    panels: ClassVar = (SOURCE, CONVERSATION, DRAFT, SAMPLING, RUN, OUTPUT)
 
-    system: str | None
-    template: Path | None
-    raw: bool
-    sampling: Sampling | None
-    repetition_penalty: float | None = None
-    stop: tuple[str, ...] = ()
+    model: Path | None = _model()
+    sample: bool = option(
+        "--sample/--greedy",
+        SAMPLING,
+        "Draw tokens, or take the likeliest ones. What the options below leave open is as in the model's own "
+        "generation configuration.",
+        default=False,
+        shown="greedy",
+    )
+    sampling: Sampling | None = field(default=None, metadata={"group": Sampling})
+    repetition_penalty: float | None = _drawing(
+        "--repetition-penalty",
+        "Above 1 makes tokens less likely that are in the text already; greedy decoding heeds it, too.",
+        positive,
+    )
+    stop: list[str] | None = option(
+        "--stop", RUN, "End after this text; give it several times for several.", shown="the model's"
+    )
+    max_new_tokens: int = _max_new_tokens(128)
+    dtype: str = _dtype("auto")
+    device: str | None = _device()
+    config: LookaheadConfig
+    json: bool = _json()
+    no_color: bool = _no_color()
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Any:
+        """Settings from the values of all options.
 
-@dataclass(frozen=True)
-class TuneSettings:
-    """Settings of a measurement of what steps cost.
+        Raises:
+            InvalidArgumentError: Some of them make no sense together.
+        """
+        made = {"config": cls.configuration(options), "sampling": Sampling.of(options)}
+        if "" in (options["stop"] or ()):  # it would end every text at once
+            raise InvalidArgumentError("--stop '' is empty; give the text to end after")
+        return super().of({**options, **made})
 
-    Attributes:
-        model: Folder of the model, `None` for the demonstration model.
-        dtype: Name of the type of the weights, or `"auto"` for the one they were saved in.
-        device: Device to run on, `None` for the best one there is.
-        json: Print JSON instead of text.
-        no_color: Never print colours.
-        contexts: Lengths of the text before a step, `None` for the usual ones that the model has room for.
-        nodes: Sizes of the steps, `None` for the usual ones.
-        repeats: Steps timed of each size after each length.
-        pack_weights: See `LookaheadConfig.pack_weights`.
-        plot: PNG file to draw the curves into, `None` for no plot.
-        store: Keep the curve for later runs.
-        folder: Folder to keep it in, `None` for the user's cache directory.
-    """
-
-    model: Path | None
-    dtype: str
-    device: str | None
-    json: bool
-    no_color: bool
-    contexts: list[int] | None
-    nodes: list[int] | None
-    repeats: int
-    pack_weights: bool
-    plot: Path | None
-    store: bool
-    folder: Path | None
+    @classmethod
+    def configuration(cls, options: Mapping[str, Any]) -> LookaheadConfig:
+        """How to draft; options that were not given keep the library's defaults."""
+        return LookaheadConfig.from_dict(_given(options))
 
 
-@dataclass(frozen=True)
-class BenchSettings:
-    """Settings of a benchmark.
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    names = [each.name for each in fields(LookaheadConfig) if options.get(each.name) is not None]
+    return {name: options[name] for name in names}
 
-    Attributes:
-        suite: The file that describes it.
-        output: File of the raw results.
-        data: Folder of the prompt files, `None` for that of `suite`.
-        limit: Take only the first so many prompts of each task, `None` for as many as `suite` says.
-        restart: Throw earlier results in `output` away.
-        device: Device to run on, `None` for the best one there is.
-        threads: CPU threads, `None` for as many as torch takes by itself.
-        no_color: Never print colours.
-    """
 
-    suite: Path
-    output: Path
-    data: Path | None
-    limit: int | None
-    restart: bool
-    device: str | None
-    threads: int | None
-    no_color: bool
+@dataclass(frozen=True, kw_only=True)
+class PromptSource:
+    """Where a prompt comes from: the argument, where `-` stands for standard input, or a file."""
+
+    prompt: str | None = argument("PROMPT", "Text to continue, taken as it is; '-' reads standard input.", None)
+    file: Path | None = option("--file -f PATH", SOURCE, "Read the prompt from this UTF-8 file.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings(DecodingSettings, PromptSource):
+    """Settings of `lookahead generate`."""
+
+    parallel: int | None = option(
+        "--parallel",
+        RUN,
+        "Decode on this many processes of this machine, each with the model on a device of its own. Sizes grow "
+        "with it where none is given. For several machines start this command with torchrun instead.",
+        positive_whole_number,
+        shown="this process alone",
+    )
+
+    @classmethod
+    def configuration(cls, options: Mapping[str, Any]) -> LookaheadConfig:
+        """How to draft, on as many devices as there are ranks."""
+        config = super().configuration(options)
+        sized = any(options[name] is not None for name in ("step_budget", "window_size", "guess_set_size"))
+        return config if sized else ranks.scaled(config, options["parallel"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareSettings(DecodingSettings, PromptSource):
+    """Settings of `lookahead compare`."""
+
+    dtype: str = _dtype("float32")
+    repeats: int = _repeats(3, "Timed runs of each side; medians are shown.")
+
+
+_POOL_OF_A_CONVERSATION = {
+    "help": "Fill the pool with the n-grams of the conversation: answers repeat what was said before.",
+    "shown": "yes with --preset paper",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSettings(DecodingSettings):
+    """Settings of `lookahead chat`."""
+
+    system: str | None = option("--system TEXT", CONVERSATION, "What the model is told before the first turn.")
+    template: Path | None = option(
+        "--template FILE", CONVERSATION, "Chat template in Jinja, instead of the one that comes with the tokenizer."
+    )
+    raw: bool = option(
+        "--raw",
+        CONVERSATION,
+        "Use no chat template: every turn is appended on a new line and the model goes on right where it ends. "
+        "The default for the demonstration model, which has no template.",
+        default=False,
+    )
+    max_new_tokens: int = _max_new_tokens(512)
+    json: bool = _json("Print one JSON object for each turn.")
+    config: LookaheadConfig = field(metadata={"pool_from_prompt": _POOL_OF_A_CONVERSATION})
+
+    @classmethod
+    def configuration(cls, options: Mapping[str, Any]) -> LookaheadConfig:
+        """How to draft; turns learn from each other, and answers repeat what was said before."""
+        config = super().configuration(options)
+        defaults: dict[str, dict[str, Any]] = {"auto": {"memory": "process"}, "paper": {"pool_from_prompt": True}}
+        return LookaheadConfig.from_dict(defaults.get(config.preset, {}) | _given(options))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneSettings(Settings):
+    """Settings of `lookahead tune`."""
+
+    model: Path | None = _model()
+    contexts: list[int] | None = option(
+        "--context -c",
+        RUN,
+        "Tokens of text before the step; give it several times for several lengths.",
+        positive_whole_number,
+        shown="128, 512 and 2048, as far as the model has room",
+    )
+    nodes: list[int] | None = option(
+        "--nodes",
+        RUN,
+        "Tokens of one step; give it several times for several sizes. A step of 1 is always measured.",
+        positive_whole_number,
+        shown="1, 2, 4, ... 128",
+    )
+    repeats: int = _repeats(7, "Timed steps of each size at each length; medians count.")
+    dtype: str = _dtype("auto")
+    device: str | None = _device()
+    pack_weights: bool = option(
+        "--pack-weights",
+        RUN,
+        "Measure with packed weights, on CPUs only; curves with and without are kept apart.",
+        default=False,
+    )
+    plot: Path | None = option("--plot FILE", OUTPUT, "Draw the curves and the memory limit into this PNG file.")
+    store: bool = option("--store/--no-store", OUTPUT, "Keep the curve for later runs.", default=True)
+    store_folder: Path | None = option(
+        "--store-folder PATH", OUTPUT, "Folder to keep the curve in.", shown="in the user's cache directory"
+    )
+    json: bool = _json()
+    no_color: bool = _no_color()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings(Settings):
+    """Settings of `lookahead bench run`."""
+
+    suite: Path = argument("SUITE", "TOML file that names models, tasks and methods.")
+    output: Path = option(
+        "--output -o FILE",
+        OUTPUT,
+        "Raw results as JSON lines; what the file has already is not measured again.",
+        default=...,
+    )
+    data: Path | None = option("--data FOLDER", SOURCE, "Folder of the prompt files.", shown="the folder of SUITE")
+    limit: int | None = option(
+        "--limit", SOURCE, "Take only the first so many prompts of each task.", positive_whole_number
+    )
+    restart: bool = option("--restart", OUTPUT, "Throw earlier results in the file away.", default=False)
+    device: str | None = _device()
+    threads: int | None = option(
+        "--threads", RUN, "CPU threads.", positive_whole_number, shown="as many as torch takes"
+    )
+    no_color: bool = _no_color()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportSettings(Settings):
+    """Settings of `lookahead bench report`."""
+
+    results: list[Path] = argument("RESULTS", "Raw results (JSON lines, also as .gz); several count as one.")
+    markdown: Path | None = option(
+        "--markdown FILE",
+        OUTPUT,
+        "Write the tables into this file; in a page that has markers for them, between those.",
+        shown="to standard output",
+    )
+    plots: Path | None = option("--plots FOLDER", OUTPUT, "Draw plots as PNG files into this folder.", shown="no plots")
+    no_color: bool = _no_color()

@@ -149,7 +149,7 @@ def _store(settings: TuneSettings, loaded: LoadedModel, measured: Measurement, c
     if not settings.store:
         return None
     details = {"measured": measured.to_dict(), "date": date.today().isoformat()}
-    return CostStore(settings.folder).save(_setting(settings, loaded), StoredCost(cost, details))
+    return CostStore(settings.store_folder).save(_setting(settings, loaded), StoredCost(cost, details))
 
 
 def _report(
