@@ -20,9 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 import lookahead
 from lookahead.cli import main
 from lookahead.cli.compare import Difference, first_difference
-from lookahead.cli.memory import OutOfMemoryError, is_out_of_memory, memory_errors_explained
-from lookahead.cli.rendering import StepPrinter
-from lookahead.cli.text import IncrementalText
+from lookahead.cli.loading import OutOfMemoryError, is_out_of_memory, memory_errors_explained
+from lookahead.cli.rendering import IncrementalText, StepPrinter
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 from lookahead.drafting import DraftMemory
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lookahead.cli import exit_codes
-from lookahead.cli.startup import quit_on_interrupt
+from lookahead.cli import process
 
 __all__ = ["main"]
 
@@ -18,9 +17,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         if argv is None:
-            quit_on_interrupt()
+            process.quit_on_interrupt()
         from lookahead.cli.app import run
 
         return run(argv)
     except KeyboardInterrupt:
-        return exit_codes.INTERRUPTED
+        return process.INTERRUPTED

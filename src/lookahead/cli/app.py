@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from lookahead.bench.suite_file import read_suite
-from lookahead.cli import exit_codes, ranks
+from lookahead.cli import process, ranks
 from lookahead.cli.model_folder import model_folder
 from lookahead.cli.options import command
 from lookahead.cli.prompt import read_prompt, read_prompt_or
@@ -25,10 +25,9 @@ from lookahead.cli.settings import (
     ReportSettings,
     TuneSettings,
 )
-from lookahead.cli.startup import raise_on_interrupt
-from lookahead.cli.versions import package_version
 from lookahead.demo import DEMO_PROMPT
 from lookahead.errors import InvalidArgumentError, LookaheadError
+from lookahead.version import __version__
 
 DEMO = Path("demo")
 """For `tune` another name of the demonstration model, unless there is a folder of this name."""
@@ -64,7 +63,7 @@ def run(argv: Sequence[str] | None) -> int:
             return _broken_pipe()
         raise
     except (KeyboardInterrupt, typer.Abort):
-        return exit_codes.INTERRUPTED
+        return process.INTERRUPTED
     except _UsageError as error:
         return _error(error.format_message())
     except (LookaheadError, OSError) as error:
@@ -74,13 +73,13 @@ def run(argv: Sequence[str] | None) -> int:
 
 def _error(message: str) -> int:
     print("error:", " ".join(message.split()), file=sys.stderr)
-    return exit_codes.ERROR
+    return process.ERROR
 
 
 def _broken_pipe() -> int:
     # Python flushes stdout once more at exit; with nobody reading, that must go nowhere instead of failing.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return exit_codes.BROKEN_PIPE
+    return process.BROKEN_PIPE
 
 
 def _never_fail_on_encoding() -> None:
@@ -96,7 +95,7 @@ def _lookahead(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
-        typer.echo(f"lookahead {package_version()}")
+        typer.echo(f"lookahead {__version__}")
         raise typer.Exit
     _help_without_command(context)
 
@@ -124,7 +123,7 @@ def generate(settings: GenerateSettings) -> int:
     if sampling is not None and sampling.seed is None and (parallel > 1 or ranks.started_together()):
         raise InvalidArgumentError("--sample on several processes needs --sampling-seed, so that all draw alike")
     if parallel > 1 and not ranks.started_together():
-        raise_on_interrupt()
+        process.raise_on_interrupt()
         return ranks.start_ranks(parallel, settings)
     text = read_prompt(settings)
     # Importing torch takes seconds; help texts and whatever is refused must not wait for it.

@@ -18,13 +18,10 @@ from lookahead.bench.results_file import ResultsFile, read_files
 from lookahead.bench.rows import Row
 from lookahead.bench.suite import Suite
 from lookahead.bench.summary import TaskSummary, summarise
-from lookahead.cli import exit_codes
-from lookahead.cli.loading import check_device, compile_drafting, quiet_libraries
-from lookahead.cli.memory import memory_errors_explained
+from lookahead.cli import process
+from lookahead.cli.loading import check_device, compile_drafting, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles
 from lookahead.cli.settings import BenchSettings, ReportSettings
-from lookahead.cli.startup import raise_on_interrupt
-from lookahead.cli.versions import versions
 from lookahead.errors import InvalidArgumentError
 
 MOST_SHOWN = 10
@@ -38,9 +35,9 @@ def run(settings: BenchSettings, suite: Suite) -> int:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     compile_drafting(consoles.notes)
-    raise_on_interrupt()
+    process.raise_on_interrupt()
     benchmark = Benchmark(suite, device, settings.limit)
-    circumstances: dict[str, Any] = {"machine": describe_machine(device), "versions": versions()}
+    circumstances: dict[str, Any] = {"machine": describe_machine(device), "versions": process.versions()}
     advice = "smaller models, a smaller max_new_tokens or fewer methods with pack_weights"
     with ResultsFile(settings.output, circumstances, restart=settings.restart) as file:
         try:
@@ -48,7 +45,7 @@ def run(settings: BenchSettings, suite: Suite) -> int:
                 _measure(benchmark, file, circumstances, consoles.notes)
         except KeyboardInterrupt:
             consoles.notes.print(f"interrupted; {settings.output} has all finished runs, the same command goes on")
-            return exit_codes.INTERRUPTED
+            return process.INTERRUPTED
     for summary in summarise(file.rows):
         consoles.out.print(summary_table(summary))
     return _verdict(differences(file.rows), consoles.notes)
@@ -137,4 +134,4 @@ def _verdict(found: list[Difference], notes: Console) -> int:
         notes.print(str(difference))
     if errors:
         notes.print(f"{len(errors)} outputs differ from plain generate although they must not")
-    return exit_codes.DIFFERENT if errors else exit_codes.OK
+    return process.DIFFERENT if errors else process.OK

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
-from lookahead.cli import exit_codes
+from lookahead.cli import process
 from lookahead.cli.conversation import Answer, Conversation
-from lookahead.cli.decoding import seed_draws
-from lookahead.cli.lines import decoded_line, piped_lines, stdin_is_terminal, typed_lines
+from lookahead.cli.decoding import run_report, seed_draws
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
-from lookahead.cli.prompt import Prompt
+from lookahead.cli.prompt import Prompt, checked, decoded
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json
-from lookahead.cli.reports import run_report
 from lookahead.cli.settings import ChatSettings
 from lookahead.cli.turn_format import choose_format, read_template
 from lookahead.errors import InvalidArgumentError, LookaheadError
+
+MARKER = "> "
 
 HELP = """\
 /reset  forget the conversation; what drafting has learned stays, it saves steps and never changes the text
@@ -71,11 +74,11 @@ class Chat:
             if line.strip() == "/exit":
                 break
             self._take(line)
-        return exit_codes.OK
+        return process.OK
 
     def by_pipe(self) -> int:
         """Answer every line that comes. Ctrl-C ends all of it; what went wrong on the way shows in the exit code."""
-        code = exit_codes.OK
+        code = process.OK
         for number, content in piped_lines():
             try:
                 line = decoded_line(number, content)
@@ -85,7 +88,7 @@ class Chat:
             if line.strip() == "/exit":
                 break
             took = self._take(line)
-            if took == exit_codes.INTERRUPTED:
+            if took == process.INTERRUPTED:
                 return took
             code = max(code, took)
         return code
@@ -101,7 +104,7 @@ class Chat:
             if line.startswith("/"):
                 return self._failed(error)
             return self._failed(error, {"prompt": line})
-        return exit_codes.OK
+        return process.OK
 
     def _failed(self, error: LookaheadError, turn: dict[str, Any] | None = None) -> int:
         """Say what went wrong, in JSON as well if it was a turn, and return the exit code."""
@@ -109,7 +112,7 @@ class Chat:
         self._consoles.notes.print(f"error: {message}")
         if self._settings.json and turn is not None:
             print_json(self._consoles.out, turn | {"error": message})
-        return exit_codes.ERROR
+        return process.ERROR
 
     def _command(self, command: str) -> None:
         if command == "/reset":
@@ -132,7 +135,7 @@ class Chat:
             answer = self._conversation.answer(prompt, printer.step)
             printer.finish()
             self._note(statistics_line(self._loaded, prompt, answer))
-        return exit_codes.INTERRUPTED if answer.interrupted else exit_codes.OK
+        return process.INTERRUPTED if answer.interrupted else process.OK
 
     def _note(self, text: str) -> None:
         self._consoles.notes.print(text, style="dim")
@@ -169,3 +172,53 @@ def statistics_line(loaded: LoadedModel, prompt: Prompt, answer: Answer) -> str:
     elif answer.cut == "context":
         line += f"; cut where the model's context of {loaded.context_length} tokens ends, /reset begins anew"
     return f"interrupted: {line}" if answer.interrupted else line
+
+
+def stdin_is_terminal() -> bool:
+    """Whether somebody types."""
+    return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
+
+
+def typed_lines(consoles: Consoles, *, marker_on_out: bool) -> Iterator[str]:
+    """Lines from the keyboard, with a marker before each; where there is `readline` they can be edited.
+
+    Args:
+        consoles: Where the marker goes.
+        marker_on_out: Whether standard output may show it; otherwise it goes to standard error.
+    """
+    with suppress(ImportError):  # not everywhere; `input` uses it once it is imported
+        import readline  # noqa: F401
+    while True:
+        try:
+            if marker_on_out and consoles.out.is_terminal:
+                line = input(MARKER)
+            else:
+                consoles.notes.print(MARKER, end="")
+                line = input()
+            line = checked(line, "the line")
+        except EOFError:
+            consoles.notes.print()  # whatever comes next on the terminal begins on a line of its own
+            return
+        except KeyboardInterrupt:
+            consoles.notes.print()
+            raise
+        except (UnicodeDecodeError, InvalidArgumentError):
+            consoles.notes.print("error: the line is not valid UTF-8; write it in UTF-8")
+            continue
+        yield line
+
+
+def piped_lines() -> Iterator[tuple[int, bytes]]:
+    """Lines from a pipe or a file as they are, with their numbers from 1."""
+    if sys.stdin is None or sys.stdin.closed:
+        return
+    yield from enumerate(sys.stdin.buffer, start=1)
+
+
+def decoded_line(number: int, content: bytes) -> str:
+    """The text of a line from a pipe, without its end.
+
+    Raises:
+        InvalidArgumentError: It is not valid UTF-8.
+    """
+    return decoded(content, f"line {number} of standard input").removesuffix("\n").removesuffix("\r")

@@ -14,14 +14,20 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lookahead.bench.repetition import repeated_cycle_share
-from lookahead.cli import exit_codes
-from lookahead.cli.decoding import Recording, decode_plainly, decode_with_lookahead, seed_draws, text_options
+from lookahead.cli import process
+from lookahead.cli.decoding import (
+    Recording,
+    decode_plainly,
+    decode_with_lookahead,
+    request_report,
+    run_report,
+    seed_draws,
+    text_options,
+)
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.prompt import Prompt, encode_prompt
-from lookahead.cli.rendering import Consoles, StepPrinter, print_json, visible
-from lookahead.cli.reports import request_report, run_report
+from lookahead.cli.rendering import Consoles, StepPrinter, Tokenizer, decode, print_json, visible
 from lookahead.cli.settings import CompareSettings
-from lookahead.cli.text import Tokenizer, decode
 
 WARM_UP_TOKENS = 8
 
@@ -97,8 +103,8 @@ def run(settings: CompareSettings, text: str, is_demo: bool) -> int:
     else:
         _print(consoles, comparison, loaded, text, repeats)
     if interrupted:
-        return exit_codes.INTERRUPTED
-    return exit_codes.OK if comparison.difference() is None else exit_codes.DIFFERENT
+        return process.INTERRUPTED
+    return process.OK if comparison.difference() is None else process.DIFFERENT
 
 
 def _run_rounds(

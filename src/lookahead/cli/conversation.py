@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Literal
 
 import torch
-from transformers import StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 from lookahead.cli.decoding import Recording, decode_with_lookahead, text_options
-from lookahead.cli.interruption import interruptible
 from lookahead.cli.loading import LoadedModel
 from lookahead.cli.prompt import Prompt
+from lookahead.cli.rendering import decode
 from lookahead.cli.settings import Sampling
-from lookahead.cli.text import decode
 from lookahead.cli.turn_format import Message, TurnFormat
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import NGramPool
@@ -201,3 +204,46 @@ def _eos_tokens(loaded: LoadedModel) -> set[int]:
     if eos is None:
         return set()
     return set(torch.as_tensor(eos).flatten().tolist())
+
+
+class Interruption(StoppingCriteria):  # type: ignore[misc]
+    """A stopping criterion that is met once somebody asks.
+
+    Stopping in this way ends generation between two tokens, with an output and a cache like those of any other end.
+
+    Attributes:
+        asked: Whether generation should stop.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self.asked, dtype=torch.bool)  # on the CPU: nobody waits for a device
+
+
+@contextmanager
+def interruptible() -> Iterator[Interruption]:
+    """Let Ctrl-C ask for a stop. A second one does not wait and raises `KeyboardInterrupt`.
+
+    Where SIGINT is not Python's to handle (it is ignored, somebody else handles it, or this is no main thread) that
+    stays as it is.
+    """
+    interruption = Interruption()
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield interruption
+        return
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if interruption.asked:
+            raise KeyboardInterrupt
+        interruption.asked = True
+
+    signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield interruption
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 import torch
 
 from lookahead.api.generation import generate
-from lookahead.cli.loading import LoadedModel
-from lookahead.cli.memory import memory_errors_explained
+from lookahead.cli.loading import LoadedModel, memory_errors_explained
+from lookahead.cli.process import versions
 from lookahead.cli.prompt import Prompt
-from lookahead.cli.settings import Sampling
+from lookahead.cli.rendering import Tokenizer, decode
+from lookahead.cli.settings import DecodingSettings, Sampling
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import Statistics, StepRecord
 
@@ -167,3 +168,42 @@ def _timed(run: Callable[[], _T], loaded: LoadedModel, recording: Recording) -> 
     finally:
         recording.wall_seconds = perf_counter() - wall
         recording.cpu_seconds = process_time() - cpu
+
+
+def run_report(tokenizer: Tokenizer, recording: Recording) -> dict[str, Any]:
+    """What one run generated, counted and took."""
+    statistics = recording.statistics
+    parts = asdict(statistics.seconds)
+    return {
+        "text": decode(tokenizer, recording.tokens),
+        "tokens": recording.tokens,
+        "steps": statistics.steps,
+        "step_compression": statistics.step_compression,
+        "nodes_per_step": statistics.nodes_per_step,
+        "accepted_lengths": statistics.accepted_lengths,
+        "tokens_per_second": recording.tokens_per_second,
+        "seconds": {
+            "wall": recording.wall_seconds,
+            "cpu": recording.cpu_seconds,
+            # The times by part come with the finished output only.
+            **(parts if recording.complete else dict.fromkeys(parts)),
+        },
+    }
+
+
+def request_report(settings: DecodingSettings, loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
+    """What was asked for, and of whom."""
+    return {
+        "prompt": prompt.text,
+        "prompt_tokens": prompt.input_ids.shape[1],
+        "max_new_tokens": prompt.max_new_tokens,
+        "model": str(loaded.path),
+        "dtype": loaded.dtype,
+        "device": str(loaded.model.device),
+        "preset": settings.config.preset,
+        "sampling": None if settings.sampling is None else asdict(settings.sampling),
+        "repetition_penalty": settings.repetition_penalty,
+        "stop": settings.stop or [],
+        "config": asdict(settings.config) | {"memory": str(settings.config.memory)},
+        "versions": versions(),
+    }

@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from lookahead.cli import exit_codes
-from lookahead.cli.decoding import Recording, decode_with_lookahead, seed_draws, text_options
+from lookahead.cli import process
+from lookahead.cli.decoding import (
+    Recording,
+    decode_with_lookahead,
+    request_report,
+    run_report,
+    seed_draws,
+    text_options,
+)
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.prompt import Prompt, encode_prompt
 from lookahead.cli.ranks import joined_ranks, on_own_device, started_together, stopped_by_parent
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json
-from lookahead.cli.reports import request_report, run_report
 from lookahead.cli.settings import GenerateSettings
-from lookahead.cli.startup import raise_on_interrupt
 
 if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
 def run(settings: GenerateSettings, text: str) -> int:
     """Continue `text`, print what was generated, and return the exit code."""
     if started_together():
-        raise_on_interrupt()  # the other ranks are told
+        process.raise_on_interrupt()  # the other ranks are told
     with joined_ranks() as group:
         return _run(settings if group is None else on_own_device(settings), text, group)
 
@@ -45,7 +50,7 @@ def _run(settings: GenerateSettings, text: str, group: ParallelGroup | None) -> 
             recording = _decode(settings, loaded, prompt, printer, group)
             printer.finish()
             print_statistics(consoles.notes, recording)
-    return exit_codes.OK if recording.complete else exit_codes.INTERRUPTED
+    return process.OK if recording.complete else process.INTERRUPTED
 
 
 def _decode(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Sequence
@@ -15,14 +16,13 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from lookahead.cli.memory import is_out_of_memory, memory_errors_explained
+from lookahead.cli import process
 from lookahead.cli.model_folder import model_folder
 from lookahead.cli.rendering import spinner
 from lookahead.cli.settings import DecodingSettings, TuneSettings
-from lookahead.cli.startup import raise_on_interrupt
 from lookahead.drafting.compiled import on_first_compilation
 from lookahead.drafting.warm_up import compile_loops
-from lookahead.errors import InvalidArgumentError, LookaheadWarning
+from lookahead.errors import InvalidArgumentError, LookaheadError, LookaheadWarning
 
 _SAMPLING_FLAGS = (
     "temperature",
@@ -98,7 +98,7 @@ def load_for_decoding(settings: DecodingSettings, notes: Console) -> LoadedModel
     """Load the model, compile what drafts for it, and let Ctrl-C raise: from here on there is something to show."""
     loaded = load_model(settings, notes)
     compile_drafting(notes)
-    raise_on_interrupt()
+    process.raise_on_interrupt()
     return loaded
 
 
@@ -227,3 +227,28 @@ def _say_warning(
     line: str | None = None,
 ) -> None:
     print("warning:", " ".join(str(message).split()), file=file or sys.stderr)
+
+
+class OutOfMemoryError(LookaheadError):
+    """The device has no memory left for what was asked."""
+
+
+@contextmanager
+def memory_errors_explained(where: str, advice: str) -> Iterator[None]:
+    """Turn running out of memory into an `OutOfMemoryError` that says what to try."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        detail = f" (tried to allocate {asked[1]})" if asked else ""
+        raise OutOfMemoryError(f"out of memory {where}{detail}: try {advice}") from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device, or the machine itself, has no memory left; torch has no type of error for some of them."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)

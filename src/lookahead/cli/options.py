@@ -132,10 +132,10 @@ def command(
     """Make a command of a function that takes settings and returns an exit code."""
 
     def register(function: Callable[[_SettingsT], int]) -> Callable[[_SettingsT], int]:
-        def run(context: typer.Context, **options: Any) -> int:
-            return function(settings.of(options | {"argv": context.obj}))
+        def run(_context: typer.Context, **options: Any) -> int:
+            return function(settings.of(options | {"argv": _context.obj}))
 
-        context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        context = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         parameters = sorted(_parameters(settings), key=lambda parameter: _place(settings.panels, parameter))
         cast(Any, run).__signature__ = inspect.Signature([context, *parameters])
         run.__doc__ = function.__doc__

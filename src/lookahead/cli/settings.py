@@ -119,7 +119,7 @@ class DecodingSettings(Settings):
         positive,
     )
     stop: list[str] | None = option(
-        "--stop", RUN, "End after this text; give it several times for several.", shown="the model's"
+        "--stop TEXT", RUN, "End after this text; give it several times for several.", shown="the model's"
     )
     max_new_tokens: int = _max_new_tokens(128)
     dtype: str = _dtype("auto")

@@ -15,14 +15,11 @@ from rich.table import Table
 
 from lookahead.backends.transformers.cost_store import CostStore, StoredCost, describe_setting, device_name
 from lookahead.backends.transformers.tuning import CONTEXTS, NODE_COUNTS, Measurement, Point, measure, timings
-from lookahead.cli import exit_codes
+from lookahead.cli import process
 from lookahead.cli.cost_plot import check_plot, draw
-from lookahead.cli.loading import LoadedModel, load_model, quiet_libraries
-from lookahead.cli.memory import memory_errors_explained
+from lookahead.cli.loading import LoadedModel, load_model, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, print_json
 from lookahead.cli.settings import TuneSettings
-from lookahead.cli.startup import raise_on_interrupt
-from lookahead.cli.versions import versions
 from lookahead.config import MAX_NODES_PER_STEP
 from lookahead.core.cost_model import CostModel
 from lookahead.errors import InvalidArgumentError
@@ -41,13 +38,13 @@ def run(settings: TuneSettings) -> int:
         check_plot(settings.plot)  # before minutes of measuring
     with quiet_libraries():
         loaded = load_model(settings, consoles.notes)
-        raise_on_interrupt()
+        process.raise_on_interrupt()
         contexts = _contexts(settings, loaded, consoles.notes)
         try:
             measured = _measure(loaded, nodes, contexts, settings, consoles.notes)
         except KeyboardInterrupt:
             consoles.notes.print("interrupted; nothing is stored")
-            return exit_codes.INTERRUPTED
+            return process.INTERRUPTED
     cost = measured.cost_model()
     if settings.json:
         stored = _store(settings, loaded, measured, cost)
@@ -67,7 +64,7 @@ def run(settings: TuneSettings) -> int:
             f"{loaded.path.resolve().name}, {loaded.dtype}, {device_name(loaded.model.device)}",
         )
         consoles.notes.print(f"drawn into {settings.plot}")
-    return exit_codes.OK
+    return process.OK
 
 
 def _contexts(settings: TuneSettings, loaded: LoadedModel, notes: Console) -> list[int]:
@@ -162,7 +159,7 @@ def _report(
         "model": str(loaded.path),
         "stored": None if stored is None else str(stored),
         "plot": None if settings.plot is None else str(settings.plot),
-        "versions": versions(),
+        "versions": process.versions(),
     }
 
 

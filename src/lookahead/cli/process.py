@@ -1,13 +1,24 @@
-"""Ctrl-C before there is anything to lose: while libraries are imported and the model is loaded."""
+"""This process: what its exit code says, whose versions it runs, and Ctrl-C before there is anything to lose."""
 
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import threading
+from importlib.metadata import version
 from types import FrameType
 
-from lookahead.cli.exit_codes import INTERRUPTED
+from lookahead.version import __version__
+
+OK = 0
+DIFFERENT = 1
+"""`compare`: the outputs are not identical."""
+ERROR = 2
+INTERRUPTED = 130
+"""128 + SIGINT, as shells report it."""
+BROKEN_PIPE = 141
+"""128 + SIGPIPE: whoever read the output has gone."""
 
 _SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
 
@@ -34,3 +45,9 @@ def _quit(number: int, frame: FrameType | None) -> None:
     if os.isatty(2):  # a spinner may have hidden the cursor
         os.write(2, _SHOW_CURSOR)
     os._exit(INTERRUPTED)
+
+
+def versions() -> dict[str, str]:
+    """What a report of results has to name so that others can repeat them."""
+    libraries = {name: version(name) for name in ("torch", "transformers")}
+    return {"lookahead": __version__, **libraries, "python": platform.python_version()}
