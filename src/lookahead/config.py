@@ -86,23 +86,24 @@ def _is_word(text: str) -> bool:
     return not separators.intersection(text) and not os.path.splitext(text)[1]
 
 
-def _about(check: _Check, **about: Any) -> dict[str, Any]:
-    """The metadata of a field: all that is to be known about it.
+def _choice(default: Any, check: _Check, **about: Any) -> Any:
+    """A field, with all that is to be known about it.
 
     Args:
+        default: Its default.
         check: What its values have to pass; `None` passes where it is the default.
         **about: `presets`, those that it is about, if not all are; `chosen`, what a field that was not given holds;
             `least`, `most` and `meaning` of a number; `choices`, or what is `allowed` in words. For the command line
             `help`, which makes it an option, its `short` name and `metavar`, the default as `shown` in the help, and
             `runs`, whether it is about running rather than drafting.
     """
-    return {"check": check, "presets": PRESETS, "most": None} | about
+    return field(default=default, metadata={"check": check, "presets": PRESETS, "most": None} | about)
 
 
-def _size(least: int, chosen: int | None, preset: str, meaning: str, **about: Any) -> dict[str, Any]:
-    """The metadata of a size in the method of one preset."""
+def _size(least: int, chosen: int | None, preset: str, meaning: str, **about: Any) -> Any:
+    """A size in the method of one preset."""
     about = {"most": MAX_NODES_PER_STEP, "chosen": chosen, "least": least, "meaning": meaning} | about
-    return _about(_whole_number, presets=(preset,), **about)
+    return _choice(None, _whole_number, presets=(preset,), **about)
 
 
 @dataclass(frozen=True)
@@ -160,110 +161,75 @@ class LookaheadConfig:
         InvalidArgumentError: A value has the wrong type, is out of its range, or is about another preset.
     """
 
-    preset: str = field(
-        default=_CHOSEN,
-        metadata=_about(
-            _one_of_choices,
-            choices=PRESETS,
-            help=f"Drafting method: {', '.join(PRESETS)}.",
-            metavar="NAME",
-            shown="auto, or the method whose sizes are given",
-        ),
+    preset: str = _choice(
+        *(_CHOSEN, _one_of_choices),
+        choices=PRESETS,
+        help=f"Drafting method: {', '.join(PRESETS)}.",
+        metavar="NAME",
+        shown="auto, or the method whose sizes are given",
     )
-    step_budget: int | None = field(
-        default=None,
-        metadata=_about(
-            _whole_number,
-            presets=BUDGETED,
-            least=1,
-            most=MAX_NODES_PER_STEP,
-            meaning="nodes of a step, the root included",
-            help="Nodes of every step, the root included.",
-            shown="as many as pay",
-        ),
+    step_budget: int | None = _choice(
+        *(None, _whole_number),
+        presets=BUDGETED,
+        least=1,
+        most=MAX_NODES_PER_STEP,
+        meaning="nodes of a step, the root included",
+        help="Nodes of every step, the root included.",
+        shown="as many as pay",
     )
-    memory: str | os.PathLike[str] = field(
-        default="request",
-        metadata=_about(
-            _scope_or_file,
-            presets=("auto",),
-            help="Keep what is learned about the model's predictions in this file, and draft from it.",
-            metavar="FILE",
-            shown="none, begin anew each time",
-        ),
+    memory: str | os.PathLike[str] = _choice(  # noqa: RUF009, it makes a field
+        *("request", _scope_or_file),
+        presets=("auto",),
+        help="Keep what is learned about the model's predictions in this file, and draft from it.",
+        metavar="FILE",
+        shown="none, begin anew each time",
     )
-    window_size: int = field(
-        default=_CHOSEN,
-        metadata=_size(
-            1, 15, "paper", "W, the columns of the window", short="-W", help="Columns of the lookahead window."
-        ),
+    window_size: int = _size(
+        *(1, 15, "paper", "W, the columns of the window"), short="-W", help="Columns of the lookahead window."
     )
-    ngram_size: int = field(
-        default=_CHOSEN,
-        metadata=_size(
-            *(2, 5, "paper", "N; an n-gram needs a first token and one that follows it"),
-            short="-N",
-            help="Length of the n-grams in the pool.",
-        ),
+    ngram_size: int = _size(
+        *(2, 5, "paper", "N; an n-gram needs a first token and one that follows it"),
+        short="-N",
+        help="Length of the n-grams in the pool.",
     )
-    guess_set_size: int = field(
-        default=_CHOSEN,
-        metadata=_size(
-            *(1, 15, "paper", "G, the n-grams kept for each first token"),
-            short="-G",
-            help="N-grams kept for each first token, and so most candidates a step.",
-        ),
+    guess_set_size: int = _size(
+        *(1, 15, "paper", "G, the n-grams kept for each first token"),
+        short="-G",
+        help="N-grams kept for each first token, and so most candidates a step.",
     )
-    pool_from_prompt: bool = field(
-        default=_CHOSEN,
-        metadata=_about(
-            _yes_or_no,
-            presets=("paper",),
-            chosen=False,
-            help="Fill the pool with the n-grams of the prompt first.",
-            shown="no",
-        ),
+    pool_from_prompt: bool = _choice(
+        *(_CHOSEN, _yes_or_no),
+        presets=("paper",),
+        chosen=False,
+        help="Fill the pool with the n-grams of the prompt first.",
+        shown="no",
     )
-    pool_from_output: bool | None = field(
-        default=None,
-        metadata=_about(
-            _yes_or_no,
-            presets=("paper",),
-            allowed="True, False, or None to follow pool_from_prompt",
-            help="Fill the pool with the n-grams of the generated text as well.",
-            shown="as --pool-from-prompt",
-        ),
+    pool_from_output: bool | None = _choice(
+        *(None, _yes_or_no),
+        presets=("paper",),
+        allowed="True, False, or None to follow pool_from_prompt",
+        help="Fill the pool with the n-grams of the generated text as well.",
+        shown="as --pool-from-prompt",
     )
-    share_pool: bool = field(default=_CHOSEN, metadata=_about(_yes_or_no, presets=("paper",), chosen=False))
-    block_size: int = field(
-        default=_CHOSEN,
-        metadata=_size(
-            1, 16, "jacobi", "the positions that Jacobi decoding guesses at once", most=MAX_NODES_PER_STEP - 1
-        ),
+    share_pool: bool = _choice(_CHOSEN, _yes_or_no, presets=("paper",), chosen=False)
+    block_size: int = _size(
+        1, 16, "jacobi", "the positions that Jacobi decoding guesses at once", most=MAX_NODES_PER_STEP - 1
     )
-    max_iterations: int | None = field(
-        default=None, metadata=_size(1, None, "jacobi", "the steps that a Jacobi block may take", most=None)
+    max_iterations: int | None = _size(1, None, "jacobi", "the steps that a Jacobi block may take", most=None)
+    seed: int = _choice(
+        *(0, _whole_number),
+        presets=("paper", "jacobi"),
+        least=0,
+        meaning="the seed of the window's first tokens",
+        help="Seed of the window's first tokens.",
     )
-    seed: int = field(
-        default=0,
-        metadata=_about(
-            _whole_number,
-            presets=("paper", "jacobi"),
-            least=0,
-            meaning="the seed of the window's first tokens",
-            help="Seed of the window's first tokens.",
-        ),
+    tie_margin: float = _choice(0.0, _real_number, least=0, meaning="a difference of logits")
+    pack_weights: bool = _choice(
+        *(False, _yes_or_no),
+        help="On a CPU, keep a second copy of the weights in the order that is fastest to multiply.",
+        runs=True,
     )
-    tie_margin: float = field(default=0.0, metadata=_about(_real_number, least=0, meaning="a difference of logits"))
-    pack_weights: bool = field(
-        default=False,
-        metadata=_about(
-            _yes_or_no,
-            help="On a CPU, keep a second copy of the weights in the order that is fastest to multiply.",
-            runs=True,
-        ),
-    )
-    engine: str = field(default="dynamic", metadata=_about(_one_of_choices, choices=ENGINES))
+    engine: str = _choice("dynamic", _one_of_choices, choices=ENGINES)
 
     def __post_init__(self) -> None:
         if self.preset is None:

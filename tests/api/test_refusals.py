@@ -38,6 +38,8 @@ from model_zoo import MAX_POSITIONS, build
         ({"max_iterations": 0}, "max_iterations=0"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": "x"}, "seed='x'"),
+        ({"preset": "paper", "seed": None}, "seed=None must be a whole number"),
+        ({"engine": None}, "engine=None"),
         ({"pool_from_prompt": 1}, "pool_from_prompt=1"),
         ({"pool_from_output": "no"}, "pool_from_output='no'"),
         *(

@@ -159,13 +159,9 @@ def statistics_line(loaded: LoadedModel, prompt: Prompt, answer: Answer) -> str:
     statistics = recording.statistics
     if answer.interrupted and not recording.tokens:
         return "interrupted before the first token; the turn is taken back"
-    line = ", ".join(
-        [
-            f"{statistics.tokens} tokens in {statistics.steps} steps",
-            f"step compression {statistics.step_compression:.2f}",
-            f"{recording.tokens_per_second:.1f} tokens/s",
-            f"{answer.prefilled_tokens} tokens prefilled",
-        ]
+    line = (
+        f"{statistics.tokens} tokens in {statistics.steps} steps, step compression {statistics.step_compression:.2f}, "
+        f"{recording.tokens_per_second:.1f} tokens/s, {answer.prefilled_tokens} tokens prefilled"
     )
     if answer.cut == "max_new_tokens":
         line += f"; cut at --max-new-tokens {prompt.max_new_tokens}"

@@ -32,28 +32,6 @@ from lookahead.cli.settings import CompareSettings
 WARM_UP_TOKENS = 8
 
 
-@dataclass
-class Side:
-    """The runs of one way of decoding."""
-
-    runs: list[Recording] = field(default_factory=list)
-
-    @property
-    def cpu_per_token(self) -> float:
-        """Median CPU time of a token, in seconds."""
-        return median(run.cpu_seconds / max(1, run.statistics.tokens) for run in self.runs)
-
-    @property
-    def wall_per_token(self) -> float:
-        """Median wall time of a token, in seconds."""
-        return median(run.wall_seconds / max(1, run.statistics.tokens) for run in self.runs)
-
-    @property
-    def repeated_share(self) -> float:
-        """Share of the output that lies inside a repeated cycle."""
-        return repeated_cycle_share(self.runs[0].tokens)
-
-
 @dataclass(frozen=True)
 class Difference:
     """The first position at which two outputs differ; `None` stands for an output that has ended."""
@@ -65,23 +43,20 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """Both sides, run for run."""
+    """The runs of both sides, in pairs."""
 
-    plain: Side = field(default_factory=Side)
-    lookahead: Side = field(default_factory=Side)
+    plain: list[Recording] = field(default_factory=list)
+    lookahead: list[Recording] = field(default_factory=list)
 
     @property
     def rounds(self) -> int:
         """Rounds in which both sides came to their end."""
-        return len(self.lookahead.runs)
+        return len(self.lookahead)
 
     def difference(self) -> Difference | None:
         """The first difference between the sides in any round, `None` if there is none."""
-        for plain, other in zip(self.plain.runs, self.lookahead.runs, strict=True):
-            found = first_difference(plain.tokens, other.tokens)
-            if found is not None:
-                return found
-        return None
+        found = (first_difference(a.tokens, b.tokens) for a, b in zip(self.plain, self.lookahead, strict=True))
+        return next((difference for difference in found if difference is not None), None)
 
 
 def run(settings: CompareSettings, text: str, is_demo: bool) -> int:
@@ -141,8 +116,8 @@ def _run_rounds(
         for number in range(1, repeats + 1):
             plain = do(plain_run, prompt, f"plain {number}/{repeats}")
             other = do(lookahead_run, prompt, f"lookahead {number}/{repeats}")
-            comparison.plain.runs.append(plain)
-            comparison.lookahead.runs.append(other)
+            comparison.plain.append(plain)
+            comparison.lookahead.append(other)
 
 
 def first_difference(plain: list[int], lookahead: list[int]) -> Difference | None:
@@ -171,14 +146,22 @@ def comparison_report(comparison: Comparison, tokenizer: Tokenizer) -> dict[str,
     }
 
 
-def _side_report(side: Side, tokenizer: Tokenizer) -> dict[str, Any]:
-    return run_report(tokenizer, side.runs[0]) | {
-        "cpu_seconds_per_token": side.cpu_per_token,
-        "wall_seconds_per_token": side.wall_per_token,
-        "repeated_cycle_share": side.repeated_share,
-        "cpu_seconds": [run.cpu_seconds for run in side.runs],
-        "wall_seconds": [run.wall_seconds for run in side.runs],
+def _side_report(runs: list[Recording], tokenizer: Tokenizer) -> dict[str, Any]:
+    cpu, wall = _seconds_per_token(runs)
+    return run_report(tokenizer, runs[0]) | {
+        "cpu_seconds_per_token": cpu,
+        "wall_seconds_per_token": wall,
+        "repeated_cycle_share": repeated_cycle_share(runs[0].tokens),
+        "cpu_seconds": [run.cpu_seconds for run in runs],
+        "wall_seconds": [run.wall_seconds for run in runs],
     }
+
+
+def _seconds_per_token(runs: list[Recording]) -> tuple[float, float]:
+    """Medians of the CPU time and of the wall time."""
+    cpu = median(run.cpu_seconds / max(1, run.statistics.tokens) for run in runs)
+    wall = median(run.wall_seconds / max(1, run.statistics.tokens) for run in runs)
+    return cpu, wall
 
 
 def _print(consoles: Consoles, comparison: Comparison, loaded: LoadedModel, text: str, repeats: int) -> None:
@@ -188,7 +171,7 @@ def _print(consoles: Consoles, comparison: Comparison, loaded: LoadedModel, text
         return
     consoles.notes.print(f"prompt:\n{visible(text)}\noutput:", style="dim")
     printer = StepPrinter(consoles.out, loaded.tokenizer)
-    for tokens in comparison.lookahead.runs[0].tokens_by_step:
+    for tokens in comparison.lookahead[0].tokens_by_step:
         printer.step(tokens)
     printer.finish()
     consoles.out.print()
@@ -201,7 +184,7 @@ def _print(consoles: Consoles, comparison: Comparison, loaded: LoadedModel, text
 def comparison_table(comparison: Comparison) -> Table:
     """The figures of both sides and how they relate."""
     plain, other = comparison.plain, comparison.lookahead
-    a, b = plain.runs[0].statistics, other.runs[0].statistics
+    a, b = plain[0].statistics, other[0].statistics
     table = Table()
     table.add_column()
     for name in ("plain", "lookahead", "plain / lookahead"):
@@ -210,12 +193,11 @@ def comparison_table(comparison: Comparison) -> Table:
     table.add_row("steps", str(a.steps), str(b.steps), _ratio(a.steps, b.steps))
     table.add_row("step compression", f"{a.step_compression:.2f}", f"{b.step_compression:.2f}")
     table.add_row("nodes per step", f"{a.mean_nodes:.1f}", f"{b.mean_nodes:.1f}")
-    for name, before, after in (
-        ("CPU time per token", plain.cpu_per_token, other.cpu_per_token),
-        ("wall time per token", plain.wall_per_token, other.wall_per_token),
-    ):
-        table.add_row(name, f"{1000 * before:.2f} ms", f"{1000 * after:.2f} ms", _ratio(before, after))
-    table.add_row("inside a repeated cycle", f"{plain.repeated_share:.0%}", f"{other.repeated_share:.0%}")
+    for clock, before, after in zip(("CPU", "wall"), _seconds_per_token(plain), _seconds_per_token(other), strict=True):
+        row = (f"{1000 * before:.2f} ms", f"{1000 * after:.2f} ms", _ratio(before, after))
+        table.add_row(f"{clock} time per token", *row)
+    shares = (f"{repeated_cycle_share(side[0].tokens):.0%}" for side in (plain, other))
+    table.add_row("inside a repeated cycle", *shares)
     table.add_section()
     table.add_row("outputs identical", "", "yes" if comparison.difference() is None else "no")
     return table

@@ -71,15 +71,7 @@ def decode_with_lookahead(
     on_step: Callable[[list[int]], None] | None = None,
     **options: Any,
 ) -> Any:
-    """Decode with lookahead into `recording`, greedily unless `options` say otherwise.
-
-    Args:
-        loaded: The model.
-        prompt: What to continue.
-        config: How to draft.
-        recording: Where everything that happens is kept.
-        on_step: Gets the tokens of every step.
-        **options: Further arguments of `lookahead.generate`.
+    """Decode with lookahead into `recording`, greedily unless `options` of `lookahead.generate` say otherwise.
 
     Returns:
         What `lookahead.generate` returned.

@@ -73,14 +73,11 @@ def _decode(
 def print_statistics(notes: Console, recording: Recording) -> None:
     """Print one line about the run."""
     statistics = recording.statistics
-    parts = [
-        f"{statistics.tokens} tokens in {statistics.steps} steps",
-        f"step compression {statistics.step_compression:.2f}",
-        f"{statistics.mean_nodes:.1f} nodes per step",
-        f"{recording.tokens_per_second:.1f} tokens/s",
-        f"{recording.wall_seconds:.2f} s",
-    ]
-    line = ", ".join(parts)
+    line = (
+        f"{statistics.tokens} tokens in {statistics.steps} steps, step compression {statistics.step_compression:.2f}, "
+        f"{statistics.mean_nodes:.1f} nodes per step, {recording.tokens_per_second:.1f} tokens/s, "
+        f"{recording.wall_seconds:.2f} s"
+    )
     if recording.complete:
         seconds = asdict(statistics.seconds)
         line += " (" + ", ".join(f"{part} {time:.3f}" for part, time in seconds.items()) + ")"

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,16 +24,7 @@ from lookahead.drafting.compiled import on_first_compilation
 from lookahead.drafting.warm_up import compile_loops
 from lookahead.errors import InvalidArgumentError, LookaheadError, LookaheadWarning
 
-_SAMPLING_FLAGS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "top_h",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-)
+_SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Settings that a model may ship for sampling; they have no place in greedy decoding."""
 
 
@@ -218,15 +209,8 @@ def quiet_libraries() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _say_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    print("warning:", " ".join(str(message).split()), file=file or sys.stderr)
+def _say_warning(message: Warning | str, *where: Any, **more: Any) -> None:
+    print("warning:", " ".join(str(message).split()), file=sys.stderr)
 
 
 class OutOfMemoryError(LookaheadError):

@@ -8,8 +8,8 @@ from pathlib import Path
 from lookahead.demo import demo_model_path
 from lookahead.errors import InvalidArgumentError
 
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
-_TOKENIZER_FILES = (
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+_TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -38,8 +38,8 @@ def check_model_path(path: Path) -> Path:
         raise InvalidArgumentError(f"--model {path}: not a folder; give the folder that holds the model's config.json")
     for kind, patterns in (
         ("config.json", ("config.json",)),
-        ("weights (*.safetensors or pytorch_model*.bin)", _WEIGHT_FILES),
-        ("tokenizer files (tokenizer.json or tokenizer.model)", _TOKENIZER_FILES),
+        ("weights (*.safetensors or pytorch_model*.bin)", _WEIGHTS),
+        ("tokenizer files (tokenizer.json or tokenizer.model)", _TOKENIZERS),
     ):
         if not any(any(path.glob(pattern)) for pattern in patterns):
             raise InvalidArgumentError(f"--model {path}: not a model folder, it has no {kind}")

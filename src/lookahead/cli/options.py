@@ -25,32 +25,26 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 _SettingsT = TypeVar("_SettingsT", bound="Settings")
 
 
-def whole_number(text: str) -> int:
-    """A number without a fraction."""
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+def _number(kind: type[Any], allowed: str = "", fits: Callable[[Any], bool] = lambda number: True) -> Any:
+    """A parser of numbers that refuses what is none, and what does not fit."""
+
+    def parse(text: str) -> Any:
+        try:
+            number = kind(text)
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} is not a {'whole ' if kind is int else ''}number") from None
+        if not fits(number):
+            raise typer.BadParameter(f"{text} is out of range; it must be {allowed}")
+        return number
+
+    return parse
 
 
-def positive_whole_number(text: str) -> int:
-    """1 or more."""
-    return _at_least(1, whole_number(text))
-
-
-def count(text: str) -> int:
-    """0 or more."""
-    return _at_least(0, whole_number(text))
-
-
-def positive(text: str) -> float:
-    """A number above 0."""
-    return _number(text, math.inf, "above 0")
-
-
-def probability(text: str) -> float:
-    """A number above 0 and at most 1."""
-    return _number(text, 1, "above 0 and at most 1")
+whole_number = _number(int)
+positive_whole_number = _number(int, "at least 1", lambda number: number >= 1)
+count = _number(int, "at least 0", lambda number: number >= 0)
+positive = _number(float, "above 0", lambda number: 0 < number < math.inf)
+probability = _number(float, "above 0 and at most 1", lambda number: 0 < number <= 1)
 
 
 def dtype(text: str) -> str:
@@ -58,22 +52,6 @@ def dtype(text: str) -> str:
     if text not in DTYPES:
         raise typer.BadParameter(f"{text!r} is not known; choose one of {', '.join(DTYPES)}")
     return text
-
-
-def _at_least(least: int, number: int) -> int:
-    if number < least:
-        raise typer.BadParameter(f"{number} is out of range; it must be at least {least}")
-    return number
-
-
-def _number(text: str, most: float, allowed: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number") from None
-    if not 0 < number <= most or math.isinf(number):
-        raise typer.BadParameter(f"{text} is out of range; it must be {allowed}")
-    return number
 
 
 _METAVARS: dict[Any, str] = {

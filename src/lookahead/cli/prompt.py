@@ -36,14 +36,15 @@ class Prompt:
 
 def read_prompt(settings: PromptSource) -> str:
     """The prompt from its one source: the argument, a file, or standard input."""
-    text = _given_prompt(settings)
-    if text is not None:
-        return _not_empty(text, _source(settings))
-    if stdin_is_piped():
-        return _not_empty(_read_stdin(), "standard input")
-    raise InvalidArgumentError(
-        "no prompt: give it as an argument, as in lookahead generate 'def add(a, b):', with --file PATH, or pipe it in"
-    )
+    text, source = _given_prompt(settings)
+    if text is None and stdin_is_piped():
+        text, source = _read_stdin(), "standard input"
+    if text is None:
+        raise InvalidArgumentError(
+            "no prompt: give it as an argument, as in lookahead generate 'def add(a, b):', with --file PATH, or pipe "
+            "it in"
+        )
+    return _not_empty(text, source)
 
 
 def read_prompt_or(settings: PromptSource, default: str) -> tuple[str, bool]:
@@ -51,11 +52,11 @@ def read_prompt_or(settings: PromptSource, default: str) -> tuple[str, bool]:
 
     Standard input that was not asked for and holds nothing, as in a scheduled job, counts as no prompt.
     """
-    text = _given_prompt(settings)
+    text, source = _given_prompt(settings)
     if text is not None:
-        return _not_empty(text, _source(settings)), False
+        return _not_empty(text, source), False
     text = _read_stdin() if stdin_is_piped() else ""
-    return (text, False) if text else (default, True)
+    return text or default, not text
 
 
 def stdin_is_piped() -> bool:
@@ -113,25 +114,18 @@ def encode_prompt(loaded: LoadedModel, text: str, max_new_tokens: int, notes: Co
     return Prompt(text, input_ids, room)
 
 
-def _given_prompt(settings: PromptSource) -> str | None:
-    """The prompt from the argument or the file, `None` when neither was given."""
-    if settings.prompt is not None and settings.file is not None:
+def _given_prompt(settings: PromptSource) -> tuple[str | None, str]:
+    """The prompt from the argument or the file, `None` when neither was given; and where it is from."""
+    prompt, file = settings.prompt, settings.file
+    if prompt is not None and file is not None:
         raise InvalidArgumentError(
-            f"two prompts: the argument {_shortened(settings.prompt)} and --file {settings.file}; give only one of them"
+            f"two prompts: the argument {_shortened(prompt)} and --file {file}; give only one of them"
         )
-    if settings.prompt == _STDIN or (settings.file is not None and str(settings.file) == _STDIN):
-        return _read_stdin()
-    if settings.file is not None:
-        return read_text(settings.file, "the prompt", "--file")
-    if settings.prompt is not None:
-        return checked(settings.prompt, "the prompt argument")
-    return None
-
-
-def _source(settings: PromptSource) -> str:
-    if settings.prompt == _STDIN or str(settings.file) == _STDIN:
-        return "standard input"
-    return f"--file {settings.file}" if settings.file is not None else "the argument"
+    if _STDIN in (prompt, str(file)):
+        return _read_stdin(), "standard input"
+    if file is not None:
+        return read_text(file, "the prompt", "--file"), f"--file {file}"
+    return None if prompt is None else checked(prompt, "the prompt argument"), "the argument"
 
 
 def _not_empty(text: str, source: str) -> str:
