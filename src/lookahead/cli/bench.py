@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from lookahead.bench.comparison import Difference, Reference, differences
@@ -20,7 +20,7 @@ from lookahead.bench.suite import Suite
 from lookahead.bench.summary import TaskSummary, summarise
 from lookahead.cli import process
 from lookahead.cli.loading import check_device, compile_drafting, memory_errors_explained, quiet_libraries
-from lookahead.cli.rendering import Consoles
+from lookahead.cli.rendering import Consoles, measuring_progress
 from lookahead.cli.settings import BenchSettings, ReportSettings
 from lookahead.errors import InvalidArgumentError
 
@@ -76,8 +76,7 @@ def make_report(settings: ReportSettings) -> int:
 
 def _measure(benchmark: Benchmark, file: ResultsFile, circumstances: dict[str, Any], notes: Console) -> None:
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    # Redrawn between runs only: a thread that redraws would add its CPU time to what is measured.
-    with Progress(*columns, console=notes, auto_refresh=False, transient=True, disable=not notes.is_terminal) as bar:
+    with measuring_progress(notes, *columns) as bar:
         task = bar.add_task("", total=benchmark.runs)
 
         def starting(what: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from lookahead.bench.repetition import repeated_cycle_share
@@ -26,7 +24,7 @@ from lookahead.cli.decoding import (
 )
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.prompt import Prompt, encode_prompt
-from lookahead.cli.rendering import Consoles, StepPrinter, Tokenizer, decode, print_json, visible
+from lookahead.cli.rendering import Consoles, StepPrinter, Tokenizer, decode, measuring_progress, print_json, visible
 from lookahead.cli.settings import CompareSettings
 
 WARM_UP_TOKENS = 8
@@ -90,34 +88,28 @@ def _run_rounds(
     repeats = settings.repeats
     seed = seed_draws(settings.sampling)
 
-    def lookahead_run(prompt: Prompt) -> Recording:
+    def decode_once(side: str, prompt: Prompt) -> Recording:
+        if seed is not None:
+            torch.manual_seed(seed)  # both sides draw the same
+        if side == "plain":
+            return decode_plainly(loaded, prompt, **options)
         recording = Recording()
         decode_with_lookahead(loaded, prompt, settings.config, recording, **options)
         return recording
 
-    def plain_run(prompt: Prompt) -> Recording:
-        return decode_plainly(loaded, prompt, **options)
-
-    # Redrawn between runs only: a thread that redraws would add its CPU time to what is measured.
-    with Progress(console=notes, auto_refresh=False, transient=True, disable=not notes.is_terminal) as progress:
+    short = replace(prompt, max_new_tokens=min(WARM_UP_TOKENS, prompt.max_new_tokens))
+    with measuring_progress(notes) as progress:
         task = progress.add_task("warming up", total=2 * repeats + 2)
-
-        def do(run: Callable[[Prompt], Recording], prompt: Prompt, what: str) -> Recording:
-            progress.update(task, description=what, refresh=True)
-            if seed is not None:
-                torch.manual_seed(seed)  # both sides draw the same
-            recording = run(prompt)
-            progress.update(task, advance=1, refresh=True)
-            return recording
-
-        short = replace(prompt, max_new_tokens=min(WARM_UP_TOKENS, prompt.max_new_tokens))
-        for warm_up in (plain_run, lookahead_run):
-            do(warm_up, short, "warming up")
-        for number in range(1, repeats + 1):
-            plain = do(plain_run, prompt, f"plain {number}/{repeats}")
-            other = do(lookahead_run, prompt, f"lookahead {number}/{repeats}")
-            comparison.plain.append(plain)
-            comparison.lookahead.append(other)
+        for number in range(repeats + 1):
+            runs = []
+            for side in ("plain", "lookahead"):
+                what = f"{side} {number}/{repeats}" if number else "warming up"
+                progress.update(task, description=what, refresh=True)
+                runs.append(decode_once(side, prompt if number else short))
+                progress.update(task, advance=1, refresh=True)
+            if number:
+                comparison.plain.append(runs[0])
+                comparison.lookahead.append(runs[1])
 
 
 def first_difference(plain: list[int], lookahead: list[int]) -> Difference | None:

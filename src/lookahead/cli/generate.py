@@ -17,8 +17,8 @@ from lookahead.cli.decoding import (
     seed_draws,
     text_options,
 )
-from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
-from lookahead.cli.prompt import Prompt, encode_prompt
+from lookahead.cli.loading import load_for_decoding, quiet_libraries
+from lookahead.cli.prompt import encode_prompt
 from lookahead.cli.ranks import joined_ranks, on_own_device, started_together, stopped_by_parent
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json
 from lookahead.cli.settings import GenerateSettings
@@ -40,34 +40,21 @@ def _run(settings: GenerateSettings, text: str, group: ParallelGroup | None) -> 
     with quiet_libraries():
         loaded = load_for_decoding(settings, consoles.notes)
         prompt = encode_prompt(loaded, text, settings.max_new_tokens, consoles.notes)
-        if settings.json:
-            recording = _decode(settings, loaded, prompt, None, group)
-            interrupted = not recording.complete
+        printer = None if settings.json else StepPrinter(consoles.out, loaded.tokenizer)
+        recording = Recording()
+        on_step = None if printer is None else printer.step
+        options = text_options(loaded, settings.sampling, settings.repetition_penalty, settings.stop)
+        seed_draws(settings.sampling)
+        # Where it is raised, recording.complete stays False, and what was generated is still printed.
+        with suppress(KeyboardInterrupt), stopped_by_parent(group):
+            decode_with_lookahead(loaded, prompt, settings.config, recording, on_step, parallel=group, **options)
+        if printer is None:
             report = run_report(loaded.tokenizer, recording) | request_report(settings, loaded, prompt)
-            print_json(consoles.out, report | {"interrupted": interrupted})
+            print_json(consoles.out, report | {"interrupted": not recording.complete})
         else:
-            printer = StepPrinter(consoles.out, loaded.tokenizer)
-            recording = _decode(settings, loaded, prompt, printer, group)
             printer.finish()
             print_statistics(consoles.notes, recording)
     return process.OK if recording.complete else process.INTERRUPTED
-
-
-def _decode(
-    settings: GenerateSettings,
-    loaded: LoadedModel,
-    prompt: Prompt,
-    printer: StepPrinter | None,
-    group: ParallelGroup | None,
-) -> Recording:
-    recording = Recording()
-    on_step = None if printer is None else printer.step
-    options = text_options(loaded, settings.sampling, settings.repetition_penalty, settings.stop)
-    seed_draws(settings.sampling)
-    # Where it is raised, recording.complete stays False, and what was generated is still printed.
-    with suppress(KeyboardInterrupt), stopped_by_parent(group):
-        decode_with_lookahead(loaded, prompt, settings.config, recording, on_step, parallel=group, **options)
-    return recording
 
 
 def print_statistics(notes: Console, recording: Recording) -> None:

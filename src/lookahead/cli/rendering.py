@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn
 from rich.segment import Segment, Segments
 from rich.style import Style
 
@@ -58,6 +59,11 @@ def _console(stream: TextIO, no_color: bool) -> Console:
         emoji=False,
         soft_wrap=True,
     )
+
+
+def measuring_progress(notes: Console, *columns: ProgressColumn) -> Progress:
+    """A bar that is redrawn when told to: a thread that redraws would add its CPU time to what is measured."""
+    return Progress(*columns, console=notes, auto_refresh=False, transient=True, disable=not notes.is_terminal)
 
 
 @contextmanager

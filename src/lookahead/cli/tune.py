@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from lookahead.backends.transformers.cost_store import CostStore, StoredCost, describe_setting, device_name
@@ -18,7 +18,7 @@ from lookahead.backends.transformers.tuning import CONTEXTS, NODE_COUNTS, Measur
 from lookahead.cli import process
 from lookahead.cli.cost_plot import check_plot, draw
 from lookahead.cli.loading import LoadedModel, load_model, memory_errors_explained, quiet_libraries
-from lookahead.cli.rendering import Consoles, print_json
+from lookahead.cli.rendering import Consoles, measuring_progress, print_json
 from lookahead.cli.settings import TuneSettings
 from lookahead.config import MAX_NODES_PER_STEP
 from lookahead.core.cost_model import CostModel
@@ -86,8 +86,7 @@ def _measure(
     memory = memory_errors_explained(
         f"on {loaded.model.device} while measuring", "a shorter --context, fewer --nodes or --dtype bfloat16"
     )
-    # Redrawn between timings only: a thread that redraws would add its CPU time to what is measured.
-    with Progress(*columns, console=notes, auto_refresh=False, transient=True, disable=not notes.is_terminal) as bar:
+    with measuring_progress(notes, *columns) as bar:
         task = bar.add_task("warming up", total=timings(nodes, contexts, settings.repeats))
 
         def progress(what: str) -> None:
