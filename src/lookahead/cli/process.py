@@ -6,7 +6,7 @@ import os
 import platform
 import signal
 import threading
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 
 from lookahead.version import __version__
@@ -49,5 +49,12 @@ def _quit(number: int, frame: FrameType | None) -> None:
 
 def versions() -> dict[str, str]:
     """What a report of results has to name so that others can repeat them."""
-    libraries = {name: version(name) for name in ("torch", "transformers")}
+    libraries = {name: _version(name) for name in ("torch", "transformers")}
     return {"lookahead": __version__, **libraries, "python": platform.python_version()}
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "unknown (not installed)"
