@@ -16,7 +16,7 @@ import pytest
 import lookahead
 from lookahead.demo import DEMO_PROMPT
 
-HEAVY = ["torch", "transformers", "numba"]
+HEAVY = ["torch", "transformers", "numba", "numpy"]
 
 MAIN = """
 import json, sys
