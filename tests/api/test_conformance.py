@@ -642,7 +642,7 @@ def test_iterator_streamer_matches_non_streaming(demo: Demo, prompt_and_text: tu
 
 
 def test_iterator_streamer_timeout(demo: Demo, prompt_and_text: tuple[torch.Tensor, str]) -> None:
-    """At transformers' own entry point a streamer gets the prompt from transformers and then nothing, not even the end."""
+    """At transformers' own entry point a streamer gets the prompt and then nothing, not even the end."""
     model, tokenizer = demo
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=0.01)
     ours(model, prompt_and_text[0], streamer=streamer, **STREAMED)

@@ -314,3 +314,28 @@ def test_a_fault_that_only_makes_trees_fail_counts() -> None:
     model = drawn(PLBartForCausalLM(config), 0.3)
     with pytest.raises(UnsupportedModelError):
         lookahead.generate(model, prompt(6), max_new_tokens=20)
+
+
+def test_no_cache_is_handed_on_where_hidden_tokens_count_as_positions() -> None:
+    """RoPE tells distances alone, so the rows are exact; but the keys of a padded row stand elsewhere."""
+
+    class CountsPadding(LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+            inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+            cached = inputs["past_key_values"].get_seq_length()
+            inputs["position_ids"] = torch.arange(cached, cached + inputs["input_ids"].shape[1])[None]
+            return inputs
+
+    model = drawn(CountsPadding(LlamaConfig(**SIZES)), 0.3)
+    ids, mask = prompt(12), torch.ones(1, 12, dtype=torch.long)
+    mask[0, :4] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    plain, output = model.generate(ids, **options), lookahead.generate(model, ids, **options)
+    assert torch.equal(output.sequences, plain.sequences)
+    assert output.past_key_values is None
+    longer = torch.cat([mask, torch.ones(1, 20, dtype=torch.long)], dim=1)
+    with pytest.raises(UnsupportedArgumentError, match="past_key_values"):
+        lookahead.generate(
+            model, plain.sequences, attention_mask=longer, past_key_values=plain.past_key_values, max_new_tokens=4
+        )
+    assert equivalence(drawn(LlamaForCausalLM(LlamaConfig(**SIZES)))).padded_caches

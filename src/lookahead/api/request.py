@@ -108,7 +108,8 @@ class Request:
         self._parallel = parallel
         self._on_step: OnStep | None = None
         self._feeder: StreamFeeder | None = None
-        self._returns_cache = bool(generation_config.return_dict_in_generate and generation_config.use_cache)
+        wants_cache = generation_config.return_dict_in_generate and generation_config.use_cache
+        self._returns_cache = bool(wants_cache and resources.keeps_cache)
 
     def prepare(self, processors: LogitsProcessorList, criteria: StoppingCriteriaList, pool: NGramPool | None) -> None:
         """Make the sequences: for each row a drafter, a sampler, and where it has to end."""

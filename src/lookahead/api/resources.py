@@ -31,6 +31,7 @@ class Resources:
 
     Attributes:
         runner: Runs the trees.
+        keeps_cache: Whether the cache that a call leaves can be handed on; see `Equivalence.padded_caches`.
 
     Raises:
         LookaheadError: The model or its settings cannot do what is asked for.
@@ -57,6 +58,7 @@ class Resources:
             most_nodes=config.max_nodes,
             positions_end=kind.positions_end,
         )
+        self.keeps_cache = bool(prompts.mask.all()) or kind.padded_caches
         check_text(self.runner, kind, type(model).__name__, prompts, generation_config)
 
     def restore(self) -> None:

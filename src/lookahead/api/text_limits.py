@@ -33,6 +33,11 @@ def check_text(
     _check_recomputing(runner, prompts, new_tokens, generation_config.use_cache)
     _check_hidden(runner, prompts.mask, new_tokens)
     _check_kind(kind, name, prompts.mask)
+    if prompts.cache is not None and not prompts.mask.all() and not kind.padded_caches:
+        raise UnsupportedArgumentError(
+            f"past_key_values of a prompt with hidden tokens is not supported for {name}, whose plain decoding counts "
+            "them as positions; give the whole text without a cache"
+        )
 
 
 def _check_context(runner: ModelRunner, prompts: Prompts) -> None:

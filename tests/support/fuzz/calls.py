@@ -60,7 +60,7 @@ def call(
     given = ids
     if turn.cache == "empty":
         values["past_key_values"] = DynamicCache(config=model.config) if len(turn.prompts) % 2 else DynamicCache()
-    elif turn.cache and earlier is not None:
+    elif turn.cache and earlier is not None and earlier.cache is not None:  # ours may have none to hand on
         values["past_key_values"] = earlier.cache
         if turn.cache == "tail":
             given = ids[:, min(earlier.cache.get_seq_length(), ids.shape[1] - 1) :]

@@ -64,6 +64,15 @@ class Equivalence:
         return self._try(lambda trial: trial.hidden([2]))
 
     @cached_property
+    def padded_caches(self) -> bool:
+        """Whether the keys of a row with hidden tokens before it are those that plain decoding caches.
+
+        Where it counts hidden tokens as positions, a row is read alike, as RoPE tells distances alone; but no cache can
+        be handed from one to the other.
+        """
+        return self._try(_Trial.padded_keys)
+
+    @cached_property
     def positions_end(self) -> bool:
         """Whether the model fails beyond its context."""
         return self._try(lambda trial: trial.positions_end)
@@ -154,6 +163,21 @@ class _Trial:
         except (IndexError, RuntimeError):  # it counts them as positions, beyond the table
             return False
         return self._same(self._tree_logits(runner, [counted]), list(plain))
+
+    def padded_keys(self) -> bool:
+        """Whether the first layer's keys of a text behind padding are those that plain decoding leaves in its cache."""
+        text, padding = self._text[:_PROMPT], 3
+        runner = self._runner(padding=[padding])
+        tree = TokenTree(text)
+        runner.forward([tree])
+        runner.commit([range(len(tree))])
+        ids = torch.tensor([[3] * padding + text])
+        mask = (torch.arange(ids.shape[1]) >= padding).long()[None]
+        output = self._model.generate(
+            ids, attention_mask=mask, max_new_tokens=1, do_sample=False, return_dict_in_generate=True
+        )
+        own, plain = (cache.layers[0].keys[0] for cache in (runner.cache, output.past_key_values))
+        return self._same([own[:, :_PROMPT]], [plain[:, padding : padding + _PROMPT]])
 
     def _tree_logits(
         self, runner: ModelRunner, texts: Sequence[Sequence[int]], prompt: int = _PROMPT
