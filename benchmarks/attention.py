@@ -3,7 +3,7 @@
     python benchmarks/attention.py --output benchmarks/results/attention/cpu.jsonl --markdown docs/engine.md
 
 One layer's attention after a cached text: as transformers' `sdpa` calls torch, with a dense mask and repeated keys; the
-same with torch's `enable_gqa`; with the query heads of a group folded into rows (`engine/folded_attention.py`); as two
+same with torch's `enable_gqa`; with the query heads of a group folded into rows (`folded_attention.py`); as two
 plain matrix products around a softmax; and, at one context, with FlexAttention, compiled for each shape, whose mask
 function reads which node sees which from a tensor. They take turns; CPU time of the process, medians. What differs from
 the first in any bit is counted.

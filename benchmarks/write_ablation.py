@@ -52,20 +52,20 @@ second model, no training and no settings.
 
 - **The n-gram memory.** Every node of every step, accepted or not, has asked the model what comes after a short run of
   tokens. The answers, its eight likeliest next tokens with their probabilities, are kept for the last one, two, three
-  and four tokens of the run (`drafting/ngram_memory.py`).
+  and four tokens of the run (`drafting/auto/ngram_memory.py`).
 - **Context matches.** Where the last tokens occurred before in prompt or output, what followed them there may follow
-  again (`drafting/context_matches.py`).
+  again (`drafting/auto/context_matches.py`).
 - **One tree of both.** At the root, and then at each node that was added, both sources propose what may come next. A
   conditional logit turns what they say (log-probabilities of each context length, length and number of the matches)
   into one probability for each proposal. The continuation whose whole path is most probable is added next
-  (`drafting/growth.py`).
+  (`drafting/auto/search.py`).
 - **Learned while decoding.** After the step each node tells which of its proposals the model would have named, and the
-  weights of the logit take one AdaGrad step (`drafting/acceptance.py`). They begin with values that suited two small
+  weights of the logit take one AdaGrad step (`drafting/auto/scorer.py`). They begin with values that suited two small
   models, so the first steps are sensible as well.
 - **Exploring.** When the sources have little to say, as at the beginning of a text, the nodes that are left try tokens
   that the model lately thought of: what it says after them fills the memory.
 - **How many nodes.** With a `step_budget`, as many as it says; without, as many as pay by what steps cost on this
-  machine (`drafting/step_budget.py`), possibly none.
+  machine (`core/budget.py`), possibly none.
 
 With `memory="request"` a text begins with an empty memory; with `memory="process"` or a file it begins with what the
 texts before it left there. The paper's window is not sent: nodes that try likely paths teach the memory at least as
