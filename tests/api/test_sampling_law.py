@@ -220,16 +220,13 @@ def _children(tree: TokenTree, node: int) -> list[int]:
 
 def _accepts_the_first_candidate(tree: TokenTree, choose: Choose, append: Append) -> Walk:
     """Does not ask the model where there is a candidate."""
-    node, path, tokens = tree.root, [], []
-    while children := _children(tree, node):
-        node = children[0]
-        path.append(node)
-        tokens.append(tree.tokens[node])
-        if append(tree.tokens[node]):
-            return Walk(path[:-1], tokens, stopped=True)
-    token = choose(node)
-    assert token is not None
-    return Walk(path, [*tokens, token], append(token))
+    walk = Walk(tree)
+    while not walk.done:
+        children = _children(tree, walk.node)
+        token = tree.tokens[children[0]] if children else choose(walk.node)
+        assert token is not None
+        walk.take(token, append(token))
+    return walk
 
 
 def _draws_again_after_a_rejection(tree: TokenTree, choose: Choose, append: Append) -> Walk:

@@ -131,7 +131,9 @@ def _after_failure(
     At the end of a position table, transformers fails and loses the text, where ours stops.
     """
     try:
-        plain = call(reference, turn, before, ours=False, changes={"max_new_tokens": ours.new_tokens})
+        # The end that is forced at the full length never came.
+        changes = {"max_new_tokens": ours.new_tokens, "forced_eos_token_id": None}
+        plain = call(reference, turn, before, ours=False, changes=changes)
     except Exception:
         return Outcome(case, BOTH_RAISE, f"plain alone: {_reason(failure)}"), False
     if torch.equal(ours.sequences, plain.sequences):
