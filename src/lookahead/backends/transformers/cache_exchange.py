@@ -99,8 +99,22 @@ def _check_states(keys: torch.Tensor, held: torch.Tensor) -> None:
 
 def _without_hidden(cache: TreeCache, held: torch.Tensor) -> TreeCache:
     """A copy with the columns that count alone, `held` `[batch, columns]` bool, each row contiguous from its start."""
+    sources = [mine.nonzero()[:, 0] for mine in held]
+    # Attention multiplies what lies behind the end of a row by 0, so it must be finite.
+    return _moved(cache, sources, [torch.arange(len(places)) for places in sources], fill=0.0)
+
+
+def _with_hidden(cache: TreeCache, mask: torch.Tensor) -> TreeCache:
+    """A copy with a column for each hidden token as well, `mask` `[batch, columns]` bool."""
+    lengths = cache.lengths(len(mask))
+    targets = [_columns(mine, length) for mine, length in zip(mask, lengths, strict=True)]
+    return _moved(cache, [torch.arange(len(places)) for places in targets], targets, fill=_BLANK)
+
+
+def _moved(cache: TreeCache, sources: list[torch.Tensor], targets: list[torch.Tensor], fill: float) -> TreeCache:
+    """A copy of `cache` in which the columns `sources[row]` have become `targets[row]`, and `fill` is in all others."""
     copied = TreeCache()
-    lengths = held.sum(dim=1).tolist()
+    lengths = [int(places[-1]) + 1 if len(places) else 0 for places in targets]
     for layer in cache.layers:
         own = TreeLayer()
         copied.layers.append(own)
@@ -110,31 +124,10 @@ def _without_hidden(cache: TreeCache, held: torch.Tensor) -> TreeCache:
         own.lengths = list(lengths)
         for name in ("keys", "values"):
             states = getattr(layer, name)
-            # Attention multiplies what lies behind the end of a row by 0, so it must be finite.
-            kept = states.new_zeros((*states.shape[:2], max(lengths), states.shape[3]))
-            for row, mine in enumerate(held):
-                kept[row, :, : lengths[row]] = states[row][:, mine.nonzero()[:, 0].to(states.device)]
-            setattr(own, name, kept)
-    return copied
-
-
-def _with_hidden(cache: TreeCache, mask: torch.Tensor) -> TreeCache:
-    """A copy with a column for each hidden token as well, `mask` `[batch, columns]` bool."""
-    copied = TreeCache()
-    for layer in cache.layers:
-        own = TreeLayer()
-        copied.layers.append(own)
-        if not layer.is_initialized:
-            continue
-        own.lazy_initialization(layer.keys, layer.values)
-        columns = [_columns(mine, length) for mine, length in zip(mask, layer.lengths, strict=True)]
-        own.lengths = [int(row[-1]) + 1 for row in columns]
-        for name in ("keys", "values"):
-            states = getattr(layer, name)
-            laid_out = states.new_full((*states.shape[:2], own.longest, states.shape[3]), _BLANK)
-            for row, places in enumerate(columns):
-                laid_out[row][:, places.to(states.device)] = states[row, :, : len(places)]
-            setattr(own, name, laid_out)
+            moved = states.new_full((*states.shape[:2], max(lengths), states.shape[3]), fill)
+            for row, (source, target) in enumerate(zip(sources, targets, strict=True)):
+                moved[row][:, target.to(states.device)] = states[row][:, source.to(states.device)]
+            setattr(own, name, moved)
     return copied
 
 
