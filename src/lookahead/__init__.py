@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lookahead.api.generation import attach, detach, generate
+    from lookahead.api.gguf.loading import load_gguf
     from lookahead.api.output import LookaheadOutput
     from lookahead.config import LookaheadConfig
     from lookahead.core.statistics import Statistics, StepRecord
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
         UnsupportedArgumentError,
         UnsupportedModelError,
     )
+    from lookahead.serving import Engine, RequestHandle
 
     __version__: str
 
 __all__ = [
+    "Engine",
     "InvalidArgumentError",
     "LookaheadConfig",
     "LookaheadError",
@@ -28,6 +31,7 @@ __all__ = [
     "LookaheadWarning",
     "NGramPool",
     "ParallelError",
+    "RequestHandle",
     "Statistics",
     "StepRecord",
     "UnsupportedArgumentError",
@@ -36,9 +40,11 @@ __all__ = [
     "attach",
     "detach",
     "generate",
+    "load_gguf",
 ]
 
 _HOMES = {
+    "Engine": "serving",
     "InvalidArgumentError": "errors",
     "LookaheadConfig": "config",
     "LookaheadError": "errors",
@@ -46,6 +52,7 @@ _HOMES = {
     "LookaheadWarning": "errors",
     "NGramPool": "drafting",
     "ParallelError": "errors",
+    "RequestHandle": "serving",
     "Statistics": "core.statistics",
     "StepRecord": "core.statistics",
     "UnsupportedArgumentError": "errors",
@@ -53,6 +60,7 @@ _HOMES = {
     "attach": "api.generation",
     "detach": "api.generation",
     "generate": "api.generation",
+    "load_gguf": "api.gguf.loading",
     "__version__": "version",
 }
 

@@ -15,15 +15,18 @@ PRESETS = ("auto", "paper", "jacobi", "token_recycling", "context_matches", "aut
 BUDGETED = ("auto", "token_recycling", "context_matches")
 """Presets whose steps are filled up to a number of nodes."""
 
+OWN = "own"
+"""What `preset` says where a `drafter` of the user's own is given."""
+
 ENGINES = ("dynamic", "static", "compiled")
 
 MEMORY_SCOPES = ("request", "process")
 
 MAX_NODES_PER_STEP = 4096
-"""Largest token tree that a configuration may ask for, in nodes; far above what any device gains from."""
+"""Largest token tree that a configuration may ask for, in nodes; far above what pays on any device."""
 
 
-_CHOSEN: Any = None  # stands for a default that depends on the other fields
+_CHOSEN: Any = None  # a default that depends on the other fields
 
 MOST_CHOSEN_NODES = 128
 """Nodes, the root included, of a step whose number of nodes is chosen by what they bring. On most devices a node
@@ -86,6 +89,22 @@ def _is_word(text: str) -> bool:
     return not separators.intersection(text) and not os.path.splitext(text)[1]
 
 
+def _factory(name: str, value: Any, about: Mapping[str, Any]) -> Any:
+    if value is not None and not callable(value):
+        raise InvalidArgumentError(
+            f"{name}={value!r} must be callable and make a new drafter for each sequence: its class, or a function"
+        )
+    return value
+
+
+def _factories(name: str, value: Any, about: Mapping[str, Any]) -> tuple[Callable[[], Any], ...]:
+    if not isinstance(value, (tuple, list)) or not all(map(callable, value)):
+        raise InvalidArgumentError(
+            f"{name}={value!r} must be a tuple of what makes a new source for each sequence: classes, or functions"
+        )
+    return tuple(value)
+
+
 def _choice(default: Any, check: _Check, **about: Any) -> Any:
     """A field, with all that is to be known about it.
 
@@ -143,12 +162,22 @@ class LookaheadConfig:
             and a new one begins. `None` stands for `block_size`, the most that Jacobi iteration can need.
         seed: Seed of the random prompt tokens that the window and the Jacobi blocks start from. It has
             nothing to do with sampling.
+        sources: For `"auto"`: what makes more sources of drafts, called once for each sequence. See
+            `docs/extending.md`.
+        drafter: Makes a drafter of your own, instead of one of the presets; called once for each sequence, so give
+            the class, or a function. `step_budget` is the most nodes that it may send, 128 if not given. See
+            `docs/extending.md`.
         tie_margin: Greedy decoding in low precision: name no token from a step with a draft if its logit is
             less than this above the second; decide with a step without a draft, whose rounding is plain
             decoding's. 0 is off, and right in float32. See `docs/precision.md` for what it brings and costs.
         pack_weights: On a CPU, run the model with a second copy of its linear layers' weights, in the order in
             which the processor multiplies them. Steps take about half the time (`docs/engine.md`), the weights
             twice the memory. The copy is made at the first call and kept as long as the model.
+        invariant: Make every pass in a way in which the bits of a token's logits depend on its own text alone: not on
+            the drafts, the nodes of a step, the other rows of a batch, or how a prompt was split. So the text is that
+            of `preset="autoregressive"` with the same settings in every number type, bfloat16 and float16 included,
+            and greedy logits are equal to the bit; see `docs/precision.md`. On CPUs. A model that cannot be run so is
+            refused with the reason.
         engine: How steps are run. `"dynamic"` sends each step as large as it is, which is right on a CPU.
             `"static"` takes memory for the longest text of the call beforehand (`max_length`, so choose that or
             `max_new_tokens` with care), pads steps to a few sizes, and on CUDA captures a graph of each;
@@ -170,7 +199,7 @@ class LookaheadConfig:
     )
     step_budget: int | None = _choice(
         *(None, _whole_number),
-        presets=BUDGETED,
+        presets=(*BUDGETED, OWN),
         least=1,
         most=MAX_NODES_PER_STEP,
         meaning="nodes of a step, the root included",
@@ -223,10 +252,19 @@ class LookaheadConfig:
         meaning="the seed of the window's first tokens",
         help="Seed of the window's first tokens.",
     )
+    sources: tuple[Callable[[], Any], ...] = _choice((), _factories, presets=("auto",))
+    drafter: Callable[[], Any] | None = _choice(  # noqa: RUF009, it makes a field
+        None, _factory, presets=(OWN,)
+    )
     tie_margin: float = _choice(0.0, _real_number, least=0, meaning="a difference of logits")
     pack_weights: bool = _choice(
         *(False, _yes_or_no),
         help="On a CPU, keep a second copy of the weights in the order that is fastest to multiply.",
+        runs=True,
+    )
+    invariant: bool = _choice(
+        *(False, _yes_or_no),
+        help="Make passes in which no bit of a token's logits depends on what else is sent.",
         runs=True,
     )
     engine: str = _choice("dynamic", _one_of_choices, choices=ENGINES)
@@ -236,6 +274,8 @@ class LookaheadConfig:
             object.__setattr__(self, "preset", self._preset_of_fields())
         for each in fields(self):
             value = getattr(self, each.name)
+            if each.name == "preset" and value == OWN and self.drafter is not None:
+                continue
             if value is None:
                 value = each.metadata.get("chosen")
             if value is not None or each.default is not None:
@@ -252,7 +292,7 @@ class LookaheadConfig:
     def _check_owner(self, name: str, presets: tuple[str, ...], default: object) -> None:
         """Refuse what the preset would not look at."""
         value = getattr(self, name)
-        if value != default and self.preset not in presets:
+        if value != default and presets != PRESETS and self.preset not in presets:
             raise InvalidArgumentError(
                 f"{name}={value!r} is about preset {' or '.join(map(repr, presets))}, but the preset is "
                 f"{self.preset!r}, which has no use for it; leave one of the two out"
@@ -260,6 +300,8 @@ class LookaheadConfig:
 
     def _preset_of_fields(self) -> str:
         """Whoever sets sizes of a method means that method."""
+        if self.drafter is not None:
+            return OWN
         for preset in ("paper", "jacobi"):
             own = [each for each in fields(self) if each.metadata["presets"] == (preset,)]
             if any(getattr(self, each.name) is not None for each in own):
@@ -274,7 +316,7 @@ class LookaheadConfig:
     @property
     def max_nodes(self) -> int:
         """Most nodes that one step may send after the prompt, the root included."""
-        if self.preset in BUDGETED:
+        if self.preset in (*BUDGETED, OWN):
             return self.step_budget or MOST_CHOSEN_NODES
         if self.preset == "paper":
             return self._max_window_nodes() + self.guess_set_size * (self.ngram_size - 1)
@@ -288,7 +330,7 @@ class LookaheadConfig:
         return max((longest - row) * (row + 1) for row in range(self.ngram_size - 1))
 
     def _sizes(self) -> str:
-        if self.preset in BUDGETED:
+        if self.preset in (*BUDGETED, OWN):
             return f"step_budget={self.step_budget}"
         if self.preset == "jacobi":
             return f"block_size={self.block_size}"

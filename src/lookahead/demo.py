@@ -30,7 +30,7 @@ class HTTPClient:
 
     def request(self, method, path, params=None, data=None):'''
 """The beginning of a Python class. What follows it takes up names and shapes that it has used before, which is what
-lookahead decoding gains from. It ends without a line break: the model's tokens join a break to the indentation."""
+on which lookahead decoding pays. It ends without a line break: the model's tokens join a break to the indentation."""
 
 
 def demo_model_path() -> Path:

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.core.budget import LONGEST_REST, PATIENCE, WORTHWHILE, FixedBudget, ThroughputBudget
+from lookahead.core.budget import WORTHWHILE, FixedBudget, ThroughputBudget
 from lookahead.core.cost_model import CostModel
+from lookahead.core.draft_account import DraftAccount, StepTime
 from lookahead.errors import InvalidArgumentError
 
 MOST = 24
@@ -30,12 +31,13 @@ probabilities = st.lists(st.floats(0, 1), max_size=MOST + 5).map(lambda values: 
 def test_the_number_of_nodes_is_the_one_with_most_tokens_per_second(
     probabilities: np.ndarray, seconds: list[float]
 ) -> None:
-    budget = ThroughputBudget(Costs(seconds), most=MOST)
+    account = DraftAccount(Costs(seconds))
+    budget = ThroughputBudget(account, most=MOST)
     more = budget.offer(probabilities, context=7)
     rates = [
         (1 + probabilities[:count].sum()) / seconds[count] for count in range(min(len(probabilities), MOST - 1) + 1)
     ]
-    rates[0] *= WORTHWHILE
+    rates[0] *= WORTHWHILE / account.idle_cost
     assert rates[budget.chosen] == pytest.approx(max(rates))
     assert budget.chosen + budget.left == MOST - 1
     if not more and 0 < len(probabilities) < MOST - 1:
@@ -47,37 +49,33 @@ def test_the_number_of_nodes_is_the_one_with_most_tokens_per_second(
 
 def test_rows_of_a_batch_pay_for_their_nodes_together() -> None:
     costs = Costs([1.0] * 8 + [50.0] * 100)
-    alone, together = ThroughputBudget(costs, rows=1, most=8), ThroughputBudget(costs, rows=4, most=8)
+    alone, together = (ThroughputBudget(DraftAccount(costs, rows), most=8) for rows in (1, 4))
     for budget in (alone, together):
         budget.offer(np.full(7, 0.9), context=0)
     assert alone.chosen == 7
     assert together.chosen == 1  # two nodes for each of four rows are eight
 
 
-def test_where_nothing_pays_drafting_rests_longer_and_longer_and_is_tried_again() -> None:
-    budget = ThroughputBudget(CostModel.prior())
-    rests, rest = [], 0
-    for _ in range(1000):
-        if budget.backs_off:
-            rest += 1
-            budget.learn(drafted=False, accepted=False)
-            continue
-        if rest:
-            rests.append(rest)
-        rest = 0
-        budget.offer(np.full(5, 0.001), context=100)
-        assert budget.chosen == 0
-        budget.learn(drafted=False, accepted=False)
-    assert rests[:6] == [2, 4, 8, 16, 32, 64]
-    assert set(rests[5:]) == {LONGEST_REST}
-    budget.learn(drafted=True, accepted=True)
-    while budget.backs_off:
-        budget.learn(drafted=False, accepted=False)
-    budget.learn(drafted=True, accepted=True)  # something paid: patience again
-    for _ in range(PATIENCE - 1):
-        budget.learn(drafted=False, accepted=False)
-        assert not budget.backs_off
-    budget.learn(drafted=False, accepted=False)
+def test_what_turned_out_otherwise_is_believed_no_longer() -> None:
+    budget = ThroughputBudget(DraftAccount(CostModel.prior()))
+    offered = np.full(20, 0.05)
+    budget.offer(offered, context=0)
+    assert budget.chosen == 20
+    for _ in range(300):
+        budget.offer(offered, context=0)
+        budget.learn([])
+    assert budget.chosen <= 1
+
+
+def test_it_backs_off_when_the_account_says_so_and_for_a_whole_step() -> None:
+    account = DraftAccount(CostModel.prior())
+    budget = ThroughputBudget(account)
+    budget.begin()
+    assert not budget.backs_off
+    account.book(StepTime(9, 100, 99.0, 1, 1, drafted=True))
+    assert account.backs_off
+    assert not budget.backs_off  # the step that began goes on as it is
+    budget.begin()
     assert budget.backs_off
 
 

@@ -71,7 +71,7 @@ def trees(draw: st.DrawFn) -> TokenTree:
             path = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
             candidates += tree.add_candidates(path, draw(st.sampled_from(candidates)))
         else:
-            window.append(tree.add_window_node(9, draw(st.sampled_from(window)), read=draw(st.booleans())))
+            window.append(tree.add_window_node(9, draw(st.sampled_from(window)), needs_logits=draw(st.booleans())))
     return tree
 
 
@@ -95,7 +95,7 @@ def test_mask_and_positions_equal_a_walk_over_parents(tree: TokenTree) -> None:
         assert set(layout.order[mask[slot]].tolist()) == above
         assert layout.depths[slot] == len(above) - 1
         assert layout.tokens[slot] == tree.tokens[node]
-        assert (slot in layout.read_slots) == tree.reads[node]
+        assert (slot in layout.read_slots) == tree.needs_logits[node]
 
 
 @given(trees())
@@ -127,7 +127,7 @@ def test_candidates_share_their_beginnings() -> None:
 
 def test_window_nodes_are_never_found_by_the_walk() -> None:
     tree = TokenTree([1])
-    tree.add_window_node(2, tree.root, read=True)
+    tree.add_window_node(2, tree.root, needs_logits=True)
     assert tree.child(tree.root, 2) is None
     assert tree.add_candidates([2]) == [2], "a candidate beside an equal window node is a node of its own"
 
@@ -138,7 +138,7 @@ def test_max_depth_cuts_candidates_and_refuses_window_nodes() -> None:
     path = tree.add_candidates([3, 4, 5])
     assert [tree.depths[node] for node in path] == [2, 3]
     with pytest.raises(InvalidArgumentError, match="deepest"):
-        tree.add_window_node(6, path[-1], read=False)
+        tree.add_window_node(6, path[-1], needs_logits=False)
 
 
 def test_a_tree_needs_a_root() -> None:
@@ -152,12 +152,12 @@ def test_many_candidates_are_added_as_one_by_one() -> None:
     for token, parent in zip([4, 5, 4, 6], parents, strict=True):
         one.add_candidates([token], parent)
     many.add_new_candidates([4, 5, 4, 6], parents)
-    assert (one.tokens, one.parents, one.kinds, one.depths, one.reads) == (
+    assert (one.tokens, one.parents, one.kinds, one.depths, one.needs_logits) == (
         many.tokens,
         many.parents,
         many.kinds,
         many.depths,
-        many.reads,
+        many.needs_logits,
     )
     assert many.child(2, 4) == 4
     with pytest.raises(InvalidArgumentError, match="deeper"):

@@ -31,7 +31,7 @@ def test_walk_leaves_at_the_first_token_nobody_drafted() -> None:
     assert walked(tree_with([1, 2, 3], [1, 5, 6]), [1, 5, 7]) == ([1, 5], [1, 5, 7], False)
 
 
-def test_walk_names_one_token_when_nothing_matches() -> None:
+def test_walk_selects_one_token_when_nothing_matches() -> None:
     assert walked(tree_with([1, 2]), [4]) == ([], [4], False)
 
 

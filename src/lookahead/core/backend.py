@@ -1,4 +1,4 @@
-"""Who runs token trees."""
+"""The protocol of engines that run token trees."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ class Backend(Protocol):
     """Runs the trees of a batch on a model, and keeps the keys and values of each row's text."""
 
     def idle_tree(self) -> TokenTree:
-        """What a row that is finished sends while others go on: a token that nobody reads."""
+        """What a finished row sends while others continue: a token whose output is not used."""
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
-        """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens."""
+        """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens.
+
+        Of many it may be the first ones alone; the last of these is then not read.
+        """
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """Whether anything should be drafted onto `tree`."""

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
+from lookahead.core.draft_account import DraftAccount
 from lookahead.errors import InvalidArgumentError
 
 WORTHWHILE = 1.02
 """A draft must promise this many times the tokens per second of a step without one; estimates are not better."""
-
-PATIENCE = 8
-"""Steps in a row for which no draft paid, after which drafting backs off."""
-
-LONGEST_REST = 64
-"""Steps after which drafting is tried again, at the latest."""
-
-
-class StepCosts(Protocol):
-    """Says what a step costs; `lookahead.core.cost_model.CostModel` does."""
-
-    def step_time(self, nodes: NDArray[np.integer], context: int) -> NDArray[np.float64]:
-        """Seconds, or any other unit, of steps of so many nodes after `context` tokens of text."""
 
 
 class StepBudget(Protocol):
@@ -32,7 +21,10 @@ class StepBudget(Protocol):
 
     @property
     def backs_off(self) -> bool:
-        """Whether the coming step goes without a draft, so that nothing need be offered or learned."""
+        """Whether this step goes without a draft, so that nothing need be offered or learned."""
+
+    def begin(self) -> None:
+        """Begin a step, which settles `backs_off`."""
 
     def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """Choose among the candidates of a step.
@@ -53,8 +45,8 @@ class StepBudget(Protocol):
     def left(self) -> int:
         """Nodes that the step may have beside the root and the chosen candidates, for the window."""
 
-    def learn(self, drafted: bool, accepted: bool) -> None:
-        """Note how a step went: whether it had a draft, and whether any of it was accepted."""
+    def learn(self, accepted: Sequence[int]) -> None:
+        """Note which of the chosen candidates were accepted, by their places in what was offered."""
 
 
 class FixedBudget:
@@ -75,6 +67,9 @@ class FixedBudget:
         self._nodes = nodes
         self.chosen = 0
 
+    def begin(self) -> None:
+        """See `StepBudget`."""
+
     def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """See `StepBudget`."""
         self.chosen = min(len(probabilities), self._nodes - 1)
@@ -85,7 +80,7 @@ class FixedBudget:
         """See `StepBudget`."""
         return self._nodes - 1 - self.chosen
 
-    def learn(self, drafted: bool, accepted: bool) -> None:
+    def learn(self, accepted: Sequence[int]) -> None:
         """See `StepBudget`."""
 
 
@@ -93,56 +88,49 @@ class ThroughputBudget:
     """Sends the candidates that make for the most tokens per second.
 
     n candidates of probabilities p1 >= p2 >= ... make a step of 1 + p1 + ... + pn tokens that takes the time of
-    n + 1 nodes; the n with the best ratio is taken. Where no n beats a step without a draft for a while, drafting
-    backs off, for twice as long each time, and is tried again.
+    n + 1 nodes; the n with the best ratio is taken. The probabilities are believed as far as they were right so far,
+    and whether a step drafts at all, the account decides by the clock.
 
     Args:
-        costs: What steps cost.
-        rows: Sequences that share each step. All of them send about as many nodes.
+        account: What steps cost and drafts bring; rows that share a step share it, too. All of them send about as
+            many nodes.
         most: Nodes of a step at most, the root included.
     """
 
-    def __init__(self, costs: StepCosts, rows: int = 1, most: int = MOST_CHOSEN_NODES) -> None:
-        self._costs = costs
+    def __init__(self, account: DraftAccount, most: int = MOST_CHOSEN_NODES) -> None:
+        self._account = account
         self._most = most - 1
-        self._sizes = rows * np.arange(1, most + 1)
+        self._sizes = account.rows * np.arange(1, most + 1)
+        self._offered: NDArray[np.float64] = np.empty(0)
         self.chosen = 0
-        self._idle = 0  # steps in a row for which nothing paid
-        self._rest = 0  # steps that go without a draft from here
-        self._pause = 1
+        self.backs_off = account.backs_off
 
-    @property
-    def backs_off(self) -> bool:
+    def begin(self) -> None:
         """See `StepBudget`."""
-        return self._rest > 0
+        self.backs_off = self._account.backs_off
+        self.chosen = 0
 
     def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """See `StepBudget`."""
-        probabilities = probabilities[: self._most]
-        tokens = 1 + np.concatenate([[0.0], np.cumsum(probabilities)])
-        seconds = self._costs.step_time(self._sizes, context)
+        self._offered = probabilities[: self._most]
+        likely = self._account.calibration.correct(self._offered)
+        tokens = 1 + np.concatenate([[0.0], np.cumsum(likely)])
+        seconds = self._account.costs.step_time(self._sizes, context)
         rates = tokens / seconds[: len(tokens)]
-        rates[0] *= WORTHWHILE
+        rates[0] *= WORTHWHILE / self._account.idle_cost
         self.chosen = int(rates.argmax())
-        if len(probabilities) in (0, self._most):
+        if len(likely) in (0, self._most):
             return False
         # Were all that follow as likely as the last one, would any number of them pay?
-        ahead = np.arange(1, len(seconds) - len(probabilities))
-        return bool(((tokens[-1] + probabilities[-1] * ahead) / seconds[len(tokens) :]).max() > rates[self.chosen])
+        ahead = np.arange(1, len(seconds) - len(likely))
+        return bool(((tokens[-1] + likely[-1] * ahead) / seconds[len(tokens) :]).max() > rates[self.chosen])
 
     @property
     def left(self) -> int:
         """See `StepBudget`."""
         return self._most - self.chosen
 
-    def learn(self, drafted: bool, accepted: bool) -> None:
-        """Note how a step went: whether it had a draft, and whether any of it was accepted."""
-        if self._rest:
-            self._rest -= 1
-        elif accepted:
-            self._idle, self._pause = 0, 1
-        elif not drafted:
-            self._idle += 1
-            if self._idle >= PATIENCE:
-                self._pause = min(2 * self._pause, LONGEST_REST)
-                self._rest = self._pause
+    def learn(self, accepted: Sequence[int]) -> None:
+        """See `StepBudget`."""
+        if self.chosen:
+            self._account.calibration.learn(self._offered[: self.chosen], accepted)

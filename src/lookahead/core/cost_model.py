@@ -106,7 +106,7 @@ class CostModel:
     def fit(cls, points: Iterable[Point]) -> CostModel:
         """The curve through measured points.
 
-        For each size a straight line over the contexts is fitted, then sizes are brought into rising order. Beyond
+        For each size a straight line over the contexts is fitted, then sizes are put into rising order. Beyond
         the largest size measured the time goes on with the steeper of two slopes, the last one and the mean one; if
         that size has less than `FEW` nodes, which is too few to tell a slope, it goes on as `prior` does.
 

@@ -8,23 +8,19 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from lookahead.core.backend import Backend
+from lookahead.core.draft_account import StepTime
 from lookahead.core.outputs import NodeOutputs, StepResult
 from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Statistics, StepRecord
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import Walk, follow
 
-Stop = Callable[[Any], bool]
-"""Says whether a sequence, a `SequenceState`, is complete; asked after every token."""
-
-OnStep = Callable[[StepRecord], None]
-
 
 class StepTimes(Protocol):
-    """Learns what steps cost; `lookahead.core.cost_model.CostModel` does."""
+    """Learns what steps cost and bring; `lookahead.core.draft_account.DraftAccount` does."""
 
-    def observe(self, nodes: int, context: int, seconds: float) -> None:
-        """Note a step: its nodes over all sequences, the longest text before it, and how long it took."""
+    def book(self, step: StepTime) -> None:
+        """Note a step."""
 
 
 class Verify(Protocol):
@@ -34,9 +30,10 @@ class Verify(Protocol):
 
 
 def verify(batch: Batch, trees: Sequence[TokenTree], outputs: Sequence[NodeOutputs]) -> list[Walk | None]:
-    """Walk the tree of each sequence, which grows by the tokens selected; `None` for one that is finished."""
+    """Walk the tree of each sequence, which grows by the tokens selected; `None` for one that is finished, or of which
+    the step carried a part of the text alone."""
     rows = zip(batch.sequences, trees, outputs, strict=True)
-    return [None if sequence.finished else _walk(batch, sequence, tree, output) for sequence, tree, output in rows]
+    return [_walk(batch, *row) if not row[0].finished and row[1].needs_logits[row[1].root] else None for row in rows]
 
 
 @dataclass
@@ -44,22 +41,21 @@ class Batch:
     """Sequences that are decoded side by side.
 
     Attributes:
-        sequences: One for each row.
-        stop: Asked after every token.
+        sequences: One for each row of the backend. Between two steps others may take their place, or they may become
+            more or fewer, as the backend's rows do.
         statistics: Counts and times are added to it.
-        on_step: Called with each step of each sequence, after the backend has settled.
         tie_margin: Greedy decoding selects no token from a step with a draft whose logit is less than this above the
             second; the next step decides, without a draft. See `LookaheadConfig.tie_margin`.
         times: Told of each step that carried no prompt.
+        clock: Says by what seconds `times` goes.
         verify: Walks the trees of a step.
     """
 
     sequences: Sequence[SequenceState]
-    stop: Stop
     statistics: Statistics = field(default_factory=Statistics)
-    on_step: OnStep | None = None
     tie_margin: float = 0.0
     times: StepTimes | None = None
+    clock: Callable[[], float] = perf_counter
     verify: Verify = verify
 
     @property
@@ -76,38 +72,35 @@ def decode(backend: Backend, batch: Batch) -> None:
 
 def step(backend: Backend, batch: Batch) -> None:
     """One forward pass for all sequences, and all that follows from it."""
-    start = perf_counter()
+    start = batch.clock()
     context = max(len(sequence.tokens) for sequence in batch.sequences)
-    timing = batch.statistics.seconds.timing
-    with timing("draft"):
-        trees = [_draft(backend, batch, row) for row in range(len(batch.sequences))]
-    with timing("forward"):
-        outputs = backend.forward(trees, max(sequence.drafter.top_k for sequence in batch.sequences))
-    with timing("verify"):
-        walks = batch.verify(batch, trees, outputs)
-    with timing("commit"):
-        backend.commit([_kept(tree, walk) for tree, walk in zip(trees, walks, strict=True)])
+    seconds, now = batch.statistics.seconds, perf_counter()
+    trees = [_draft(backend, batch, row) for row in range(len(batch.sequences))]
+    now = seconds.add("draft", now)
+    top_k = max(sequence.drafter.top_k for sequence in batch.sequences)
+    outputs = backend.forward(trees, top_k)
+    now = seconds.add("forward", now)
+    walks = batch.verify(batch, trees, outputs)
+    now = seconds.add("verify", now)
+    backend.commit([_kept(*row) for row in zip(batch.sequences, trees, walks, strict=True)])
+    now = seconds.add("commit", now)
     batch.statistics.steps += 1
-    with timing("draft"):
-        records = [
-            _settle(row, sequence, output, walk)
-            for row, (sequence, output, walk) in enumerate(zip(batch.sequences, outputs, walks, strict=True))
-            if walk is not None
-        ]
-    _note_time(batch, trees, context, start)
-    for record in records:
+    records = [
+        (sequence, _settle(sequence, output, walk))
+        for sequence, output, walk in zip(batch.sequences, outputs, walks, strict=True)
+        if walk is not None
+    ]
+    seconds.add("draft", now)
+    # Prompt tokens are no draft.
+    carried = any(tree.root and sequence.steps <= 1 for sequence, tree in zip(batch.sequences, trees, strict=True))
+    if batch.times is not None and not carried:
+        nodes, tokens = max(len(tree) for tree in trees), sum(len(record.tokens) for _, record in records)
+        took = batch.clock() - start
+        batch.times.book(StepTime(nodes * len(trees), context, took, tokens, len(records), top_k > 0))
+    for sequence, record in records:
         batch.statistics.record(record)
-        if batch.on_step is not None:
-            batch.on_step(record)
-
-
-def _note_time(batch: Batch, trees: Sequence[TokenTree], context: int, start: float) -> None:
-    nodes = max(len(tree) for tree in trees)
-    if batch.times is None or any(tree.root for tree in trees):  # prompt tokens are no draft
-        return
-    # Plain steps are all alike: a part of them says as much, and costs them less.
-    if nodes > 1 or batch.statistics.steps % 4 == 0:
-        batch.times.observe(nodes * len(trees), context, perf_counter() - start)
+        if sequence.on_step is not None:
+            sequence.on_step(record)
 
 
 def _draft(backend: Backend, batch: Batch, row: int) -> TokenTree:
@@ -126,11 +119,7 @@ def _walk(batch: Batch, sequence: SequenceState, tree: TokenTree, outputs: NodeO
     def select(node: int) -> int | None:
         return select_token(sequence, tree, outputs, node, batch.tie_margin)
 
-    def append(token: int) -> bool:
-        sequence.append(token)
-        return batch.stop(sequence)
-
-    return follow(tree, select, append)
+    return follow(tree, select, sequence.append)
 
 
 def select_token(
@@ -145,16 +134,16 @@ def select_token(
     return sequence.sampler.select(sequence, outputs, node)
 
 
-def _kept(tree: TokenTree, walk: Walk | None) -> list[int]:
+def _kept(sequence: SequenceState, tree: TokenTree, walk: Walk | None) -> list[int]:
     """The nodes whose keys and values stay: pending tokens and accepted path, up to the last token that was selected
     after them, which the next step sends as its root."""
     if walk is None:
-        return []
+        return [] if sequence.finished else list(range(len(tree)))
     kept = [*range(tree.root + 1), *walk.path]
     return kept[:-1] if walk.declined else kept
 
 
-def _settle(row: int, sequence: SequenceState, outputs: NodeOutputs, walk: Walk) -> StepRecord:
+def _settle(sequence: SequenceState, outputs: NodeOutputs, walk: Walk) -> StepRecord:
     """Let the sequence and its drafter know what the step came to."""
     tree = walk.tree
     sequence.steps += 1
@@ -162,4 +151,4 @@ def _settle(row: int, sequence: SequenceState, outputs: NodeOutputs, walk: Walk)
     sequence.drafter.observe(
         StepResult(tree, outputs.predictions, walk.path, walk.tokens, outputs.top_ids, outputs.top_probabilities)
     )
-    return StepRecord(row, sequence.steps, walk.tokens, len(tree) - tree.root, sequence.finished)
+    return StepRecord(sequence.index, sequence.steps, walk.tokens, len(tree) - tree.root, sequence.finished)

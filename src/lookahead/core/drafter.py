@@ -1,4 +1,4 @@
-"""What every drafting method has in common: it proposes, and it learns from what came of it."""
+"""The protocol of drafting methods: propose tokens, and learn from the outcome."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lookahead.core.token_tree import TokenTree
 
 
 class Drafter(Protocol):
-    """Proposes tokens for one sequence. Whatever it proposes, the text stays the same; only the steps get fewer."""
+    """Proposes tokens for one sequence. Proposals change the number of steps, never the text."""
 
     @property
     def top_k(self) -> int:
@@ -23,7 +23,7 @@ class Drafter(Protocol):
         """Add candidate and window nodes to the tree of the coming step, likeliest path first."""
 
     def observe(self, result: StepResult) -> None:
-        """Learn from the step. Called after every step, also after one for which nothing was asked (a long prefill)."""
+        """Learn from the step. Called after every step, also after one without `propose` (a long prefill)."""
 
     def statistics(self) -> dict[str, Any]:
-        """What the drafter draws from, as plain numbers and lists: how much it holds and how often that was of use."""
+        """Sizes and hit counts of what the drafter holds, as plain numbers and lists."""

@@ -44,7 +44,7 @@ class StepResult:
         path: The accepted candidate nodes, from below the root downwards.
         tokens: The tokens the step added to the text: those of `path`, and the one selected after it.
         top_ids: For each node the model's likeliest next tokens, likeliest first, `[nodes, top_k]` int64; -1 where
-            the prediction was not read. `top_k` is the largest that a drafter of the batch asked for.
+            the prediction was not read. `top_k` is the largest of the drafters of the batch.
         top_probabilities: Their probabilities (softmax of the unprocessed logits), `[nodes, top_k]` float32; 0
             where the prediction was not read.
     """

@@ -1,4 +1,4 @@
-"""Who selects the tokens of a text."""
+"""The protocol of what selects the tokens of a text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Sampler(Protocol):
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are sampled, and not the likeliest ones taken."""
+        """Whether tokens are sampled, instead of taking the likeliest ones."""
 
     @property
     def needs_logits(self) -> bool:

@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from lookahead.core.drafter import Drafter
 from lookahead.core.sampler import Sampler
+from lookahead.core.statistics import OnStep
+
+Stop = Callable[[Any], bool]
+"""Says whether a sequence, a `SequenceState`, is complete; called after every token."""
 
 
 class SequenceState:
-    """The text of one sequence, and who drafts and selects its tokens.
+    """The text of one sequence, with its drafter, its sampler, its stop rule and its listener.
+
+    It belongs to no batch: between two steps it may join one or leave it.
 
     Args:
         tokens: The token ids of the prompt that the model reads. At least one.
         drafter: Proposes tokens for this sequence alone.
         sampler: Selects the tokens.
+        stop: Ends the text.
+        on_step: Called with each step, after the backend has settled.
+        index: Which sequence of its call it is, for `on_step`.
 
     Attributes:
         tokens: Token ids of the text so far.
         finished: Whether the text is complete.
-        undecided: Whether the last step put its decision off to a step without a draft.
+        undecided: Whether the last step deferred its decision to a step without a draft.
         steps: Steps this sequence has taken.
     """
 
-    def __init__(self, tokens: Sequence[int], drafter: Drafter, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        drafter: Drafter,
+        sampler: Sampler,
+        stop: Stop,
+        on_step: OnStep | None = None,
+        index: int = 0,
+    ) -> None:
         self.tokens = list(tokens)
         self.drafter = drafter
         self.sampler = sampler
+        self.stop = stop
+        self.on_step = on_step
+        self.index = index
         self.finished = False
         self.undecided = False
         self.steps = 0
         drafter.start(self.tokens)
 
-    def append(self, token: int) -> None:
-        """Add a token to the text."""
+    def append(self, token: int) -> bool:
+        """Add a token to the text; whether the text is complete with it."""
         self.tokens.append(token)
+        return self.stop(self)

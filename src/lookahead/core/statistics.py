@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
@@ -29,6 +28,9 @@ class StepRecord:
     finished: bool = False
 
 
+OnStep = Callable[[StepRecord], None]
+
+
 @dataclass
 class Seconds:
     """Wall time by part of the step, in seconds, summed over all steps.
@@ -47,14 +49,11 @@ class Seconds:
         """Sum of the parts."""
         return self.draft + self.forward + self.verify + self.commit
 
-    @contextmanager
-    def timing(self, part: str) -> Iterator[None]:
-        """Add the time spent in the `with` block to `part`."""
-        start = perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, part, getattr(self, part) + perf_counter() - start)
+    def add(self, part: str, start: float) -> float:
+        """Add the time since `start`, a `perf_counter` time, to `part`; returns the time it is now."""
+        now = perf_counter()
+        setattr(self, part, getattr(self, part) + now - start)
+        return now
 
 
 @dataclass
@@ -70,6 +69,7 @@ class Statistics:
             step and sequence, in the order of the steps.
         accepted_lengths: Tokens that each step added to one sequence, in the same order.
         seconds: Wall time by part.
+        state_bytes: Bytes of running states that were copied, so that they could be put back; 0 for a model without.
         sources: What each sequence drafts from at the end: entries, hit rates and so on of the n-gram pool
             (`NGramPool.statistics`) or memory (`MemoryStatistics`); counts go on over calls that share it.
     """
@@ -80,6 +80,7 @@ class Statistics:
     nodes_per_step: list[int] = field(default_factory=list)
     accepted_lengths: list[int] = field(default_factory=list)
     seconds: Seconds = field(default_factory=Seconds)
+    state_bytes: int = 0
     sources: list[dict[str, Any]] = field(default_factory=list)
 
     def record(self, step: StepRecord) -> None:

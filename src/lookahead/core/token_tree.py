@@ -32,7 +32,7 @@ class NodeKind(IntEnum):
 
 
 class TokenTree:
-    """A tree of tokens, built node by node; a node is named by the number that adding it returned.
+    """A tree of tokens, built node by node; a node is identified by the number that adding it returned.
 
     Parents are added before their children, so `parents[i] < i`.
 
@@ -47,7 +47,7 @@ class TokenTree:
         kinds: `NodeKind` of each node.
         depths: Distance of each node from the cached text, 0 for the first pending token. The position id of
             a node is the length of the cached text plus its depth.
-        reads: Whether the model's prediction after each node is wanted.
+        needs_logits: Whether the model's prediction after each node is wanted.
         root: The node of the last decided token.
 
     Raises:
@@ -62,7 +62,7 @@ class TokenTree:
         self.parents: list[int] = list(range(-1, count - 1))
         self.kinds: list[NodeKind] = [NodeKind.PENDING] * count
         self.depths: list[int] = list(range(count))
-        self.reads: list[bool] = [False] * (count - 1) + [True]
+        self.needs_logits: list[bool] = [False] * (count - 1) + [True]
         self.root = count - 1
         self._max_depth = sys.maxsize if max_depth is None else max_depth
         self._candidates: dict[tuple[int, int], int] = {}
@@ -93,7 +93,7 @@ class TokenTree:
             if known is None:
                 if self.depths[node] >= self._max_depth:
                     break
-                known = self._add(token, node, NodeKind.CANDIDATE, read=True)
+                known = self._add(token, node, NodeKind.CANDIDATE, needs_logits=True)
                 self._candidates[node, token] = known
             node = known
             path.append(node)
@@ -119,29 +119,29 @@ class TokenTree:
         self.tokens += tokens
         self.parents += parents
         self.kinds += [NodeKind.CANDIDATE] * len(tokens)
-        self.reads += [True] * len(tokens)
+        self.needs_logits += [True] * len(tokens)
         self._candidates.update(zip(zip(parents, tokens, strict=True), range(first, len(self.tokens)), strict=True))
 
-    def add_window_node(self, token: int, parent: int, read: bool) -> int:
-        """Add a window node; `read` says whether the model's prediction after it is wanted.
+    def add_window_node(self, token: int, parent: int, needs_logits: bool) -> int:
+        """Add a window node; `needs_logits` says whether the model's prediction after it is wanted.
 
         Raises:
             InvalidArgumentError: The node would be deeper than `max_depth`; ask `room` first.
         """
         if self.depths[parent] >= self._max_depth:
             raise InvalidArgumentError(f"parent={parent} is at the deepest place a node may have: {self._max_depth}")
-        return self._add(token, parent, NodeKind.WINDOW, read)
+        return self._add(token, parent, NodeKind.WINDOW, needs_logits)
 
     def child(self, node: int, token: int) -> int | None:
         """The candidate under `node` that holds `token`, if there is one."""
         return self._candidates.get((node, token))
 
-    def _add(self, token: int, parent: int, kind: NodeKind, read: bool) -> int:
+    def _add(self, token: int, parent: int, kind: NodeKind, needs_logits: bool) -> int:
         self.tokens.append(token)
         self.parents.append(parent)
         self.kinds.append(kind)
         self.depths.append(self.depths[parent] + 1)
-        self.reads.append(read)
+        self.needs_logits.append(needs_logits)
         return len(self.tokens) - 1
 
 
@@ -213,21 +213,25 @@ def lay_out(tree: TokenTree) -> Layout:
         slots=slots,
         tokens=np.array(tree.tokens, dtype=np.int64)[order],
         depths=np.array(tree.depths, dtype=np.int64)[order],
-        read_slots=np.flatnonzero(np.array(tree.reads)[order]),
+        read_slots=np.flatnonzero(np.array(tree.needs_logits)[order]),
         _parent_slots=np.where(parents < 0, -1, slots[parents]),
         _pending=tree.root + 1,
     )
 
 
+_ONE_PLACE = np.zeros(1, dtype=np.int64)
+_ONE_PLACE.flags.writeable = False
+
+
 def _lay_out_chain(tree: TokenTree) -> Layout:
     """The pending tokens as they are: the layout of a step of plain decoding, which has little time for one."""
-    places = np.arange(len(tree))
+    places = _ONE_PLACE if len(tree) == 1 else np.arange(len(tree))
     return Layout(
         order=places,
         slots=places,
         tokens=np.array(tree.tokens, dtype=np.int64),
         depths=places,
-        read_slots=np.flatnonzero(np.array(tree.reads)),
+        read_slots=places if len(tree) == 1 and tree.needs_logits[0] else np.flatnonzero(np.array(tree.needs_logits)),
         _parent_slots=places - 1,
         _pending=len(tree),
     )

@@ -1,8 +1,8 @@
 """Verification: a walk down the tree along the tokens that the sampler selects.
 
-Drafts are deterministic, so accepting a drafted token exactly when the sampler selects it has the law of the paper's
-Algorithms 3 and 4. And as tokens are selected one after another, each once and in order, just as in plain decoding,
-sampling draws the very same tokens from the same random state.
+Drafts are deterministic, so accepting a drafted token exactly when the sampler selects it gives the distribution of the
+paper's Algorithms 3 and 4. Tokens are selected one after another, each once and in order, as in plain decoding, so the
+same random state gives the same tokens.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from lookahead.core.token_tree import TokenTree
 
 
 class Walk:
-    """A walk from the root of a tree, for as long as the tokens selected are drafted ones.
+    """A walk from the root of a tree along drafted tokens that are selected.
 
-    Whoever walks asks `node`, selects the token after it and tells with `take`, until `done`; in between other things
-    may happen, such as the walks of other sequences.
+    The caller selects the token after `node` and passes it to `take`, until `done`. A walk can be suspended in between,
+    for example for the walks of other sequences.
 
     Args:
         tree: The tree that was sent.

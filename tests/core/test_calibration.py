@@ -1,0 +1,40 @@
+"""Correcting probabilities by what was accepted."""
+
+import numpy as np
+import pytest
+
+from lookahead.core.calibration import Calibration
+
+
+def test_at_first_probabilities_are_unchanged() -> None:
+    predicted = np.array([1.0, 0.8, 0.3, 0.3, 1e-5, 0.0])
+    np.testing.assert_array_equal(Calibration().correct(predicted), predicted)
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0, 1.5])
+def test_corrected_probabilities_are_the_shares_that_were_accepted(share: float) -> None:
+    generator, calibration = np.random.default_rng(0), Calibration()
+    for _ in range(3000):
+        predicted = np.sort(generator.uniform(0.02, 0.6, size=20))[::-1]
+        calibration.learn(predicted, np.flatnonzero(generator.random(20) < share * predicted).tolist())
+    predicted = np.array([0.55, 0.3, 0.2, 0.1, 0.05])
+    np.testing.assert_allclose(calibration.correct(predicted), share * predicted, rtol=0.2, atol=0.01)
+
+
+def test_corrected_probabilities_descend_and_are_probabilities() -> None:
+    calibration = Calibration()
+    for _ in range(200):
+        calibration.learn(np.array([0.9, 0.5, 0.1]), [1, 2])  # the likelier, the rarer
+    corrected = calibration.correct(np.linspace(1.0, 0.0, 300))
+    assert (np.diff(corrected) <= 0).all()
+    assert corrected.min() >= 0
+    assert corrected.max() <= 1
+
+
+def test_what_is_long_past_is_forgotten() -> None:
+    calibration, predicted = Calibration(), np.full(8, 0.5)
+    for _ in range(3000):
+        calibration.learn(predicted, [])
+    for _ in range(3000):
+        calibration.learn(predicted, [0, 1, 2, 3])
+    assert calibration.correct(predicted)[0] == pytest.approx(0.5, rel=0.05)
