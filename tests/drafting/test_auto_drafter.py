@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import cache
 
@@ -19,8 +20,7 @@ from lookahead.core.decoder import Batch, decode
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.core.walk import follow
 from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, JacobiWindow, NGramMemory, StepResult
-from lookahead.drafting.auto import search
-from lookahead.drafting.auto.scorer import Acceptance
+from lookahead.drafting.auto.scorer import NOTHING, Acceptance, Lessons, context_name
 from lookahead.errors import InvalidArgumentError
 from model_zoo import VOCAB_SIZE, build, greedy
 
@@ -55,7 +55,7 @@ class Chain:
         contexts: list[list[int]] = []
         for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
             contexts.append([*(self.text[: self._cached] if parent < 0 else contexts[parent]), token])
-            if tree.reads[node]:
+            if tree.needs_logits[node]:
                 ids[node], shares[node] = self.predict(contexts[-1])
         self._cached = len(self.text)
 
@@ -147,7 +147,8 @@ def test_probabilities_of_one_node_are_a_softmax_of_their_scores() -> None:
     drafter.start([4, 5])
     tree = TokenTree([5], max_depth=1)
     drafter.propose(tree)
-    weights = memory.acceptance.weights[2]
+    acceptance = memory.acceptance
+    weights = acceptance.weights[2, [acceptance.column(name) for name in (context_name(1), context_name(2), NOTHING)]]
     unlisted = [np.log(0.3 * 0.25), np.log(0.3 * 0.1)]  # after one token, after two
     log_shares = {1: [np.log(0.5), np.log(0.1)], 2: [np.log(0.25), unlisted[1]], 3: [unlisted[0], np.log(0.8)]}
     scores = {token: float(np.dot(weights[:2], logs)) for token, logs in log_shares.items()}
@@ -180,7 +181,7 @@ def test_the_prompt_is_read_as_far_as_asked() -> None:
     drafter.start([7, 8, 9, 10])
     tree = TokenTree([7, 8, 9, 10])
     drafter.propose(tree)
-    assert tree.reads == [False, True, True, True]
+    assert tree.needs_logits == [False, True, True, True]
 
 
 def test_a_window_takes_what_is_left() -> None:
@@ -211,14 +212,17 @@ class Stingy:
 
     def __init__(self) -> None:
         self.offers: list[list[float]] = []
-        self.learned: list[tuple[bool, bool]] = []
+        self.learned: list[list[int]] = []
+
+    def begin(self) -> None:
+        pass
 
     def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         self.offers.append(probabilities.tolist())
         return False
 
-    def learn(self, drafted: bool, accepted: bool) -> None:
-        self.learned.append((drafted, accepted))
+    def learn(self, accepted: list[int]) -> None:
+        self.learned.append(accepted)
 
 
 def test_a_budget_decides_how_many_nodes_are_sent() -> None:
@@ -228,12 +232,13 @@ def test_a_budget_decides_how_many_nodes_are_sent() -> None:
     trees = [chain.step() for _ in range(6)]
     assert all(len(tree) - tree.root == 3 for tree in trees)
     assert len(budget.offers) == len(budget.learned) == 6
+    assert [0] in budget.learned  # the first node was on the path
     assert all(probabilities == sorted(probabilities, reverse=True) for probabilities in budget.offers)
     assert drafter.top_k == TOP_K
     budget.backs_off = True
     assert chain.step().is_chain
     assert drafter.top_k == 0
-    assert budget.learned[-1] == (False, False)
+    assert len(budget.learned) == 6
 
 
 def test_no_node_at_all_is_refused() -> None:
@@ -243,13 +248,14 @@ def test_no_node_at_all_is_refused() -> None:
 
 def test_acceptance_learns_what_comes_true() -> None:
     acceptance = Acceptance(orders=2, rate=0.5)
-    features = np.zeros((2, acceptance.features))
-    features[:, 1] = np.log([0.5, 0.3])
+    features = np.zeros((2, len(acceptance.names)))
+    features[:, acceptance.column(context_name(2))] = np.log([0.5, 0.3])
     before = acceptance.weights.copy()
     outcomes = np.array([0.0, 0.0])
     for _ in range(20):  # nothing that was proposed ever comes
-        acceptance.learn(features, np.array([0.5, 0.3]), outcomes, np.array([0]), np.array([2]), np.ones(1))
-    assert acceptance.weights[2, -1] > before[2, -1]
+        told = (np.array([0.5, 0.3]), outcomes, np.array([0]), np.array([2]), np.ones(1))
+        acceptance.learn(Lessons(features, *told))
+    assert acceptance.weights[2, acceptance.column(NOTHING)] > before[2, acceptance.column(NOTHING)]
     assert np.array_equal(acceptance.weights[:2], before[:2]), "what is known less of is another matter"
 
 
@@ -260,22 +266,30 @@ def test_texts_of_a_transformers_model_are_the_same(window: bool, budget: int) -
     drafter = AutoDrafter(
         DraftMemory(), ContextMatches(), JacobiWindow(4, 3, 0) if window else None, budget, warm_up=16
     )
-    sequence = TextSequence(torch.tensor([prompt]), prompt, drafter, TextSampler())
+    sequence = TextSequence(torch.tensor([prompt]), prompt, drafter, TextSampler(), lambda text: len(text.tokens) >= 60)
     with torch.no_grad():
-        decode(ModelRunner(model, 1), Batch([sequence], lambda text: len(text.tokens) >= 60))
+        decode(ModelRunner(model, 1), Batch([sequence]))
     assert sequence.tokens == [*prompt, *greedy(model, tuple(prompt), 80)[: len(sequence.tokens) - len(prompt)]]
     assert max(sequence.tokens) < VOCAB_SIZE
 
 
 def test_compiled_loops_give_the_same_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("numba")
-    trees: list[list[list[int]]] = []
-    compiled = search._search_tree
-    for loop in (compiled, compiled.py_func):
-        monkeypatch.setattr(search, "_search_tree", loop)
+    registry = pytest.importorskip("numba.core.registry")
+
+    def trees() -> list[list[int]]:
         chain = Chain(drafter_of(40), [1, 2, 3, 1, 2])
-        trees.append([[*tree.tokens, *tree.parents] for tree in (chain.step() for _ in range(25))])
-    assert trees[0] == trees[1]
+        return [[*tree.tokens, *tree.parents] for tree in (chain.step() for _ in range(25))]
+
+    compiled = trees()
+    loops = 0
+    for name, module in list(sys.modules.items()):
+        if name.startswith("lookahead.drafting."):
+            for key, value in list(vars(module).items()):
+                if isinstance(value, registry.CPUDispatcher):
+                    monkeypatch.setattr(module, key, value.py_func)
+                    loops += 1
+    assert loops > 20
+    assert trees() == compiled
 
 
 def test_without_a_memory_it_drafts_from_the_text_alone() -> None:

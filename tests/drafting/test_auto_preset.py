@@ -135,7 +135,7 @@ def test_the_nodes_follow_from_a_stored_cost_curve(
     assert least <= max(nodes) <= most
 
 
-def test_drawn_rows_come_again_under_the_same_seed(model: PreTrainedModel) -> None:
+def test_sampled_rows_are_repeated_under_the_same_seed(model: PreTrainedModel) -> None:
     texts = []
     for _ in range(2):
         torch.manual_seed(3)

@@ -15,7 +15,7 @@ from lookahead.api.prompt_warm_up import MOST_LOGITS, MOST_READ, warm_up_tokens
 from lookahead.backends.transformers.model_state import neighbours
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, EmbeddingNeighbours, NGramMemory, StepResult
-from lookahead.drafting.auto.embedding_neighbours import NEAREST, follow_neighbours
+from lookahead.drafting.auto.embedding_neighbours import follow_neighbours, neighbour_arrays
 from lookahead.errors import InvalidArgumentError
 from model_zoo import build
 
@@ -33,11 +33,9 @@ def cosines(rows: NDArray[np.float32], token: int) -> NDArray[np.float64]:
 def followed(
     memory: NGramMemory, table: EmbeddingNeighbours, token: int, known: list[int]
 ) -> tuple[list[int], list[float]]:
-    followers, shares = np.zeros(NEAREST * TOP_K, dtype=np.int64), np.zeros(NEAREST * TOP_K)
-    room = (np.zeros(NEAREST), np.zeros(NEAREST, dtype=np.int64), followers, shares)
-    entries = (memory.tags, memory.ids, memory.logs, memory.sets)
-    count = follow_neighbours(token, np.array(known, dtype=np.int64), table.codes, table.lengths, *entries, *room)
-    return followers[:count].tolist(), shares[:count].tolist()
+    arrays = neighbour_arrays(table, TOP_K)
+    count = follow_neighbours(token, np.array(known, dtype=np.int64), arrays, memory.entries)
+    return arrays.followers[:count].tolist(), arrays.shares[:count].tolist()
 
 
 @settings(max_examples=30, deadline=None, derandomize=True, database=None)
@@ -59,7 +57,7 @@ def test_followers_are_those_of_the_nearest_known_tokens(seed: int, known: list[
     exact = cosines(rows, token)
     own = (table.codes @ table.codes[token].astype(np.float64)) / (table.lengths * table.lengths[token])
     assert own == pytest.approx(exact, abs=0.02), "8 bits are enough"
-    nearest = sorted(asked, key=lambda other: -own[other])[:NEAREST]
+    nearest = sorted(asked, key=lambda other: -own[other])[:16]
     weights = {other: np.exp(8 * own[other]) for other in nearest}
     expected: dict[int, float] = {}
     for other, weight in weights.items():
@@ -99,7 +97,7 @@ def test_an_unknown_token_is_followed_by_what_follows_its_neighbour() -> None:
     assert drafted(None) == []
 
 
-def test_what_followed_a_stand_in_is_drafted_after_the_right_token() -> None:
+def test_what_followed_a_rejected_sibling_is_drafted_after_the_right_token() -> None:
     memory = DraftMemory(NGramMemory(2, 64, TOP_K))
     memory.ngrams.insert(np.array([[5, -1]]), np.array([[7]]), np.float32([[0.8]]))
     drafter = AutoDrafter(memory, ContextMatches(), None, 2, explore=False)

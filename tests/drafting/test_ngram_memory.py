@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lookahead.drafting import DraftMemory, NGramMemory
-from lookahead.drafting.auto.ngram_memory import WAYS
+from lookahead.drafting.auto.ngram_entries import WAYS
 from lookahead.errors import InvalidArgumentError
 
 ORDERS = 3
@@ -70,7 +70,7 @@ def check_equal(memory: NGramMemory, reference: Dictionary, contexts: NDArray[np
     seed=st.integers(0, 99),
     old_share=st.sampled_from([0.0, 0.3]),
 )
-def test_it_knows_what_a_dictionary_knows(batches: list[list[tuple[int, ...]]], seed: int, old_share: float) -> None:
+def test_it_holds_what_a_dictionary_holds(batches: list[list[tuple[int, ...]]], seed: int, old_share: float) -> None:
     rng, memory = np.random.default_rng(seed), NGramMemory(ORDERS, 4096, TOP_K, old_share)
     reference = Dictionary(old_share)
     for batch in batches:

@@ -23,8 +23,8 @@ class FakeModel:
         root_place = len(self.text) - 1
         predictions = np.array(
             [
-                100 * self.step + root_place + tree.depths[n] - tree.depths[tree.root] + 1 if tree.reads[n] else -1
-                for n in range(len(tree))
+                100 * self.step + root_place + depth - tree.depths[tree.root] + 1 if wanted else -1
+                for depth, wanted in zip(tree.depths, tree.needs_logits, strict=True)
             ]
         )
         tokens = [100 * self.step + root_place + 1 + i for i in range(accept)]
@@ -81,7 +81,7 @@ def test_window_hangs_its_columns_from_the_trunk() -> None:
     assert tree.tokens[2:] == [104, 105, 204, 205, 206, 305, 306, 307]
     assert tree.parents[2:] == [1, 2, 1, 2, 3, 4, 5, 6]
     assert all(kind is NodeKind.WINDOW for kind in tree.kinds[2:])
-    assert tree.reads == [False, True, False, False, False, False, False, True, True, True]
+    assert tree.needs_logits == [False, True, False, False, False, False, False, True, True, True]
 
 
 @pytest.mark.parametrize(("columns", "size"), [(1, 2), (1, 3), (2, 2), (4, 2), (1, 6), (15, 5)])

@@ -5,22 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lookahead.config import BUDGETED, LookaheadConfig
-from lookahead.core.budget import StepCosts, ThroughputBudget
+from lookahead.config import BUDGETED, MAX_NODES_PER_STEP, MOST_CHOSEN_NODES, OWN, LookaheadConfig
+from lookahead.core.budget import StepBudget, ThroughputBudget
+from lookahead.core.chain_budget import ChainBudget
+from lookahead.core.draft_account import DraftAccount
 from lookahead.core.drafter import Drafter
 from lookahead.core.outputs import StepResult
+from lookahead.core.shared_budget import RowBudget, SharedBudget
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.context_matches import ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
 from lookahead.drafting.auto.ngram_memory import NGramMemory
+from lookahead.drafting.auto.scorer import feature_names
+from lookahead.drafting.auto.source import CheckedSource, Source, TokenPaths
+from lookahead.drafting.chain import ChainDrafter
+from lookahead.drafting.checked_drafter import CheckedDrafter
+from lookahead.drafting.deferred import DeferredDrafter
 from lookahead.drafting.jacobi import JacobiBlockDrafter
 from lookahead.drafting.paper import PaperDrafter
 from lookahead.drafting.pool import NGramPool
 from lookahead.drafting.token_recycling import TokenRecyclingDrafter
 from lookahead.drafting.warm_up import compile_loops
 from lookahead.drafting.window import JacobiWindow
+from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
 __all__ = [
     "AutoDrafter",
@@ -34,10 +43,12 @@ __all__ = [
     "NGramPool",
     "NoDrafter",
     "PaperDrafter",
-    "StepCosts",
+    "Source",
     "StepResult",
     "ThroughputBudget",
+    "TokenPaths",
     "TokenRecyclingDrafter",
+    "build_chain_drafter",
     "build_drafter",
     "compile_loops",
 ]
@@ -45,6 +56,9 @@ __all__ = [
 
 FIXED_BUDGET = 64
 """Nodes of a step, the root included, where neither a number nor costs are given."""
+
+SKETCHED_NODES = 64
+"""Nodes of a tree, the root included, of which the best path is sent as a chain."""
 
 
 class NoDrafter:
@@ -70,10 +84,12 @@ def build_drafter(
     config: LookaheadConfig,
     pool: NGramPool | None = None,
     memory: DraftMemory | None = None,
-    costs: StepCosts | None = None,
-    rows: int = 1,
+    account: DraftAccount | None = None,
     neighbours: EmbeddingNeighbours | None = None,
     warm_up: int = 0,
+    most: int = MAX_NODES_PER_STEP,
+    vocabulary: int | None = None,
+    shared: SharedBudget | None = None,
 ) -> Drafter:
     """The drafter that `config.preset` names, with the sizes of `config`. One serves one sequence.
 
@@ -81,22 +97,37 @@ def build_drafter(
         config: What to build.
         pool: The n-gram pool that the paper's method uses; a new one if not given.
         memory: The memory that `"auto"` drafts from and fills; a new one if not given.
-        costs: What steps cost, for `"auto"` without a `step_budget`; `FIXED_BUDGET` nodes a step if not given.
-        rows: Sequences that share each step.
+        account: What steps cost and bring, for `"auto"` without a `step_budget`; `FIXED_BUDGET` nodes a step if not
+            given.
         neighbours: Which tokens of the model resemble each other, for `"auto"`; unknown if not given.
         warm_up: How many of the last tokens of the prompt `"auto"` has the model's predictions read of.
+        most: Nodes of a step at most, the root included, whatever the configuration or the costs allow.
+        vocabulary: Tokens that the model knows, which drafters and sources of a user's own are held to.
+        shared: What the nodes of `"auto"` come from, if rows of many requests share them.
     """
+    if config.drafter is not None:
+        return CheckedDrafter(config.drafter, min(config.max_nodes, most), vocabulary)
     if config.preset in BUDGETED:
-        fixed = config.step_budget or FIXED_BUDGET
+        fixed = min(config.step_budget or FIXED_BUDGET, most)
         if config.preset == "token_recycling":
             return TokenRecyclingDrafter(fixed)
         compile_loops()  # now: a step that compiled would say nothing of what steps cost
         if config.preset == "context_matches":
             return AutoDrafter(None, ContextMatches(), None, fixed, explore=False)
-        budget = ThroughputBudget(costs, rows) if costs is not None and config.step_budget is None else fixed
-        return AutoDrafter(
-            memory or DraftMemory(), ContextMatches(), None, budget, warm_up=warm_up, neighbours=neighbours
-        )
+        budget: int | StepBudget = fixed
+        if account is not None and config.step_budget is None:
+            budget = ThroughputBudget(account, min(most, MOST_CHOSEN_NODES))
+        if shared is not None:
+            budget = RowBudget(shared)
+        known = memory or DraftMemory()
+        own = _own_sources(config, known, vocabulary)
+
+        def make_auto() -> AutoDrafter:
+            parts = (known, ContextMatches(), None, budget)
+            return AutoDrafter(*parts, warm_up=warm_up, neighbours=neighbours, sources=own)
+
+        # User-defined sources observe every step.
+        return make_auto() if own or isinstance(budget, int) else DeferredDrafter(make_auto, budget)
     if config.preset == "autoregressive":
         return NoDrafter()
     if config.preset == "jacobi":
@@ -107,3 +138,54 @@ def build_drafter(
         config.pool_from_prompt,
         config.pool_from_prompt if config.pool_from_output is None else config.pool_from_output,
     )
+
+
+def build_chain_drafter(
+    config: LookaheadConfig,
+    memory: DraftMemory | None = None,
+    account: DraftAccount | None = None,
+    neighbours: EmbeddingNeighbours | None = None,
+    warm_up: int = 0,
+    vocabulary: int | None = None,
+) -> Drafter:
+    """As `build_drafter`, for a model that runs chains alone.
+
+    Raises:
+        UnsupportedArgumentError: The method needs trees.
+    """
+    if config.preset == "paper":
+        raise UnsupportedArgumentError(
+            "preset='paper' is not supported for a model that runs chains alone: its lookahead window is a tree; use "
+            "preset='auto'"
+        )
+    if config.preset not in (*BUDGETED, OWN):  # these draft chains
+        return build_drafter(config)
+    fixed = config.step_budget or FIXED_BUDGET
+    if config.drafter is not None:
+        return ChainDrafter(CheckedDrafter(config.drafter, config.max_nodes, vocabulary), fixed)
+    sketched = max(SKETCHED_NODES, fixed)
+    if config.preset == "token_recycling":
+        return ChainDrafter(TokenRecyclingDrafter(sketched), fixed)
+    compile_loops()
+    if config.preset == "context_matches":
+        return ChainDrafter(AutoDrafter(None, ContextMatches(), None, sketched, explore=False), fixed)
+    budget = fixed if account is None or config.step_budget is not None else ChainBudget(account)
+    memory = memory or DraftMemory()
+    own = _own_sources(config, memory, vocabulary)
+    parts = (memory, ContextMatches(), None, sketched)
+    return ChainDrafter(AutoDrafter(*parts, warm_up=warm_up, explore=False, neighbours=neighbours, sources=own), budget)
+
+
+def _own_sources(config: LookaheadConfig, memory: DraftMemory, vocabulary: int | None) -> list[CheckedSource]:
+    """New sources of the user's own.
+
+    Raises:
+        InvalidArgumentError: One of them is no source, or has the name of another.
+    """
+    sources = [CheckedSource(make(), vocabulary) for make in config.sources]
+    names = feature_names(memory.ngrams.orders)
+    for source in sources:
+        if source.name in names:
+            raise InvalidArgumentError(f"sources have two called {source.name!r}; give each a name of its own")
+        names.append(source.name)
+    return sources

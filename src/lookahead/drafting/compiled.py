@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 from numpy.typing import NDArray
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Arrays = TypeVar("Arrays", bound=tuple[Any, ...])
 
 try:
     _numba: Any = import_module("numba")
@@ -28,19 +29,40 @@ def loop_arrays(*arrays: NDArray[Any]) -> list[Any]:
     return list(arrays) if IS_COMPILED else [array.data for array in arrays]
 
 
-def compiled(function: Function, releases_gil: bool = False) -> Function:
+def loop_tuple(arrays: Arrays) -> Arrays:
+    """The same named tuple as a compiled function takes it, without a copy; see `loop_arrays`."""
+    if IS_COMPILED:
+        return arrays
+    views = [loop_tuple(each) if isinstance(each, tuple) else getattr(each, "data", each) for each in arrays]
+    return type(arrays)(*views)
+
+
+def compiled(function: Function, releases_gil: bool = False, makes_arrays: bool = False) -> Function:
     """Compile `function` at its first call, if numba is there. It keeps to loops over numpy arrays and numbers.
 
     Args:
         function: The loop.
         releases_gil: Let other threads run meanwhile: only for loops over arrays that no other thread writes to.
+        makes_arrays: Whether it makes arrays, or calls what does. Those have to be counted, which takes time.
     """
+    return _compile(function, {"nogil": releases_gil}, makes_arrays)
+
+
+def inner(function: Function) -> Function:
+    """Like `compiled`, for what only compiled loops call: it becomes part of them, and Python must not call it."""
+    return _compile(function, {"no_cpython_wrapper": True, "forceinline": True})
+
+
+def _compile(function: Function, options: dict[str, bool], makes_arrays: bool = False) -> Function:
     if _numba is None:
         return function
+    options = {"no_cfunc_wrapper": True} | options
+    if not makes_arrays and hasattr(import_module("numba.core.cpu").CPUTargetOptions, "_nrt"):
+        options["_nrt"] = False  # these loops make no array, so none is counted: a third of their time
     try:
-        return cast(Function, _numba.njit(cache=True, nogil=releases_gil)(function))
+        return cast(Function, _numba.njit(cache=True, **options)(function))
     except RuntimeError:  # there is no folder that compiled code could be kept in
-        return cast(Function, _numba.njit(nogil=releases_gil)(function))
+        return cast(Function, _numba.njit(**options)(function))
 
 
 @contextmanager

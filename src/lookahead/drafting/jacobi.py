@@ -14,7 +14,7 @@ from lookahead.core.token_tree import TokenTree
 class JacobiBlockDrafter:
     """Drafts one chain: the guesses for the positions of the block that are not confirmed yet.
 
-    Each step is one Jacobi iteration: the model names a new token for every position of the block, given the
+    Each step is one Jacobi iteration: the model predicts a new token for every position of the block, given the
     guesses before it. The walk accepts the confirmed prefix at once; the rest is guessed again. The block
     ends when all of it is confirmed, or after `max_iterations` steps; then a new one begins, guessed at random.
 
@@ -52,7 +52,7 @@ class JacobiBlockDrafter:
             return
         self._iterations += 1
         # The prediction after a node is the new guess for the position behind it; confirmed positions are
-        # no longer open. The node behind the block names a token beyond it, which the walk may have accepted.
+        # no longer open. The node behind the block predicts a token beyond it, which the walk may have accepted.
         new = [int(result.predictions[node]) for node in self._chain[:-1]]
         unsent = self._guesses[len(new) :]
         self._guesses = (new + unsent)[len(result.tokens) :]

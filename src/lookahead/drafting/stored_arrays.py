@@ -17,7 +17,7 @@ MOST_BYTES = 1 << 30
 
 
 class DamagedFileError(ValueError):
-    """The content is not what was saved; the message says what is wrong with it, without naming the file."""
+    """The content is not what was saved; the message says what is wrong with it, but not which file it is."""
 
 
 class StoredArrays(Mapping[str, NDArray[Any]]):

@@ -15,7 +15,7 @@ class JacobiWindow:
 
     Row 0 is the oldest. Its first token is the root itself; the other W-1 form a chain from the root, the
     *trunk*. Column i hangs from trunk token i: the token in row j, column i follows the one in row j-1 above
-    it, and stands i+j places after the root. Each step the model names the token after the last row of each
+    it, and stands i+j places after the root. Each step the model predicts the token after the last row of each
     column; column and new token together are one n-gram. Then row 0 is dropped, the new tokens become the
     last row, and the window stands one position further on.
 
@@ -58,10 +58,10 @@ class JacobiWindow:
         last = len(self._rows)
         nodes = [tree.root]
         for token in self._trunk:
-            nodes.append(tree.add_window_node(token, nodes[-1], read=last == 0))
+            nodes.append(tree.add_window_node(token, nodes[-1], needs_logits=last == 0))
         for number, row in enumerate(self._rows, start=1):
             nodes = [
-                tree.add_window_node(token, parent, read=number == last)
+                tree.add_window_node(token, parent, needs_logits=number == last)
                 for token, parent in zip(row, nodes, strict=True)
             ]
         self._last_row = nodes

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.drafting.compiled import IS_COMPILED, compiled, loop_arrays
+from lookahead.drafting.auto.proposals import Nodes, Proposals, proposal_of
+from lookahead.drafting.compiled import IS_COMPILED, compiled, inner, loop_arrays, loop_tuple
 from lookahead.errors import InvalidArgumentError
 
 RUNS = (8, 4, 2)
 """Lengths of the runs of tokens that are indexed, the longest first."""
 
 LONGEST = 32
-"""Longest agreement that is told apart, in tokens."""
+"""Longest match that is distinguished, in tokens."""
 
 SEARCHED = 8
 """Most occurrences that a search returns."""
+
+MATCH_CLASSES = (2, 3, 4, 6, 9, 16, 24, 32)
+"""Fewest agreeing tokens of each class of matches."""
 
 _BUCKET_BITS = 15
 _PRIME = 2147483647
@@ -45,30 +50,37 @@ class Match:
     length: int
 
 
-@compiled
-def find_matches(
-    context: NDArray[np.int64],
-    size: int,
-    text: NDArray[np.int64],
-    end: int,
-    newest: NDArray[np.int32],
-    earlier: NDArray[np.int32],
-    places: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    row: int,
-) -> int:
-    """Write the occurrences of the longest indexed run that ends `context` to a row of `places` and `lengths`.
+class MatchArrays(NamedTuple):
+    """The arrays of `ContextMatches`, and the occurrences that the path to each node follows.
 
-    Args:
-        context: Its tokens, the last one first.
-        size: How many of them count.
-        text: The text, of which the first `end` tokens count.
-        end: See there.
+    Attributes:
+        text: The text, of which the first `length` tokens count.
         newest: For each run length and bucket the last place that follows a run of it, -1 if there is none.
         earlier: For each run length and place the one before it in its bucket.
-        places: Gets the places of the tokens that followed, newest first, `[rows, SEARCHED]`.
-        lengths: Gets how many tokens agree there, likewise.
-        row: The row that they are written to.
+        places: Places of the tokens that may follow each node, newest first, `[nodes, SEARCHED]`.
+        lengths: How many tokens agree there, likewise.
+        found: How many there are, `[nodes]`.
+        length: See `text`.
+    """
+
+    text: NDArray[np.int64]
+    newest: NDArray[np.int32]
+    earlier: NDArray[np.int32]
+    places: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    found: NDArray[np.int64]
+    length: int
+
+
+@compiled
+def find_matches(context: NDArray[np.int64], size: int, node: int, matches: MatchArrays) -> int:
+    """Note the occurrences of the longest indexed run that ends a context as those of `node`.
+
+    Args:
+        context: Its tokens, the last one first; `size` of them count.
+        size: See there.
+        node: Row of `places` and `lengths` that they are written to.
+        matches: What to search.
 
     Returns:
         How many were found.
@@ -81,23 +93,88 @@ def find_matches(
         code = 0
         for back in range(run):
             code = (code * _FACTOR + context[back] + 1) % _PRIME
-        place = newest[index, code & ((1 << _BUCKET_BITS) - 1)]
+        place = matches.newest[index, code & ((1 << _BUCKET_BITS) - 1)]
         visited = 0
-        while place >= 0 and visited < _VISITED and count < places.shape[1]:
+        while place >= 0 and visited < _VISITED and count < matches.places.shape[1]:
             visited += 1
-            if place < end:
+            if place < matches.length:
                 most = min(size, place)
                 length = 0
-                while length < most and context[length] == text[place - 1 - length]:
+                while length < most and context[length] == matches.text[place - 1 - length]:
                     length += 1
                 if length >= run:
-                    places[row, count] = place
-                    lengths[row, count] = length
+                    matches.places[node, count] = place
+                    matches.lengths[node, count] = length
                     count += 1
-            place = earlier[index, place]
+            place = matches.earlier[index, place]
         if count > 0:
             break
     return count
+
+
+@inner
+def _follow(node: int, nodes: Nodes, matches: MatchArrays) -> int:
+    """Note as those of `node` the occurrences of its parent that go on with its token; returns how many."""
+    count = 0
+    parent = nodes.parents[node]
+    for match in range(matches.found[parent]):
+        place = matches.places[parent, match]
+        if matches.text[place] == nodes.tokens[node] and place + 1 < matches.length:
+            matches.places[node, count] = place + 1
+            matches.lengths[node, count] = min(matches.lengths[parent, match] + 1, LONGEST)
+            count += 1
+    return count
+
+
+@inner
+def _class_of(length: int) -> int:
+    """Class of an agreement of so many tokens."""
+    kind = 0
+    while kind + 1 < len(MATCH_CLASSES) and length >= MATCH_CLASSES[kind + 1]:
+        kind += 1
+    return kind
+
+
+@inner
+def propose_matches(
+    node: int,
+    context: NDArray[np.int64],
+    size: int,
+    nodes: Nodes,
+    proposals: Proposals,
+    matches: MatchArrays,
+    column: int,
+) -> None:
+    """Propose what followed where the text has been before: a feature for each class of agreement, 1 for the longest.
+
+    Args:
+        node: The node at the end of a path.
+        context: Its last tokens, the very last one first; `size` of them count.
+        size: See there.
+        nodes: The tree.
+        proposals: Get what may follow.
+        matches: What to search. Occurrences that the path has followed so far go on; others are looked for when there
+            are none left.
+        column: The feature of the first class; those of the others, and half the number of further matches that a
+            token follows, come behind it.
+    """
+    count = _follow(node, nodes, matches) if nodes.depths[node] > 0 else 0
+    if count == 0:
+        count = find_matches(context, size, node, matches)
+    matches.found[node] = count
+    for match in range(count):
+        token = matches.text[matches.places[node, match]]
+        longest = 0
+        for other in range(match):
+            if matches.text[matches.places[node, other]] == token:
+                longest = max(longest, matches.lengths[node, other])
+        row = proposal_of(token, node, proposals)
+        if longest > 0:
+            proposals.features[row, column + len(MATCH_CLASSES)] += 0.5
+        if matches.lengths[node, match] > longest:
+            if longest > 0:
+                proposals.features[row, column + _class_of(longest)] = 0.0
+            proposals.features[row, column + _class_of(matches.lengths[node, match])] = 1.0
 
 
 @compiled
@@ -140,8 +217,8 @@ class ContextMatches:
         self.newest = np.full((len(RUNS), 1 << _BUCKET_BITS), -1, dtype=np.int32)
         self.earlier = np.zeros((len(RUNS), 1), dtype=np.int32)
         self._context = np.zeros(LONGEST, dtype=np.int64)
-        self._places = np.zeros((1, SEARCHED), dtype=np.int64)
-        self._lengths = np.zeros((1, SEARCHED), dtype=np.int64)
+        self._places, self._lengths = (np.zeros((1, SEARCHED), dtype=np.int64) for _ in range(2))
+        self._found = np.zeros(1, dtype=np.int64)
 
     @property
     def text(self) -> NDArray[np.int64]:
@@ -181,11 +258,20 @@ class ContextMatches:
         """
         size = min(len(context), LONGEST)
         self._context[:size] = np.asarray(context[len(context) - size :], dtype=np.int64)[::-1]
-        count = find_matches(
-            self._context, size, self.tokens, self.length, self.newest, self.earlier, self._places, self._lengths, 0
-        )
-        found = [Match(int(p), int(n)) for p, n in zip(self._places[0, :count], self._lengths[0, :count], strict=True)]
+        arrays = self.arrays(0)
+        (told,) = loop_arrays(self._context)
+        count = find_matches(told, size, 0, loop_tuple(arrays))
+        rows = arrays.places[0, :count].tolist(), arrays.lengths[0, :count].tolist()
+        found = [Match(place, length) for place, length in zip(*rows, strict=True)]
         return sorted(found, key=lambda match: -match.length)
+
+    def arrays(self, nodes: int) -> MatchArrays:
+        """What compiled loops search, with room for the occurrences that the paths to so many nodes follow."""
+        if nodes > len(self._found):
+            self._places, self._lengths = (np.zeros((nodes, SEARCHED), dtype=np.int64) for _ in range(2))
+            self._found = np.zeros(nodes, dtype=np.int64)
+        own = self._places, self._lengths, self._found
+        return MatchArrays(self.tokens, self.newest, self.earlier, *own, self.length)
 
     def _make_room(self) -> None:
         room = len(self.tokens)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,14 @@ from lookahead.drafting.auto.context_matches import LONGEST, ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
 from lookahead.drafting.auto.ngram_memory import NGramMemory, write_contexts
-from lookahead.drafting.auto.search import MOST_RECENT, TreeSearch
+from lookahead.drafting.auto.recent_predictions import RecentPredictions
+from lookahead.drafting.auto.rejected_siblings import RejectedSiblings
+from lookahead.drafting.auto.search import TreeSearch
+from lookahead.drafting.auto.source import Source
 from lookahead.drafting.compiled import loop_arrays
 from lookahead.drafting.window import JacobiWindow
 
-_REMEMBERED = 512
-_NEAR = 128
-_FAMILIAR_GAINS: NDArray[np.float64] = 0.001 / np.arange(4, 4 + MOST_RECENT, dtype=np.float64)
 _LEAST_GROWN = 8
-_NO_STAND_INS = (np.empty(0, dtype=np.int64), np.empty(0))
 _FOLLOWING = 0.03
 
 
@@ -50,6 +48,7 @@ class AutoDrafter:
         explore: Try recent predictions with the nodes that are left.
         neighbours: Which tokens resemble each other, so that what is unknown can be drafted; none do if not given.
         continuations: Draft after the root what the model said after the tokens that were tried in its place.
+        sources: What else lists paths before each step; each serves this sequence alone.
 
     Raises:
         InvalidArgumentError: The budget is less than one node.
@@ -66,6 +65,7 @@ class AutoDrafter:
         explore: bool = True,
         neighbours: EmbeddingNeighbours | None = None,
         continuations: bool = True,
+        sources: Sequence[Source] = (),
     ) -> None:
         if isinstance(budget, int):
             most = budget
@@ -76,43 +76,51 @@ class AutoDrafter:
         self.window = window
         self._most = most - 1
         self._read_prompt = warm_up
-        self._tried_probabilities = _FAMILIAR_GAINS if explore else _FAMILIAR_GAINS[:0]
+        self._recent = RecentPredictions(explore)
+        self._notes_predictions = explore or neighbours is not None
+        names = [RejectedSiblings.name, *(source.name for source in sources)]
+        with self.memory.lock:
+            self._search = TreeSearch(self._most, self.memory, neighbours, names)
         self._takes_continuations = continuations
-        self._thinks = explore or neighbours is not None
-        self._search = TreeSearch(self._most, self.memory.ngrams, self.memory.acceptance, neighbours)
+        self._siblings = RejectedSiblings(self._search.nodes, self.memory.ngrams.top_k)
+        self._sources: list[Source] = [self._siblings, *sources]
         self._no_text = ContextMatches(16)
         self._text: list[int] = []  # its last tokens
         self._late: list[int] = []  # new tokens that are not part of it yet
         self._length = 0
-        self._recent: dict[int, None] = {}  # the latest last
-        self._continuations: tuple[NDArray[np.int64], NDArray[np.float64]] = _NO_STAND_INS
         self._tree: TokenTree | None = None  # this step's
-        self._sent = 0  # how many grown nodes it has
+        self._sent = 0  # how many of the nodes found it has
         self._strayed = self._uncertainty = 0.0  # moving averages, a token each
-        self._wanted = self._most  # how many nodes are grown before the budget is asked
+        self._wanted = self._most  # how many nodes are searched before the budget is asked
 
     @property
     def top_k(self) -> int:
         """How many of the likeliest next tokens `observe` wants of each node; none while drafting backs off."""
         return 0 if self.budget.backs_off else self._top_k
 
+    @property
+    def path_probabilities(self) -> NDArray[np.float64]:
+        """Probability that each candidate that `propose` added is accepted, in the order of the nodes."""
+        return self._search.path_probabilities[: self._sent]
+
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence."""
         self._text = list(prompt[-LONGEST:])
         self._late = []
         self._length = len(prompt)
-        self._recent = {}
-        self._think_of(reversed(prompt[-_REMEMBERED:]))
+        self._recent.start(prompt)
         if self.matches is not None:
             self.matches.start(prompt)
         if self.window is not None:
             self.window.start(prompt)
         self._strayed, self._uncertainty = 0.0, 0.2
-        self._continuations = _NO_STAND_INS
+        for source in self._sources:
+            source.start(prompt)
         self._tree = None
 
     def propose(self, tree: TokenTree) -> None:
         """Add the likeliest paths, the likeliest node first, and the window if it fits."""
+        self.budget.begin()
         if self.budget.backs_off:
             return
         with self.memory.lock:
@@ -121,22 +129,14 @@ class AutoDrafter:
     def _propose(self, tree: TokenTree) -> None:
         self._catch_up()
         for node in range(max(0, tree.root - self._read_prompt), tree.root):
-            tree.reads[node] = True
-        recent = self._recent_predictions()
+            tree.needs_logits[node] = True
         matches = self._no_text if self.matches is None else self.matches
-        # What the budget will not take need not be grown; how much that is, the last step tells about.
+        paths = [source.propose() for source in self._sources]
+        sources = self._search.ask(matches, paths, self._recent.arrays())
+        # Nodes that the budget will not take need not be searched; the last step shows how many that is.
         limit = min(self._wanted, self._most)
         while True:
-            count = self._search.search(
-                self._text,
-                limit,
-                tree.room,
-                self.memory,
-                matches,
-                recent,
-                self._tried_probabilities,
-                self._continuations,
-            )
+            count = self._search.search(self._text, limit, tree.room, sources)
             more = self.budget.offer(self._search.path_probabilities, self._length)
             if not more or limit == self._most or count < limit:
                 break
@@ -151,9 +151,10 @@ class AutoDrafter:
 
     def observe(self, result: StepResult) -> None:
         """Learn from the predictions after every node, and add the new tokens to the text."""
+        for source in self._sources:
+            source.observe(result)
         if self.budget.backs_off and self.window is None:
             self._late += result.tokens  # a resting drafter does nothing that can wait
-            self.budget.learn(drafted=False, accepted=False)
             return
         with self.memory.lock:
             self._observe(result)
@@ -168,9 +169,12 @@ class AutoDrafter:
             self._follow(result)
             if tree is self._tree:
                 self._learn(result)
-        stood = learns and self._takes_continuations and tree is self._tree
-        self._continuations = self._find_continuations(result) if stood else _NO_STAND_INS
-        self.budget.learn(tree is self._tree and self._sent > 0, bool(result.path))
+                if self._takes_continuations:
+                    before = result.path[-1] - tree.root if result.path else 0
+                    first = self._search.root + 1
+                    self._siblings.follow(first - 1 + before, first, *self._told(result))
+        if tree is self._tree and self._sent:
+            self.budget.learn([node - tree.root - 1 for node in result.path if node <= tree.root + self._sent])
         self._tree = None
         if learns:
             self._remember(result)
@@ -196,25 +200,20 @@ class AutoDrafter:
         counts = np.full(self._sent + 1, self.memory.acceptance.off_path)
         counts[0] = 1.0
         counts[[node - result.tree.root for node in result.path]] = 1.0
-        drawn = min(self._strayed / self._uncertainty, 1.0)
-        self._search.teach(self.memory.acceptance, *self._told(result), counts, drawn)
+        counts[self._told(result)[0][:, 0] < 0] = 0.0  # was not read
+        sampled = min(self._strayed / self._uncertainty, 1.0)
+        self._search.teach(self.memory.acceptance, *self._told(result), counts, sampled)
 
     def _follow(self, result: StepResult) -> None:
         """Note how often the target strays from the likeliest token, and how often it would if it drew from the
         model's distribution: their ratio is 0 for greedy decoding and about 1 for sampling."""
-        named = [result.tree.root, *result.path][: len(result.tokens)]
-        for node, token in zip(named, result.tokens, strict=True):
+        selected_after = [result.tree.root, *result.path][: len(result.tokens)]
+        for node, token in zip(selected_after, result.tokens, strict=True):
             self._strayed += _FOLLOWING * (float(token != result.predictions[node]) - self._strayed)
             self._uncertainty += _FOLLOWING * (1 - float(result.top_probabilities[node, 0]) - self._uncertainty)
 
-    def _find_continuations(self, result: StepResult) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """What the model says after the tokens that were tried where the coming root stands, each as likely as it was
-        thought to be: it often says the same after the right one."""
-        before = result.path[-1] - result.tree.root if result.path else 0
-        return self._search.continuations(before, *self._told(result))
-
     def _told(self, result: StepResult) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """What the model says after the root and each grown node that was sent; these stand together in the tree."""
+        """What the model says after the root and each node found that was sent; these stand together in the tree."""
         sent = slice(result.tree.root, result.tree.root + self._sent + 1)
         return result.top_ids[sent], result.top_probabilities[sent]
 
@@ -232,20 +231,7 @@ class AutoDrafter:
         contexts = np.empty((len(read), orders), dtype=np.int64)
         texts = (np.array(before, dtype=np.int64), np.array(tree.tokens), np.array(tree.parents))
         write_contexts(*loop_arrays(*texts, read, contexts))
-        self.memory.ngrams.insert(contexts, result.top_ids[read], result.top_probabilities[read])
-        if self._thinks:
-            self._think_of(result.top_ids[read, :2].T.ravel().tolist())
-
-    def _think_of(self, tokens: Iterable[int]) -> None:
-        """Move the tokens, the latest first, to the end of those that the model thought of lately."""
-        known = self._recent
-        for token in reversed(dict.fromkeys(tokens)):
-            known.pop(token, None)
-            known[token] = None
-        while len(known) > _REMEMBERED:
-            del known[next(iter(known))]
-
-    def _recent_predictions(self) -> NDArray[np.int64]:
-        """Tokens that may be worth trying, and those that may be near to others, the latest first."""
-        latest = islice(reversed(self._recent), _NEAR)
-        return np.fromiter(latest, dtype=np.int64)
+        top_ids = result.top_ids[read]
+        self.memory.ngrams.insert(contexts, top_ids, result.top_probabilities[read])
+        if self._notes_predictions:
+            self._recent.note(top_ids[:, :2].T.ravel().tolist())

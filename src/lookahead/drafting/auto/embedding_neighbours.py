@@ -1,26 +1,27 @@
-"""Tokens that resemble each other: after one that was never seen may follow what follows its neighbours.
+"""Embedding neighbours: for a token that the memory does not know, it uses the entries of similar tokens.
 
-The model's own input embedding says which tokens it treats alike. A memory that has not met a context yet can
-therefore borrow: from the tokens nearest to its last one, of those that it has met.
+Tokens whose rows of the model's input embedding are close often have similar continuations. Of the tokens that the
+memory knows, those nearest to the last token of the context are used.
 """
 
 from __future__ import annotations
 
-from math import exp
-from typing import Any
+from math import exp, log
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.drafting.auto.ngram_memory import FIRST_FACTOR, FIRST_PRIME, SECOND_FACTOR, SECOND_PRIME, entry_of
-from lookahead.drafting.compiled import compiled
+from lookahead.drafting.auto.ngram_entries import Entries, entry_after
+from lookahead.drafting.auto.proposals import MOST_LISTED, UNLISTED_LOG, Nodes, Proposals, proposal_of, set_default
+from lookahead.drafting.compiled import compiled, inner
 from lookahead.errors import InvalidArgumentError
 
 COORDINATES = 128
 """Coordinates of an embedding that are kept: cosines of as many tell neighbours from strangers."""
 
 NEAREST = 16
-"""EmbeddingNeighbours that are asked."""
+"""Neighbours of a token whose memory entries are read."""
 
 _SHARPNESS = 8.0
 _RANGE = 127
@@ -67,37 +68,35 @@ class EmbeddingNeighbours:
         return int(self.codes.nbytes + self.lengths.nbytes)
 
 
-@compiled
-def follow_neighbours(
-    token: int,
-    known: NDArray[np.int64],
-    codes: NDArray[np.int8],
-    lengths: NDArray[np.float32],
-    tags: NDArray[np.int64],
-    ids: NDArray[np.int32],
-    logs: NDArray[np.float32],
-    sets: int,
-    nearest: NDArray[np.float64],
-    slots: NDArray[np.int64],
-    followers: NDArray[np.int64],
-    shares: NDArray[np.float64],
-) -> int:
-    """What the memory expects after the tokens nearest to `token`, blended: each counts exp(8 cosine).
+class NeighbourArrays(NamedTuple):
+    """The arrays of `EmbeddingNeighbours`, and room for the work at one node.
 
-    Args:
-        token: The token that the memory does not know.
-        known: Tokens that it may know.
+    Attributes:
         codes, lengths: Those of `EmbeddingNeighbours`.
-        tags, ids, logs, sets: Those of `NGramMemory`, whose contexts of one token are read.
-        nearest, slots: Room for the neighbours, `[NEAREST]`.
-        followers: Gets the tokens that may follow, the likeliest first, `[NEAREST * top_k]`.
-        shares: Gets their probabilities, likewise.
-
-    Returns:
-        How many may follow; 0 if no neighbour is known.
+        nearest, slots: Cosines and memory entries of the neighbours that are read, `[NEAREST]`.
+        followers: Tokens that may follow, the likeliest first, `[NEAREST * top_k]`.
+        shares: Their probabilities, likewise.
     """
-    if token >= len(lengths) or lengths[token] == 0:
-        return 0
+
+    codes: NDArray[np.int8]
+    lengths: NDArray[np.float32]
+    nearest: NDArray[np.float64]
+    slots: NDArray[np.int64]
+    followers: NDArray[np.int64]
+    shares: NDArray[np.float64]
+
+
+def neighbour_arrays(neighbours: EmbeddingNeighbours | None, top_k: int) -> NeighbourArrays:
+    """What compiled loops ask, with room for so many followers of each neighbour."""
+    table = EmbeddingNeighbours(np.zeros((0, 0), dtype=np.float32)) if neighbours is None else neighbours
+    slots, followers = (np.zeros(size, dtype=np.int64) for size in (NEAREST, NEAREST * top_k))
+    return NeighbourArrays(table.codes, table.lengths, np.zeros(NEAREST), slots, followers, np.zeros(len(followers)))
+
+
+@inner
+def _find_nearest(token: int, known: NDArray[np.int64], neighbours: NeighbourArrays, entries: Entries) -> int:
+    """Note the tokens of `known` nearest to `token` that the memory does know, the nearest first; returns how many."""
+    codes, lengths, nearest, slots = neighbours.codes, neighbours.lengths, neighbours.nearest, neighbours.slots
     found = 0
     for index in range(len(known)):
         other = known[index]
@@ -109,8 +108,7 @@ def follow_neighbours(
         cosine = product / (lengths[token] * lengths[other])
         if found == len(nearest) and cosine <= nearest[found - 1]:
             continue
-        first = (FIRST_FACTOR + other + 1) % FIRST_PRIME
-        slot = entry_of(first, (SECOND_FACTOR + other + 1) % SECOND_PRIME, 0, sets, tags)
+        slot = entry_after(other, entries)
         if slot < 0:
             continue
         if found < len(nearest):
@@ -122,58 +120,84 @@ def follow_neighbours(
             at -= 1
         nearest[at] = cosine
         slots[at] = slot
-    count = 0
-    total = 0.0
-    for index in range(found):
-        weight = exp(_SHARPNESS * (nearest[index] - nearest[0]))
-        total += weight
-        count = add_shares(slots[index], weight, ids, logs, True, count, followers, shares)
-    rank_shares(count, total, followers, shares)
-    return count
+    return found
 
 
 @compiled
-def add_shares(
-    row: int,
-    weight: float,
-    ids: NDArray[np.signedinteger[Any]],
-    values: NDArray[np.float32],
-    are_logs: bool,
-    count: int,
-    followers: NDArray[np.int64],
-    shares: NDArray[np.float64],
-) -> int:
-    """Add `weight` times the probabilities of the tokens in a row to the shares of the first `count` followers.
+def follow_neighbours(token: int, known: NDArray[np.int64], neighbours: NeighbourArrays, entries: Entries) -> int:
+    """What the memory expects after the tokens nearest to `token`, blended: each counts exp(8 cosine).
 
     Args:
-        row, ids, values: The tokens `ids[row]`, -1 where there are no more, and their probabilities or logarithms.
-        weight: See there.
-        are_logs: Whether `values` are logarithms.
-        count: How many followers there are.
-        followers, shares: Tokens and their shares; those that do not fit are left out.
+        token: The token that the memory does not know.
+        known: Tokens that it may know.
+        neighbours: Gets the tokens that may follow, and their probabilities.
+        entries: The memory, whose contexts of one token are read.
+
+    Returns:
+        How many may follow; 0 if no neighbour is known.
+    """
+    if token >= len(neighbours.lengths) or neighbours.lengths[token] == 0:
+        return 0
+    found = _find_nearest(token, known, neighbours, entries)
+    count = 0
+    total = 0.0
+    for index in range(found):
+        weight = exp(_SHARPNESS * (neighbours.nearest[index] - neighbours.nearest[0]))
+        total += weight
+        slot = neighbours.slots[index]
+        for rank in range(entries.ids.shape[1]):
+            follower = int(entries.ids[slot, rank])
+            if follower < 0:
+                break
+            share = weight * exp(float(entries.logs[slot, rank]))
+            count = add_share(follower, share, count, neighbours.followers, neighbours.shares)
+    rank_shares(count, total, neighbours.followers, neighbours.shares)
+    return count
+
+
+@inner
+def propose_neighbours(
+    node: int,
+    known: NDArray[np.int64],
+    nodes: Nodes,
+    proposals: Proposals,
+    neighbours: NeighbourArrays,
+    entries: Entries,
+    column: int,
+) -> None:
+    """Propose what follows the neighbours of a token that the memory does not know; `column` is the feature.
+
+    For the other arguments see `follow_neighbours`.
+    """
+    count = min(follow_neighbours(nodes.tokens[node], known, neighbours, entries), MOST_LISTED)
+    if count > 0:
+        set_default(column, UNLISTED_LOG, proposals)
+    for index in range(count):
+        row = proposal_of(neighbours.followers[index], node, proposals)
+        proposals.features[row, column] = max(log(neighbours.shares[index]), UNLISTED_LOG)
+
+
+@inner
+def add_share(token: int, share: float, count: int, followers: NDArray[np.int64], shares: NDArray[np.float64]) -> int:
+    """Add to the share of a token among the first `count` followers; one that does not fit is left out.
 
     Returns:
         How many followers there are now.
     """
-    for rank in range(ids.shape[1]):
-        token = ids[row, rank]
-        if token < 0:
-            break
-        place = 0
-        while place < count and followers[place] != token:
-            place += 1
-        if place == len(followers):
-            break
-        if place == count:
-            followers[place] = token
-            shares[place] = 0.0
-            count += 1
-        value = float(values[row, rank])
-        shares[place] += weight * (exp(value) if are_logs else value)
+    place = 0
+    while place < count and followers[place] != token:
+        place += 1
+    if place == len(followers):
+        return count
+    if place == count:
+        followers[place] = token
+        shares[place] = 0.0
+        count += 1
+    shares[place] += share
     return count
 
 
-@compiled
+@inner
 def rank_shares(count: int, total: float, followers: NDArray[np.int64], shares: NDArray[np.float64]) -> None:
     """Put the first `count` followers in the order of their shares of `total`, the largest first."""
     for index in range(count):

@@ -9,28 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import exp, log
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.drafting.compiled import compiled, loop_arrays
+from lookahead.drafting.auto.ngram_entries import (
+    LEAST_PROBABILITY,
+    WAYS,
+    Entries,
+    Predictions,
+    hash_contexts,
+    write_entries,
+)
+from lookahead.drafting.compiled import compiled, loop_arrays, loop_tuple
 from lookahead.drafting.stored_arrays import MOST_BYTES, DamagedFileError, expect
 from lookahead.errors import InvalidArgumentError
-
-WAYS = 4
-"""Entries in a set: the places where one context may be kept."""
-
-LEAST_LOG_PROBABILITY = -9.2
-"""Smallest logarithm of a probability that is told apart from zero (one in 10,000)."""
-
-LEAST_PROBABILITY = 1e-30
-"""What is kept of a probability of zero, which has no logarithm."""
-
-FIRST_PRIME, SECOND_PRIME = 2147483647, 2147483629
-FIRST_FACTOR, SECOND_FACTOR = 1103515245, 1664525
-"""Two polynomial hashes of 31 bits each; products stay below 2^62, so compiled and interpreted sums agree."""
 
 _UNLISTED = 0.3
 
@@ -68,120 +62,6 @@ class MemoryStatistics:
 
 
 @compiled
-def entry_of(first: int, second: int, order: int, sets: int, tags: NDArray[np.int64]) -> int:
-    """Where `NGramMemory` keeps the context with these two hashes, of `order + 1` tokens; -1 if it does not."""
-    tag = (first << 31 | second) + 1
-    begin = (order * sets + (first & (sets - 1))) * WAYS
-    for place in range(begin, begin + WAYS):
-        if tags[place] == tag:
-            return place
-    return -1
-
-
-@compiled
-def _blend(
-    slot: int,
-    row: int,
-    ids: NDArray[np.int64],
-    logs: NDArray[np.float32],
-    floors: NDArray[np.float32],
-    kept_ids: NDArray[np.int32],
-    kept_logs: NDArray[np.float32],
-    kept_floors: NDArray[np.float32],
-    tokens: NDArray[np.int64],
-    shares: NDArray[np.float64],
-    old_share: float,
-) -> None:
-    """Mix a new prediction into the one that is kept, of which `old_share` stays.
-
-    `tokens` and `shares` are room for both, `[2 * top_k]`.
-    """
-    top_k = kept_ids.shape[1]
-    count = 0
-    for rank in range(logs.shape[1]):
-        tokens[count] = ids[row, rank]
-        shares[count] = (1 - old_share) * exp(float(logs[row, rank]))
-        count += 1
-    for rank in range(top_k):
-        token = kept_ids[slot, rank]
-        if token < 0:
-            break
-        place = 0
-        while place < count and tokens[place] != token:
-            place += 1
-        if place == count:
-            tokens[count] = token
-            shares[count] = 0.0
-            count += 1
-        shares[place] += old_share * exp(float(kept_logs[slot, rank]))
-    for rank in range(min(top_k, count)):
-        best = rank
-        for place in range(rank + 1, count):
-            if shares[place] > shares[best]:
-                best = place
-        token, share = tokens[best], shares[best]
-        tokens[best], shares[best] = tokens[rank], shares[rank]
-        kept_ids[slot, rank] = token
-        kept_logs[slot, rank] = log(max(share, LEAST_PROBABILITY))
-    floor = (1 - old_share) * exp(float(floors[row])) + old_share * exp(float(kept_floors[slot]))
-    kept_floors[slot] = log(max(floor, LEAST_PROBABILITY))
-
-
-@compiled
-def _write(
-    contexts: NDArray[np.int64],
-    set_count: int,
-    clock: int,
-    ids: NDArray[np.int64],
-    logs: NDArray[np.float32],
-    floors: NDArray[np.float32],
-    kept_tags: NDArray[np.int64],
-    kept_stamps: NDArray[np.uint32],
-    kept_ids: NDArray[np.int32],
-    kept_logs: NDArray[np.float32],
-    kept_floors: NDArray[np.float32],
-    tokens: NDArray[np.int64],
-    shares: NDArray[np.float64],
-    old_share: float,
-) -> None:
-    """Write what is predicted after each context, one after another, for each length of it.
-
-    An entry goes to its old place, else to an empty one, else over the oldest of its set.
-    """
-    wide = logs.shape[1]
-    for row in range(contexts.shape[0]):
-        first = second = 1
-        for order in range(contexts.shape[1]):
-            token = contexts[row, order]
-            if token < 0:
-                break
-            first = (first * FIRST_FACTOR + token + 1) % FIRST_PRIME
-            second = (second * SECOND_FACTOR + token + 1) % SECOND_PRIME
-            tag = (first << 31 | second) + 1
-            begin = (order * set_count + (first & (set_count - 1))) * WAYS
-            slot = -1
-            age = 0
-            for place in range(begin, begin + WAYS):
-                if kept_tags[place] == tag:
-                    slot = place
-                    break
-                own_age = -1 if kept_tags[place] == 0 else int(kept_stamps[place])
-                if slot < 0 or own_age < age:
-                    slot = place
-                    age = own_age
-            kept_stamps[slot] = clock
-            if order == 0 and old_share > 0 and kept_tags[slot] == tag:
-                _blend(slot, row, ids, logs, floors, kept_ids, kept_logs, kept_floors, tokens, shares, old_share)
-                continue
-            kept_tags[slot] = tag
-            for rank in range(kept_ids.shape[1]):
-                kept_ids[slot, rank] = ids[row, rank] if rank < wide else -1
-            for rank in range(wide):
-                kept_logs[slot, rank] = logs[row, rank]
-            kept_floors[slot] = floors[row]
-
-
-@compiled
 def write_contexts(
     before: NDArray[np.int64],
     tokens: NDArray[np.int64],
@@ -210,31 +90,17 @@ def write_contexts(
                 contexts[row, column] = -1
 
 
-@compiled
-def _hash(contexts: NDArray[np.int64], hashed: NDArray[np.int64]) -> None:
-    """`NGramMemory.hashes`, one context after another."""
-    for row in range(contexts.shape[0]):
-        first = second = 1
-        for column in range(contexts.shape[1]):
-            token = contexts[row, column]
-            if token < 0:
-                break
-            first = (first * FIRST_FACTOR + token + 1) % FIRST_PRIME
-            second = (second * SECOND_FACTOR + token + 1) % SECOND_PRIME
-            hashed[row, column] = (first << 31 | second) + 1
-
-
 class NGramMemory:
     """The model's `top_k` likeliest next tokens and their probabilities after contexts of 1, 2, ... tokens.
 
     A set-associative hash table for each context length, in arrays of fixed size: a context belongs to one set, which
-    keeps `WAYS` contexts and tells them apart by a 62-bit hash. A context that comes again takes the new prediction
+    keeps `WAYS` contexts, identified by a 62-bit hash. A context that comes again takes the new prediction
     (that of a single token keeps `old_share` of the old one); in a full set the one that was written longest ago makes
     room. An entry takes 16 + 8 * top_k bytes (80 for the usual eight), so the whole memory takes
-    `orders * capacity * 80` bytes, from the beginning and for ever; an operating system that fills pages on first use,
+    `orders * capacity * 80` bytes, allocated at the beginning; an operating system that fills pages on first use,
     as Linux does, charges less until then.
 
-    The arrays are open to the inner loops of drafting (`search.py`), one row for each entry:
+    The arrays are open to the inner loops of drafting (`ngram_entries.py`), one row for each entry:
 
     Attributes:
         tags: Hash of the context, `[entries]` int64; 0 where nothing is kept.
@@ -284,6 +150,11 @@ class NGramMemory:
         return self._sets
 
     @property
+    def entries(self) -> Entries:
+        """The arrays, as compiled loops take them."""
+        return Entries(self.tags, self._stamps, self.ids, self.logs, self.floors, self.lookups, self.hits, self._sets)
+
+    @property
     def capacity(self) -> int:
         """Contexts kept for each context length."""
         return self._sets * WAYS
@@ -301,7 +172,7 @@ class NGramMemory:
                 beginning of the text.
         """
         hashed = np.zeros(contexts.shape, dtype=np.int64)
-        _hash(*loop_arrays(contexts, hashed))
+        hash_contexts(*loop_arrays(contexts, hashed))
         return hashed
 
     def insert(self, contexts: NDArray[np.int64], ids: NDArray[np.int64], probabilities: NDArray[np.float32]) -> None:
@@ -318,11 +189,9 @@ class NGramMemory:
         logs = np.log(np.maximum(listed, LEAST_PROBABILITY))
         rest = np.minimum(listed[:, -1], 1 - listed.sum(axis=1)) * np.float32(_UNLISTED)
         floors = np.log(np.maximum(rest, np.float32(LEAST_PROBABILITY)))
-        (told,) = loop_arrays(contexts)
-        new = loop_arrays(ids, logs, floors)
-        kept = loop_arrays(self.tags, self._stamps, self.ids, self.logs, self.floors, self._tokens, self._shares)
-        arguments = [told, self._sets, self._clock, *new, *kept, self.old_share]
-        _write(*arguments)
+        told, tokens, shares = loop_arrays(contexts, self._tokens, self._shares)
+        new, entries = loop_tuple(Predictions(ids, logs, floors)), loop_tuple(self.entries)
+        write_entries(told, self._clock, new, entries, self.old_share, tokens, shares)
 
     def lookup(self, contexts: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int32], NDArray[np.float32]]:
         """What is known about each context and each length of it.

@@ -3,47 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import sqrt
-from typing import Any
+from math import exp, sqrt
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.drafting.compiled import compiled, loop_arrays
+from lookahead.drafting.auto.context_matches import MATCH_CLASSES
+from lookahead.drafting.auto.priors import PRIORS
+from lookahead.drafting.auto.proposals import Proposals
+from lookahead.drafting.compiled import compiled, inner, loop_arrays, loop_tuple
 from lookahead.drafting.stored_arrays import DamagedFileError, expect
 
-MATCH_CLASSES = (2, 3, 4, 6, 9, 16, 24, 32)
-"""Fewest agreeing tokens of each class of context matches."""
+NOTHING = "nothing"
+"""All tokens that no source proposed; its weight is in column 0."""
 
-OTHER_FEATURES = 3
-"""Features that follow those of the context lengths and of the matches, in this order: how many further matches, what
-neighbours say, what rejected-sibling continuations say."""
+MATCHES = tuple(f"match of {length} tokens" for length in MATCH_CLASSES)
+FURTHER_MATCHES, NEIGHBOURS, SIBLINGS = "further matches", "neighbours", "rejected siblings"
 
-_PRIORS = (
-    # contexts of 1 to 4 tokens, then matches, then the other features, then "none of those"
-    (0.00, 0.00, 0.00, 0.00, 3.75, 3.47, 4.54, 4.85, 5.58, 5.77, 4.91, 6.59, 0.44, 0.45, 0.12, 0.82),
-    (0.79, 0.00, 0.00, 0.00, 2.49, 2.78, 3.38, 3.23, 4.94, 5.78, 4.85, 6.59, 0.50, 0.45, 0.03, -0.99),
-    (0.45, 0.56, 0.00, 0.00, 1.53, 2.53, 3.28, 3.33, 4.69, 5.62, 4.88, 6.59, -0.26, 0.45, 0.01, -3.01),
-    (0.50, 0.11, 0.44, 0.00, 1.40, 2.19, 2.56, 3.47, 4.51, 5.73, 4.81, 6.59, -0.40, 0.45, -0.02, -3.08),
-    (0.43, 0.01, 0.04, 0.50, 1.32, 1.91, 2.16, 2.48, 3.42, 4.88, 4.90, 6.66, -0.07, 0.45, -0.02, -3.26),
-)
-"""Where learning begins, for each length of the longest known context. Fitted to what two models of 0.3 and 6 million
-parameters said after stories, code, questions and instructions, other ones than those of the benchmarks."""
+_OWN_PRIOR = 0.5
+"""Initial weight of a user-defined source: its probabilities count half."""
 
-_KNOWN_PRIORS = len(_PRIORS) - 1
+_LONGEST_PRIOR = len(PRIORS[NOTHING]) - 1
+
+
+def context_name(length: int) -> str:
+    """The feature of what the memory says after contexts of so many tokens."""
+    return f"after {length} token{'s' if length > 1 else ''}"
+
+
+def feature_names(orders: int) -> list[str]:
+    """The features of the library's own sources, in the order of their columns."""
+    contexts = [context_name(length) for length in range(1, orders + 1)]
+    return [NOTHING, *contexts, *MATCHES, FURTHER_MATCHES, NEIGHBOURS, SIBLINGS]
 
 
 class Acceptance:
-    """The probability that the target names a token after a node, from what the sources say about it.
+    """The probability that a token is selected after a node, from the evidence of the sources.
 
     A conditional logit: token t scores s(t) = w · x(t), "none of those proposed" scores a constant b, and the
     probabilities are their softmax. The features x(t) are the log-probability that the memory gives t after the last
     1, 2, ... tokens; the class of the longest context match that t follows (one of eight is 1, the others 0); half the
     number of further matches that it follows; the log-probability that the neighbours of a last token which the memory
-    does not know give it; and, after the root, the one that rejected-sibling continuations give it. There is one
-    set of w and b for each length of the longest context that the memory knows. So the lengths are blended, not
-    just backed off
-    from, with learned weights.
+    does not know give it; the one that rejected-sibling continuations give it after the root; and the one that each
+    user-defined source gives it. There is one set of w and b for each length of the longest context that the memory
+    knows. So the lengths are blended, not just backed off from, with learned weights.
 
     Every node of a step for which tokens were proposed is a lesson, since the model says what comes after it; those
     on the accepted path count in full, others less. One AdaGrad step is taken for each step.
@@ -54,33 +58,47 @@ class Acceptance:
         off_path: What a node beside the accepted path counts, from 0 to 1.
 
     Attributes:
-        weights: `[orders + 1, features + 1]` float64: w and, in the last column, b, for each length of the longest
-            known context, 0 included.
+        names: Feature of each column; the first is `NOTHING`.
+        weights: `[orders + 1, columns]` float64: b in column 0, and w, for each length of the longest known context, 0
+            included.
     """
 
     def __init__(self, orders: int, rate: float = 0.1, off_path: float = 0.3) -> None:
         self.orders = orders
         self.rate = rate
         self.off_path = off_path
-        self.weights = np.zeros((orders + 1, self.features + 1))
-        for longest in range(orders + 1):
-            prior = _PRIORS[min(longest, _KNOWN_PRIORS)]
-            row = self.weights[longest]
-            row[: min(orders, _KNOWN_PRIORS)] = prior[: min(orders, _KNOWN_PRIORS)]
-            row[orders:] = prior[_KNOWN_PRIORS:]
-            if longest > _KNOWN_PRIORS:  # the longest context counts as the longest of the table does
-                row[_KNOWN_PRIORS - 1], row[longest - 1] = 0.0, prior[_KNOWN_PRIORS - 1]
-        self._squares = np.ones_like(self.weights)
+        self.names: list[str] = []
+        self.weights = np.zeros((orders + 1, 0))
+        self._squares = self.weights
+        self._add(feature_names(orders))
+        if orders > _LONGEST_PRIOR:  # the longest context counts as the longest of the table does
+            column = self.column(context_name(_LONGEST_PRIOR))
+            for longest in range(_LONGEST_PRIOR + 1, orders + 1):
+                self.weights[longest, self.column(context_name(longest))] = self.weights[longest, column]
+                self.weights[longest, column] = 0.0
 
-    @property
-    def features(self) -> int:
-        """Features of a proposal."""
-        return self.orders + len(MATCH_CLASSES) + OTHER_FEATURES
+    def column(self, name: str) -> int:
+        """The column of a feature; a new one if it has none, with a prior weight."""
+        if name not in self.names:
+            self._add([name])
+        return self.names.index(name)
+
+    def _add(self, names: list[str]) -> None:
+        rows = np.minimum(np.arange(self.orders + 1), _LONGEST_PRIOR)
+        new = np.zeros((self.orders + 1, len(names)))
+        for column, name in enumerate(names):
+            is_unknown_context = name not in PRIORS and name in feature_names(self.orders)
+            own = (0.0 if is_unknown_context else _OWN_PRIOR,) * (_LONGEST_PRIOR + 1)
+            new[:, column] = np.array(PRIORS.get(name, own))[rows]
+        self.names = [*self.names, *names]
+        self.weights = np.concatenate([self.weights, new], axis=1)
+        self._squares = np.concatenate([self._squares, np.ones_like(new)], axis=1)
 
     def to_arrays(self) -> dict[str, NDArray[np.generic]]:
         """All that was learned, as arrays by name, for a file."""
         return {
             "acceptance_settings": np.array([self.rate, self.off_path]),
+            "acceptance_names": np.array(self.names),
             "acceptance_weights": self.weights.copy(),
             "acceptance_squares": self._squares.copy(),
         }
@@ -95,10 +113,18 @@ class Acceptance:
         rate, off_path = expect(arrays, "acceptance_settings", np.float64, (2,)).tolist()
         weights = expect(arrays, "acceptance_weights", np.float64, (None, None))
         squares = expect(arrays, "acceptance_squares", np.float64, weights.shape)
-        orders = len(weights) - 1
-        if orders < 1 or weights.shape[1] != orders + len(MATCH_CLASSES) + OTHER_FEATURES + 1 or squares.min() <= 0:
+        acceptance = cls(len(weights) - 1, rate, off_path) if 1 < len(weights) <= weights.shape[1] else None
+        if acceptance is None or squares.size == 0 or squares.min() <= 0:
             raise DamagedFileError("its arrays do not belong together")
-        acceptance = cls(orders, rate, off_path)
+        names = acceptance.names
+        if "acceptance_names" in arrays:
+            stored = arrays["acceptance_names"]
+            names = expect(arrays, "acceptance_names", stored.dtype, (weights.shape[1],)).tolist()
+        else:  # written before features had names: b came last
+            weights, squares = np.roll(weights, 1, axis=1), np.roll(squares, 1, axis=1)
+        if names[: len(acceptance.names)] != acceptance.names or len({*names}) != weights.shape[1]:
+            raise DamagedFileError("its arrays do not belong together")
+        acceptance._add(names[len(acceptance.names) :])
         acceptance.weights[:] = weights
         acceptance._squares[:] = squares
         return acceptance
@@ -108,36 +134,67 @@ class Acceptance:
 
         Each weight moves from `base` by the mean of what both moved it by; each counts by the gradients that it saw.
         """
-        own, others = (np.maximum(learned._squares - base._squares, 0) for learned in (self, other))
+        for name in dict.fromkeys([*self.names, *other.names, *base.names]):
+            for each in (self, other, base):
+                each.column(name)
+        theirs, before = ([each.names.index(name) for name in self.names] for each in (other, base))
+        weights, squares = base.weights[:, before], base._squares[:, before]
+        own = np.maximum(self._squares - squares, 0)
+        others = np.maximum(other._squares[:, theirs] - squares, 0)
         both = own + others
-        moved = own * (self.weights - base.weights) + others * (other.weights - base.weights)
+        moved = own * (self.weights - weights) + others * (other.weights[:, theirs] - weights)
         told = others > 0
-        self.weights[told] = (base.weights + moved / np.where(both > 0, both, 1))[told]
-        self._squares[told] = (base._squares + both)[told]
+        self.weights[told] = (weights + moved / np.where(both > 0, both, 1))[told]
+        self._squares[told] = (squares + both)[told]
 
-    def learn(
-        self,
-        features: NDArray[np.float64],
-        estimates: NDArray[np.float64],
-        outcomes: NDArray[np.float64],
-        starts: NDArray[np.int64],
-        longest: NDArray[np.int64],
-        counts: NDArray[np.float64],
-    ) -> None:
-        """Learn from one step.
+    def learn(self, lessons: Lessons) -> None:
+        """Learn from one step."""
+        if len(lessons.starts) and self.rate:
+            room = np.empty_like(self.weights), np.empty(lessons.features.shape[1])
+            weights, squares, gradient, own = loop_arrays(self.weights, self._squares, *room)
+            _ascend(self.rate, weights, squares, loop_tuple(lessons), gradient, own)
 
-        Args:
-            features: What spoke for each proposal, `[proposals, features]`; those of one node stand together.
-            estimates: The probability that it was given, `[proposals]`.
-            outcomes: The probability that it turned out to have: 1 where the target names it, else 0, `[proposals]`.
-            starts: Where the proposals of each node begin, `[nodes]`, ascending; each node has at least one.
-            longest: Length of the longest context that the memory knew at each node, `[nodes]`.
-            counts: How much each node counts, `[nodes]`.
-        """
-        if not len(starts) or not self.rate:
-            return
-        arrays = (self.weights, self._squares, features, estimates, outcomes, starts, longest, counts)
-        _ascend(self.rate, *loop_arrays(*arrays, np.empty_like(self.weights), np.empty(self.weights.shape[1])))
+
+class Lessons(NamedTuple):
+    """The outcomes of the proposals of one step.
+
+    Attributes:
+        features: What spoke for each proposal, `[proposals, columns]`; those of one node stand together.
+        estimates: The probability that it was given, `[proposals]`.
+        outcomes: The probability that it turned out to have: 1 where it is selected, else 0, `[proposals]`.
+        starts: Where the proposals of each node begin, `[nodes]`, ascending; each node has at least one.
+        known: Length of the longest context that the memory knew at each node, `[nodes]`.
+        counts: How much each node counts, `[nodes]`.
+    """
+
+    features: NDArray[np.float64]
+    estimates: NDArray[np.float64]
+    outcomes: NDArray[np.float64]
+    starts: NDArray[np.int64]
+    known: NDArray[np.int64]
+    counts: NDArray[np.float64]
+
+
+@inner
+def estimate(begin: int, end: int, known: int, weights: NDArray[np.float64], proposals: Proposals) -> None:
+    """Write the probabilities of the proposals of one node, from `begin` to before `end`.
+
+    `known` is the length of the longest context of the node that the memory knows.
+    """
+    nothing = weights[known, 0]
+    top = nothing
+    for row in range(begin, end):
+        score = 0.0
+        for column in range(1, proposals.features.shape[1]):
+            score += proposals.features[row, column] * weights[known, column]
+        proposals.estimates[row] = score
+        top = max(top, score)
+    mass = exp(nothing - top)
+    for row in range(begin, end):
+        proposals.estimates[row] = exp(proposals.estimates[row] - top)
+        mass += proposals.estimates[row]
+    for row in range(begin, end):
+        proposals.estimates[row] /= mass
 
 
 @compiled
@@ -145,33 +202,29 @@ def _ascend(
     rate: float,
     weights: NDArray[np.float64],
     squares: NDArray[np.float64],
-    features: NDArray[np.float64],
-    estimates: NDArray[np.float64],
-    outcomes: NDArray[np.float64],
-    starts: NDArray[np.int64],
-    longest: NDArray[np.int64],
-    counts: NDArray[np.float64],
+    lessons: Lessons,
     gradient: NDArray[np.float64],
     own: NDArray[np.float64],
 ) -> None:
     """One AdaGrad step; `gradient` and `own` are room for all gradients and for that of one node."""
-    columns = weights.shape[1]
+    columns = lessons.features.shape[1]
     for row in range(weights.shape[0]):
         for column in range(columns):
             gradient[row, column] = 0.0
-    for node in range(len(starts)):
+    for node in range(len(lessons.starts)):
         for column in range(columns):
             own[column] = 0.0
-        end = starts[node + 1] if node + 1 < len(starts) else len(estimates)
-        for proposal in range(starts[node], end):
-            error = outcomes[proposal] - estimates[proposal]
-            own[columns - 1] -= error
-            for column in range(columns - 1):
-                own[column] += error * features[proposal, column]
+        last = node + 1 == len(lessons.starts)
+        end = len(lessons.estimates) if last else lessons.starts[node + 1]
+        for proposal in range(lessons.starts[node], end):
+            error = lessons.outcomes[proposal] - lessons.estimates[proposal]
+            own[0] -= error
+            for column in range(1, columns):
+                own[column] += error * lessons.features[proposal, column]
         for column in range(columns):
-            slope = counts[node] * own[column]
-            gradient[longest[node], column] += slope
-            squares[longest[node], column] += slope * slope
+            slope = lessons.counts[node] * own[column]
+            gradient[lessons.known[node], column] += slope
+            squares[lessons.known[node], column] += slope * slope
     for row in range(weights.shape[0]):
         for column in range(columns):
             weights[row, column] += rate * gradient[row, column] / sqrt(squares[row, column])

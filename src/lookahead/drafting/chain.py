@@ -1,0 +1,139 @@
+"""The likeliest path of a tree, for models that run chains alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.config import MOST_CHOSEN_NODES
+from lookahead.core.chain_budget import ChainBudget
+from lookahead.core.drafter import Drafter
+from lookahead.core.outputs import StepResult
+from lookahead.core.token_tree import TokenTree
+
+
+@runtime_checkable
+class ScoredDrafter(Drafter, Protocol):
+    """A drafter that says how likely its nodes are."""
+
+    @property
+    def path_probabilities(self) -> NDArray[np.float64]:
+        """Probability that each node that `propose` added is accepted, in the order of the nodes."""
+
+
+class ChainDrafter:
+    """Lets a drafter propose a tree, and sends the one path of it that promises the most tokens.
+
+    The drafter learns from the nodes of that path; the others have no predictions.
+
+    Args:
+        drafter: Proposes the tree.
+        budget: Nodes of a step at most, pending tokens not counted but the root, or what chooses them.
+    """
+
+    def __init__(self, drafter: Drafter, budget: int | ChainBudget) -> None:
+        self._drafter = drafter
+        self._most = budget - 1 if isinstance(budget, int) else MOST_CHOSEN_NODES
+        self._budget = None if isinstance(budget, int) else budget
+        self._length = 0  # of the text
+        self._tree: TokenTree | None = None  # what was sent
+        self._sketch: TokenTree | None = None  # what the drafter proposed
+        self._places: list[int] = []  # of the nodes of the one in the other
+        self._prompt = True
+
+    @property
+    def top_k(self) -> int:
+        """As many as the drafter wants; none while drafting backs off."""
+        return 0 if self._backs_off else self._drafter.top_k
+
+    @property
+    def _backs_off(self) -> bool:
+        return self._budget is not None and self._budget.backs_off
+
+    def start(self, prompt: Sequence[int]) -> None:
+        """Begin a sequence."""
+        self._drafter.start(prompt)
+        self._length = len(prompt)
+        self._prompt = True
+        self._tree = None
+
+    def propose(self, tree: TokenTree) -> None:
+        """Add the best path of what the drafter proposes."""
+        self._tree = None
+        if self._budget is not None:
+            self._budget.begin()
+        if self._backs_off:
+            return
+        sketch = TokenTree(tree.tokens, tree.depths[tree.root] + tree.room)
+        self._drafter.propose(sketch)
+        if self._prompt:  # later pending tokens were read already, as candidates
+            tree.needs_logits[:] = sketch.needs_logits[: len(tree)]
+        scores = self._drafter.path_probabilities if isinstance(self._drafter, ScoredDrafter) else None
+        path = _first_path(sketch) if scores is None else _best_path(sketch, scores)
+        path = path[: self._most]
+        if self._budget is not None and scores is not None:
+            likely = scores[np.array(path, dtype=np.int64) - sketch.root - 1]
+            self._budget.offer_chain(likely, tree.root + 1, self._length)
+            path = path[: self._budget.chosen]
+        tree.add_candidates([sketch.tokens[node] for node in path])
+        self._places = [*range(sketch.root + 1), *path]
+        self._sketch, self._tree = sketch, tree
+
+    def observe(self, result: StepResult) -> None:
+        """Let the drafter learn from what was sent."""
+        self._prompt = False
+        self._length += len(result.tokens)
+        drafted = result.tree is self._tree
+        if self._budget is not None and drafted:
+            self._budget.learn(range(len(result.path)))
+        self._drafter.observe(self._of_sketch(result) if drafted else result)
+        self._tree = self._sketch = None
+
+    def statistics(self) -> dict[str, Any]:
+        """Of the drafter."""
+        return self._drafter.statistics()
+
+    def _of_sketch(self, result: StepResult) -> StepResult:
+        assert self._sketch is not None
+        nodes = len(self._sketch)
+
+        def spread(values: NDArray[Any], unread: int) -> NDArray[Any]:
+            spread = np.full((nodes, *values.shape[1:]), unread, dtype=values.dtype)
+            spread[self._places] = values
+            return spread
+
+        return StepResult(
+            self._sketch,
+            spread(result.predictions, -1),
+            [self._places[node] for node in result.path],
+            result.tokens,
+            spread(result.top_ids, -1),
+            spread(result.top_probabilities, 0),
+        )
+
+
+def _first_path(tree: TokenTree) -> list[int]:
+    """The path of those that were added first, below the root."""
+    path, node = [], tree.root
+    for place in range(tree.root + 1, len(tree)):
+        if tree.parents[place] == node:
+            path.append(place)
+            node = place
+    return path
+
+
+def _best_path(tree: TokenTree, probabilities: NDArray[np.float64]) -> list[int]:
+    """The path of which the most tokens are to be expected; `probabilities` are those of the nodes below the root."""
+    first = tree.root + 1
+    expected = [0.0] * len(tree)
+    for node, probability in enumerate(probabilities.tolist(), start=first):
+        expected[node] = expected[tree.parents[node]] + probability
+    node = max(range(tree.root, len(tree)), key=expected.__getitem__)
+    path = []
+    while node >= first:
+        path.append(node)
+        node = tree.parents[node]
+    return path[::-1]

@@ -1,0 +1,183 @@
+"""Drafters and sources of a user's own: the page that shows them runs, texts stay the same, bad ones are refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.core.outputs import StepResult
+from lookahead.core.token_tree import TokenTree
+from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, NGramMemory, TokenPaths
+from lookahead.drafting.auto.scorer import Acceptance
+from lookahead.drafting.auto.source import CheckedSource
+from lookahead.errors import InvalidArgumentError
+from model_zoo import VOCAB_SIZE, build, greedy
+
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+PROMPT = (5, 8, 2, 5, 8, 2, 5)
+TOKENS = 40
+
+
+class Fixed:
+    """A source that always lists the same."""
+
+    name = "fixed"
+
+    def __init__(self, paths: Any = None) -> None:
+        self.paths = TokenPaths.chain([1, 2, 3]) if paths is None else paths
+
+    def start(self, prompt: Any) -> None:
+        pass
+
+    def propose(self) -> Any:
+        return self.paths
+
+    def observe(self, result: StepResult) -> None:
+        pass
+
+
+def steps_with(config: LookaheadConfig, rows: int = 1) -> int:
+    """Steps of a text, which must be that of `model.generate`."""
+    output = lookahead.generate(
+        build("llama", seed=0),
+        torch.tensor([PROMPT] * rows),
+        lookahead_config=config,
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    assert output.sequences.tolist() == [[*PROMPT, *greedy(build("llama", seed=0), PROMPT, TOKENS)]] * rows
+    return int(output.statistics.steps)
+
+
+def run_page() -> dict[str, Any]:
+    """What the page's examples define, run where they know of the text that the model writes."""
+    model = build("llama", seed=0)
+    expected = [*PROMPT, *greedy(model, PROMPT, TOKENS)]
+    names: dict[str, Any] = {"model": model, "texts": [expected], "input_ids": torch.tensor([PROMPT])}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        assert len(block.splitlines()) < 60
+        exec(block, names)
+        assert names["output"].tolist() == [expected]
+    return names
+
+
+def test_the_page_runs_and_what_it_adds_saves_steps() -> None:
+    names = run_page()
+    expected = names["texts"][0]
+    store = names["TextStore"]([expected])
+    for rows in (1, 2):
+        assert steps_with(LookaheadConfig(step_budget=32, drafter=lambda: names["StoreDrafter"](store)), rows) <= 8
+    with_source = steps_with(LookaheadConfig(step_budget=16, sources=(lambda: names["ExpectedText"](expected),)))
+    assert with_source < steps_with(LookaheadConfig(step_budget=16))
+
+
+def test_the_store_finds_all_that_follows() -> None:
+    store = run_page()["TextStore"]([[1, 2, 3, 1, 2, 4], [9, 1, 2, 5]])
+    assert sorted(store.tokens[place] for place in store.following([1, 2], 8)) == [3, 4, 5]
+    assert list(store.following([2, 9], 8)) == []
+
+
+def test_listed_paths_are_drafted_as_they_branch() -> None:
+    paths = TokenPaths([7, 8, 9, 6], [-1, 0, 0, -1], [0.8, 0.6, 0.3, 0.1])
+    drafter = AutoDrafter(
+        DraftMemory(), ContextMatches(), None, 5, explore=False, sources=[CheckedSource(Fixed(paths))]
+    )
+    drafter.start([5])
+    tree = TokenTree([5])
+    drafter.propose(tree)
+    drafted = {(tree.tokens[parent], token) for parent, token in zip(tree.parents[1:], tree.tokens[1:], strict=True)}
+    assert drafted == {(5, 7), (7, 8), (7, 9), (5, 6)}
+    assert tree.tokens.index(8) < tree.tokens.index(9)
+
+
+def test_what_a_source_is_worth_is_learned_and_kept() -> None:
+    memory = DraftMemory(NGramMemory(2, 64, 2))
+    drafter = AutoDrafter(memory, None, None, 2, explore=False, continuations=False, sources=[CheckedSource(Fixed())])
+    column = memory.acceptance.column("fixed")
+    before = memory.acceptance.weights[:, column].copy()
+    drafter.start([5])
+    tree = TokenTree([5])
+    drafter.propose(tree)
+    assert tree.tokens == [5, 1]
+    ids, shares = np.array([[4, 3], [6, 3]]), np.float32([[0.9, 0.05], [0.9, 0.05]])  # it is not 1
+    drafter.observe(StepResult(tree, ids[:, 0], [], [4], ids, shares))
+    assert memory.acceptance.weights[0, column] != before[0]
+    kept = Acceptance.from_arrays(memory.acceptance.to_arrays())
+    assert kept.names == memory.acceptance.names
+    assert np.array_equal(kept.weights, memory.acceptance.weights)
+    other, base = Acceptance(2), Acceptance(2)
+    other.merge(kept, base)
+    assert other.weights[0, other.column("fixed")] == pytest.approx(kept.weights[0, column])
+
+
+def test_files_from_before_features_had_names_are_read() -> None:
+    arrays = Acceptance(3).to_arrays()
+    del arrays["acceptance_names"]
+    for name in ("acceptance_weights", "acceptance_squares"):
+        arrays[name] = np.roll(arrays[name], -1, axis=1)  # the weight of nothing came last
+    assert np.array_equal(Acceptance.from_arrays(arrays).weights, Acceptance(3).weights)
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (TokenPaths([VOCAB_SIZE], [-1], [0.5]), "tokens outside"),
+        (TokenPaths([1, 2], [-1, 1], [0.5, 0.5]), "parent"),
+        (TokenPaths([1], [-1], [0.0]), "probability"),
+        (TokenPaths([1, 2], [-1], [0.5]), "shapes"),
+        ([1, 2, 3], "no TokenPaths"),
+    ],
+)
+def test_paths_that_are_none_are_refused(paths: Any, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        steps_with(LookaheadConfig(step_budget=8, sources=(lambda: Fixed(paths),)))
+
+
+class TooMany:
+    top_k = 0
+
+    def __init__(self, token: int = 1, nodes: int = 20) -> None:
+        self.path = [token] * nodes
+
+    def start(self, prompt: Any) -> None:
+        pass
+
+    def propose(self, tree: TokenTree) -> None:
+        tree.add_candidates(self.path)
+
+    def observe(self, result: StepResult) -> None:
+        pass
+
+    def statistics(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"drafter": TooMany, "step_budget": 8}, "proposed 20 nodes.*step_budget"),
+        ({"drafter": lambda: TooMany(VOCAB_SIZE, 2)}, f"token {VOCAB_SIZE}"),
+        ({"drafter": object}, "lacks top_k, start"),
+        ({"drafter": TooMany()}, "must be callable"),
+        ({"drafter": TooMany, "preset": "auto"}, "drafter=.* is about preset 'own'"),
+        ({"drafter": TooMany, "window_size": 3}, "window_size"),
+        ({"preset": "own"}, "not known"),
+        ({"sources": (object,)}, "lacks name"),
+        ({"sources": Fixed}, "must be a tuple"),
+        ({"sources": (Fixed, Fixed)}, "two called 'fixed'"),
+        ({"sources": (Fixed,), "preset": "paper"}, "sources=.* is about preset 'auto'"),
+    ],
+)
+def test_what_cannot_draft_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        steps_with(LookaheadConfig(**fields))
