@@ -1,0 +1,1 @@
+"""GGUF models with the interface of transformers' models, run by llama.cpp."""

@@ -1,0 +1,1 @@
+"""Runs GGUF models on token trees, through llama.cpp."""

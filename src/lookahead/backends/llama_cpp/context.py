@@ -1,0 +1,147 @@
+"""Keys and values in llama.cpp: cells that belong to sequence ids."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.backends.llama_cpp.binding import binding, error_lines
+from lookahead.errors import InvalidArgumentError, LookaheadError
+
+if TYPE_CHECKING:
+    from lookahead.backends.llama_cpp.model import LlamaModel, ModelOwner
+
+MOST_SEQUENCES = 256
+"""Sequence ids that llama.cpp has at most (`LLAMA_MAX_SEQ`)."""
+
+_F32, _F16 = 0, 1  # GGML_TYPE_F32, GGML_TYPE_F16
+_FLASH_AUTO, _FLASH_OFF = -1, 0
+_CELLS = 256
+"""llama.cpp reads cells by this many."""
+
+_TOKENS = 512
+"""Tokens that llama.cpp computes together; longer texts go in parts."""
+
+
+class TokenBatch:
+    """Tokens to be computed together, in memory that stays where it is.
+
+    Args:
+        most: How many there may be.
+
+    Attributes:
+        tokens: Token ids, `[most]` int32.
+        positions: Their positions, `[most]` int32.
+        sequences: The address of the sequence ids of each, int32 as well, `[most]` uint64.
+        counts: How many these are, `[most]` int32.
+        reads: Whether the logits after each are wanted, `[most]` int8.
+        struct: All of it as llama.cpp takes it.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.tokens, self.positions, self.counts = np.zeros((3, most), dtype=np.int32)
+        self.sequences = np.zeros(most, dtype=np.uint64)
+        self.reads = np.zeros(most, dtype=np.int8)
+        self.struct = binding().llama_batch()
+        self.struct.token, self.struct.pos = _pointer(self.tokens), _pointer(self.positions)
+        self.struct.n_seq_id, self.struct.logits = _pointer(self.counts), _pointer(self.reads, ctypes.c_int8)
+        self.struct.seq_id = _pointer(self.sequences, ctypes.POINTER(ctypes.c_int32))
+
+
+class LlamaContext:
+    """Runs tokens, each of which belongs to one sequence or several, and keeps their keys and values in cells.
+
+    A token sees the cells of the first of its sequences up to its own position. Sequences that begin with the same text
+    share the cells of it.
+
+    Args:
+        model: The model.
+        cells: Tokens that it holds at least.
+        sequences: Sequence ids that it has.
+
+    Attributes:
+        cells: Tokens that it holds.
+        sequences: Sequence ids that it has.
+        batch: The tokens of the next `run`.
+
+    Raises:
+        InvalidArgumentError: There is no memory for it.
+    """
+
+    def __init__(self, model: LlamaModel, cells: int, sequences: int) -> None:
+        self._library = library = binding()
+        self.cells = -(-cells // _CELLS) * _CELLS
+        self.sequences = sequences
+        parameters = library.llama_context_default_params()
+        parameters.n_ctx = parameters.n_batch = self.cells
+        parameters.n_ubatch = min(_TOKENS, self.cells)
+        parameters.n_seq_max = sequences
+        # All sequences in one buffer, which is how they can share cells.
+        parameters.kv_unified = parameters.swa_full = True
+        parameters.n_outputs_max_per_seq = 0
+        parameters.n_threads = parameters.n_threads_batch = model.threads
+        parameters.type_k = parameters.type_v = _F16 if model.fast_kv else _F32
+        parameters.flash_attn_type = _FLASH_AUTO if model.fast_kv else _FLASH_OFF
+        with error_lines() as lines:
+            self._handle = library.llama_init_from_model(model.handle, parameters)
+        if not self._handle:
+            raise InvalidArgumentError(
+                f"llama.cpp cannot make room for {self.cells} tokens ({'; '.join(lines)}); choose a smaller "
+                "max_new_tokens, or fewer rows"
+            )
+        weakref.finalize(self, _free, library, self._handle, model.owner)
+        self._memory = library.llama_get_memory(self._handle)
+        self._vocabulary = len(model.vocabulary)
+        self._address = 0
+        self._logits: NDArray[np.float32] = np.empty((0, self._vocabulary), dtype=np.float32)
+        self.batch = TokenBatch(self.cells)
+
+    def run(self, count: int) -> NDArray[np.float32]:
+        """Compute the first `count` tokens of `batch`, and keep their keys and values.
+
+        Returns:
+            Logits after those that are read, in the order of the tokens, `[reads, vocabulary]`; a view of a buffer that
+            the next call overwrites.
+
+        Raises:
+            LookaheadError: llama.cpp fails.
+        """
+        batch = self.batch
+        batch.struct.n_tokens = count
+        code = self._library.llama_decode(self._handle, batch.struct)
+        if code != 0:
+            raise LookaheadError(
+                f"llama.cpp could not run a step of {count} tokens (llama_decode returned {code}; the context has "
+                f"{self.cells} cells)"
+            )
+        reads = int(np.count_nonzero(batch.reads[:count]))
+        first = self._library.llama_get_logits(self._handle)
+        if ctypes.addressof(first.contents) != self._address:  # llama.cpp has taken a larger buffer
+            self._address = ctypes.addressof(first.contents)
+            self._logits = np.ctypeslib.as_array(first, shape=(self.cells, self._vocabulary))
+        return self._logits[:reads]
+
+    def copy(self, source: int, target: int, start: int, end: int) -> None:
+        """Let sequence `target` share the cells of `source` at positions from `start` to before `end`, -1 for all."""
+        self._library.llama_memory_seq_cp(self._memory, source, target, start, end)
+
+    def remove(self, sequence: int, start: int, end: int) -> None:
+        """Take cells at positions from `start` to before `end` (-1 for all) from a sequence, -1 for all of them."""
+        self._library.llama_memory_seq_rm(self._memory, sequence, start, end)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._library.llama_memory_clear(self._memory, False)
+
+
+def _pointer(values: NDArray[Any], kind: Any = ctypes.c_int32) -> Any:
+    return ctypes.cast(values.ctypes.data, ctypes.POINTER(kind))
+
+
+def _free(library: Any, handle: Any, owner: ModelOwner) -> None:
+    """Free a context, and only then let go of the model that it refers to."""
+    library.llama_free(handle)

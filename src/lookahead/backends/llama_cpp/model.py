@@ -1,0 +1,170 @@
+"""A GGUF file, loaded by llama.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from lookahead.backends.llama_cpp.binding import binding, error_lines
+from lookahead.backends.llama_cpp.context import LlamaContext
+from lookahead.backends.llama_cpp.vocabulary import Vocabulary
+from lookahead.errors import InvalidArgumentError, UnsupportedModelError
+
+_LONGEST_VALUE = 1 << 20
+_NO_ROPE = -1  # LLAMA_ROPE_TYPE_NONE
+_SAMPLED = 1 << 16
+
+
+class ModelOwner:
+    """Frees llama.cpp's model when nothing refers to it any more.
+
+    Args:
+        handle: The model.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        weakref.finalize(self, binding().llama_model_free, handle)
+
+
+class LlamaModel:
+    """The weights and the vocabulary of a GGUF file, and contexts to run them in.
+
+    Args:
+        path: The file; the first one of a model that is split into several.
+        n_gpu_layers: Layers to keep on a GPU, if this build of llama.cpp knows one; -1 for all.
+        threads: Threads of a step.
+        fast_kv: Keep keys and values in float16 and let llama.cpp choose its attention, as it does by default. It is
+            faster, and rounds more.
+
+    Attributes:
+        path: The file.
+        vocabulary: Its tokens.
+
+    Raises:
+        InvalidArgumentError: The file is not there, or llama.cpp cannot load it.
+        UnsupportedModelError: It is a model that cannot be run on token trees.
+    """
+
+    def __init__(self, path: Path, n_gpu_layers: int, threads: int, fast_kv: bool = False) -> None:
+        self.path, self.threads, self.fast_kv = path, threads, fast_kv
+        self._library = binding()
+        self._free: list[LlamaContext] = []
+        self._lock = Lock()
+        self.owner = ModelOwner(self._load(n_gpu_layers))
+        self.handle = self.owner.handle
+        self._check_kind()
+        self.vocabulary = Vocabulary(self._library.llama_model_get_vocab(self.handle))
+
+    def _load(self, n_gpu_layers: int) -> Any:
+        if not self.path.is_file():
+            raise InvalidArgumentError(f"path={str(self.path)!r} is no file; give the path of a GGUF file")
+        parameters = self._library.llama_model_default_params()
+        parameters.n_gpu_layers = n_gpu_layers
+        # Quantised weights that are packed for AMX crash in the builds that are about.
+        parameters.use_extra_bufts = b"AMX_INT8 = 1" not in self._library.llama_print_system_info()
+        with error_lines() as lines:
+            handle = self._library.llama_model_load_from_file(str(self.path).encode(), parameters)
+        if not handle:
+            reason = lines[0] if lines else "it gives no reason"
+            raise InvalidArgumentError(f"path={str(self.path)!r} cannot be loaded by llama.cpp: {reason}")
+        return handle
+
+    def _check_kind(self) -> None:
+        library = self._library
+        kinds: dict[str, Callable[[Any], bool]] = {
+            "is recurrent: its state cannot be taken back where a draft is rejected": library.llama_model_is_recurrent,
+            "has recurrent layers, whose state cannot be taken back where a draft is rejected": (
+                library.llama_model_is_hybrid
+            ),
+            "has an encoder": library.llama_model_has_encoder,
+            "is a diffusion model": library.llama_model_is_diffusion,
+        }
+        for what, applies in kinds.items():
+            if applies(self.handle):
+                raise UnsupportedModelError(
+                    f"path={str(self.path)!r}: the model {what}, so it cannot be run on token trees. Use llama.cpp's "
+                    "own decoding"
+                )
+
+    @property
+    def name(self) -> str:
+        """What the file says that it is, such as `llama 7B Q4_K - Medium`."""
+        content = ctypes.create_string_buffer(256)
+        self._library.llama_model_desc(self.handle, content, len(content))
+        return content.value.decode(errors="replace")
+
+    @property
+    def number_type(self) -> str:
+        """The types of its weights, such as `float32` or `Q4_K - Medium`."""
+        kind = self.name.split(maxsplit=2)[-1]
+        return {"all F32": "float32", "F16": "float16"}.get(kind, kind)
+
+    @property
+    def trained_context(self) -> int:
+        """Tokens of the longest text it was made for."""
+        return int(self._library.llama_model_n_ctx_train(self.handle))
+
+    @property
+    def last_length(self) -> int | None:
+        """Text length at which the model can read no further token, if there is one: the end of a position table."""
+        return self.trained_context if self._library.llama_model_rope_type(self.handle) == _NO_ROPE else None
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of all layers, about: without those that know the vocabulary."""
+        width = int(self._library.llama_model_n_embd(self.handle))
+        return max(0, int(self._library.llama_model_n_params(self.handle)) - len(self.vocabulary) * width)
+
+    @property
+    def width(self) -> int:
+        """Size of the hidden state."""
+        return int(self._library.llama_model_n_embd(self.handle))
+
+    def metadata(self, key: str) -> str | None:
+        """What the file says under `key`; `None` if it says nothing."""
+        content = ctypes.create_string_buffer(_LONGEST_VALUE)
+        length = self._library.llama_model_meta_val_str(self.handle, key.encode(), content, len(content))
+        return content.value.decode(errors="replace") if length >= 0 else None
+
+    @property
+    def chat_template(self) -> str | None:
+        """Its chat template, in Jinja."""
+        return self.metadata("tokenizer.chat_template")
+
+    def fingerprint(self) -> str:
+        """A short name of the file's content, made of its size and samples of its bytes."""
+        size = self.path.stat().st_size
+        digest = hashlib.sha256(str(size).encode())
+        with self.path.open("rb") as file:
+            for place in range(0, size, max(_SAMPLED, size // 16)):
+                file.seek(place)
+                digest.update(file.read(_SAMPLED))
+        return digest.hexdigest()[:24]
+
+    def acquire(self, cells: int, sequences: int) -> LlamaContext:
+        """A context with nothing in it, for the caller alone until `release`.
+
+        Args:
+            cells: Tokens that it has to hold, those of all texts and of a step together.
+            sequences: Sequence ids that it has to have.
+        """
+        with self._lock:
+            for context in self._free:
+                if context.cells >= cells and context.sequences >= sequences:
+                    self._free.remove(context)
+                    return context
+            self._free.clear()
+        # With room to spare, so that a call with a somewhat longer text can use it again.
+        return LlamaContext(self, cells + min(cells // 2, 1024), sequences)
+
+    def release(self, context: LlamaContext) -> None:
+        """Give a context back, for a later call."""
+        context.clear()
+        with self._lock:
+            self._free = [context]
