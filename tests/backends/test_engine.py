@@ -49,13 +49,13 @@ def test_every_node_reads_its_own_path(name: str) -> None:
                 tree = runner.begin_tree(row, text)
                 tree.add_candidates([1 + step, 2, 3])
                 tree.add_candidates([1 + step, 4])
-                window = tree.add_window_node(11, tree.root, read=True)
-                tree.add_window_node(12 + row, window, read=True)
+                window = tree.add_window_node(11, tree.root, needs_logits=True)
+                tree.add_window_node(12 + row, window, needs_logits=True)
                 trees.append(tree)
             results = runner.forward(trees)
             for row, (tree, result) in enumerate(zip(trees, results, strict=True)):
                 for node in range(len(tree)):
-                    if tree.reads[node]:
+                    if tree.needs_logits[node]:
                         expected = plain_logits(model, cached[row] + path_to(tree, node))
                         torch.testing.assert_close(result.logits_after(node)[0], expected, atol=2e-4, rtol=1e-4)
                         assert result.predictions[node] == expected.argmax()

@@ -12,7 +12,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers import ModelRunner, engine_model
 from lookahead.backends.transformers.folded_attention import FOLDED_SDPA
-from lookahead.backends.transformers.packed_linear import PackedLinear
+from lookahead.backends.transformers.packed_linear import PackedLinear, can_pack
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import UnsupportedArgumentError
 from model_zoo import ARCHITECTURES, build
@@ -49,7 +49,7 @@ def drafted_tree(tokens: list[int]) -> TokenTree:
     tree = TokenTree(tokens)
     tree.add_candidates([5, 6, 7])
     tree.add_candidates([5, 9])
-    tree.add_window_node(11, tree.root, read=True)
+    tree.add_window_node(11, tree.root, needs_logits=True)
     return tree
 
 
@@ -60,7 +60,8 @@ def test_the_model_itself_is_not_touched(pack_weights: bool) -> None:
     clone = engine_model(model, pack_weights)
     assert clone is not model
     assert clone.config._attn_implementation == FOLDED_SDPA
-    assert any(isinstance(module, PackedLinear) for module in clone.modules()) == pack_weights
+    packs = pack_weights and can_pack(model.lm_head)  # not on a processor that does not multiply its number type
+    assert any(isinstance(module, PackedLinear) for module in clone.modules()) == packs
     lookahead.generate(model, PROMPT, lookahead_config=LookaheadConfig(pack_weights=pack_weights), **GREEDY)
     assert state_of(model) == before
 

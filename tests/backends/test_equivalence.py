@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -26,7 +29,7 @@ from transformers import (
 
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
-from lookahead.backends.transformers import equivalence
+from lookahead.backends.transformers import check_model, equivalence
 from lookahead.backends.transformers.position_limit import PositionLimit
 
 SIZES: dict[str, Any] = {
@@ -47,7 +50,7 @@ def prompt(tokens: int, seed: int = 0) -> torch.Tensor:
 
 
 @torch.no_grad()
-def drawn(model: PreTrainedModel, scale: float = 0.1) -> PreTrainedModel:
+def randomised(model: PreTrainedModel, scale: float = 0.1) -> PreTrainedModel:
     """Larger weights than a model begins with, so that its text depends on what it sees."""
     random = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -105,7 +108,7 @@ def test_gpt_neo_beyond_its_local_window(tokens: int) -> None:
         bos_token_id=None,
         eos_token_id=None,
     )
-    model = drawn(GPTNeoForCausalLM(config))
+    model = randomised(GPTNeoForCausalLM(config))
     assert_exact(model, prompt(tokens), max_new_tokens=30)
     assert_exact(model, prompt(12), max_new_tokens=20)
 
@@ -115,7 +118,7 @@ def test_gpt_neo_in_batches() -> None:
         vocab_size=97, hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["local"], 2]], window_size=40
     )
     config.bos_token_id = config.eos_token_id = None
-    model = drawn(GPTNeoForCausalLM(config))
+    model = randomised(GPTNeoForCausalLM(config))
     ids = torch.cat([prompt(12), prompt(12, 1)])
     assert_exact(model, ids, max_new_tokens=20)
     with pytest.raises(UnsupportedArgumentError, match="input_ids has 2 rows"):
@@ -139,7 +142,7 @@ def test_llama4_temperature_tuning(tokens: int, attention_chunk_size: int) -> No
         floor_scale=64,
         attn_scale=2.0,
     )
-    model = drawn(AutoModelForCausalLM.from_config(config), 0.2)
+    model = randomised(AutoModelForCausalLM.from_config(config), 0.2)
     ids = prompt(tokens)
     options = {"max_new_tokens": 80, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     plain = model.generate(ids, **options)
@@ -157,7 +160,7 @@ def test_hidden_tokens_where_a_window_counts_them() -> None:
     mask[0, 16] = 0
     for window in (None, 8, 100):
         config = MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=window)
-        model = drawn(MistralForCausalLM(config), 0.3)
+        model = randomised(MistralForCausalLM(config), 0.3)
         if window == 8:
             with pytest.raises(UnsupportedArgumentError, match="hides tokens between others"):
                 lookahead.generate(model, ids, attention_mask=mask, max_new_tokens=40)
@@ -171,7 +174,7 @@ def test_hidden_tokens_where_a_window_counts_them() -> None:
 def test_decoders_without_position_ids_take_no_padding() -> None:
     """GIT counts padding as text: rows alone are exact, padded ones are refused."""
     config = GitConfig(**SIZES, vision_config={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2})
-    model = drawn(GitForCausalLM(config))
+    model = randomised(GitForCausalLM(config))
     ids = torch.cat([prompt(14), prompt(14, 1)])
     assert_exact(model, ids, max_new_tokens=20)
     mask = torch.ones_like(ids)
@@ -186,7 +189,7 @@ def test_positions_that_are_computed_do_not_end() -> None:
         "xglm", vocab_size=97, d_model=64, ffn_dim=96, num_layers=2, attention_heads=4, max_position_embeddings=60
     )
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
-    model = drawn(AutoModelForCausalLM.from_config(config), 0.3)
+    model = randomised(AutoModelForCausalLM.from_config(config), 0.3)
     assert not equivalence(model).positions_end
     assert_exact(model, prompt(10), max_new_tokens=90)
     assert equivalence(GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4))).positions_end
@@ -197,7 +200,7 @@ def test_the_end_of_a_table_in_a_padded_batch(end: int | None) -> None:
     """All that plain decoding writes before it fails is there; rows are of one length where nothing fills them up."""
     config = GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=48)
     config.bos_token_id = config.eos_token_id = None
-    model = drawn(GPT2LMHeadModel(config))
+    model = randomised(GPT2LMHeadModel(config))
     ids = torch.cat([prompt(12), prompt(12, 1)])
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
@@ -215,7 +218,7 @@ def test_dynamic_rope_after_a_longer_text(tokens: int, attention: str) -> None:
     """A pass that ends before the last place of the context forgets the longer text; a draft must not prevent that."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     config = LlamaConfig(**SIZES, max_position_embeddings=48, rope_parameters=rope)
-    model = drawn(LlamaForCausalLM._from_config(config, attn_implementation=attention), 0.3)
+    model = randomised(LlamaForCausalLM._from_config(config, attn_implementation=attention), 0.3)
     ids = prompt(tokens)
     for config in PRESETS:
         expected = model.generate(ids, max_new_tokens=60, do_sample=False)
@@ -232,7 +235,7 @@ def test_without_a_cache_where_keys_are_computed_anew(rope_type: str) -> None:
         rope |= {"original_max_position_embeddings": 48, **factors}
     context = 48 if rope_type == "dynamic" else 512
     config = LlamaConfig(**SIZES, max_position_embeddings=context, rope_parameters=rope)
-    model = drawn(LlamaForCausalLM(config), 0.3)
+    model = randomised(LlamaForCausalLM(config), 0.3)
     assert_exact(model, prompt(12), max_new_tokens=36, use_cache=False)
     with pytest.raises(UnsupportedArgumentError, match="use_cache=False"):
         lookahead.generate(model, prompt(12), max_new_tokens=100, use_cache=False)
@@ -243,7 +246,7 @@ def test_without_a_cache_where_keys_are_computed_anew(rope_type: str) -> None:
 def test_small_vocabularies(vocabulary: int, attention: str) -> None:
     """The tokens that a model is tried with must differ, however few there are."""
     config = LlamaConfig(**{**SIZES, "vocab_size": vocabulary})
-    model = drawn(LlamaForCausalLM._from_config(config, attn_implementation=attention), 0.3)
+    model = randomised(LlamaForCausalLM._from_config(config, attn_implementation=attention), 0.3)
     ids = torch.zeros(1, 6, dtype=torch.long)
     for settings in PRESETS:
         output = lookahead.generate(model, ids, max_new_tokens=20, do_sample=False, lookahead_config=settings)
@@ -251,7 +254,7 @@ def test_small_vocabularies(vocabulary: int, attention: str) -> None:
 
 
 def test_the_check_draws_no_random_numbers_and_moves_nothing() -> None:
-    model = drawn(LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1)))
+    model = randomised(LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch.manual_seed(3)
     state = torch.get_rng_state()
@@ -268,7 +271,7 @@ def test_the_check_draws_no_random_numbers_and_moves_nothing() -> None:
 def test_a_prompt_beyond_the_context_of_rope(rope_type: str) -> None:
     """transformers warns and goes on."""
     rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0}
-    model = drawn(LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=32, rope_parameters=rope)), 0.3)
+    model = randomised(LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=32, rope_parameters=rope)), 0.3)
     for tokens in (40, 20):
         texts = []
         for decode in (type(model).generate, lookahead.generate):
@@ -283,7 +286,7 @@ def test_the_decoder_of_whisper_has_a_table_of_positions() -> None:
     config = AutoConfig.for_model("whisper", vocab_size=97, max_target_positions=60, **sizes)
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     config.is_encoder_decoder = False
-    model = drawn(WhisperForCausalLM(config), 0.2)
+    model = randomised(WhisperForCausalLM(config), 0.2)
     assert_exact(model, prompt(20), max_new_tokens=39)
 
 
@@ -311,9 +314,11 @@ def test_a_fault_that_only_makes_trees_fail_counts() -> None:
     config = AutoConfig.for_model("plbart", vocab_size=97, max_position_embeddings=60, **sizes)
     config.is_decoder, config.is_encoder_decoder = True, False
     config.bos_token_id = config.eos_token_id = None
-    model = drawn(PLBartForCausalLM(config), 0.3)
+    model = randomised(PLBartForCausalLM(config), 0.3)
     with pytest.raises(UnsupportedModelError):
-        lookahead.generate(model, prompt(6), max_new_tokens=20)
+        check_model(model)
+    expected = model.generate(prompt(6), do_sample=False, max_new_tokens=20)
+    assert torch.equal(lookahead.generate(model, prompt(6), do_sample=False, max_new_tokens=20), expected)  # on chains
 
 
 def test_no_cache_is_handed_on_where_hidden_tokens_count_as_positions() -> None:
@@ -326,7 +331,7 @@ def test_no_cache_is_handed_on_where_hidden_tokens_count_as_positions() -> None:
             inputs["position_ids"] = torch.arange(cached, cached + inputs["input_ids"].shape[1])[None]
             return inputs
 
-    model = drawn(CountsPadding(LlamaConfig(**SIZES)), 0.3)
+    model = randomised(CountsPadding(LlamaConfig(**SIZES)), 0.3)
     ids, mask = prompt(12), torch.ones(1, 12, dtype=torch.long)
     mask[0, :4] = 0
     options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
@@ -338,4 +343,16 @@ def test_no_cache_is_handed_on_where_hidden_tokens_count_as_positions() -> None:
         lookahead.generate(
             model, plain.sequences, attention_mask=longer, past_key_values=plain.past_key_values, max_new_tokens=4
         )
-    assert equivalence(drawn(LlamaForCausalLM(LlamaConfig(**SIZES)))).padded_caches
+    assert equivalence(randomised(LlamaForCausalLM(LlamaConfig(**SIZES)))).padded_caches
+
+
+def test_miniatures_of_the_last_kinds_alone_are_kept() -> None:
+    kept = import_module("lookahead.backends.transformers.equivalence")
+    checks = []
+    for size in range(kept._KEPT + 2):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES | {"intermediate_size": 8 + size}))
+        checks.append(weakref.ref(equivalence(model)))
+        assert checks[-1]() is equivalence(model)
+    gc.collect()
+    assert checks[0]() is None
+    assert len(kept._known) <= kept._KEPT

@@ -34,12 +34,12 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("brought", [False, True])
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_cache_goes_in_and_out(model: PreTrainedModel, config: dict[str, Any], brought: bool, inside: bool) -> None:
+def test_a_cache_goes_in_and_out(model: PreTrainedModel, config: dict[str, Any], given: bool, inside: bool) -> None:
     options = GREEDY | {"lookahead_config": LookaheadConfig(**config)}
     with mode(inside):
-        cache = {"past_key_values": DynamicCache(config=model.config)} if brought else {}
+        cache = {"past_key_values": DynamicCache(config=model.config)} if given else {}
         first = lookahead.generate(model, PROMPT, return_dict_in_generate=True, **cache, **options)
     with mode(not inside):
         text = torch.cat([first.sequences, MORE], dim=1)

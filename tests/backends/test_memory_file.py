@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lookahead.backends.transformers.file_lock import exclusive
 from lookahead.backends.transformers.memory_file import MemoryFile
 from lookahead.drafting import DraftMemory, NGramMemory
-from lookahead.drafting.auto.ngram_memory import WAYS
+from lookahead.drafting.auto.ngram_entries import WAYS
 from lookahead.errors import InvalidArgumentError
 
 MODEL = "a model"
@@ -397,7 +397,7 @@ def test_sizes_are_checked_before_room_is_taken(path: Path, sizes: tuple[int, in
     check_refused(path, content(ngram_sizes=np.array([*sizes, 5])))
 
 
-def test_a_shape_is_not_believed(path: Path) -> None:
+def test_a_shape_is_checked(path: Path) -> None:
     """An array that declares terabytes, in a file of a few bytes."""
     data, stream = content(), io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(stream, "w") as new:

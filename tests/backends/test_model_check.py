@@ -141,11 +141,6 @@ def from_config(model_type: str, **overrides: Any) -> PreTrainedModel:
     ("model", "reason"),
     [
         (lambda: from_config("mamba", state_size=4), "Mamba-style"),
-        (lambda: from_config("rwkv", attention_hidden_size=32), "running state|past_key_values"),
-        (
-            lambda: from_config("lfm2", num_key_value_heads=2, layer_types=["conv", "full_attention"]),
-            "conv|running state",
-        ),
         (lambda: from_config("bloom", n_head=2, n_layer=2), "BloomForCausalLM"),
         (lambda: from_config("falcon", alibi=True), "FalconForCausalLM"),
         (

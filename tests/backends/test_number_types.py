@@ -2,27 +2,15 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.demo import demo_model_path
-from model_zoo import ARCHITECTURES, build
+from model_zoo import build, in_type
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
 SMALL = LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=5, pool_from_prompt=True)
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def in_type(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    if name == "demo":
-        return AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=dtype, local_files_only=True).eval()
-    model = build(name, attention=ARCHITECTURES[name].attention[0])
-    copy = type(model)(model.config).to(dtype).eval()
-    copy.load_state_dict(model.state_dict())
-    copy.generation_config = model.generation_config
-    return copy
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -64,7 +52,7 @@ def test_double_precision() -> None:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", ["demo", "llama", "gemma2"])
-def test_drafted_steps_name_likely_tokens_in_every_type(name: str, dtype: torch.dtype) -> None:
+def test_drafted_steps_select_likely_tokens_in_every_type(name: str, dtype: torch.dtype) -> None:
     """Where the text differs from plain decoding, the two tokens were nearly equally likely."""
     model = in_type(name, dtype)
     plain = model.generate(PROMPT, **GREEDY)

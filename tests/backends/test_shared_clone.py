@@ -187,6 +187,7 @@ def test_only_what_changed_is_packed_anew() -> None:
     assert clone.model.layers[0].mlp.up_proj._packed_weight is other
 
 
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor packs one type alone")
 def test_one_set_of_packed_weights_at_a_time() -> None:
     model = llama()
     packed = []
@@ -289,7 +290,8 @@ def test_another_number_type_and_back(config: LookaheadConfig | None) -> None:
         if config is None or dtype is not torch.float64:
             with torch.no_grad():
                 engine = engine_model(model, pack_weights=config is not None)
-                assert torch.equal(engine(input_ids=PROMPT).logits, model(input_ids=PROMPT).logits) or config
+                difference = engine(input_ids=PROMPT).logits - model(input_ids=PROMPT).logits
+            assert float(difference.abs().max()) <= (0 if config is None else 64 * torch.finfo(dtype).eps)
             assert engine.model.rotary_emb.inv_freq.dtype == model.model.rotary_emb.inv_freq.dtype
         if dtype is torch.float32:
             assert torch.equal(ours(model, config), plain(model))
@@ -325,7 +327,7 @@ def test_frequencies_that_follow_the_text(kind: str, seed: int, config: Lookahea
             assert torch.equal(rope_state(model)[name], value), name
 
 
-def test_a_trial_does_not_put_frequencies_back() -> None:
+def test_a_check_pass_does_not_put_frequencies_back() -> None:
     model = llama(max_position_embeddings=CONTEXT, rope_parameters=LENGTHS["dynamic"])
     plain(model, new=100)
     before = rope_state(model)

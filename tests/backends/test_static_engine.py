@@ -23,14 +23,22 @@ from transformers import DynamicCache, PreTrainedModel
 import lookahead
 from exactness import NEAR_TIE, Case, random_case, run_case
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import ModelRunner, TreeCache, engine_model, graph_recorder, static_engine
+from lookahead.backends.transformers import (
+    ModelRunner,
+    TreeCache,
+    engine_model,
+    graph_recorder,
+    model_state,
+    static_engine,
+)
+from lookahead.backends.transformers.check_pass import check_logits
 from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder, NoRecorder, Outputs, Pass, Recorder
 from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.static_cache import LayerShape, StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.static_inputs import StaticInputs
 from lookahead.backends.transformers.static_steps import StaticSteps, pass_sizes, rounded
 from lookahead.backends.transformers.tree_attention import unpack
-from lookahead.backends.transformers.trial import trial_logits
 from lookahead.core.token_tree import TokenTree, lay_out
 from model_zoo import ARCHITECTURES, SLIDING_WINDOW, VOCAB_SIZE, build
 
@@ -71,10 +79,10 @@ def static_steps(
 ) -> StaticSteps:
     """Steps for `model` as the engine makes them."""
     with torch.no_grad():
-        trial = ModelRunner(model, 1)
-        trial_logits(trial)
+        check = ModelRunner(model, 1)
+        check_logits(check)
     return StaticSteps(
-        model, layer_shapes(trial.cache), batch, capacity, pass_sizes(nodes), recorder or NoRecorder(), compiler
+        model, layer_shapes(check.cache), batch, capacity, pass_sizes(nodes), recorder or NoRecorder(), compiler
     )
 
 
@@ -85,7 +93,7 @@ def drafted(runner: ModelRunner, row: int, text: list[int], draft: int) -> Token
     for _ in range(draft % 5):
         tree.add_candidates(random.choices(range(6), k=random.randint(1, 4)))
     if draft % 5:
-        tree.add_window_node(11, tree.root, read=True)
+        tree.add_window_node(11, tree.root, needs_logits=True)
     return tree
 
 
@@ -102,14 +110,14 @@ def logits_of_steps(
         results = runner.forward(trees, 3)
         paths = []
         for row, (tree, result) in enumerate(zip(trees, results, strict=True)):
-            nodes = [node for node in range(len(tree)) if tree.reads[node]]
+            nodes = [node for node in range(len(tree)) if tree.needs_logits[node]]
             logits = torch.cat([result.logits_after(node) for node in nodes])
             collected.append(logits)
             assert result.predictions[nodes].tolist() == logits.argmax(dim=-1).tolist()
             probabilities, ids = logits.softmax(dim=-1).topk(3)
             assert result.top_ids[nodes].tolist() == ids.tolist()
             np.testing.assert_allclose(result.top_probabilities[nodes], probabilities.numpy(), rtol=1e-5)
-            unread = [node for node in range(len(tree)) if not tree.reads[node]]
+            unread = [node for node in range(len(tree)) if not tree.needs_logits[node]]
             assert (result.predictions[unread] == -1).all()
             children = [node for node in range(tree.root + 1, len(tree) - 1) if tree.parents[node] == tree.root]
             paths.append(children[-1:])  # seldom the one in place
@@ -125,12 +133,19 @@ def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
         torch.testing.assert_close(left, right, atol=NEAR_TIE, rtol=1e-4)
 
 
+def kept_steps(engine: PreTrainedModel) -> StaticSteps:
+    """The steps that the last call with this engine released."""
+    kept = state_of(engine).static_steps
+    assert kept is not None
+    return kept[1]
+
+
 @contextmanager
 def recorded_with(recorder: type) -> Iterator[None]:
     """Calls of `generate` record their passes with `recorder`; nothing that it recorded stays behind."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(static_engine, "recorder_for", recorder)
-        patch.setattr(static_engine, "_idle", weakref.WeakKeyDictionary())
+        patch.setattr(model_state, "_states", weakref.WeakKeyDictionary())
         yield
 
 
@@ -176,7 +191,7 @@ def test_recorded_passes_write_the_same_text(name: str) -> None:
         case = Case(name, tuple(range(5)) * 3, attention="sdpa", max_new_tokens=30, pool_from_prompt=True)
         outcome = run_case(replace(case, engine="static"))
         assert outcome.matched, outcome.report()
-        _, steps = static_engine._idle[engine_model(model)]
+        steps = kept_steps(engine_model(model))
         assert steps._recorder.replays == len(outcome.accepted_lengths)
         assert steps.recordings <= len(steps.sizes)
 
@@ -208,7 +223,7 @@ def test_a_tie_margin_and_hooks_go_the_dynamic_way() -> None:
     model.model.layers[0].register_forward_hook(lambda module, *_: calls.append(module))
     assert torch.equal(lookahead.generate(model, PROMPT, lookahead_config=STATIC, max_new_tokens=8), expected)
     assert calls
-    assert engine_model(model) not in static_engine._idle
+    assert state_of(engine_model(model)).static_steps is None
 
 
 # --- fixed memory -------------------------------------------------------------------------------------------
@@ -251,7 +266,7 @@ def test_the_next_call_takes_what_the_last_one_left() -> None:
     def decode(new_tokens: int = 24) -> StaticSteps:
         got = lookahead.generate(model, PROMPT, lookahead_config=STATIC, max_new_tokens=new_tokens)
         assert torch.equal(got[:, :36], expected)
-        return static_engine._idle[engine_model(model)][1]
+        return kept_steps(engine_model(model))
 
     steps = decode()
     seen, recordings = addresses(steps), steps.recordings
@@ -268,21 +283,21 @@ def test_the_next_call_takes_what_the_last_one_left() -> None:
 def test_nothing_is_kept_of_a_call_that_failed(llama: PreTrainedModel) -> None:
     engine = engine_model(llama)
     lookahead.generate(llama, PROMPT, lookahead_config=STATIC, max_new_tokens=8)
-    assert engine in static_engine._idle
+    assert state_of(engine).static_steps is not None
 
     def fail(_: object) -> None:
         raise RuntimeError("no more")
 
     with pytest.raises(RuntimeError, match="no more"):
         lookahead.generate(llama, PROMPT, lookahead_config=STATIC, max_new_tokens=8, on_step=fail)
-    assert engine not in static_engine._idle
+    assert state_of(engine).static_steps is None
 
 
 def test_memory_goes_when_the_model_goes() -> None:
     model = grouped_llama()
     lookahead.generate(model, PROMPT, lookahead_config=STATIC, max_new_tokens=8)
     engine = engine_model(model)
-    gone = [weakref.ref(thing) for thing in (model, engine, static_engine._idle[engine][1])]
+    gone = [weakref.ref(thing) for thing in (model, engine, kept_steps(engine))]
     del model, engine
     gc.collect()
     assert [one() for one in gone] == [None] * 3
@@ -420,14 +435,14 @@ def test_caches_that_come_and_go(llama: PreTrainedModel) -> None:
         assert torch.equal(turn.sequences, expected.sequences)
         for own, layer in zip(before.layers, expected.past_key_values.layers, strict=True):
             torch.testing.assert_close(own.keys[:, :, :41], layer.keys, atol=1e-4, rtol=1e-4)
-    brought = DynamicCache(config=llama.config)
+    given = DynamicCache(config=llama.config)
     with torch.no_grad():
-        llama(PROMPT[:, :-1], past_key_values=brought)
-    turn = lookahead.generate(llama, PROMPT, past_key_values=brought, lookahead_config=STATIC, **arguments)
-    assert turn.past_key_values is brought
+        llama(PROMPT[:, :-1], past_key_values=given)
+    turn = lookahead.generate(llama, PROMPT, past_key_values=given, lookahead_config=STATIC, **arguments)
+    assert turn.past_key_values is given
     assert torch.equal(turn.sequences, expected.sequences[:, :22])
     torch.testing.assert_close(
-        brought.layers[1].values, expected.past_key_values.layers[1].values[:, :, :21], atol=1e-4, rtol=1e-4
+        given.layers[1].values, expected.past_key_values.layers[1].values[:, :, :21], atol=1e-4, rtol=1e-4
     )
 
 
@@ -509,16 +524,15 @@ def test_graphs_are_captured_once_after_a_warm_up(monkeypatch: pytest.MonkeyPatc
     assert cuda.sync_mode == 0
 
 
-def test_what_cannot_be_recorded_runs_dynamically(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_recorded_runs_dynamically() -> None:
     class Failing(TapeRecorder):
         def record(self, work: Pass) -> Pass:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     model = grouped_llama(torch.float32)
     with recorded_with(Failing):
-        monkeypatch.setattr(static_engine, "_tried", weakref.WeakKeyDictionary())
         got = lookahead.generate(model, PROMPT, lookahead_config=STATIC, max_new_tokens=8)
-        assert engine_model(model) not in static_engine._idle
+        assert state_of(engine_model(model)).static_steps is None
     assert torch.equal(got, model.generate(PROMPT, max_new_tokens=8, do_sample=False))
 
 

@@ -12,17 +12,23 @@ from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import ModelRunner, engine_model, static_engine, tree_attention
+from lookahead.backends.transformers import ModelRunner, engine_model, tree_attention
+from lookahead.backends.transformers.check_pass import check_logits
 from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder
+from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.static_cache import layer_shapes
 from lookahead.backends.transformers.static_steps import StaticSteps, pass_sizes
-from lookahead.backends.transformers.trial import trial_logits
 from model_zoo import ARCHITECTURES, build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
 WITH_KERNEL = ["llama", "mistral_sliding", "qwen2_mixed_sliding", "gemma3", "deepseek_v3", "llama4_chunked"]
+
+
+def is_static(engine: PreTrainedModel) -> bool:
+    """Whether the last call with this engine ran static steps."""
+    return state_of(engine).static_steps is not None
 
 
 def on_gpu(name: str) -> PreTrainedModel:
@@ -38,9 +44,9 @@ def test_texts_are_those_of_generate(name: str) -> None:
         assert torch.equal(lookahead.generate(model, prompt, lookahead_config=config, **GREEDY), expected), config
     engine = engine_model(model, static=True)
     assert (engine.config._attn_implementation == tree_attention.NAME) >= (name in WITH_KERNEL)
-    print(name, engine.config._attn_implementation, "static" if engine in static_engine._idle else "dynamic")
-    assert (engine in static_engine._idle) <= (name not in BY_LENGTH)
-    assert (engine in static_engine._idle) >= (name in WITH_KERNEL)
+    print(name, engine.config._attn_implementation, "static" if is_static(engine) else "dynamic")
+    assert is_static(engine) <= (name not in BY_LENGTH)
+    assert is_static(engine) >= (name in WITH_KERNEL)
 
 
 @pytest.mark.parametrize("name", WITH_KERNEL)
@@ -48,10 +54,10 @@ def test_replays_are_the_dynamic_steps(name: str) -> None:
     """Also with whatever may lie in the cache where no text is: the kernel does not read it."""
     model = engine_model(on_gpu(name), static=True)
     with torch.no_grad():
-        trial = ModelRunner(model, 1)
-        trial_logits(trial)
+        check = ModelRunner(model, 1)
+        check_logits(check)
         recorder = CudaGraphRecorder(torch.device("cuda"))
-        steps = StaticSteps(model, layer_shapes(trial.cache), 2, 128, pass_sizes(32), recorder)
+        steps = StaticSteps(model, layer_shapes(check.cache), 2, 128, pass_sizes(32), recorder)
     for buffer in steps.cache.buffers:
         buffer.fill_(float("nan"))
     expected = [logits.cpu() for logits in logits_of_steps(ModelRunner(model, 2), batch=2)]
@@ -78,8 +84,8 @@ def test_steps_take_no_memory() -> None:
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_numbers_can_be_drawn_after_a_capture(failing: bool) -> None:
-    """Sampling goes on to give what transformers draws under the same seed, even if the trial could not be captured."""
+def test_sampling_works_after_a_capture(failing: bool) -> None:
+    """Sampling equals transformers' under the same seed afterwards, even if the check pass could not be captured."""
     model, prompt = on_gpu("llama"), PROMPT.cuda()
     if failing:
         plain = model.model.norm.forward.__func__
@@ -97,11 +103,11 @@ def test_numbers_can_be_drawn_after_a_capture(failing: bool) -> None:
         torch.manual_seed(seed)
         got = lookahead.generate(model, prompt, lookahead_config=STATIC, max_new_tokens=30, do_sample=True)
         assert torch.equal(got, expected)
-    assert (engine_model(model, static=True) in static_engine._idle) != failing
+    assert is_static(engine_model(model, static=True)) != failing
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_stays_static(dtype: torch.dtype) -> None:
     model = on_gpu("llama").to(dtype)
     lookahead.generate(model, PROMPT.cuda(), lookahead_config=STATIC, **GREEDY)
-    assert engine_model(model, static=True) in static_engine._idle
+    assert is_static(engine_model(model, static=True))

@@ -18,7 +18,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers import model_state
 from lookahead.backends.transformers.identity import model_identity
-from lookahead.backends.transformers.model_state import draft_memory, keep_memory, neighbours, step_costs
+from lookahead.backends.transformers.model_state import draft_account, draft_memory, keep_memory, neighbours
 from lookahead.drafting import DraftMemory
 from model_zoo import VOCAB_SIZE, build
 
@@ -107,6 +107,8 @@ def test_what_is_kept_for_a_model_is_made_once(
     other = copy.deepcopy(model)
     for name in ("CostStore", "EmbeddingNeighbours", "DraftMemory", "MemoryFile"):
         monkeypatch.setattr(model_state, name, slow(getattr(model_state, name)))
-    made = in_threads(lambda _: (step_costs(other, config, 1), neighbours(other), draft_memory(other, config)), THREADS)
+    made = in_threads(
+        lambda _: (draft_account(other, config, 1, 0.0), neighbours(other), draft_memory(other, config)), THREADS
+    )
     for kind in zip(*made, strict=True):
         assert len({id(kept) for kept in kind}) == 1

@@ -56,7 +56,7 @@ def test_shows_draws_and_stores(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert plot.read_bytes().startswith(b"\x89PNG")
     (file,) = folder.iterdir()
     assert f"stored in {file}" in err
-    assert f"drawn into {plot}" in err
+    assert f"plot written to {plot}" in err
 
     stored = CostStore(folder).load(describe_setting(demo[0], {"pack_weights": False}))
     assert stored is not None, "the decoder finds it under the same setting"
@@ -156,7 +156,7 @@ def test_trees_are_those_of_a_drafter(llama: Any) -> None:
         tree = bench.tree(11)
         assert len(tree) == 11
         assert tree.root == 0, "all the text but its last token is in the cache"
-        assert all(tree.reads)
+        assert all(tree.needs_logits)
         assert max(tree.depths) == BRANCH
         assert sum(parent == 0 for parent in tree.parents) == 3
         bench.step(tree)

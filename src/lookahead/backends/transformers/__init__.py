@@ -1,24 +1,35 @@
 """The engine: runs a transformers model, as it is, on token trees."""
 
+from lookahead.backends.forward_result import ForwardResult
 from lookahead.backends.transformers.cache_exchange import adopt_cache, return_cache
+from lookahead.backends.transformers.chain_cache import ChainCache, check_states
+from lookahead.backends.transformers.chain_check import runs_on_chains
+from lookahead.backends.transformers.chain_engine import chain_engine
+from lookahead.backends.transformers.chain_runner import ChainRunner
 from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.equivalence import Equivalence, equivalence
-from lookahead.backends.transformers.forward_result import ForwardResult
 from lookahead.backends.transformers.model_check import check_adapters, check_model
 from lookahead.backends.transformers.model_runner import ModelRunner
+from lookahead.backends.transformers.saved_state import SavedState
 from lookahead.backends.transformers.static_engine import StaticBuffers
 from lookahead.backends.transformers.tree_cache import TreeCache
 
 __all__ = [
+    "ChainCache",
+    "ChainRunner",
     "Equivalence",
     "ForwardResult",
     "ModelRunner",
+    "SavedState",
     "StaticBuffers",
     "TreeCache",
     "adopt_cache",
+    "chain_engine",
     "check_adapters",
     "check_model",
+    "check_states",
     "engine_model",
     "equivalence",
     "return_cache",
+    "runs_on_chains",
 ]

@@ -16,7 +16,7 @@ _BLANK = 2.0**-7
 def adopt_cache(cache: Cache, mask: torch.Tensor) -> TreeCache:
     """The tree cache that decoding goes on with: `cache` itself where it can be, or a copy of what it holds.
 
-    A cache of transformers has a column for every token that was handed over, hidden ones included; decoding goes on
+    A cache of transformers has a column for every input token, hidden ones included; decoding goes on
     with the tokens that count, each row contiguous from its start.
 
     Args:

@@ -2,76 +2,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers import folded_attention, tree_attention
+from lookahead.backends.transformers.check_pass import agree, check_logits
 from lookahead.backends.transformers.folded_attention import FOLDED_SDPA
+from lookahead.backends.transformers.invariant import attention as invariant_attention
+from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
+from lookahead.backends.transformers.invariant.check import check_invariance, what_is_in_the_way
 from lookahead.backends.transformers.model_check import check_model, check_trees
 from lookahead.backends.transformers.model_runner import ModelRunner
+from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.packed_linear import check_packing
 from lookahead.backends.transformers.preserved_state import preserved_state
 from lookahead.backends.transformers.shared_clone import SharedClone, can_be_cloned, structure
-from lookahead.backends.transformers.trial import agree, trial_logits
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
-_Known = tuple[list[object], SharedClone | None]
-
-_clones: WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], _Known]] = WeakKeyDictionary()
-"""For each model and setting the structure that a clone was made of, and the clone; `None` in its place where it did
-not do what the model does."""
+MakeClone = Callable[[PreTrainedModel, str | None, bool], SharedClone | str]
+"""Makes a clone, given the model, the attention of the clone, and whether to pack its weights, and tries it. Gives a
+reason in its place if it is not right."""
 
 
-def engine_model(model: PreTrainedModel, pack_weights: bool = False, static: bool = False) -> PreTrainedModel:
-    """The module that runs the trees of `model`, which itself stays as it is. Made and tried once per model object.
+def engine_model(
+    model: PreTrainedModel, pack_weights: bool = False, static: bool = False, invariant: bool = False
+) -> PreTrainedModel:
+    """The module that runs the trees of `model`, which itself is not changed. Made and checked once per model object.
 
     Args:
         model: A causal language model of transformers.
         pack_weights: See `LookaheadConfig.pack_weights`.
         static: Whether it is for the static engine, whose masks are packed.
+        invariant: See `LookaheadConfig.invariant`.
 
     Raises:
         UnsupportedModelError: The model cannot be run on token trees.
-        UnsupportedArgumentError: `pack_weights` cannot be had for this model or machine.
+        UnsupportedArgumentError: `pack_weights` or `invariant` is not possible for this model or machine.
     """
     check_model(model)
-    attention = _attention_for_trees(model, static)
-    if attention is None and not pack_weights:
-        return model
     if pack_weights:
         _check_packing(model)
-    elif not can_be_cloned(model):
-        return model
-    clone = _clone_for(model, attention, pack_weights)
-    if clone is None:
-        if pack_weights:
+    if invariant:
+        _check_invariant(model, static)
+        attention: str | None = INVARIANT
+    else:
+        attention = _attention_for_trees(model, static)
+        if not pack_weights and (attention is None or not can_be_cloned(model)):
+            return model
+    clone = clone_for(model, attention, pack_weights, _tried_clone)
+    if isinstance(clone, SharedClone):
+        return clone.module
+    for name, asked in (("invariant", invariant), ("pack_weights", pack_weights)):
+        if asked:
             raise UnsupportedArgumentError(
-                f"pack_weights=True cannot be had for this {type(model).__name__}: with packed weights it did not "
-                "compute what it computes without; use pack_weights=False"
+                f"{name}=True is not possible for this {type(model).__name__}: {clone}; use {name}=False"
             )
-        return model
-    return clone.module
+    return model
 
 
-def _clone_for(model: PreTrainedModel, attention: str | None, pack_weights: bool) -> SharedClone | None:
-    """The clone that is kept for these settings, brought up to date; a new one if there is none that fits."""
-    settings = (model.config._attn_implementation, attention, model.dtype, pack_weights)
-    known = _clones.setdefault(model, {})
+def clone_for(
+    model: PreTrainedModel, attention: str | None, pack_weights: bool, make: MakeClone
+) -> SharedClone | str | None:
+    """The clone that is kept for these settings, after an update; what `make` makes if none fits: a clone, or the
+    reason why none is right."""
+    with state_of(model).lock:
+        return _clone_for(model, attention, pack_weights, make)
+
+
+def _clone_for(
+    model: PreTrainedModel, attention: str | None, pack_weights: bool, make: MakeClone
+) -> SharedClone | str | None:
+    setting = (model.config._attn_implementation, attention, model.dtype, pack_weights)
+    clones = state_of(model).clones
     parts = structure(model, pack_weights)
-    if settings in known and known[settings][0] == parts:
-        clone = known[settings][1]
-        if clone is not None:
+    if setting in clones and clones[setting][0] == parts:
+        clone = clones[setting][1]
+        if isinstance(clone, SharedClone):
             clone.refresh(model)
         return clone
-    known.pop(settings, None)
+    clones.pop(setting, None)
     if pack_weights:  # packed weights are large: the old ones go before there are new ones
-        for other in [other for other in known if other[-1]]:
-            del known[other]
-    clone = _tried_clone(model, attention, pack_weights)
-    known[settings] = (parts, clone)
+        for other in [other for other in clones if other[-1]]:
+            del clones[other]
+    clone = make(model, attention, pack_weights)
+    clones[setting] = (parts, clone)
     return clone
 
 
@@ -102,25 +119,48 @@ def _check_packing(model: PreTrainedModel) -> None:
         )
     if not can_be_cloned(model):
         raise UnsupportedArgumentError(
-            f"pack_weights=True cannot be had for this {name}: it was compiled, or a hook stands in for the forward "
+            f"pack_weights=True is not possible for this {name}: it was compiled, or a hook stands in for the forward "
             "pass of one of its modules; use pack_weights=False"
         )
 
 
-def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bool) -> SharedClone | None:
-    """A clone that does what the model does; `None` if there is none."""
+def _check_invariant(model: PreTrainedModel, static: bool) -> None:
+    reason = what_is_in_the_way(model)
+    if static:
+        reason = "the static engine has no invariant passes; use engine='dynamic'"
+    if reason is not None:
+        raise UnsupportedArgumentError(
+            f"invariant=True is not possible for this {type(model).__name__}: {reason}; use invariant=False"
+        )
+
+
+def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bool) -> SharedClone | str:
+    """A clone that does what the model does; a reason in its place if there is none."""
     if attention is not None:
-        (tree_attention if attention == tree_attention.NAME else folded_attention).register()
+        _REGISTER[attention]()
     clone = SharedClone(model, attention, pack_weights)
+    trees = attention == INVARIANT  # which reads nothing else
     with preserved_state(model), torch.no_grad():
         try:
             check_trees(clone.module)
-        except UnsupportedModelError:
-            return None
-        same = agree(_plain_logits(clone.module), _plain_logits(model), model.dtype) and agree(
-            trial_logits(ModelRunner(clone.module, 1)), trial_logits(ModelRunner(model, 1)), model.dtype
+        except UnsupportedModelError as error:
+            return f"a clone of it that shares its weights fails ({error})"
+        same = (trees or agree(_plain_logits(clone.module), _plain_logits(model), model.dtype)) and agree(
+            check_logits(ModelRunner(clone.module, 1)), check_logits(ModelRunner(model, 1)), model.dtype
         )
-    return clone if same and not clone.keeps_state(model) else None
+        uneven = same and trees and not check_invariance(clone.module)
+    if not same or clone.keeps_state(model):
+        return "a clone of it that shares its weights does not compute what it computes"
+    if uneven:
+        return "a token has other bits in other company: something in it is summed in an order of its own"
+    return clone
+
+
+_REGISTER = {
+    INVARIANT: invariant_attention.register,
+    FOLDED_SDPA: folded_attention.register,
+    tree_attention.NAME: tree_attention.register,
+}
 
 
 def _plain_logits(model: PreTrainedModel) -> torch.Tensor:

@@ -12,7 +12,7 @@ _LENGTH = 1024
 """Words of 32 bits that go into one number."""
 
 _KEYS = np.random.default_rng().integers(1 << 64, size=_LENGTH, dtype=np.uint64) | np.uint64(1)
-"""Drawn anew in each process, so that there are no values for which fingerprints fail again and again."""
+"""Random in each process, so that no two weights have equal fingerprints in every process."""
 
 
 def fingerprint(tensor: torch.Tensor) -> NDArray[np.uint64]:

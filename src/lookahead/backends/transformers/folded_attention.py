@@ -61,6 +61,6 @@ def folded_sdpa(
 
 
 def register() -> None:
-    """Make the function known to transformers, under a name that no model takes unless it is told to."""
+    """Register the function with transformers, under a name that no model uses by default."""
     AttentionInterface.register(FOLDED_SDPA, folded_sdpa)
     AttentionMaskInterface.register(FOLDED_SDPA, sdpa_mask)

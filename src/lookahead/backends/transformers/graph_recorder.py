@@ -29,7 +29,7 @@ class NoRecorder:
 
 
 class CudaGraphRecorder:
-    """Records each pass in a CUDA graph: a replay is one launch, whatever the number of kernels.
+    """Records each pass in a CUDA graph: a replay is one launch for any number of kernels.
 
     All graphs share one pool of memory, as only one of them runs at a time.
 

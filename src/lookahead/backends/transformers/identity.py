@@ -20,7 +20,7 @@ def model_identity(model: PreTrainedModel) -> str:
     """
     config = {name: value for name, value in model.config.to_dict().items() if name not in _INCIDENTAL}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    weights = sorted(model.named_parameters(), key=lambda named: named[0])
+    weights = sorted(model.named_parameters(), key=lambda item: item[0])
     for name, weight in weights[:: max(1, len(weights) // _SAMPLED)]:
         # Of a weight that is shared out among processes (a DTensor), this process's part.
         own = weight.to_local() if hasattr(weight, "to_local") else weight

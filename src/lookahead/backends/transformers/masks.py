@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from lookahead.backends.transformers.tree_attention.packed_mask import pack
+from lookahead.backends.transformers.tree_attention.packed_mask import first_position, pack
 from lookahead.errors import UnsupportedModelError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -24,6 +24,7 @@ class MaskBuilder:
 
     Attributes:
         kinds: The kinds of layers, in a fixed order.
+        layers: The kind of each layer; one stands for all of a model that does not list them.
 
     Raises:
         UnsupportedModelError: A layer is of a kind that has no per-token keys and values.
@@ -44,6 +45,7 @@ class MaskBuilder:
             self.kinds = [CHUNKED]
         else:
             self.kinds = [FULL]
+        self.layers = list(layer_types) if layer_types is not None else self.kinds
         for kind in self.kinds:
             if kind not in (FULL, SLIDING, CHUNKED):
                 raise UnsupportedModelError(
@@ -72,13 +74,33 @@ class MaskBuilder:
         Returns:
             A mask `[batch, 1, queries, keys]`, or a dict of one for each kind of layer.
         """
-        masks = {}
-        for kind in self.kinds:
-            seen = self._narrow(kind, visible, query_positions[:, :, None], key_positions[:, None, :])
-            allowed = torch.from_numpy(seen).to(device)[:, None]
-            mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
-            masks[kind] = mask.masked_fill_(~allowed, torch.finfo(dtype).min)
-        return self.arrange(masks)
+        return self.arrange(
+            {
+                kind: self.additive(self.seen(kind, visible, query_positions, key_positions), dtype, device)
+                for kind in self.kinds
+            }
+        )
+
+    def seen(
+        self,
+        kind: str,
+        visible: NDArray[np.bool_],
+        query_positions: NDArray[np.int64],
+        key_positions: NDArray[np.int64],
+    ) -> NDArray[np.bool_]:
+        """Which keys each query sees in layers of a kind, `[batch, queries, keys]`; arguments as for `build`."""
+        window, chunk = self.reach(kind)
+        if window is None and chunk is None:
+            return visible
+        first = first_position(query_positions, window, chunk)
+        return visible & (key_positions[:, None, :] >= first[:, :, None])
+
+    @staticmethod
+    def additive(seen: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """What is added to scores so that they count where `seen` `[batch, queries, keys]` says, `[batch, 1, ...]`."""
+        allowed = torch.from_numpy(seen).to(device)[:, None]
+        mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
+        return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
 
     def pack(
         self,
@@ -119,12 +141,3 @@ class MaskBuilder:
     def arrange(self, masks: Mapping[str, torch.Tensor]) -> Any:
         """The masks of all kinds in the form that the model takes: a dict, or the only one."""
         return dict(masks) if self._takes_dict else masks[self.kinds[0]]
-
-    def _narrow(
-        self, kind: str, visible: NDArray[np.bool_], queries: NDArray[np.int64], keys: NDArray[np.int64]
-    ) -> NDArray[np.bool_]:
-        if kind == SLIDING and self._sliding_window is not None:
-            return np.asarray(visible & (queries - keys < self._sliding_window))
-        if kind == CHUNKED and self._chunk_size is not None:
-            return np.asarray(visible & (queries // self._chunk_size == keys // self._chunk_size))
-        return visible

@@ -1,4 +1,4 @@
-"""The file that a memory is kept in: whole at any time, and shared by all who fill it."""
+"""The file of a memory: complete at any time, and shared by several writers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KINDS = {
 }
 
 _Version = tuple[int, int, int, int]
-"""What tells one content of a file from another; each is written to a file of its own."""
+"""Identifies one content of a file; each content is written to a new file."""
 
 
 class MemoryFile:
@@ -69,7 +69,7 @@ class MemoryFile:
         learned = self.memory.ngrams.clock
         with self._saving:
             if learned <= self._saved_clock and _version(self._path) == self._known:
-                return  # another thread's save brought it along
+                return  # another thread's save included it
             target = Path(os.path.realpath(self._path))
             name = f".lookahead-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}"
             with exclusive(target.with_name(f"{name}.lock")) as alone:
@@ -101,7 +101,7 @@ def _replace(target: Path, part: Path, memory: DraftMemory, model: str) -> _Vers
     try:
         memory.save(part, model)
         with suppress(OSError):
-            os.chmod(part, stat.S_IMODE(os.stat(target).st_mode))  # who may read it stays as it was
+            os.chmod(part, stat.S_IMODE(os.stat(target).st_mode))  # permissions stay as they were
         version = _version(part)
         os.replace(part, target)
     finally:

@@ -1,23 +1,18 @@
-"""A model is believed only after it is tried: does it honour tree masks and explicit positions?"""
+"""Checks that a model honours tree masks and explicit positions before it is used."""
 
 from __future__ import annotations
-
-import inspect
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.equivalence import equivalence
+from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_runner import ModelRunner
+from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.preserved_state import preserved_state
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import UnsupportedModelError
-
-# What was already tried, so that the two passes are spent once per model object. The key says under which
-# settings: another attention implementation is another way to read a mask.
-_tried: WeakKeyDictionary[PreTrainedModel, set[tuple[object, ...]]] = WeakKeyDictionary()
 
 _ADVICE = (
     "call model.eval() if it is in training mode, load it with attn_implementation='sdpa' or 'eager' if it has "
@@ -28,7 +23,7 @@ _ADVICE = (
 def check_model(model: PreTrainedModel) -> None:
     """Make sure that `model` can be run on token trees, and that they give what plain decoding gives.
 
-    Two tiny forward passes of the model, once per object, and a trial of a miniature of it, once per configuration.
+    Two tiny forward passes once per model object, and the equivalence check once per configuration.
 
     Raises:
         UnsupportedModelError: It cannot; the message says why.
@@ -48,11 +43,15 @@ def check_trees(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: It does not; the message says why.
     """
-    _check_kind(model)
-    settings = (model.config._attn_implementation, model.dtype, model.device)
-    if settings not in _tried.setdefault(model, set()):
-        _try_trees(model)
-        _tried[model].add(settings)
+    check_kind(model)
+    _check_inputs(model)
+    state = state_of(model)
+    # Another attention implementation is another way to read a mask.
+    setting = (model.config._attn_implementation, model.dtype, model.device)
+    with state.lock:
+        if setting not in state.checked:
+            _try_trees(model)
+            state.checked.add(setting)
 
 
 def check_adapters(model: torch.nn.Module) -> None:
@@ -75,8 +74,12 @@ def check_adapters(model: torch.nn.Module) -> None:
             )
 
 
-def _check_kind(model: PreTrainedModel) -> None:
-    """Refuse what is known from the outside not to work."""
+def check_kind(model: PreTrainedModel) -> None:
+    """Refuse what is known from the outside not to work, neither on trees nor on chains.
+
+    Raises:
+        UnsupportedModelError: It is of such a kind.
+    """
     name = type(model).__name__
     check_adapters(model)
     if "prepare_inputs_for_generation" in vars(model):
@@ -86,13 +89,18 @@ def _check_kind(model: PreTrainedModel) -> None:
         )
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"model={name} is an encoder-decoder; lookahead decoding runs decoder-only models")
+
+
+def _check_inputs(model: PreTrainedModel) -> None:
+    """Refuse what takes no trees."""
+    name = type(model).__name__
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(
-            f"model={name} keeps a running state (Mamba-style or linear attention) instead of a key-value cache per "
-            "token; such a state cannot take back a token that was not accepted. Use model.generate"
+            f"model={name} keeps a running state (Mamba-style or linear attention), which cannot take back a token "
+            "that was not accepted: it runs chains of tokens, and no token trees"
         )
     MaskBuilder(model.config)
-    arguments = inspect.signature(model.forward).parameters
+    arguments = forward_arguments(model)
     takes_all = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
     for needed in ("past_key_values", "position_ids", "attention_mask"):
         if needed not in arguments and not takes_all:
@@ -105,42 +113,35 @@ def _try_trees(model: PreTrainedModel) -> None:
     """Run two trees whose outcome is known in advance.
 
     Both hang the branch a-b from the end of a short text, next to a branch that must not be seen. In the first
-    the other branch is a-b as well: if positions and masks count, the two cannot be told apart. In the second
-    it begins with other tokens: a-b must read as before, and the other branch must not.
+    the other branch is a-b as well: if positions and masks count, the two are the same. In the second
+    it begins with other tokens: a-b must give the same logits as before, and the other branch must not.
     """
-    name = type(model).__name__
+    name = f"model={type(model).__name__} with attn_implementation={model.config._attn_implementation!r}"
     with torch.no_grad(), preserved_state(model):
         try:
-            before, twin = _branches(model, same=True)
+            before, repeated = _branches(model, same=True)
             after, other = _branches(model, same=False)
         except UnsupportedModelError:
             raise
         except Exception as error:
             raise UnsupportedModelError(
-                f"model={name} with attn_implementation={model.config._attn_implementation!r} failed on a token tree "
-                f"({type(error).__name__}: {error}); {_ADVICE}"
+                f"{name} failed on a token tree ({type(error).__name__}: {error}); {_ADVICE}"
             ) from error
     # Rounding differs between places in a batch; a broken mask or position changes the outcome by about as much
     # as other tokens do, far more than this.
     tolerance = 0.1 * _distance(after, other) + 8 * torch.finfo(model.dtype).eps * float(before.abs().max())
-    if not bool(torch.isfinite(before).all()):
-        raise UnsupportedModelError(f"model={name} gives logits that are not finite, in {model.dtype}; {_ADVICE}")
-    if _distance(before, twin) > tolerance:
-        raise UnsupportedModelError(
-            f"model={name} with attn_implementation={model.config._attn_implementation!r} does not honour explicit "
-            f"positions or tree masks: the same branch twice reads differently; {_ADVICE}"
-        )
-    if _distance(before, after) > tolerance:
-        raise UnsupportedModelError(
-            f"model={name} with attn_implementation={model.config._attn_implementation!r} does not honour tree masks: "
-            f"a branch changed when tokens changed that it must not see; {_ADVICE}"
-        )
     alone = model.get_input_embeddings().num_embeddings == 1  # there are no other tokens
-    if _distance(after, other) == 0 and not alone:
-        raise UnsupportedModelError(
-            f"model={name} with attn_implementation={model.config._attn_implementation!r} does not read the ancestors "
-            f"of a node: other tokens before it changed nothing; {_ADVICE}"
-        )
+    if not bool(torch.isfinite(before).all()):
+        problem = f"gives logits that are not finite, in {model.dtype}"
+    elif _distance(before, repeated) > tolerance:
+        problem = "does not honour explicit positions or tree masks: the same branch twice reads differently"
+    elif _distance(before, after) > tolerance:
+        problem = "does not honour tree masks: a branch changed when tokens changed that it must not see"
+    elif _distance(after, other) == 0 and not alone:
+        problem = "does not read the ancestors of a node: other tokens before it changed nothing"
+    else:
+        return
+    raise UnsupportedModelError(f"{name} {problem}; {_ADVICE}")
 
 
 def _branches(model: PreTrainedModel, same: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,13 +155,13 @@ def _branches(model: PreTrainedModel, same: bool) -> tuple[torch.Tensor, torch.T
     runner.forward([prefill])
     runner.commit([range(len(prefill))])
     tree = TokenTree(text[-1:])
-    first = tree.add_window_node(a, tree.root, read=False)
-    last = tree.add_window_node(b, first, read=True)
+    first = tree.add_window_node(a, tree.root, needs_logits=False)
+    last = tree.add_window_node(b, first, needs_logits=True)
     # Several tokens between, so that seeing them, or counting them as positions, would leave its mark.
     for token in others:
-        tree.add_window_node(a if same else token, tree.root, read=False)
-    parent = tree.add_window_node(a if same else others[0], tree.root, read=False)
-    other = tree.add_window_node(b, parent, read=True)
+        tree.add_window_node(a if same else token, tree.root, needs_logits=False)
+    parent = tree.add_window_node(a if same else others[0], tree.root, needs_logits=False)
+    other = tree.add_window_node(b, parent, needs_logits=True)
     result = runner.forward([tree])[0]
     return result.logits_after(last)[0], result.logits_after(other)[0]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,10 +9,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.forward_result import ForwardResult
+from lookahead.backends.forward_result import ForwardResult, forward_result
+from lookahead.backends.transformers.forward_arguments import forward_arguments
+from lookahead.backends.transformers.invariant.attention import LEAST_NODES
+from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.position_limit import PositionLimit
-from lookahead.backends.transformers.predictions import argmax, top_predictions
 from lookahead.backends.transformers.slot_limit import SlotLimit
 from lookahead.backends.transformers.static_steps import StaticSteps
 from lookahead.backends.transformers.tree_attention.interface import NAME as TREE_ATTENTION
@@ -35,11 +36,14 @@ class ModelRunner:
         cache: Keys and values of the beginning of each text; an empty cache if not given.
         before: Per sequence, how many tokens of the cache come before the text that `begin_tree` will be given.
         padding: Per sequence, how many padding tokens its prompt had; they count where transformers counts them.
-        device: Where inputs go if the model cannot say, because its weights are brought in as they are needed.
+        device: Where inputs go if the model cannot say, because its weights are loaded when they are needed.
         steps: Runs trees of up to a certain size over fixed buffers; `cache` is copied into its own. Larger trees,
             such as a prompt, are run as they are without it.
         most_nodes: Nodes, the root included, that a draft makes of a tree at most.
         positions_end: See `PositionLimit`.
+
+    Attributes:
+        context, last_length, broken_after: See `PositionLimit`.
     """
 
     def __init__(
@@ -61,36 +65,35 @@ class ModelRunner:
             steps.begin(self.cache)
             self.cache = steps.cache
         self._batch_size = batch_size
-        self._before = list(before) if before is not None else [0] * batch_size
+        self.before = list(before) if before is not None else [0] * batch_size
         self._padding = list(padding) if padding is not None else [0] * batch_size
         on_meta = model.device.type == "meta"
         self._device = (device or torch.device("cpu")) if on_meta else model.device
         self._masks = MaskBuilder(model.config)
         self._limit = PositionLimit(model.config, positions_end)
+        self.context, self.last_length = self._limit.context, self._limit.last_length
+        self.broken_after = self._limit.broken_after
         self._slots = SlotLimit(model.config)
         self._most_nodes = most_nodes
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._least_nodes: int = getattr(model, LEAST_NODES, 1)
+        self._keeps_logits = "logits_to_keep" in forward_arguments(model)
         self._layouts: list[Layout] = []
 
     @property
-    def context(self) -> int | None:
-        """Positions the model was made for, if its configuration says so."""
-        return self._limit.context
+    def is_invariant(self) -> bool:
+        """Whether the bits of a node depend on its own text alone; see `LookaheadConfig.invariant`."""
+        return bool(self.model.config._attn_implementation == INVARIANT)
 
     @property
-    def last_length(self) -> int | None:
-        """Text length at which the model can read no further token, if there is one."""
-        return self._limit.last_length
+    def _nodes(self) -> int:
+        """Nodes of each row of the pass, padding included."""
+        largest = max(len(layout.order) for layout in self._layouts)
+        return max(largest, -(-self._least_nodes // self._batch_size))
 
     @property
     def changes_after(self) -> int | None:
         """Longest text of which rows of a batch may be at different places, if longer ones are read otherwise."""
         return min((text for text in (self._limit.changes_after, self._slots.first) if text is not None), default=None)
-
-    @property
-    def broken_after(self) -> int | None:
-        """Longest text that plain decoding of the model reads as a whole; `None` for any."""
-        return self._limit.broken_after
 
     def counts_hidden_after(self, between: bool) -> int | None:
         """Longest text, hidden tokens included, in which the model counts no hidden token; `None` for any.
@@ -107,12 +110,12 @@ class ModelRunner:
         Behind its text it might stand where the model has no position, or has other ones.
         """
         tree = TokenTree([0])
-        tree.reads[tree.root] = False
+        tree.needs_logits[tree.root] = False
         return tree
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
         """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens."""
-        cached, before = self.cache.lengths(self._batch_size)[row], self._before[row]
+        cached, before = self.cache.lengths(self._batch_size)[row], self.before[row]
         if self._limit.recompute_at is not None and not before:
             recompute_at = self._limit.recompute_at - self._padding[row]
             if cached < recompute_at <= len(text):
@@ -132,7 +135,7 @@ class ModelRunner:
         Returns:
             The number of forward passes it took.
         """
-        size = chunk_size or (None if len(texts) == 1 else LONGEST_DRAFTED_PREFILL)
+        size = chunk_size or (None if len(texts) == 1 and not self.is_invariant else LONGEST_DRAFTED_PREFILL)
         passes = 0
         while size is not None:
             trees = [self.begin_tree(row, text) for row, text in enumerate(texts)]
@@ -146,7 +149,7 @@ class ModelRunner:
 
     def complete(self, texts: Sequence[Sequence[int]]) -> None:
         """Send all of each text but its last token, so that the cache holds what plain decoding leaves there."""
-        ends = [before + len(text) - 1 for before, text in zip(self._before, texts, strict=True)]
+        ends = [before + len(text) - 1 for before, text in zip(self.before, texts, strict=True)]
         while True:
             lengths = self.cache.lengths(self._batch_size)
             behind = [cached < end for cached, end in zip(lengths, ends, strict=True)]
@@ -190,10 +193,10 @@ class ModelRunner:
         keep = reads[0] if len(reads) == 1 else np.unique(np.concatenate(reads))
         inputs = self._inputs(trees)
         if self._keeps_logits:
-            nodes = max(len(layout.order) for layout in self._layouts)
+            nodes = self._nodes
             # A number keeps the last ones, without the copy that picking them takes.
             tail = len(keep) > 0 and nodes - int(keep[0]) == len(keep)
-            inputs["logits_to_keep"] = len(keep) if tail else torch.from_numpy(keep).to(self._device)
+            inputs["logits_to_keep"] = len(keep) if tail else torch.from_numpy(keep.copy()).to(self._device)
         with self.cache.scratch():
             logits = self.model(**inputs, use_cache=True, return_dict=True).logits  # [batch, keep or nodes, vocabulary]
         if not self._keeps_logits:
@@ -206,20 +209,20 @@ class ModelRunner:
         """Keep the keys and values of `kept`, for each sequence a path of nodes from its tree's first one
         downwards, and forget the other nodes."""
         slots = [
-            layout.slots[list(nodes)].tolist() if nodes else []
+            (layout.slots[list(nodes)].tolist() if len(nodes) > 1 else [int(layout.slots[nodes[0]])]) if nodes else []
             for nodes, layout in zip(kept, self._layouts, strict=True)
         ]
         self.cache.commit(slots)
 
     def _inputs(self, trees: Sequence[TokenTree]) -> dict[str, object]:
         layouts, device = self._layouts, self._device
-        nodes = max(len(layout.order) for layout in layouts)
+        nodes = self._nodes
         lengths = self.cache.lengths(self._batch_size)
         tokens = np.zeros((len(layouts), nodes), dtype=np.int64)
         positions = np.zeros_like(tokens)
         for row, layout in enumerate(layouts):
             tokens[row, : len(layout.order)] = layout.tokens
-            start = lengths[row] if len(layout.read_slots) else 0  # an idle row stands nowhere
+            start = lengths[row] if len(layout.read_slots) else 0  # an idle row has no position
             positions[row, : len(layout.order)] = start + layout.depths
         inputs: dict[str, object] = {
             "input_ids": torch.from_numpy(tokens).to(device),
@@ -227,13 +230,13 @@ class ModelRunner:
             "past_key_values": self.cache,
         }
         # Plain decoding of one sequence needs no mask of ours: transformers' own fast path applies.
-        if len(trees) > 1 or not trees[0].is_chain:
+        if len(trees) > 1 or not trees[0].is_chain or self.is_invariant:
             inputs["attention_mask"] = self._mask(lengths, positions)
         return inputs
 
     def _mask(self, lengths: list[int], positions: NDArray[np.int64]) -> object:
         batch, nodes = positions.shape
-        if self.model.config._attn_implementation == TREE_ATTENTION:
+        if self.model.config._attn_implementation in (TREE_ATTENTION, INVARIANT):
             ancestors = np.zeros((batch, nodes, nodes), dtype=np.bool_)
             for row, layout in enumerate(self._layouts):
                 ancestors[row, : len(layout.order), : len(layout.order)] = layout.ancestor_mask()
@@ -253,15 +256,5 @@ class ModelRunner:
 
 def _result(layout: Layout, logits: torch.Tensor, keep: NDArray[np.int64], top_k: int) -> ForwardResult:
     """What the logits `[keep, vocabulary]` of one row of the batch say about the nodes of its tree."""
-    nodes = layout.order[layout.read_slots]
-    rows = np.searchsorted(keep, layout.read_slots)
-    predictions = np.full(len(layout.order), -1, dtype=np.int64)
-    predictions[nodes] = argmax(logits).cpu().numpy()[rows]
-    top_k = min(top_k, logits.shape[-1])
-    top_ids = np.full((len(layout.order), top_k), -1, dtype=np.int64)
-    top_probabilities = np.zeros((len(layout.order), top_k), dtype=np.float32)
-    if top_k:
-        ids, probabilities = top_predictions(logits, top_k)
-        top_ids[nodes], top_probabilities[nodes] = ids.cpu().numpy()[rows], probabilities.cpu().numpy()[rows]
-    by_node = dict(zip(nodes.tolist(), rows.tolist(), strict=True))
-    return ForwardResult(logits, predictions, top_ids, top_probabilities, by_node)
+    rows = None if keep is layout.read_slots else np.searchsorted(keep, layout.read_slots)
+    return forward_result(len(layout.order), layout.order[layout.read_slots], logits, top_k, rows)

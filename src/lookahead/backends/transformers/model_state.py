@@ -1,4 +1,4 @@
-"""What is kept for a model between calls: what its steps cost, and what was learned about its predictions."""
+"""Everything that is kept for a model between calls, in one object that goes when the model goes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -17,54 +18,93 @@ from lookahead.backends.transformers.identity import model_identity
 from lookahead.backends.transformers.memory_file import MemoryFile
 from lookahead.config import MEMORY_SCOPES, LookaheadConfig
 from lookahead.core.cost_model import CostModel
+from lookahead.core.draft_account import DraftAccount
 from lookahead.drafting import DraftMemory, EmbeddingNeighbours
 from lookahead.drafting.auto.embedding_neighbours import COORDINATES
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 
+if TYPE_CHECKING:
+    from lookahead.backends.transformers.equivalence import Equivalence
+    from lookahead.backends.transformers.shared_clone import SharedClone
+    from lookahead.backends.transformers.static_cache import LayerShape
+    from lookahead.backends.transformers.static_steps import StaticSteps
 
-@dataclass
-class _ModelState:
-    costs: dict[str, CostModel] = field(default_factory=dict)
-    memory: DraftMemory | None = None  # of the scope "process"
+Setting = tuple[object, ...]
+"""How a model was set when something was made or tried for it: its attention, number type, device, ..."""
+
+
+@dataclass(eq=False)
+class ModelState:
+    """What is kept for one model, outside of it: a copy or a pickle of the model begins without.
+
+    Nothing in here refers to the model, or it would never go. A shared-weight clone is a model of its own, with a state
+    of its own.
+
+    Attributes:
+        lock: Held by a thread while it looks for something in here and makes it where it is missing.
+        checked: Settings with which the tree check passed.
+        clones: Shared-weight clones: what each was made of (`structure`), and the clone; in its place why there is
+            none, if that is known, where it did not do what it should.
+        static_shapes: What its layers keep of a token; `None` where static steps failed, or did not do what others do.
+        static_steps: Those that its last call released, and what they were made for: what was compiled and captured
+            serves the next call as well.
+        accounts: What its steps cost and its drafts gain, by setting.
+        memory: The n-gram memory of `memory="process"`.
+        files: Open memory files, by path.
+        neighbours: Its embedding neighbours, once they were asked for; none or one.
+        equivalence: What was found of its kind lately, and the attention and the configuration that it is about.
+    """
+
+    lock: RLock = field(default_factory=RLock)
+    checked: set[Setting] = field(default_factory=set)
+    clones: dict[Setting, tuple[list[object], SharedClone | str | None]] = field(default_factory=dict)
+    static_shapes: dict[Setting, tuple[LayerShape | None, ...] | None] = field(default_factory=dict)
+    static_steps: tuple[Setting, StaticSteps] | None = None
+    accounts: dict[Setting, DraftAccount] = field(default_factory=dict)
+    memory: DraftMemory | None = None
     files: dict[str, MemoryFile] = field(default_factory=dict)
-    neighbours: list[EmbeddingNeighbours | None] = field(default_factory=list)  # none or one
-    lock: RLock = field(default_factory=RLock)  # held while one of them is made
+    neighbours: list[EmbeddingNeighbours | None] = field(default_factory=list)
+    equivalence: tuple[str | None, dict[str, object], ReferenceType[Equivalence]] | None = None
 
 
-_states: WeakKeyDictionary[PreTrainedModel, _ModelState] = WeakKeyDictionary()
+_states: WeakKeyDictionary[PreTrainedModel, ModelState] = WeakKeyDictionary()
 
 
-def making(model: PreTrainedModel) -> RLock:
-    """Held by the thread that makes something for `model` which other calls with it will use."""
-    return _state(model).lock
+def state_of(model: PreTrainedModel) -> ModelState:
+    """What is kept for `model`; an empty state on first use."""
+    return _states.get(model) or _states.setdefault(model, ModelState())
 
 
-def step_costs(model: PreTrainedModel, config: LookaheadConfig, rows: int) -> CostModel:
-    """What steps of `model` cost: as learned in earlier calls, else as `lookahead tune` stored it, else a first guess.
+def draft_account(model: PreTrainedModel, config: LookaheadConfig, rows: int, temperature: float) -> DraftAccount:
+    """What steps of `model` cost and drafts bring: as learned in earlier calls; else costs are as `lookahead tune`
+    stored them, or a first guess.
 
     Args:
         model: The model.
         config: How its engine is set.
         rows: Sequences that run together.
+        temperature: Of sampling, 0 for greedy decoding. What drafts bring differs with it.
     """
-    engine = {} if config.engine == "dynamic" else {"engine": config.engine}
-    setting = describe_setting(model, {"pack_weights": config.pack_weights, **engine})
-    state = _state(model)
-    key = f"{rows} {sorted(setting.items())}"
+    settings = (config.pack_weights, config.engine, config.invariant, model.config._attn_implementation)
+    key = (rows, round(temperature, 1), torch.get_num_threads(), model.dtype, model.device, *settings)
+    state = state_of(model)
     with state.lock:
-        if key not in state.costs:
-            stored = CostStore().load(setting)
-            state.costs[key] = CostModel.prior() if stored is None else stored.cost
-        return state.costs[key]
+        if key not in state.accounts:
+            engine: dict[str, Any] = {} if config.engine == "dynamic" else {"engine": config.engine}
+            if config.invariant:
+                engine["invariant"] = True
+            stored = CostStore().load(describe_setting(model, {"pack_weights": config.pack_weights, **engine}))
+            state.accounts[key] = DraftAccount(CostModel.prior() if stored is None else stored.cost, rows)
+        return state.accounts[key]
 
 
 def neighbours(model: PreTrainedModel) -> EmbeddingNeighbours | None:
-    """Which tokens the input embedding of `model` treats alike, worked out once.
+    """The nearest neighbours of each token in the input embedding of `model`, computed once.
 
     Returns:
         `None` where the embedding cannot be read as plain numbers: quantised, shared out among processes, not loaded.
     """
-    state = _state(model)
+    state = state_of(model)
     with state.lock:
         if not state.neighbours:
             state.neighbours.append(_make_neighbours(getattr(model.get_input_embeddings(), "weight", None)))
@@ -90,7 +130,7 @@ def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory
     """
     if config.memory == "request":
         return DraftMemory()
-    state = _state(model)
+    state = state_of(model)
     with state.lock:
         if config.memory == "process":
             state.memory = state.memory or DraftMemory()
@@ -109,7 +149,7 @@ def keep_memory(model: PreTrainedModel, config: LookaheadConfig, memory: DraftMe
     if config.memory in MEMORY_SCOPES:
         return
     # Not by its path, which a change of the working directory may have changed.
-    for path, file in list(_state(model).files.items()):
+    for path, file in list(state_of(model).files.items()):
         if file.memory is memory:
             try:
                 file.save(model_identity(model))
@@ -120,10 +160,6 @@ def keep_memory(model: PreTrainedModel, config: LookaheadConfig, memory: DraftMe
                     LookaheadWarning,
                     stacklevel=2,
                 )
-
-
-def _state(model: PreTrainedModel) -> _ModelState:
-    return _states.get(model) or _states.setdefault(model, _ModelState())
 
 
 def _path(config: LookaheadConfig) -> Path:

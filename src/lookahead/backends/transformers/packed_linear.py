@@ -41,7 +41,7 @@ class PackedLinear(torch.nn.Linear):
 
 
 class PackedWeight:
-    """A weight in another order, and what tells whether it is still that weight.
+    """A weight in another order, with a fingerprint that shows whether the original has changed.
 
     Nothing that torch notes of a tensor proves that its values are what they were. Writing through `.data`, a numpy
     array or shared memory leaves version counter and address alone, tensors made in inference mode have no version,

@@ -57,7 +57,7 @@ class PositionLimit:
         self.broken_after: int | None = self._original if config.model_type in _BROKEN else None
 
     def deepest(self, root_position: int) -> int | None:
-        """Largest position id that a tree may hold whose root stands at `root_position`; `None` for any.
+        """Largest position id in a tree whose root is at `root_position`; `None` for any.
 
         Beyond its context a model is on its own, as in transformers; a table of positions fails there.
         """

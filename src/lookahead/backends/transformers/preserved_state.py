@@ -10,10 +10,10 @@ import torch
 
 @contextmanager
 def preserved_state(model: torch.nn.Module) -> Iterator[None]:
-    """Give the modules of `model` back the attributes and buffers that they had, whatever passes change meanwhile.
+    """Restore the attributes and buffers of the modules of `model` that passes change meanwhile.
 
     The rotary embeddings of a model with dynamic RoPE, for one, keep the frequencies of the longest text so far, and
-    a short text puts them back: after a trial pass, plain decoding would go on with other frequencies.
+    a short text puts them back: after a check pass, plain decoding would go on with other frequencies.
     """
     kept = [
         (module, dict(vars(module)), [(name, buffer, _copy(buffer)) for name, buffer in module._buffers.items()])

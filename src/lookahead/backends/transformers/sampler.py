@@ -1,4 +1,4 @@
-"""Selects tokens as transformers' `generate` does: processors, then the likeliest token or a draw."""
+"""Selects tokens as transformers' `generate` does: processors, then the likeliest token or a sample."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ class TextSampler:
 
     Args:
         processor: Applied to the logits first, if given.
-        sample: Draw the token from the scores' softmax, instead of taking the likeliest. Draws come from the
-            default generator, one `torch.multinomial` a token.
+        sample: Sample the token from the scores' softmax, one `torch.multinomial` a token, instead of selecting the
+            likeliest.
+        generator: Random state for sampling, on the device of the logits; torch's default generator if not given, which
+            the sequences of a batch share in turn.
         keep_logits: Collect the raw logits of each token in `logits`, `[1, vocabulary]` float32 each.
         keep_scores: Collect the processed scores of each token in `scores`, likewise.
     """
@@ -31,11 +33,13 @@ class TextSampler:
         self,
         processor: Processor | None = None,
         sample: bool = False,
+        generator: torch.Generator | None = None,
         keep_logits: bool = False,
         keep_scores: bool = False,
     ) -> None:
         self._processor = processor
         self._sample = sample
+        self._generator = generator
         self.logits: list[torch.Tensor] | None = [] if keep_logits else None
         self.scores: list[torch.Tensor] | None = [] if keep_scores else None
 
@@ -56,17 +60,24 @@ class TextSampler:
 
     def select(self, sequence: TextSequence, outputs: NodeOutputs, node: int) -> int:
         """The token after `node`, to follow the text of `sequence`."""
-        return self.choose(sequence.ids, outputs.logits_after(node).to(sequence.ids.device))
+        text = None if self._processor is None else sequence.ids
+        return self.choose(text, outputs.logits_after(node).to(sequence.device))
 
-    def choose(self, text: torch.Tensor, logits: torch.Tensor) -> int:
-        """The token after `text` `[1, tokens]`, given its `logits` `[1, vocabulary]` float32."""
+    def choose(self, text: torch.Tensor | None, logits: torch.Tensor) -> int:
+        """The token after `text` `[1, tokens]`, given its `logits` `[1, vocabulary]` float32.
+
+        The text may be left out where there is no processor that looks at it.
+        """
         if self.logits is not None:
             self.logits.append(logits.clone())
         # processors may write into what they get
-        scores = self._processor(text, logits.clone()) if self._processor else logits
+        scores = logits
+        if self._processor is not None:
+            assert text is not None
+            scores = self._processor(text, logits.clone())
         if self.scores is not None:
             self.scores.append(scores.clone())
         if self._sample:
             probabilities = torch.nn.functional.softmax(scores, dim=-1)
-            return int(torch.multinomial(probabilities, num_samples=1))
+            return int(torch.multinomial(probabilities, num_samples=1, generator=self._generator))
         return int(scores.argmax(dim=-1))

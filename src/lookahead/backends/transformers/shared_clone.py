@@ -1,4 +1,4 @@
-"""A clone of a model that shares its weights: other module objects, in which the engine may change what it likes."""
+"""A clone of a model that shares its weights: other module objects, which the engine may change."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.backends.transformers.invariant.attention import LEAST_NODES
+from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
+from lookahead.backends.transformers.invariant.modules import FINDINGS, empty_module, invariant_kind
 from lookahead.backends.transformers.packed_linear import PACKED_WEIGHT, PackedLinear, can_pack
 
-_ITS_OWN = frozenset({"_modules", "config", "generate", PACKED_WEIGHT})
-"""What the modules of a clone have for themselves. `generate`, where it is attached, is a way back to the model."""
+_ITS_OWN = frozenset({"_modules", "config", "generate", PACKED_WEIGHT, FINDINGS, LEAST_NODES})
+"""Attributes that the modules of a clone do not share. `generate`, where it is attached, refers to the model."""
 
 
 def can_be_cloned(model: PreTrainedModel) -> bool:
     """Whether all of the model's computation is reached through its module tree.
 
-    Hooks that replace `forward` on one object (accelerate's, a user's own) and compiled calls lead back to the
-    modules they were made for, past any clone.
+    Hooks that replace `forward` on one object (accelerate's, user-defined ones) and compiled calls run the modules
+    that they were made for, not those of a clone.
     """
     return not any(
         "forward" in vars(module) or getattr(module, "_compiled_call_impl", None) is not None
@@ -29,7 +32,7 @@ def can_be_cloned(model: PreTrainedModel) -> bool:
 
 
 def structure(model: PreTrainedModel, pack_weights: bool) -> list[object]:
-    """What a clone is made of: the module tree and its configurations. Equal lists mean that a clone still fits.
+    """The module tree and its configurations. Equal lists mean that a clone still fits.
 
     Parameters and buffers are no part of it, since a clone looks them up in the model. Modules are weakly referenced:
     an `id` may come back with another module once the first is gone, and a strong reference would keep the model.
@@ -49,16 +52,17 @@ def structure(model: PreTrainedModel, pack_weights: bool) -> list[object]:
 class SharedClone:
     """Another module tree over the parameters and buffers of `model`, which is not touched.
 
-    A module of the clone has the very dictionaries of parameters and buffers that the model's module has, so whatever
-    is assigned, registered or moved there is the clone's as well. Modules with neither parameters nor submodules are
+    A module of the clone has the same dictionary objects of parameters and buffers as the model's module, so what is
+    assigned, registered or moved there is the clone's as well. Modules with neither parameters nor submodules are
     not cloned but shared: there is nothing to speed up in them, and those that keep a state which their forward pass
-    changes (rotary embeddings whose frequencies follow the length of the text) are among them. So the state is one,
-    whoever runs the next pass.
+    changes (rotary embeddings whose frequencies follow the length of the text) are among them. So there is one
+    state, whichever runs the next pass.
 
     Args:
         model: Any model that `can_be_cloned`.
         attention: What the clone's layers use where the model's use `sdpa`, registered with transformers; `sdpa` as
-            well if not given.
+            well if not given. Invariant attention takes the place of `eager`, too, and its products and activations
+            are those of `invariant_kind`.
         pack_weights: Replace the clone's linear layers with `PackedLinear`.
 
     Attributes:
@@ -71,6 +75,8 @@ class SharedClone:
         self._clones: dict[int, torch.nn.Module] = {}  # by the id of the module that each stands for
         self._configs: dict[int, Any] = {}  # each configuration is copied once, wherever it is referred to
         self.module: PreTrainedModel = self._clone(model)
+        if self._is_invariant:
+            vars(self.module)[LEAST_NODES] = 4 if pack_weights else 2
         self.refresh(model)
 
     def refresh(self, model: PreTrainedModel) -> None:
@@ -118,17 +124,28 @@ class SharedClone:
         vars(clone)["_modules"] = children
         if "config" in vars(module):
             vars(clone)["config"] = config = copy.deepcopy(vars(module)["config"], self._configs)
-            if self._attention is not None and getattr(config, "_attn_implementation", None) == "sdpa":
-                config._attn_implementation = self._attention
+            self._configure(config)
         return clone
+
+    def _configure(self, config: Any) -> None:
+        used = getattr(config, "_attn_implementation", None)
+        if self._attention is not None and (used == "sdpa" or (used == "eager" and self._is_invariant)):
+            config._attn_implementation = self._attention
+        if self._is_invariant and getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation = "eager"  # the one in which experts are asked one after another
+
+    @property
+    def _is_invariant(self) -> bool:
+        return self._attention == INVARIANT
 
     def _new_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """An empty module to stand for `module`, or `module` itself where that is to be shared."""
-        if self._pack_weights and can_pack(module):
-            return PackedLinear.__new__(PackedLinear)
-        if not module._parameters and not module._modules:
+        kind = PackedLinear if self._pack_weights and can_pack(module) else module.__class__
+        if self._is_invariant:
+            kind = invariant_kind(module, kind)
+        if kind is module.__class__ and not module._parameters and not module._modules:
             return module
-        return module.__class__.__new__(module.__class__)
+        return empty_module(kind)
 
 
 def _take_over(module: torch.nn.Module, clone: torch.nn.Module) -> None:

@@ -35,7 +35,7 @@ class SlotLimit:
 
 
 def _scale_period(config: PreTrainedConfig) -> int | None:
-    """Places in which Llama 4 scales queries alike; `None` for other models."""
+    """Consecutive places for which Llama 4 scales queries by the same factor; `None` for other models."""
     if not getattr(config, "attn_temperature_tuning", False) or all(getattr(config, "no_rope_layers", None) or [1]):
         return None
     period = getattr(config, "floor_scale", None)

@@ -1,4 +1,4 @@
-"""A tree cache whose memory is taken once: no step allocates, and keys and values stay where they are."""
+"""A tree cache with static buffers: no step allocates, and keys and values stay where they are."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class StaticTreeCache(TreeCache):
         """Tokens kept in the longest row.
 
         In a static pass 0, always: a captured pass keeps what Python said once, so that a model that goes by this
-        must fail its trial, whether or not the trial is captured.
+        must fail the check pass, whether or not that pass is captured.
         """
         return 0 if self.columns is not None else self.longest
 

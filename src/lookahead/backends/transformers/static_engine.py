@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.backends.transformers.check_pass import CHECK_LENGTH, agree, check_logits
 from lookahead.backends.transformers.graph_recorder import recorder_for
 from lookahead.backends.transformers.model_runner import ModelRunner
+from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.position_limit import PositionLimit
 from lookahead.backends.transformers.shared_clone import can_be_cloned
 from lookahead.backends.transformers.slot_limit import SlotLimit
 from lookahead.backends.transformers.static_cache import LayerShape, layer_shapes
 from lookahead.backends.transformers.static_steps import SMALLEST_TREE, StaticSteps, pass_sizes, rounded
 from lookahead.backends.transformers.tree_cache import TreeCache
-from lookahead.backends.transformers.trial import TRIAL_LENGTH, agree, trial_logits
 
 Shapes = tuple[LayerShape | None, ...]
-
-_tried: WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], Shapes | None]] = WeakKeyDictionary()
-"""What the layers of each model keep of a token; `None` where static steps failed or did not do what others do."""
-
-_idle: WeakKeyDictionary[PreTrainedModel, tuple[tuple[object, ...], StaticSteps]] = WeakKeyDictionary()
-"""The steps that each model's last call left, and what they were made for: what was compiled and captured serves the
-next call as well."""
 
 
 class StaticBuffers:
@@ -51,9 +43,10 @@ class StaticBuffers:
         first = SlotLimit(model.config).first
         if first is not None and capacity > first:  # such a model would take the whole buffer for text
             return
-        self._model = model
-        self._made_for = (_state(model), batch, sizes, compiler)
-        kept = _idle.pop(model, None)
+        self._state = state_of(model)
+        self._made_for = (_wiring(model), batch, sizes, compiler)
+        with self._state.lock:
+            kept, self._state.static_steps = self._state.static_steps, None
         if kept is not None and kept[0] == self._made_for and capacity <= kept[1].cache.capacity <= 4 * capacity:
             self.steps = kept[1]
             self.steps.cache.reset()
@@ -62,26 +55,27 @@ class StaticBuffers:
         self.steps = StaticSteps(model, shapes, batch, capacity, sizes, recorder_for(model.device), compiler)
 
     def copy_cache(self, cache: TreeCache) -> None:
-        """Make `cache` hold the texts, for callers who take it away."""
+        """Copy the texts' keys and values to `cache`, for callers who keep it."""
         if self.steps is not None:
             self.steps.cache.copy_to(cache)
 
     def release(self) -> None:
         """Keep the steps for the model's next call, in place of what was kept before. Not for a call that failed."""
         if self.steps is not None:
-            _idle[self._model] = (self._made_for, self.steps)
+            self._state.static_steps = (self._made_for, self.steps)
 
 
 def _static_shapes(model: PreTrainedModel, compiled: bool = False) -> Shapes | None:
     """What the layers keep of a token; `None` if the model cannot be run with fixed shapes. Tried once per model."""
     if not _is_free_of_python(model):
         return None
-    settings = (model.config._attn_implementation, model.dtype, model.device, compiled)
-    tried = _tried.setdefault(model, {})
-    if settings not in tried:
-        # What Dynamo makes of the model is what may fail; a backend that does no more takes little time.
-        tried[settings] = _try_static(model, "eager" if compiled else None)
-    return tried[settings]
+    state = state_of(model)
+    setting = (model.config._attn_implementation, model.dtype, model.device, compiled)
+    with state.lock:
+        if setting not in state.static_shapes:
+            # What Dynamo makes of the model is what may fail; a backend that does no more takes little time.
+            state.static_shapes[setting] = _try_static(model, "eager" if compiled else None)
+        return state.static_shapes[setting]
 
 
 def _is_free_of_python(model: PreTrainedModel) -> bool:
@@ -105,19 +99,19 @@ def _is_free_of_python(model: PreTrainedModel) -> bool:
 def _try_static(model: PreTrainedModel, compiler: str | None = None) -> Shapes | None:
     """Compare logits of static steps with those of dynamic ones."""
     dynamic = ModelRunner(model, 1)
-    expected = trial_logits(dynamic)
+    expected = check_logits(dynamic)
     shapes = layer_shapes(dynamic.cache)
     try:
         sizes, recorder = pass_sizes(SMALLEST_TREE), recorder_for(model.device)
-        steps = StaticSteps(model, shapes, 1, TRIAL_LENGTH, sizes, recorder, compiler)
-        logits = trial_logits(ModelRunner(model, 1, steps=steps))
+        steps = StaticSteps(model, shapes, 1, CHECK_LENGTH, sizes, recorder, compiler)
+        logits = check_logits(ModelRunner(model, 1, steps=steps))
     except Exception:
         # Whatever it is, a model that needs shapes or contents to be other than fixed runs as it did before.
         return None
     return shapes if agree(logits, expected, model.dtype) else None
 
 
-def _state(model: PreTrainedModel) -> tuple[object, ...]:
+def _wiring(model: PreTrainedModel) -> tuple[object, ...]:
     """What a captured pass depends on: where weights lie, and how the model is set."""
     tensors = (
         tensor for module in model.modules() for tensor in (*module._parameters.values(), *module._buffers.values())

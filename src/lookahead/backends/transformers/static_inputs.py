@@ -8,7 +8,15 @@ import numpy as np
 import torch
 
 from lookahead.backends.transformers.masks import MaskBuilder
-from lookahead.backends.transformers.tree_attention.packed_mask import BITS, FIRST, SCRATCH, VISIBLE, WORD, packed_width
+from lookahead.backends.transformers.tree_attention.packed_mask import (
+    BITS,
+    FIRST,
+    SCRATCH,
+    VISIBLE,
+    WORD,
+    first_position,
+    packed_width,
+)
 from lookahead.core.token_tree import Layout
 
 
@@ -79,7 +87,7 @@ class StaticInputs:
     def _stage_row(self, row: int, layout: Layout, length: int) -> None:
         own = len(layout.order)
         self._tokens[row, :own], self._tokens[row, own:] = layout.tokens, 0
-        # A row that is finished stands nowhere; behind its text the model might have no position.
+        # A finished row has no position; behind its text the model might have no position.
         positions = (length if len(layout.read_slots) else 0) + layout.depths
         self._positions[row, :own], self._positions[row, own:] = positions, 0
         ancestors = layout.ancestor_mask()
@@ -89,8 +97,7 @@ class StaticInputs:
             window, chunk = self._masks.reach(kind)
             seen = ancestors
             if window is not None or chunk is not None:
-                first = positions // chunk * chunk if chunk is not None else positions - (window or 0) + 1
-                own_rows[:, FIRST] = np.maximum(first, 0)
+                own_rows[:, FIRST] = first = first_position(positions, window, chunk)
                 seen = ancestors & (positions >= first[:, None])
             bits = np.packbits(seen, axis=1, bitorder="little")
             own_rows[:, BITS:].view(np.uint8)[:, : bits.shape[1]] = bits

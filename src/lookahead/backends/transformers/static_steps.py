@@ -1,4 +1,4 @@
-"""Passes of a few fixed sizes over memory that stays where it is, to be compiled, and captured in CUDA graphs."""
+"""Passes of a few fixed sizes over static buffers, which can be compiled and captured in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.forward_result import ForwardResult
+from lookahead.backends.forward_result import ForwardResult
+from lookahead.backends.predictions import argmax, top_predictions
 from lookahead.backends.transformers.graph_recorder import Outputs, Pass, Recorder
 from lookahead.backends.transformers.masks import MaskBuilder
-from lookahead.backends.transformers.predictions import argmax, top_predictions
 from lookahead.backends.transformers.static_cache import LayerShape, StaticTreeCache
 from lookahead.backends.transformers.static_inputs import StaticInputs
 from lookahead.backends.transformers.tree_attention.interface import NAME as TREE_ATTENTION
@@ -23,8 +23,8 @@ from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.core.token_tree import Layout
 
 SMALLEST_TREE = 8
-"""Nodes of the smallest pass for a tree. Less would not be faster where static passes are: a GPU reads all weights for
-one node as for eight."""
+"""Nodes of the smallest pass for a tree. Fewer would not be faster on a GPU, which
+reads all weights for one node as for eight."""
 
 
 def pass_sizes(nodes: int) -> tuple[int, ...]:
@@ -36,24 +36,24 @@ def pass_sizes(nodes: int) -> tuple[int, ...]:
 
 
 def rounded(tokens: int) -> int:
-    """Capacity for so many tokens: at most half as much again, so that calls of similar lengths share what was made for
-    one of them. A multiple of 64, as attention with dense masks wants it."""
+    """Capacity for so many tokens: at most half as much again, so that calls of similar lengths share compiled and
+    captured passes. A multiple of 64, as attention with dense masks needs it."""
     power = 1 << max(tokens - 1, 255).bit_length()
     return power * 3 // 4 if tokens <= power * 3 // 4 else power
 
 
 class StaticSteps:
-    """Runs steps of a model with fixed shapes; serves one batch at a time, and as many after one another as one likes.
+    """Runs steps of a model with fixed shapes; serves one batch at a time.
 
     Holds no reference to the model that would keep it alive.
 
     Args:
-        model: The module that will be handed to `forward`.
+        model: The module that will be passed to `forward`.
         shapes: What its layers keep of a token.
         batch: Rows.
-        capacity: Tokens that fit into the cache, the nodes of a step included; more make it grow, at a price.
-        sizes: Sizes of passes, ascending; larger trees are for others.
-        recorder: How passes are run again and again.
+        capacity: Tokens that fit into the cache, the nodes of a step included; for more it grows.
+        sizes: Sizes of passes, ascending; larger trees are run elsewhere.
+        recorder: Records and replays passes.
         compiler: Backend of `torch.compile` that the pass goes through first, "inductor" for one; none if not given.
 
     Attributes:

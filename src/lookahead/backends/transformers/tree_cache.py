@@ -38,6 +38,8 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def longest(self) -> int:
         """Length of the longest row: where the scratch begins."""
+        if len(self.lengths) == 1:
+            return self.lengths[0]
         return max(self.lengths) if self.lengths else 0  # not `default=`, which torch.compile does not know
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -54,13 +56,15 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         """Write states `[batch, heads, nodes, head_dim]` behind the longest row; return all keys and values so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, end = self.longest, self.longest + key_states.shape[2]
+        start = self.longest
+        end = start + key_states.shape[2]
         if self.keeps_all and min(self.lengths) < start:
             raise InvalidArgumentError(
                 f"past_key_values holds {self.lengths} tokens in its rows; only lookahead decoding can go on from "
                 "rows of different lengths"
             )
-        if end > self.keys.shape[2] or self._is_read_only():
+        # While a tree is run, `scratch` has seen to it that the tensors can be written to.
+        if end > self.keys.shape[2] or (self.keeps_all and self._is_read_only()):
             self._grow(end)
         if self.keeps_all:
             self.lengths = [end] * len(self.lengths)
@@ -174,6 +178,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         self._keeps_all = keeps_all
         for layer in self.layers:
             layer.keeps_all = keeps_all
+            if not keeps_all and layer.is_initialized and layer._is_read_only():
+                layer._grow(layer.longest)
 
     @property
     def _filled(self) -> list[TreeLayer]:

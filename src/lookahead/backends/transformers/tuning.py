@@ -230,7 +230,7 @@ def measure(
         node_counts: Sizes of the steps, in nodes, the root included; at least 1.
         contexts: Lengths of the text before the step, in tokens; at least 1.
         repeats: Steps timed of each size after each length; at least 1.
-        progress: Told before each timing what it is; see `timings`.
+        progress: Called before each timing with what it is; see `timings`.
         pack_weights: See `LookaheadConfig.pack_weights`.
 
     Raises:

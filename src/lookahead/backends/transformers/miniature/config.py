@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -11,6 +12,7 @@ from lookahead.backends.transformers.miniature.sizes import (
     HEAD_DIM,
     HEADS,
     LAYERS,
+    OTHERS,
     SIZES,
     TOWER_SIZES,
     VOCABULARY,
@@ -30,7 +32,10 @@ _LANGUAGE = ("text_config", "llm_config", "language_config", "thinker_config", "
 """What composite configurations call the part that reads and writes text."""
 
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
-_LEFT_OUT = ("quantization_config", "auto_map", "transformers_version", "architectures", "dtype", "torch_dtype")
+_LEFT_OUT = (
+    *("quantization_config", "auto_map", "transformers_version", "architectures", "dtype", "torch_dtype"),
+    "hybrid_layer_ids",  # follows from the kinds of the layers
+)
 
 
 def miniature_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -55,6 +60,8 @@ def _shrunk(config: PreTrainedConfig, tower: bool) -> dict[str, Any]:
             small[name] = _rope(value, fields)
         elif isinstance(value, list) and depth and len(value) == depth:
             small[name] = [value[layer] for layer in layers]
+        elif name in OTHERS and value is not None:
+            small[name] = OTHERS[name]
         elif value is None and name == "head_dim":
             small[name] = HEAD_DIM
         elif isinstance(value, int) and not isinstance(value, bool):
@@ -66,6 +73,8 @@ def _size(name: str, value: int, fields: dict[str, Any], layers: int, tower: boo
     sizes = TOWER_SIZES if tower else SIZES
     if name == "head_dim" and value == fields.get("qk_rope_head_dim"):  # latent attention calls it that
         return sizes["qk_rope_head_dim"]
+    if name in ("attention_hidden_size", "attention_head_dim") and is_doubled(fields):
+        return 2 * sizes[name]
     if name in LAYERS:
         return layers
     if name in WINDOWS and not tower:
@@ -80,6 +89,11 @@ def _size(name: str, value: int, fields: dict[str, Any], layers: int, tower: boo
     if name.endswith(("token_id", "token_index")):
         return min(value, VOCABULARY - 1)
     return min(value, sizes.get(name, value)) if value > 0 else value
+
+
+def is_doubled(fields: Mapping[str, Any]) -> bool:
+    """Whether attention works in twice the hidden size, as in Zamba, which puts the embeddings beside the states."""
+    return fields.get("attention_hidden_size") == 2 * (fields.get("hidden_size") or 0) != 0
 
 
 def _layers(fields: dict[str, Any], depth: int | None, least: int) -> list[int]:

@@ -56,7 +56,7 @@ def quiet() -> Iterator[None]:
 
 
 def _draw_weights(model: PreTrainedModel, random: torch.Generator) -> None:
-    """Weights under which attention matters, and every one of them drawn: some models leave theirs as memory was."""
+    """Random weights under which attention matters; all are set, since some models leave theirs uninitialised."""
     embedding = model.get_input_embeddings()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

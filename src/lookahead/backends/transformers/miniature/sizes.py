@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 HIDDEN = 64
 HEADS = 4
 HEAD_DIM = HIDDEN // HEADS
@@ -17,7 +19,7 @@ SIZES: dict[str, int] = {
             *("encoder_hidden_size", "projection_dim", "out_hidden_size", "output_dim", "projector_hidden_size"),
             *("backbone_hidden_size", "dim_model_base", "projector_input_dim", "projector_output_dim", "hidden_dim"),
             *("pronunciation_embed_dim", "shape_embed_dim", "axial_pos_embds_hidden", "projection_hidden_size"),
-            *("image_text_hidden_size", "merged_hidden_size", "vision_hidden_size", "audio_hidden_size"),
+            *("mamba_d_ssm", "image_text_hidden_size", "merged_hidden_size", "vision_hidden_size", "audio_hidden_size"),
             *("adapter_out_dim", "patch_embed_hidden_size", "protein_hidden_size", "codebook_dim"),
         ),
         HIDDEN,
@@ -34,7 +36,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(
         (
             *("moe_intermediate_size", "shared_expert_intermediate_size", "moe_hidden_size", "share_expert_dim"),
-            *("expert_ffn_hidden_size", "shared_experts_intermediate_size", "router_hidden_size", "mamba_d_ssm"),
+            *("expert_ffn_hidden_size", "shared_experts_intermediate_size", "router_hidden_size"),
         ),
         32,
     ),
@@ -44,7 +46,7 @@ SIZES: dict[str, int] = {
             *("encoder_attention_heads", "num_kv_heads", "swa_num_attention_heads", "num_sliding_attention_heads"),
             *("linear_num_value_heads", "linear_num_heads", "num_query_groups", "num_experts", "num_local_experts"),
             *("n_routed_experts", "moe_num_experts", "num_ladder_heads", "conf_num_attention_heads"),
-            *("resampler_n_heads", "resampler_heads"),
+            *("resampler_n_heads", "resampler_heads", "mamba_n_heads", "mamba_num_heads", "n_mamba_heads"),
         ),
         HEADS,
     ),
@@ -64,11 +66,17 @@ SIZES: dict[str, int] = {
             *("linear_value_head_dim", "linear_head_dim", "attention_head_dim", "hidden_size_per_layer_input"),
             *("attention_head_size", "o_lora_rank", "laurel_rank", "hc_lowrank", "d_rel", "swa_v_head_dim"),
             *("resampler_head_dim", "resampler_dim_head", "gated_norm_rank", "mamba_d_head", "adapter_rank"),
+            *("mamba_head_dim", "mamba_headdim", "indexer_head_dim"),
             *("ple_embed_dim",),
         ),
         HEAD_DIM,
     ),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim", "state_size", "mamba_d_state"), 8),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 8),
+    **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size", "chunk_size", "mamba_chunk_size"), 8),
+    **dict.fromkeys(("expand", "mamba_expand"), 1),
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "block_size": 16,
     **dict.fromkeys(
         (
             *("first_k_dense_replace", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
@@ -87,6 +95,13 @@ SIZES: dict[str, int] = {
     "split_ngram_parts": 2,
     "type_vocab_size": 2,
     "kda_head_dim": HEAD_DIM,
+}
+
+# What is no size, and has to go with those above.
+OTHERS: dict[str, Any] = {
+    "attn_layer_indices": [1],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "qk_dim_factor": 1.0,
 }
 
 # How many layers a model has, by the name a configuration gives to it.

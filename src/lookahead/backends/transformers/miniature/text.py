@@ -11,7 +11,7 @@ from lookahead.backends.transformers.miniature.sizes import VOCABULARY
 
 
 class _Forced(LogitsProcessor):  # type: ignore[misc]
-    """Makes `generate` write given texts, `[batch, tokens]`, whatever the model says."""
+    """Makes `generate` write given texts, `[batch, tokens]`, whatever the model predicts."""
 
     def __init__(self, texts: torch.Tensor) -> None:
         self._texts = texts
@@ -33,7 +33,7 @@ def draw_text(tokens: int, seed: int) -> list[int]:
 def plain_logits(
     model: PreTrainedModel, texts: Sequence[Sequence[int]], prompt: int, hidden: Sequence[Sequence[int]] | None = None
 ) -> torch.Tensor:
-    """The logits by which `model.generate` names each token of texts of one length after their prompts.
+    """The logits from which `model.generate` selects each token of texts of one length after their prompts.
 
     Args:
         model: A miniature.
@@ -45,7 +45,7 @@ def plain_logits(
         `[batch, tokens - prompt, vocabulary]` float32.
 
     Raises:
-        ArithmeticError: The model writes other texts, whatever it is told.
+        ArithmeticError: The model's `generate` does not write the given texts.
     """
     ids = torch.tensor(texts)
     mask = torch.ones_like(ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -72,12 +74,7 @@ def tree_attention_forward(
         InvalidArgumentError: The mask is neither packed for these queries nor a dense one, or there is dropout.
         UnsupportedModelError: The model's attention has something that tree attention has not.
     """
-    for name, meaning in _BEYOND_MASKS.items():
-        if kwargs.get(name) is not None:
-            raise UnsupportedModelError(
-                f"the attention of {type(module).__name__} has {meaning} ({name}), which {NAME!r} does not have; load "
-                "the model with attn_implementation='eager'"
-            )
+    refuse_unknown(module, NAME, kwargs)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     if attention_mask is None or attention_mask.dtype == torch.bool or attention_mask.is_floating_point():
@@ -100,6 +97,16 @@ def tree_attention_forward(
     from lookahead.backends.transformers.tree_attention.kernel import tree_attention
 
     return tree_attention(query, key, value, attention_mask, scaling, softcap), None
+
+
+def refuse_unknown(module: torch.nn.Module, name: str, kwargs: Mapping[str, object]) -> None:
+    """Raise an `UnsupportedModelError` if `module` hands something to attention `name` that masks cannot say."""
+    for argument, meaning in _BEYOND_MASKS.items():
+        if kwargs.get(argument) is not None:
+            raise UnsupportedModelError(
+                f"the attention of {type(module).__name__} has {meaning} ({argument}), which {name!r} does not have; "
+                "load the model with attn_implementation='eager'"
+            )
 
 
 def _visible(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

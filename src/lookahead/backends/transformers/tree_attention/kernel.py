@@ -65,7 +65,7 @@ def choose_tiling(rows: int, heads: int, keys: int, head_dim: int, dtype: torch.
         head_dim: The larger one of the sizes of keys and values.
         dtype: Number type of keys and values.
     """
-    # The largest blocks whose accumulators stay in registers, on sm_80 and sm_90 alike, and whose keys and values stay
+    # The largest blocks whose accumulators stay in registers, on both sm_80 and sm_90, and whose keys and values stay
     # within 99 KiB of shared memory on sm_8x, all that consumer cards have.
     full = dtype == torch.float32
     if full:
@@ -126,68 +126,82 @@ def tree_attention(
     )
     batch, heads, nodes, key_size = query.shape
     kv_heads, value_size = key.shape[1], value.shape[3]
-    group = heads // kv_heads
-    rows = nodes * group
+    rows = nodes * heads // kv_heads
     if tiling is None:
         tiling = choose_tiling(rows, batch * kv_heads, key.shape[2], max(key_size, value_size), key.dtype)
-    block_value = max(triton.next_power_of_2(value_size), 16)
     output = query.new_empty((batch, nodes, heads, value_size))
     if tiling.splits == 1:
         shares = sums = output
     else:
         shares = query.new_empty((batch * kv_heads, tiling.splits, rows, value_size), dtype=torch.float32)
         sums = query.new_empty((batch * kv_heads, tiling.splits, rows), dtype=torch.float32)
-    # Softmax to the base 2, which is what the hardware computes: exp(x) = exp2(x * log2(e)).
-    if softcap is None:
-        scale, cap = scaling * math.log2(math.e), 0.0
-    else:
-        scale, cap = 2.0 * math.log2(math.e) * scaling / softcap, softcap * math.log2(math.e)
+    shape = {
+        "KV_HEADS": kv_heads,
+        "GROUP": heads // kv_heads,
+        "VALUE_SIZE": value_size,
+        "BLOCK_V": max(triton.next_power_of_2(value_size), 16),
+    }
     with torch.cuda.device_of(query):
-        _attention_kernel[-(-rows // tiling.rows), tiling.splits, batch * kv_heads](
-            query,
-            key,
-            value,
-            packed_mask,
-            shares,
-            sums,
-            *query.stride()[:3],
-            *key.stride()[:3],
-            *value.stride()[:3],
-            packed_mask.stride(0),
-            packed_mask.stride(2),
-            nodes,
-            tiling.splits,
-            scale,
-            cap,
-            KV_HEADS=kv_heads,
-            GROUP=group,
-            KEY_SIZE=key_size,
-            VALUE_SIZE=value_size,
-            BLOCK_M=tiling.rows,
-            BLOCK_N=tiling.keys,
-            BLOCK_K=max(triton.next_power_of_2(key_size), 16),
-            BLOCK_V=block_value,
-            CAPPED=softcap is not None,
-            DIRECT=tiling.splits == 1,
-            num_warps=tiling.warps,
-            num_stages=tiling.stages,
-            enable_fp_fusion=True,
+        _launch_attention(
+            query, key, value, packed_mask, (shares, sums), _score_factors(scaling, softcap), tiling, shape
         )
         if tiling.splits > 1:
             _combine_kernel[rows, batch * kv_heads](
-                shares,
-                sums,
-                output,
-                nodes,
-                KV_HEADS=kv_heads,
-                GROUP=group,
-                VALUE_SIZE=value_size,
-                BLOCK_V=block_value,
-                SPLITS=tiling.splits,
-                num_warps=4,
-                enable_fp_fusion=True,
+                shares, sums, output, nodes, SPLITS=tiling.splits, num_warps=4, enable_fp_fusion=True, **shape
             )
     return output
+
+
+def _score_factors(scaling: float, softcap: float | None) -> tuple[float, float]:
+    """Scale and cap of a softmax to the base 2, which is what the hardware computes: exp(x) = exp2(x * log2(e))."""
+    if softcap is None:
+        return scaling * math.log2(math.e), 0.0
+    return 2.0 * math.log2(math.e) * scaling / softcap, softcap * math.log2(math.e)
+
+
+def _launch_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed_mask: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor],
+    factors: tuple[float, float],
+    tiling: Tiling,
+    shape: dict[str, int],
+) -> None:
+    batch, _, nodes, key_size = query.shape
+    grid = (-(-nodes * shape["GROUP"] // tiling.rows), tiling.splits, batch * shape["KV_HEADS"])
+    _attention_kernel[grid](
+        query,
+        key,
+        value,
+        packed_mask,
+        *out,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        packed_mask.stride(0),
+        packed_mask.stride(2),
+        nodes,
+        tiling.splits,
+        *factors,
+        KEY_SIZE=key_size,
+        BLOCK_M=tiling.rows,
+        BLOCK_N=tiling.keys,
+        BLOCK_K=max(triton.next_power_of_2(key_size), 16),
+        CAPPED=factors[1] != 0.0,
+        DIRECT=tiling.splits == 1,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        enable_fp_fusion=True,
+        **shape,
+    )
+
+
+@triton.jit
+def _load_rows(start, offsets, is_row, is_dim):
+    """The rows and dimensions that are there, of queries, keys or values; zeros for the others, which are not read."""
+    return tl.load(start + offsets, mask=is_row[:, None] & is_dim[None, :], other=0.0)
 
 
 @triton.jit
@@ -214,6 +228,7 @@ def _fold(scores, value, acc, peak, total):
 
 
 # These change from step to step; a value of 1 or a multiple of 16 must not compile the kernel anew.
+# Strides and sizes are arguments of their own, and many: only newer versions of Triton take tuples.
 @triton.jit(do_not_specialize=["mask_stride_b", "mask_stride_t", "nodes", "splits"])
 def _attention_kernel(
     query,
@@ -290,11 +305,8 @@ def _attention_kernel(
             return
 
     query += batch * query_stride_b + kv_head * GROUP * query_stride_h
-    query_block = tl.load(
-        query + (node * query_stride_t + member * query_stride_h)[:, None] + key_dim[None, :],
-        mask=is_row[:, None] & is_key_dim[None, :],
-        other=0.0,
-    )
+    query_offsets = (node * query_stride_t + member * query_stride_h)[:, None] + key_dim[None, :]
+    query_block = _load_rows(query, query_offsets, is_row, is_key_dim)
     key += batch * key_stride_b + kv_head * key_stride_h
     value += batch * value_stride_b + kv_head * value_stride_h
     key_offsets = column[:, None] * key_stride_n + key_dim[None, :]
@@ -307,16 +319,8 @@ def _attention_kernel(
         start = low + block * BLOCK_N
         # Behind the text lies garbage. A weight of 0 does not make a value harmless that is no number: it is not read.
         is_cached = start + column < length
-        key_block = tl.load(
-            key + start.to(tl.int64) * key_stride_n + key_offsets,
-            mask=is_cached[:, None] & is_key_dim[None, :],
-            other=0.0,
-        )
-        value_block = tl.load(
-            value + start.to(tl.int64) * value_stride_n + value_offsets,
-            mask=is_cached[:, None] & is_value_dim[None, :],
-            other=0.0,
-        )
+        key_block = _load_rows(key + start.to(tl.int64) * key_stride_n, key_offsets, is_cached, is_key_dim)
+        value_block = _load_rows(value + start.to(tl.int64) * value_stride_n, value_offsets, is_cached, is_value_dim)
         position = (start + column)[None, :]
         seen = (position >= first[:, None]) & (position < visible[:, None])
         scores = tl.where(seen, _scores(query_block, key_block, scale, cap, CAPPED), float("-inf"))
@@ -328,16 +332,8 @@ def _attention_kernel(
         start = block * BLOCK_N
         slot = start + column
         is_slot = slot < slots
-        key_block = tl.load(
-            key + start.to(tl.int64) * key_stride_n + key_offsets,
-            mask=is_slot[:, None] & is_key_dim[None, :],
-            other=0.0,
-        )
-        value_block = tl.load(
-            value + start.to(tl.int64) * value_stride_n + value_offsets,
-            mask=is_slot[:, None] & is_value_dim[None, :],
-            other=0.0,
-        )
+        key_block = _load_rows(key + start.to(tl.int64) * key_stride_n, key_offsets, is_slot, is_key_dim)
+        value_block = _load_rows(value + start.to(tl.int64) * value_stride_n, value_offsets, is_slot, is_value_dim)
         # 32 neighbours read the same word.
         words = tl.load(
             own_mask[:, None] + (slot // _WORD + _BITS)[None, :], mask=is_row[:, None] & is_slot[None, :], other=0

@@ -7,32 +7,14 @@ import torch
 from lookahead.backends.transformers.tree_attention.kernel import tree_attention
 
 
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    packed_mask: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-) -> torch.Tensor:
-    return tree_attention(query, key, value, packed_mask, scaling, softcap)
-
-
-def _shape(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    packed_mask: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-) -> torch.Tensor:
-    batch, heads, nodes, _ = query.shape
+def _shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
+    batch, heads, nodes, _size = query.shape
     return query.new_empty((batch, nodes, heads, value.shape[3]))
 
 
 tree_attention_operator = torch.library.custom_op(
     "lookahead::tree_attention",
-    _attend,
+    tree_attention,
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor packed_mask, float scaling, float? softcap) -> Tensor",
 )

@@ -15,7 +15,7 @@ the end of a row and the scratch is garbage. Of each query the packed mask says:
 | `SCRATCH` | the column where the nodes of this step begin, the same number for all queries |
 | `BITS` and on | the slots it may see, one bit each: bit `slot % 32` of word `slot // 32` |
 
-Everything that changes from step to step is in this tensor, so a captured CUDA graph needs nothing else to be brought
+Everything that changes from step to step is in this tensor, so a captured CUDA graph needs nothing else to be copied
 up to date.
 """
 
@@ -76,7 +76,7 @@ def pack(
     longest = max(lengths)
     if scratch is not None and scratch < longest:
         raise InvalidArgumentError(f"scratch={scratch} lies inside of a text of {longest} cached tokens")
-    first = _first_position(positions, window, chunk)
+    first = first_position(positions, window, chunk)
     real = ancestors.any(axis=2)
     # A node and its ancestors are as far apart as their positions say; inside of the tree the bits know all of it.
     seen = ancestors & (positions[:, None, :] >= first[:, :, None])
@@ -92,7 +92,7 @@ def pack(
 
 
 def unpack(packed: torch.Tensor, keys: int) -> torch.Tensor:
-    """The dense mask that a packed one stands for: its definition.
+    """The dense mask that equals a packed one: its definition.
 
     Args:
         packed: `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32, on any device.
@@ -111,7 +111,8 @@ def unpack(packed: torch.Tensor, keys: int) -> torch.Tensor:
     return cached | (in_tree & ((word >> (slot % WORD)) & 1).bool())
 
 
-def _first_position(positions: NDArray[np.int64], window: int | None, chunk: int | None) -> NDArray[np.int64]:
+def first_position(positions: NDArray[np.int64], window: int | None, chunk: int | None) -> NDArray[np.int64]:
+    """The first position that is seen from each of `positions`, in a layer as in `pack`."""
     if window is not None:
         return np.maximum(positions - window + 1, 0)
     if chunk is not None:

@@ -1,4 +1,4 @@
-"""A few steps whose logits tell whether two ways of running a model are the same."""
+"""A few steps whose logits show whether two ways of running a model are equivalent."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.core.token_tree import TokenTree
 
 _TEXT = (5, 11, 7, 3, 13)
-TRIAL_LENGTH = 24
-"""Tokens, nodes included, that a trial may put into a cache."""
+CHECK_LENGTH = 24
+"""Tokens, nodes included, that a check pass may put into a cache."""
 
 
-def trial_logits(runner: ModelRunner) -> torch.Tensor:
+def check_logits(runner: ModelRunner) -> torch.Tensor:
     """Logits `[reads, vocabulary]` of three steps of at most 8 nodes, of an empty runner of one row.
 
     The second and the third go by what the steps before them kept, the third without a draft. Static steps of 8 nodes

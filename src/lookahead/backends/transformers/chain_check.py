@@ -1,0 +1,103 @@
+"""Which models are run on chains, and whether these give what plain decoding gives."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from transformers import PreTrainedModel
+
+from lookahead.backends.transformers.chain_cache import has_running_state
+from lookahead.backends.transformers.chain_logits import chain_logits, stepwise_logits
+from lookahead.backends.transformers.equivalence import equivalence
+from lookahead.backends.transformers.model_check import check_kind, check_model
+from lookahead.backends.transformers.model_state import Setting, state_of
+from lookahead.backends.transformers.preserved_state import preserved_state
+from lookahead.errors import UnsupportedModelError
+
+_TEXT = (5, 11, 7, 3, 13, 2, 17, 19, 23, 29, 31, 37, 41, 43)
+_PROMPT = 6
+_TEXTS = 3
+"""A difference counts if it shows with each of so many texts: near-ties between experts are rounding's."""
+_LEAST_TOLERANCE = 1e-3
+"""Of the largest logit. Wrong states make for far more, and what is finer the miniature shows."""
+
+
+def runs_on_chains(model: PreTrainedModel) -> bool:
+    """Whether `model` is run on chains of tokens, and not on token trees.
+
+    That is so if it keeps a running state, which cannot take back a token; and if it does not honour the masks or
+    positions of trees, but goes on from its cache over several tokens as plain decoding does.
+
+    Raises:
+        UnsupportedModelError: It can be run on neither; the message says why.
+    """
+    checked = state_of(model).checked
+    if _setting(model) in checked:
+        check_kind(model)
+        return True
+    on_trees = _setting(model)[1:] in checked
+    if not on_trees and has_running_state(type(model), model.config):
+        check_kind(model)
+        _check_chains(model)
+        return True
+    try:
+        check_model(model)
+    except UnsupportedModelError as refusal:
+        check_kind(model)
+        try:
+            _check_chains(model)
+        except UnsupportedModelError:
+            raise refusal from None
+        return True
+    return False
+
+
+def _setting(model: PreTrainedModel) -> Setting:
+    """How the model is set, with a mark before what `check_trees` notes."""
+    return ("chains", model.config._attn_implementation, model.dtype, model.device)
+
+
+def _check_chains(model: PreTrainedModel) -> None:
+    kind = equivalence(model)
+    if not kind.chains:
+        found = (
+            "a small copy of it that goes on from its state over several tokens differs from plain decoding"
+            if kind.has_miniature
+            else "no small copy of it can be run to see whether it goes on from its state as plain decoding does"
+        )
+        raise UnsupportedModelError(
+            f"model={type(model).__name__} keeps a running state (Mamba-style or linear attention), and {found}. Use "
+            "model.generate"
+        )
+    state = state_of(model)
+    with state.lock:
+        _try_chains(model)
+        state.checked.add(_setting(model))
+
+
+def _try_chains(model: PreTrainedModel) -> None:
+    """Compare chains with single tokens on the model itself, whose device may have kernels of its own."""
+    try:
+        with torch.no_grad(), preserved_state(model):
+            same = any(_agrees(model, text) for text in range(_TEXTS))
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"model={type(model).__name__} failed on a chain of tokens ({type(error).__name__}: {error}). "
+            "Use model.generate"
+        ) from error
+    if not same:
+        raise UnsupportedModelError(
+            f"model={type(model).__name__} keeps a running state, and goes on from it over several tokens otherwise "
+            "than one token at a time; call model.eval() if it is in training mode, and if it still does, use "
+            "model.generate"
+        )
+
+
+def _agrees(model: PreTrainedModel, text: int) -> bool:
+    vocabulary = model.get_input_embeddings().num_embeddings
+    tokens = [(token + text) % vocabulary for token in _TEXT]
+    expected = stepwise_logits(model, tokens[:-1], _PROMPT)
+    logits = chain_logits(model, tokens, _PROMPT, random.Random(text))
+    tolerance = max(_LEAST_TOLERANCE, 64 * torch.finfo(model.dtype).eps) * float(expected.abs().max())
+    return float((logits - expected).abs().max()) <= tolerance  # not if they are no numbers

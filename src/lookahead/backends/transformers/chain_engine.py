@@ -1,0 +1,65 @@
+"""Which module runs chains: the model itself, or a clone of it that reads few tokens in less time."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from transformers import PreTrainedModel
+
+from lookahead.backends.transformers.chain_logits import chain_logits
+from lookahead.backends.transformers.check_pass import agree
+from lookahead.backends.transformers.model_state import state_of
+from lookahead.backends.transformers.preserved_state import preserved_state
+from lookahead.backends.transformers.shared_clone import SharedClone, can_be_cloned, structure
+
+_CHUNK = 16
+"""Tokens of a chunk; a draft and its pending tokens are one or two of them."""
+_TEXT = (5, 11, 7, 3, 13, 2, 17, 19, 23)
+
+
+def chain_engine(model: PreTrainedModel) -> PreTrainedModel:
+    """The module that runs short chains of `model`, which itself stays as it is. Made and tried once per model object.
+
+    State-space layers (Mamba 2 and its kin) read several tokens in chunks of some hundred, and without a kernel for
+    them, as on a CPU, they fill a chunk up: two tokens take as long as all of them. A clone has shorter chunks.
+    """
+    if model.device.type != "cpu" or not can_be_cloned(model) or not any(map(_has_long_chunks, model.modules())):
+        return model
+    state = state_of(model)
+    setting = (model.config._attn_implementation, "short chunks", model.dtype, False)
+    with state.lock:
+        parts = structure(model, pack_weights=False)
+        if setting not in state.clones or state.clones[setting][0] != parts:
+            state.clones[setting] = (parts, _tried_clone(model))
+        clone = state.clones[setting][1]
+        if not isinstance(clone, SharedClone):
+            return model
+        clone.refresh(model)
+        _shorten(clone.module)
+    return clone.module
+
+
+def _has_long_chunks(module: torch.nn.Module) -> bool:
+    size = getattr(module, "chunk_size", None)
+    return isinstance(size, int) and size > _CHUNK and hasattr(module, "A_log")
+
+
+def _shorten(module: torch.nn.Module) -> None:
+    for part in module.modules():
+        if _has_long_chunks(part):
+            part.chunk_size = _CHUNK  # type: ignore[assignment]
+
+
+def _tried_clone(model: PreTrainedModel) -> SharedClone | None:
+    """A clone that does what the model does; `None` if there is none."""
+    clone = SharedClone(model, None, pack_weights=False)
+    text = [token % model.get_input_embeddings().num_embeddings for token in _TEXT]
+    with preserved_state(model), torch.no_grad():
+        expected = chain_logits(model, text, 4, random.Random(0))
+        same = agree(chain_logits(clone.module, text, 4, random.Random(0)), expected, model.dtype)
+        if not same or clone.keeps_state(model):
+            return None
+        _shorten(clone.module)
+        same = agree(chain_logits(clone.module, text, 4, random.Random(0)), expected, model.dtype)
+    return clone if same else None

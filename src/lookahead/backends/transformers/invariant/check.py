@@ -1,0 +1,94 @@
+"""Whether the passes of a model are invariant: known from the outside, and tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from lookahead.backends.transformers.model_runner import ModelRunner
+from lookahead.backends.transformers.shared_clone import can_be_cloned
+from lookahead.core.token_tree import TokenTree
+from lookahead.drafting.compiled import IS_COMPILED
+
+_TEXT, _PROMPT = 9, 4
+"""Tokens of the text that passes are compared along, and of its prompt."""
+
+_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def what_is_in_the_way(model: PreTrainedModel) -> str | None:
+    """Why passes of `model` cannot be made invariant, as far as that is known without a pass; `None` for nothing."""
+    if model.device.type != "cpu":
+        return f"it is on {model.device}, and invariant passes are written for CPUs"
+    if model.dtype not in _TYPES:
+        return f"it is in {model.dtype}; invariant passes are of {', '.join(map(str, _TYPES))}"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast chooses number types while it runs"
+    if not IS_COMPILED:
+        return "numba is not installed"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention is not called through transformers' attention interface"
+    attention = model.config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        return f"attn_implementation={attention!r} was chosen for it, neither 'sdpa' nor 'eager'"
+    if not can_be_cloned(model):
+        return "it was compiled, or a hook stands in for the forward pass of one of its modules"
+    return None
+
+
+@torch.no_grad()
+def check_invariance(model: PreTrainedModel) -> bool:
+    """Whether trees, chains, batches and single tokens along a text give the same bits after each of its tokens.
+
+    Args:
+        model: The clone that is to be invariant.
+    """
+    draws = torch.Generator().manual_seed(1)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    text, other = torch.randint(vocabulary, (2, _TEXT), generator=draws).tolist()
+    single = _along([text], model, 1, 0)
+    prompted = _along([text], model, 3, 1, _PROMPT)
+    several = (
+        _along([text], model, _TEXT, 0),
+        _along([text], model, 5, 6),
+        _along([other, text], model, 4, 2),
+        _along([other[:5], text, other], model, 3, 0),
+    )
+    return torch.equal(prompted, single[_PROMPT - 1 :]) and all(torch.equal(logits, single) for logits in several)
+
+
+def _along(texts: Sequence[list[int]], model: PreTrainedModel, size: int, wrong: int, prompt: int = 1) -> torch.Tensor:
+    """Logits after each token of one of the texts, the second if there are several, read `size` tokens at a time.
+
+    Args:
+        texts: The rows; one that is shorter goes on with an idle tree.
+        model: The model.
+        size: Tokens of the text in a pass, if it is not the first.
+        wrong: Branches of wrong tokens beside each right one, which the right ones are sent behind.
+        prompt: Tokens that the first pass sends as decided; nothing is asked about those before the last of them.
+    """
+    runner = ModelRunner(model, len(texts))
+    vocabulary = model.get_input_embeddings().num_embeddings
+    which = min(1, len(texts) - 1)
+    logits = []
+    place = 0
+    while place < _TEXT:
+        decided = 1 if place else prompt
+        count = max(size, decided)
+        trees, paths = [], []
+        for text in texts:
+            tree = TokenTree(text[place : place + decided]) if place < len(text) else runner.idle_tree()
+            path = list(range(tree.root + 1))
+            for token in text[place + decided : place + count]:
+                for step in range(wrong):
+                    tree.add_candidates([(token + step + 1) % vocabulary, token], parent=path[-1])
+                path += tree.add_candidates([token], parent=path[-1])
+            trees.append(tree)
+            paths.append(path if place < len(text) else [])
+        results = runner.forward(trees)
+        logits += [results[which].logits_after(node) for node in paths[which][decided - 1 :]]
+        runner.commit(paths)
+        place += count
+    return torch.cat(logits)

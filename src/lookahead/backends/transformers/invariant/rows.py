@@ -1,0 +1,74 @@
+"""How many rows a product must have for the bits of each to be those that it has in any other company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""`[rows, in_features]` to `[rows, out_features]`."""
+
+MOST = 512
+"""Rows of one product at most; more are multiplied in several."""
+
+_LEAST = (2, 4, 8, 16)
+_FIXED = 16
+_OUTCOMES = 1 << 18
+"""Results that are compared for each number of rows, as few as one in ten thousand may differ; but of no fewer and no
+more rows than `_FEWEST` and `_ROWS`."""
+_FEWEST, _ROWS = 32, 8192
+_TRIED = (2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 32, 33, 48, 64, 128, MOST)
+
+
+class RowRule(NamedTuple):
+    """Between how many rows a product may have; fewer are padded, and more are cut.
+
+    Libraries choose an order of summation by the shape of a product. Where all numbers of rows from `least` on have
+    one order in common, that is enough; on processors where they have not, `least` and `most` are the same.
+    """
+
+    least: int
+    most: int
+
+
+def find_rule(product: Product, inputs: int, outputs: int, dtype: torch.dtype) -> RowRule | None:
+    """The cheapest rule under which products of random rows have the same bits in every company; `None` if there is
+    none.
+
+    Found by trying, always in the same order: a time would make bits depend on the load of the machine.
+
+    Args:
+        product: The product.
+        inputs: Elements of a row.
+        outputs: Elements of its result.
+        dtype: Their type.
+    """
+    compared = min(max(_OUTCOMES // outputs, _FEWEST), _ROWS)
+    random = torch.Generator().manual_seed(0)
+    sample = torch.randn(-(-compared // MOST) * MOST, inputs, generator=random).to(dtype)
+    expected = torch.cat([product(part) for part in torch.split(sample, MOST)])
+    sizes = [rows for rows in _TRIED if _alike(product, sample, expected, rows, compared)]
+    for least in _LEAST:
+        if all(rows in sizes for rows in _TRIED if rows >= least):
+            return RowRule(least, MOST)
+    expected = torch.cat([product(part) for part in torch.split(sample, _FIXED)])
+    turned = sample.roll(5, 0)
+    again = torch.cat([product(part) for part in torch.split(turned, _FIXED)]).roll(-5, 0)
+    return RowRule(_FIXED, _FIXED) if torch.equal(again, expected) else None
+
+
+def _alike(product: Product, sample: torch.Tensor, expected: torch.Tensor, rows: int, compared: int) -> bool:
+    """Whether so many rows at once give what `MOST` of them give; for the first `compared` of the sample or so."""
+    count = max(compared, rows) // rows * rows
+    return all(torch.equal(product(sample[at : at + rows]), expected[at : at + rows]) for at in range(0, count, rows))
+
+
+def by_rule(product: Product, rows: torch.Tensor, rule: RowRule) -> torch.Tensor:
+    """The product of `rows` `[count, in_features]` in as many parts, each padded, as the rule wants."""
+    count = rows.shape[0]
+    parts = -(-count // rule.most)
+    size = max(-(-count // parts), rule.least)
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, parts * size - count))
+    return torch.cat([product(part) for part in torch.split(padded, size)])[:count]

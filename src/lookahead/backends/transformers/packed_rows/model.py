@@ -1,0 +1,93 @@
+"""The clone of a model that runs packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from lookahead.backends.transformers.check_pass import agree
+from lookahead.backends.transformers.engine_model import clone_for
+from lookahead.backends.transformers.equivalence import equivalence
+from lookahead.backends.transformers.model_check import check_model
+from lookahead.backends.transformers.model_runner import ModelRunner
+from lookahead.backends.transformers.packed_rows import attention
+from lookahead.backends.transformers.packed_rows.cache import Row
+from lookahead.backends.transformers.packed_rows.runner import PackedRowsRunner
+from lookahead.backends.transformers.preserved_state import preserved_state
+from lookahead.backends.transformers.shared_clone import SharedClone, can_be_cloned
+from lookahead.core.token_tree import TokenTree
+from lookahead.errors import UnsupportedModelError
+
+_TEXTS = ((5, 11, 7, 3, 13, 2), (17, 19, 23), (29, 5, 31, 37))
+"""Short texts that share a pass in a trial."""
+
+
+def packed_rows_model(model: PreTrainedModel, pack_weights: bool = False) -> PreTrainedModel:
+    """A clone of `model` for `PackedRowsRunner`, with the model's own weights. Made and tried once per model object.
+
+    Args:
+        model: A causal language model of transformers, whose attention is `"sdpa"`.
+        pack_weights: See `LookaheadConfig.pack_weights`.
+
+    Raises:
+        UnsupportedModelError: The model cannot be run on token trees, or not with packed rows.
+    """
+    check_model(model)
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    if implementation != "sdpa" or not getattr(model, "_supports_attention_backend", False):
+        raise _unsupported(
+            model,
+            f"its attention, {implementation!r}, is not called through transformers' AttentionInterface as 'sdpa'; "
+            "load it with attn_implementation='sdpa' if it has that",
+        )
+    if not can_be_cloned(model):
+        raise _unsupported(model, "it was compiled, or a hook stands in for the forward pass of one of its modules")
+    if not equivalence(model).packed_rows:
+        raise _unsupported(model, "a small copy of it gave other logits for rows that share a pass than for each alone")
+    clone = clone_for(model, attention.NAME, pack_weights, _tried_clone)
+    if not isinstance(clone, SharedClone):
+        raise _unsupported(model, str(clone))
+    return clone.module
+
+
+def _tried_clone(model: PreTrainedModel, name: str | None, pack_weights: bool) -> SharedClone | str:
+    attention.register()
+    clone = SharedClone(model, name, pack_weights)
+    packed = PackedRowsRunner(clone.module)
+    packed.rows = [Row() for _ in _TEXTS]
+    vocabulary = model.get_input_embeddings().num_embeddings
+    texts = [[token % vocabulary for token in text] for text in _TEXTS]
+    with preserved_state(model), torch.no_grad():
+        try:
+            found = _logits(packed, texts)
+        except UnsupportedModelError as error:
+            return str(error)
+        expected = [_logits(ModelRunner(model, 1), [text])[0] for text in texts]
+    same = all(agree(own, other, model.dtype) for own, other in zip(found, expected, strict=True))
+    if not same or clone.keeps_state(model):
+        return "its rows gave other logits together than each alone"
+    return clone
+
+
+def _logits(runner: PackedRowsRunner | ModelRunner, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Logits `[reads, vocabulary]` for each text: of two steps with a tree for each, the second behind the first."""
+    found: list[list[torch.Tensor]] = [[] for _ in texts]
+    for pending in (texts, [text[:1] for text in texts]):
+        trees = [TokenTree(tokens) for tokens in pending]
+        kept = []
+        for tree, text in zip(trees, texts, strict=True):
+            tree.add_candidates(text[:2])
+            kept.append([*range(tree.root + 1), *tree.add_candidates(text[1:3])])
+        for tree, result, logits in zip(trees, runner.forward(trees), found, strict=True):
+            logits += [result.logits_after(node) for node in range(tree.root, len(tree))]
+        runner.commit(kept)
+    return [torch.cat(logits) for logits in found]
+
+
+def _unsupported(model: PreTrainedModel, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"model={type(model).__name__} cannot be run with the rows of many requests in one: {why}. Use "
+        "lookahead.generate"
+    )

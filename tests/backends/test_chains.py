@@ -1,0 +1,183 @@
+"""States that are put back: saved, restored, tried on miniatures, and told from those that cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+import lookahead
+from fuzz.families import build
+from fuzz.variant import Variant
+from lookahead import InvalidArgumentError, UnsupportedModelError
+from lookahead.backends.transformers import ChainRunner, SavedState, chain_engine, equivalence, runs_on_chains
+from lookahead.backends.transformers.chain_cache import has_running_state
+from lookahead.backends.transformers.chain_logits import stepwise_logits
+from lookahead.core.token_tree import TokenTree
+
+EXACT = ["qwen3_next", "granitemoehybrid", "mamba2", "lfm2", "minimax", "deepseek_v4", "kimi_linear", "rwkv", "xlstm"]
+WRONG = ["mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma"]
+TEXT = [5, 11, 7, 3, 13, 2, 17, 19, 23, 29, 31, 37, 41, 43]
+
+
+def tiny(family: str) -> PreTrainedModel:
+    return build(family, Variant(), "sdpa")
+
+
+def tensors(cache: Any) -> list[torch.Tensor]:
+    """All tensors that a cache holds, copied."""
+    found: list[torch.Tensor] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append(value.clone())
+        elif isinstance(value, dict):
+            list(map(visit, value.values()))
+        elif isinstance(value, list | tuple):
+            list(map(visit, value))
+        elif type(value).__module__.startswith("transformers") and hasattr(value, "__dict__"):
+            visit({name: each for name, each in vars(value).items() if name != "config"})
+
+    visit(cache)
+    return found
+
+
+@pytest.mark.parametrize("family", EXACT)
+@torch.no_grad()
+def test_saved_states_come_back(family: str) -> None:
+    runner = ChainRunner(tiny(family))
+    runner.forward([TokenTree(TEXT[:8])])
+    runner.commit([range(8)])
+    before = tensors(runner.cache.content)
+    tree = TokenTree([TEXT[8]])
+    tree.add_candidates(TEXT[9:12])
+    runner.forward([tree])
+    changed = tensors(runner.cache.content)
+    assert len(before) != len(changed) or not all(map(torch.equal, before, changed))
+    runner.commit([[0, 1]])
+    after = tensors(runner.cache.content)
+    assert len(before) == len(after)
+    assert all(map(torch.equal, before, after))
+    assert runner.cache.length == 8
+
+
+def test_copies_are_taken_into_the_same_buffers() -> None:
+    layer = DynamicCache(config=tiny("qwen3_next").config).layers[0]
+    layer.update_conv_state(torch.randn(1, 4, 3))
+    layer.update_recurrent_state(torch.randn(1, 2, 4, 4))
+    buffers: list[torch.Tensor] = []
+    SavedState(layer, buffers)
+    places = [buffer.data_ptr() for buffer in buffers]
+    saved = SavedState(layer, buffers)
+    assert [buffer.data_ptr() for buffer in buffers] == places
+    assert len(places) == 2
+    assert saved.copied_bytes == 4 * (4 * 3 + 2 * 4 * 4)
+
+
+def test_keys_that_are_written_in_place_are_noticed() -> None:
+    cache = DynamicCache()
+    cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
+    saved = SavedState(cache, [])
+    cache.layers[0].keys.zero_()
+    with pytest.raises(UnsupportedModelError, match="only replaces"):
+        saved.restore()
+
+
+def test_a_tree_with_branches_is_refused() -> None:
+    tree = TokenTree([1])
+    tree.add_candidates([2])
+    tree.add_candidates([3])
+    with pytest.raises(InvalidArgumentError, match="branches"):
+        ChainRunner(tiny("lfm2")).forward([tree])
+
+
+@torch.no_grad()
+def test_nothing_is_drafted_behind_a_prompt_or_many_pending_tokens() -> None:
+    runner = ChainRunner(tiny("lfm2"))
+    tree = runner.begin_tree(0, TEXT[:4])
+    assert tree.room == 0
+    runner.forward([tree])
+    runner.commit([range(4)])
+    assert runner.begin_tree(0, TEXT[:6]).room > 0
+    many = runner.begin_tree(0, [*TEXT[:4], *range(1, 18)])
+    assert many.root == 16
+    assert many.room == 0
+
+
+@pytest.mark.parametrize("family", EXACT)
+def test_families_that_go_on_from_their_states(family: str) -> None:
+    assert runs_on_chains(tiny(family))
+
+
+@pytest.mark.parametrize("family", WRONG)
+def test_families_that_go_on_wrongly_are_found(family: str) -> None:
+    model = tiny(family)
+    assert has_running_state(type(model), model.config)
+    assert not equivalence(model).chains
+    with pytest.raises(UnsupportedModelError, match="goes on from its state over several tokens differs"):
+        runs_on_chains(model)
+
+
+def test_states_that_stay_as_the_draft_left_them_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SavedState, "restore", lambda self: None)
+    model = build("qwen3_next", Variant(window=5), "eager")
+    model.config.name_or_path = "of no other test"  # what was tried is kept by configuration
+    assert not equivalence(model).chains
+
+
+def test_the_model_itself_is_tried_as_well() -> None:
+    model = tiny("mamba2")
+    assert equivalence(model).chains
+    mixer = model.backbone.layers[0].mixer  # which goes on wrongly, as a kernel of its device might
+    mixer.register_forward_hook(lambda module, inputs, output: output if output.shape[1] in (1, 6) else -output)
+    with pytest.raises(UnsupportedModelError, match="otherwise than one token at a time"):
+        runs_on_chains(model)
+
+
+@torch.no_grad()
+def test_trying_leaves_the_states_of_modules() -> None:
+    model = tiny("qwen3_next")
+    expected = stepwise_logits(model, TEXT, 4)
+    runs_on_chains(model)
+    assert torch.equal(stepwise_logits(model, TEXT, 4), expected)
+
+
+@torch.no_grad()
+def test_drafts_are_read_in_short_chunks() -> None:
+    model = tiny("mamba2")
+    assert chain_engine(model) is model  # whose chunks are short
+    for layer in model.backbone.layers:
+        layer.mixer.chunk_size = 256
+    expected = stepwise_logits(model, TEXT, 4)
+    engine = chain_engine(model)
+    assert engine is not model
+    assert chain_engine(model) is engine
+    assert {layer.mixer.chunk_size for layer in model.backbone.layers} == {256}
+    assert {layer.mixer.chunk_size for layer in engine.backbone.layers} == {16}
+    runner = ChainRunner(model, engine=engine)
+    runner.forward([TokenTree(TEXT[:4])])
+    runner.commit([range(4)])
+    tree = TokenTree(TEXT[4:5])
+    tree.add_candidates(TEXT[5:])
+    (result,) = runner.forward([tree])
+    logits = torch.cat([result.logits_after(node) for node in range(len(tree))])
+    torch.testing.assert_close(logits, expected[1:], rtol=0, atol=1e-3)
+
+
+def test_models_with_keys_and_values_alone_run_on_trees() -> None:
+    assert not runs_on_chains(tiny("llama"))
+    blt = tiny("blt")  # of whose configuration transformers makes no cache
+    assert not has_running_state(type(blt), blt.config)
+
+
+@pytest.mark.parametrize("family", ["bart", "mpt", "bloom", "trocr"])
+def test_models_that_do_not_honour_trees_run_on_chains(family: str) -> None:
+    model = tiny(family)
+    assert not has_running_state(type(model), model.config)
+    assert runs_on_chains(model)
+    torch.manual_seed(0)
+    ids = torch.randint(3, 90, (1, 10)).repeat(1, 2)
+    expected = model.generate(ids, max_new_tokens=30, do_sample=False)
+    assert torch.equal(lookahead.generate(model, ids, max_new_tokens=30, do_sample=False), expected)

@@ -1,0 +1,52 @@
+"""Token trees as llama.cpp's sequences: what a node sees through them, against its ancestors."""
+
+import numpy as np
+import pytest
+
+from lookahead.backends.llama_cpp.branches import branches
+from lookahead.core.token_tree import TokenTree
+
+
+def random_tree(draws: np.random.Generator) -> TokenTree:
+    """A tree with pending tokens, candidates and window nodes in any order."""
+    tree = TokenTree(draws.integers(0, 9, draws.integers(1, 5)).tolist())
+    for _ in range(draws.integers(0, 20)):
+        parent = int(draws.integers(tree.root, len(tree)))
+        if draws.random() < 0.6 and tree.kinds[parent] != 2:
+            tree.add_candidates(draws.integers(0, 9, draws.integers(1, 4)).tolist(), parent)
+        else:
+            tree.add_window_node(int(draws.integers(0, 9)), parent, needs_logits=True)
+    return tree
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_node_sees_its_ancestors(seed: int) -> None:
+    tree = random_tree(np.random.default_rng(seed))
+    below = branches(tree)
+    assert sorted(below.order.tolist()) == list(range(len(tree)))
+    assert below.order[below.slots].tolist() == list(range(len(tree)))
+    for node in range(len(tree)):
+        # llama.cpp: the cells of the first sequence of a token, up to its position
+        sequence = below.first[below.slots[node]]
+        seen = {
+            other
+            for other in range(len(tree))
+            if below.first[below.slots[other]] <= sequence <= below.last[below.slots[other]]
+            and tree.depths[other] <= tree.depths[node]
+        }
+        ancestors = {node}
+        while tree.parents[min(ancestors)] >= 0:
+            ancestors.add(tree.parents[min(ancestors)])
+        assert seen == ancestors
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_there_is_a_sequence_for_each_leaf(seed: int) -> None:
+    tree = random_tree(np.random.default_rng(seed))
+    leaves = set(range(len(tree))) - set(tree.parents)
+    below = branches(tree)
+    assert below.leaves == len(leaves)
+    own = [below.first[below.slots[leaf]] for leaf in leaves]
+    assert sorted(own) == list(range(len(leaves)))
+    # A parent comes before its children, as llama.cpp wants the positions of a sequence.
+    assert all(below.slots[tree.parents[node]] < below.slots[node] for node in range(1, len(tree)))

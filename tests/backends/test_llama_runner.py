@@ -1,0 +1,125 @@
+"""Trees of several rows in one context of llama.cpp, against transformers on each path by itself."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gguf_files import REASON, recurrent_file, zoo_file
+from lookahead import InvalidArgumentError, UnsupportedModelError
+from lookahead.core.token_tree import TokenTree
+from model_zoo import build
+
+pytest.importorskip("llama_cpp", reason=REASON)
+
+from lookahead.backends.llama_cpp import tree_check
+from lookahead.backends.llama_cpp.context import LlamaContext
+from lookahead.backends.llama_cpp.model import LlamaModel
+from lookahead.backends.llama_cpp.runner import LlamaRunner
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
+    return LlamaModel(zoo_file(tmp_path_factory.mktemp("zoo")), n_gpu_layers=0, threads=1)
+
+
+def grow(tree: TokenTree, draws: np.random.Generator, leaves: int) -> None:
+    """Add branches that part anywhere, some of them of the window."""
+    for _ in range(leaves):
+        parent = int(draws.integers(tree.root, len(tree)))
+        if draws.random() < 0.8 and tree.kinds[parent] != 2:
+            tree.add_candidates(draws.integers(0, 72, draws.integers(1, 4)).tolist(), parent)
+        else:
+            tree.add_window_node(int(draws.integers(0, 72)), parent, needs_logits=bool(draws.random() < 0.7))
+
+
+def path_to(tree: TokenTree, node: int) -> list[int]:
+    path = [node]
+    while tree.parents[path[0]] >= 0:
+        path.insert(0, tree.parents[path[0]])
+    return path
+
+
+def random_kept(tree: TokenTree, draws: np.random.Generator) -> list[int]:
+    """A path from the first node, through some candidates; now and then it ends within the pending tokens."""
+    if draws.random() < 0.1:
+        return list(range(draws.integers(0, tree.root + 1)))
+    candidates = [node for node in range(tree.root, len(tree)) if tree.kinds[node] != 2]
+    return path_to(tree, int(draws.choice(candidates)))
+
+
+@pytest.mark.parametrize(("rows", "sequences"), [(1, 40), (3, 60), (3, 26)])
+def test_every_node_is_read_after_its_path(model: LlamaModel, rows: int, sequences: int) -> None:
+    """Also where rows have to hand sequence ids to each other, and rows are idle."""
+    reference = build("llama")
+    draws = np.random.default_rng(rows * sequences)
+    runner = LlamaRunner(model.acquire(2000, sequences), rows)
+    texts = [draws.integers(0, 72, draws.integers(1, 9)).tolist() for _ in range(rows)]
+    for step in range(12):
+        idle = [rows > 1 and bool(draws.random() < 0.2) for _ in range(rows)]
+        idle[step % rows] = False
+        trees = [runner.idle_tree() if rests else runner.begin_tree(row, texts[row]) for row, rests in enumerate(idle)]
+        for tree, rests in zip(trees, idle, strict=True):
+            if not rests:
+                grow(tree, draws, int(draws.integers(0, 9)))
+        results = runner.forward(trees, top_k=3)
+        kept = []
+        for row, (tree, result, rests) in enumerate(zip(trees, results, idle, strict=True)):
+            if rests:
+                assert result.predictions.tolist() == [-1]
+                kept.append([])
+                continue
+            before = texts[row][: len(texts[row]) - tree.root - 1]
+            for node in range(len(tree)):
+                if not tree.needs_logits[node]:
+                    assert result.predictions[node] == -1
+                    continue
+                path = before + [tree.tokens[each] for each in path_to(tree, node)]
+                expected = reference(torch.tensor([path])).logits[:, -1].detach()
+                torch.testing.assert_close(result.logits_after(node), expected, atol=2e-4, rtol=2e-4)
+                top = expected.softmax(-1).topk(3)
+                assert result.predictions[node] == top.indices[0, 0]
+                np.testing.assert_allclose(result.top_probabilities[node], top.values[0], atol=1e-4)
+            kept.append(random_kept(tree, draws))
+            texts[row] = before + [tree.tokens[node] for node in kept[-1]] + [int(draws.integers(0, 72))]
+        runner.commit(kept)
+
+
+def test_more_leaves_than_sequences_are_refused(model: LlamaModel) -> None:
+    runner = LlamaRunner(model.acquire(300, 4), 1)
+    tree = runner.begin_tree(0, [1, 2])
+    for token in range(5):
+        tree.add_candidates([token])
+    with pytest.raises(InvalidArgumentError, match="5 leaves.* 4 sequences"):
+        runner.forward([tree])
+
+
+def test_the_check_notices_wrong_logits(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of trees alone: those of one node are given for another."""
+    assert tree_check.largest_difference(model) < 1e-4
+    whole = LlamaContext.run
+
+    def mixed_up(self, count):
+        return np.roll(whole(self, count), 1, axis=0)
+
+    monkeypatch.setattr(LlamaContext, "run", mixed_up)
+    with pytest.raises(UnsupportedModelError, match="does not give on token trees"):
+        tree_check.check_trees(model)
+
+
+def test_the_check_notices_that_the_wrong_branch_is_kept(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = LlamaRunner._commit
+
+    def keep_the_first(self, row, tree, below, path):
+        first = [node for node in below.order.tolist() if below.first[below.slots[node]] == 0]
+        whole(self, row, tree, below, first[: len(path)])
+
+    monkeypatch.setattr(LlamaRunner, "_commit", keep_the_first)
+    with pytest.raises(UnsupportedModelError, match="does not give on token trees"):
+        tree_check.check_trees(model)
+
+
+def test_recurrent_models_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="recurrent"):
+        LlamaModel(recurrent_file(tmp_path / "mamba.gguf"), n_gpu_layers=0, threads=1)

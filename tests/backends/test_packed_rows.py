@@ -1,0 +1,162 @@
+"""Texts that come and go in one row of tokens, each against transformers' own `generate` on its prompt alone."""
+
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from lookahead import LookaheadConfig, UnsupportedModelError
+from lookahead.backends.transformers import equivalence
+from lookahead.backends.transformers.packed_rows import PackedRowsRunner, Row
+from lookahead.backends.transformers.packed_rows.model import packed_rows_model
+from lookahead.backends.transformers.sampler import TextSampler
+from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.core.decoder import Batch, step
+from lookahead.core.token_tree import TokenTree
+from lookahead.drafting import build_drafter
+from model_zoo import SLIDING_WINDOW, VOCAB_SIZE, build
+
+ARCHITECTURES = [
+    "llama",
+    "mistral_sliding",
+    "qwen2_mixed_sliding",
+    "gemma3",
+    "gemma4",  # layers that read the keys and values of others
+    "gpt2",  # learned positions
+    "llama4_chunked",
+    "qwen3_moe",
+]
+
+
+@dataclass
+class Request:
+    """A prompt that joins at a step, and how it is decoded."""
+
+    joins: int
+    prompt: list[int]
+    new_tokens: int
+    sample: bool
+    nodes: int
+    chunk: int | None
+
+
+def draw(random: Random, index: int) -> Request:
+    prompt = [random.randrange(VOCAB_SIZE) for _ in range(random.randrange(1, 12))] * random.choice([1, 2, 3])
+    joins, new_tokens = random.randrange(12), random.randrange(1, 2 * SLIDING_WINDOW)
+    chunk = random.choice([None, 1, 3, 5])
+    return Request(joins, prompt, new_tokens, random.random() < 0.4, random.choice([1, 8, 16]), chunk)
+
+
+def generate_alone(model: PreTrainedModel, request: Request, seed: int) -> list[int]:
+    torch.manual_seed(seed)  # the stream of draws that a generator of this seed has
+    options = {"do_sample": True, "top_k": 0} if request.sample else {"do_sample": False}
+    ids = torch.tensor([request.prompt])
+    return model.generate(ids, max_new_tokens=request.new_tokens, **options)[0].tolist()
+
+
+def sequence_of(request: Request, index: int) -> TextSequence:
+    sampler = TextSampler(sample=request.sample, generator=torch.Generator().manual_seed(index))
+    end = len(request.prompt) + request.new_tokens
+    prompt = torch.tensor([request.prompt])
+    drafter = build_drafter(LookaheadConfig(step_budget=request.nodes))
+    stop = lambda text: len(text.tokens) >= end  # noqa: E731
+    return TextSequence(prompt, request.prompt, drafter, sampler, stop, index=index)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.no_grad()
+def test_rows_that_come_and_go_are_as_each_alone(name: str) -> None:
+    model = build(name)
+    random = Random(ARCHITECTURES.index(name))
+    requests = [draw(random, index) for index in range(7)]
+    runner = PackedRowsRunner(packed_rows_model(model))
+    sequences: list[TextSequence] = []
+    batch, texts, together, parts = Batch(sequences), {}, 0, 0
+    for time in range(300):
+        for index, request in enumerate(requests):
+            if request.joins == time:
+                place = random.randrange(len(sequences) + 1)
+                row = Row()
+                row.most_pending = request.chunk
+                runner.rows.insert(place, row)
+                sequences.insert(place, sequence_of(request, index))
+        if not sequences:
+            continue
+        together = max(together, len(sequences))
+        before = [len(sequence.tokens) for sequence in sequences]
+        step(runner, batch)
+        parts += sum(len(sequence.tokens) == length for sequence, length in zip(sequences, before, strict=True))
+        if random.random() < 0.1:  # keys and values are dropped, and computed anew
+            runner.rows[0] = Row()
+        for place in reversed(range(len(sequences))):
+            if sequences[place].finished:
+                gone = sequences.pop(place)
+                texts[gone.index] = gone.tokens
+                del runner.rows[place]
+    assert together >= 3
+    assert parts > 0
+    assert batch.statistics.mean_nodes > 1
+    for index, request in enumerate(requests):
+        assert texts[index] == generate_alone(model, request, index), (index, request)
+
+
+def test_a_step_moves_nothing_of_rows_that_stay() -> None:
+    model = build("llama")
+    runner = PackedRowsRunner(packed_rows_model(model))
+    stays, leaves, joins = Row(), Row(), Row()
+    runner.rows = [leaves, stays]
+    runner.forward([TokenTree([5, 9, 3]), TokenTree([7, 8])])
+    runner.commit([[0, 1, 2], [0, 1]])
+    before = [layer.keys.data_ptr() for layer in stays.cache.layers]
+    runner.rows = [stays, joins]
+    runner.forward([TokenTree([4]), TokenTree([1, 2, 3])])
+    runner.commit([[0], [0, 1, 2]])
+    assert [layer.keys.data_ptr() for layer in stays.cache.layers] == before
+    assert [row.length for row in (stays, joins, leaves)] == [3, 3, 3]
+
+
+def test_a_step_sends_no_padding() -> None:
+    model = build("llama")
+    clone = packed_rows_model(model)
+    sent: list[tuple[int, ...]] = []
+    hook = clone.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: sent.append(inputs[0].shape))
+    runner = PackedRowsRunner(clone)
+    runner.rows = [Row(), Row(), Row()]
+    runner.forward([TokenTree([5] * length) for length in (1, 9, 3)])
+    hook.remove()
+    assert [tuple(shape) for shape in sent] == [(1, 13)]
+
+
+@pytest.mark.parametrize("name", ["falcon_new", "gemma2", "deepseek_v3"])
+def test_models_of_which_rows_cannot_be_packed_are_refused(name: str) -> None:
+    # Attention of their own, a soft cap that "sdpa" has not, and keys that are not those of the cache.
+    model = build(name, attention="eager" if name == "gemma2" else "sdpa")
+    with pytest.raises(UnsupportedModelError, match=r"lookahead\.generate"):
+        packed_rows_model(model)
+
+
+def small_llama(**options: object) -> PreTrainedModel:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=320, **sizes, **options)).eval()
+
+
+class Leaky(LlamaForCausalLM):
+    """A model whose rows see each other: it adds the mean of all tokens of a pass."""
+
+    def forward(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
+        output = super().forward(*args, **kwargs)
+        if kwargs.get("packed_rows") is not None:
+            output.logits = output.logits + output.logits.mean(dim=1, keepdim=True)
+        return output
+
+
+def test_a_model_whose_rows_see_each_other_is_refused() -> None:
+    model = small_llama()
+    assert equivalence(model).has_miniature or equivalence(model).packed_rows
+    packed_rows_model(model)
+    leaky = Leaky(model.config).eval()
+    with pytest.raises(UnsupportedModelError, match="Leaky"):
+        packed_rows_model(leaky)
