@@ -31,7 +31,7 @@ from model_zoo import ARCHITECTURES, MAX_POSITIONS, ROPE_CONTEXT, build, greedy
 from sampling_exactness import SETTINGS
 
 ZOO = ("llama", "gemma3", "gpt2", "qwen3_moe", "mistral_sliding", "phi", "gpt_neox", "llama4_chunked", "gpt_oss")
-"""Architectures that the sample is drawn from; `run_batches.py` runs all of them."""
+"""Architectures that random cases are made for; `run_batches.py` runs all of them."""
 DRAFTING = {"window_size": 4, "ngram_size": 3, "guess_set_size": 6, "pool_from_prompt": True, "pool_from_output": True}
 PROMPTS = ((3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6), (40, 41), (8, 8, 8, 8, 8), (61,))
 RAGGED = BatchCase("llama", PROMPTS, max_new_tokens=32, drafting=DRAFTING)
@@ -48,7 +48,7 @@ def check(case: BatchCase) -> BatchOutcome:
 
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("name", ZOO)
-def test_drawn_cases_match(name: str, number: int) -> None:
+def test_random_cases_match(name: str, number: int) -> None:
     check(random_batch_case(Random(f"sample {name} {number}"), name))
 
 
@@ -103,7 +103,7 @@ def test_processors_treat_each_row_as_its_own(name: str, returns: int) -> None:
     check(replace(RAGGED, settings=settings, eos=eos, returns=returns, max_new_tokens=16, collected=True))
 
 
-def test_rows_are_told_their_number() -> None:
+def test_rows_get_their_number() -> None:
     # With one prompt in all rows, it is the number of the row alone that makes the texts differ.
     prompts = ((5, 6, 7),) * 3
     check(replace(RAGGED, prompts=prompts, settings={"allowed": (72, 3)}))
@@ -134,7 +134,7 @@ def test_a_pool_that_rows_share_changes_no_text(share_pool: bool) -> None:
 
 @pytest.mark.parametrize("eos", [(), STOPS])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
-def test_several_drawn_texts_have_the_form_of_those_of_transformers(name: str, eos: tuple[int, ...]) -> None:
+def test_several_sampled_texts_have_the_form_of_those_of_transformers(name: str, eos: tuple[int, ...]) -> None:
     case = replace(RAGGED, architecture=name, returns=3, eos=eos, streamed=True)
     outcome = run_sampled_case(case)
     assert outcome.matched, outcome.report()
@@ -144,7 +144,7 @@ def test_several_drawn_texts_have_the_form_of_those_of_transformers(name: str, e
     assert processed.matched, processed.report()
 
 
-def test_several_drawn_texts_differ_and_come_again_under_the_same_seed() -> None:
+def test_several_sampled_texts_differ_and_are_repeated_under_the_same_seed() -> None:
     texts = []
     for _ in range(2):
         torch.manual_seed(4)

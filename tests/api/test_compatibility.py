@@ -660,7 +660,7 @@ def test_usual_position_ids() -> None:
     "name",
     ["max_new_token", "config"],
 )
-def test_an_argument_that_nobody_knows(name: str, llama: PreTrainedModel) -> None:
+def test_an_unknown_argument(name: str, llama: PreTrainedModel) -> None:
     for generate in (llama.generate, ours(llama)):
         with pytest.raises(ValueError, match=f"'{name}'"):
             generate(input_ids=PROMPT, **{name: 5})
@@ -805,12 +805,12 @@ BAD_VALUES = [
     ("values", "named"), BAD_VALUES, ids=lambda value: value if isinstance(value, str) else next(iter(value))
 )
 def test_bad_value(values: dict[str, Any], named: str, llama: PreTrainedModel) -> None:
-    """The error names the argument, or is the caller's own, and the model and a brought cache are as before."""
+    """The error names the argument, or is the caller's own, and the model and a user cache are as before."""
     expected = llama.generate(PROMPT, **GREEDY)
     cache = DynamicCache()
-    brought = {} if "past_key_values" in values or "cache_implementation" in values else {"past_key_values": cache}
+    given = {} if "past_key_values" in values or "cache_implementation" in values else {"past_key_values": cache}
     with pytest.raises((ValueError, RuntimeError), match=named):
-        ours_with(llama, input_ids=PROMPT, **{**GREEDY, **brought, **values})
+        ours_with(llama, input_ids=PROMPT, **{**GREEDY, **given, **values})
     assert cache.get_seq_length() == 0
     assert torch.equal(ours_with(llama, input_ids=PROMPT, past_key_values=cache, **GREEDY), expected)
     assert torch.equal(llama.generate(PROMPT, **GREEDY), expected)

@@ -401,7 +401,8 @@ def plainly(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> Any:
 
 @contextmanager
 def widths(model: PreTrainedModel) -> Iterator[list[int]]:
-    """How many tokens each forward pass sends."""
+    """How many tokens each forward pass sends, but for those that check a model before its first call."""
+    ours(model, PROMPT, max_new_tokens=1)
     seen: list[int] = []
 
     def note(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

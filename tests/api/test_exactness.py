@@ -58,7 +58,7 @@ def check(case: Case) -> Outcome:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large],
 )
 @given(data=st.data())
-def test_drawn_cases_match(name: str, data: st.DataObject) -> None:
+def test_random_cases_match(name: str, data: st.DataObject) -> None:
     check(data.draw(cases(name)))
 
 
@@ -69,10 +69,10 @@ def test_logits_match(name: str) -> None:
         assert logit_difference(case) < NEAR_TIE
 
 
-def test_candidates_are_accepted_in_the_drawn_cases() -> None:
+def test_candidates_are_accepted_in_the_random_cases() -> None:
     # Where nothing is ever accepted, equality says nothing about masks, positions and the cache.
-    drawn = [replace(random_case(Random(place), name), preset="paper") for place, name in enumerate(NAMES)]
-    outcomes = [check(case) for case in drawn if case.architecture not in LENGTH_SCALED]
+    cases = [replace(random_case(Random(place), name), preset="paper") for place, name in enumerate(NAMES)]
+    outcomes = [check(case) for case in cases if case.architecture not in LENGTH_SCALED]
     lengths = [length for outcome in outcomes for length in outcome.accepted_lengths]
     assert sum(lengths) / len(lengths) > 1.2
     assert sum(length > 1 for length in lengths) / len(lengths) > 0.1
@@ -188,9 +188,9 @@ def _keeps_first_slots(self: TreeLayer, slots: list[list[int]]) -> None:
     self.lengths = [length + len(kept) for length, kept in zip(self.lengths, slots, strict=True)]
 
 
-def _full_everywhere(self: MaskBuilder, kind: str, visible: Any, queries: Any, keys: Any) -> Any:
+def _full_everywhere(self: MaskBuilder, kind: str) -> tuple[int | None, int | None]:
     """Masks that forget the sliding window."""
-    return visible
+    return None, None
 
 
 FAULTS: dict[str, tuple[object, str, Callable[..., Any], list[str]]] = {
@@ -198,7 +198,7 @@ FAULTS: dict[str, tuple[object, str, Callable[..., Any], list[str]]] = {
     "causal instead of tree mask": (Layout, "ancestor_mask", _sees_all_before, NAMES),
     "positions count nodes": (model_runner, "lay_out", _positions_in_order, NAMES),
     "cache keeps the wrong nodes": (TreeLayer, "commit", _keeps_first_slots, NAMES),
-    "no sliding window": (MaskBuilder, "_narrow", _full_everywhere, SHORT_SIGHTED),
+    "no sliding window": (MaskBuilder, "reach", _full_everywhere, SHORT_SIGHTED),
 }
 
 
@@ -208,11 +208,11 @@ def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
     # Where RoPE depends on the length, hardly anything is drafted, so hardly anything can go wrong.
     chosen = [name for name in names if name not in LENGTH_SCALED]
     options = {"preset": "paper", "ngram_size": 4, "guess_set_size": 12, "pool_from_prompt": True, "eos_at": ()}
-    drawn = [replace(random_case(Random(place), name), **options) for place, name in enumerate(chosen)][-18:]
-    for case in drawn:
+    cases = [replace(random_case(Random(place), name), **options) for place, name in enumerate(chosen)][-18:]
+    for case in cases:
         check(case)  # the library has now tried each model, and believes it
     monkeypatch.setattr(owner, method, broken)
-    outcomes = [run_case(case) for case in drawn]
+    outcomes = [run_case(case) for case in cases]
     differing = [outcome for outcome in outcomes if outcome.error is None and not outcome.matched]
     # With a third, a run of ten cases overlooks the fault once in 60 times, one of a hundred never.
     assert len(differing) > len(outcomes) / 3, [outcome.case.architecture for outcome in differing]

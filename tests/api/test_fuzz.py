@@ -87,7 +87,7 @@ def test_other_scores_are_found() -> None:
     assert "logits at step 0" in outcome.detail
 
 
-def test_refusals_are_told_from_failures() -> None:
+def test_refusals_are_distinguished_from_failures() -> None:
     outcome = run_case(_case(family="mamba"))
     assert outcome.kind == REFUSED
     assert "running state" in outcome.detail

@@ -31,6 +31,7 @@ from model_zoo import MAX_POSITIONS, build
         ({"memory": None}, "memory=None must be"),
         ({"engine": "fast"}, "engine='fast'"),
         ({"pack_weights": 1}, "pack_weights=1"),
+        ({"invariant": "yes"}, "invariant='yes'"),
         ({"window_size": 1000, "ngram_size": 10}, "window_size=1000.*smaller"),
         ({"preset": "fastest"}, "preset='fastest'.*paper"),
         ({"preset": "jacobi", "block_size": 0}, "block_size=0"),
@@ -124,7 +125,7 @@ class Never:
     ],
 )
 def test_prompts(ids: Any, error: type[Exception], message: str, llama: PreTrainedModel) -> None:
-    lookahead.generate(llama, torch.tensor([[1]]), max_new_tokens=1)  # the trial of the model is behind us
+    lookahead.generate(llama, torch.tensor([[1]]), max_new_tokens=1)  # so that the model has been checked already
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama, "forward", Never())
         with pytest.raises(error, match=message):

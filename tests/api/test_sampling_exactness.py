@@ -31,9 +31,9 @@ from sampling_exactness import (
 PROMPT = (5, 8, 20, 5, 8, 20, 5, 8)
 DRAFTING = {"window_size": 4, "ngram_size": 4, "guess_set_size": 6, "pool_from_prompt": True, "pool_from_output": True}
 ZOO = ("llama", "gemma3", "gpt2", "qwen3_moe", "mistral_sliding", "phi", "gpt_neox", "cohere2", "falcon_new")
-"""Architectures that the sample is drawn from; `run_sampling.py` runs all of them."""
+"""Architectures that random cases are made for; `run_sampling.py` runs all of them."""
 SHARP = SamplingCase("llama", PROMPT, {"temperature": 0.5}, seed=1, drafting=DRAFTING, max_new_tokens=48)
-"""A case in which drafts are accepted although tokens are drawn."""
+"""A case in which drafts are accepted although tokens are sampled."""
 
 
 def check(case: SamplingCase) -> SamplingOutcome:
@@ -44,7 +44,7 @@ def check(case: SamplingCase) -> SamplingOutcome:
 
 
 @pytest.mark.parametrize("place", range(len(FAMILIES)), ids=FAMILIES)
-def test_drawn_cases_match(place: int) -> None:
+def test_random_cases_match(place: int) -> None:
     # Two models of the zoo for each setting; the demo model, which is slower, for every third.
     family = FAMILIES[place]
     names = [ZOO[place % len(ZOO)], ZOO[(place + 3) % len(ZOO)], *([DEMO] if place % 3 == 0 else [])]
@@ -52,7 +52,7 @@ def test_drawn_cases_match(place: int) -> None:
         check(random_sampling_case(Random(f"sample {family} {name}"), family, name))
 
 
-def test_candidates_are_accepted_in_drawn_cases() -> None:
+def test_candidates_are_accepted_in_random_cases() -> None:
     # Where nothing is ever accepted, equality says nothing about the processors' text and the order of draws.
     outcomes = [check(random_sampling_case(Random(f"accepted {name}"), "temperature", name)) for name in ZOO]
     lengths = [length for outcome in outcomes for length in outcome.accepted_lengths]
@@ -87,7 +87,7 @@ def test_the_first_use_of_a_model_leaves_the_random_state_alone(name: str) -> No
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_drafter_has_no_say_in_what_is_drawn() -> None:
+def test_the_drafter_does_not_change_what_is_sampled() -> None:
     texts = {
         check(replace(SHARP, drafting={**DRAFTING, "seed": seed, "window_size": 1 + seed})).got for seed in range(4)
     }
@@ -111,13 +111,13 @@ def test_eos_inside_an_accepted_run_ends_the_draws() -> None:
         assert ended.got == whole.got[: whole.got.index(whole.got[start]) + 1]
 
 
-def test_the_race_is_how_tokens_are_drawn() -> None:
-    # What mismatches are explained with: the token with the best score and noise is the one that was drawn.
+def test_the_race_is_how_tokens_are_sampled() -> None:
+    # What mismatches are explained with: the token with the best score and noise is the one that was sampled.
     scores = torch.randn(1, 72, generator=torch.Generator().manual_seed(0))
     for seed in range(5):
         torch.manual_seed(seed)
-        drawn = [int(torch.multinomial(torch.softmax(scores, -1), 1)) for _ in range(12)]
-        assert [int(racing_scores(scores, seed, place).argmax()) for place in range(12)] == drawn
+        sampled = [int(torch.multinomial(torch.softmax(scores, -1), 1)) for _ in range(12)]
+        assert [int(racing_scores(scores, seed, place).argmax()) for place in range(12)] == sampled
 
 
 # --- the suite has teeth: with a fault put into the library, cases fail ---------------------------------------

@@ -1,14 +1,14 @@
 """Sampled texts have the law of the model, by our verification and by the paper's Algorithm 4.
 
 The space is small enough to be enumerated: 5 tokens, texts of 3. The exact probability of each of the 125 texts
-is computed from the model, and a chi-square test compares it with many texts drawn. A pool of candidates is filled
+is computed from the model, and a chi-square test compares it with many sampled texts. A pool of candidates is filled
 at random beforehand, so that in the same run some candidates are accepted, in part or as a whole, and others not.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import product
 from random import Random
@@ -29,7 +29,7 @@ VOCABULARY = 5
 LENGTH = 3
 """Tokens of a text; a candidate holds as many."""
 PROMPT = (0, 3, 1, 4)
-DRAWS = 20_000
+DRAWS = 10_000
 LEVEL = 1e-4
 """Of the tests: a right law fails once in so many seeds, and the seeds are fixed."""
 FEWEST_EXPECTED = 5.0
@@ -86,22 +86,34 @@ def exact_law(distributions: dict[Text, torch.Tensor]) -> Law:
     }
 
 
-def p_value(texts: Iterable[Text], law: Law) -> float:
-    """Probability that texts with this law are at least as far from what is expected of them, by chi-square."""
-    counts = Counter(texts)
-    total = counts.total()
-    assert set(counts) <= set(law)
+def p_value(texts: Sequence[Text], law: Law) -> float:
+    """Probability that texts with this law are at least as far from what is expected of them.
+
+    By chi-square of the first token, of the first two and of the whole texts: what goes wrong early is seen best where
+    there are few bins. The smallest of the three probabilities counts, for as many attempts.
+    """
+    assert set(texts) <= set(law)
+    attempts = []
+    for length in range(1, LENGTH + 1):
+        expected: Counter[Text] = Counter()
+        for text, probability in law.items():
+            expected[text[:length]] += probability * len(texts)
+        attempts.append(_p_value(Counter(text[:length] for text in texts), expected))
+    return min(1.0, LENGTH * min(attempts))
+
+
+def _p_value(counts: Counter[Text], expected: Counter[Text]) -> float:
     bins: list[tuple[float, int]] = []
     rare_expected, rare_count = 0.0, 0
-    for text, probability in law.items():
-        if probability * total < FEWEST_EXPECTED:
-            rare_expected += probability * total
+    for text, number in expected.items():
+        if number < FEWEST_EXPECTED:
+            rare_expected += number
             rare_count += counts[text]
         else:
-            bins.append((probability * total, counts[text]))
+            bins.append((number, counts[text]))
     if rare_expected:
         bins.append((rare_expected, rare_count))
-    statistic = sum((count - expected) ** 2 / expected for expected, count in bins)
+    statistic = sum((count - number) ** 2 / number for number, count in bins)
     return chi_square_tail(statistic, len(bins) - 1)
 
 
@@ -123,11 +135,11 @@ def warm_pool(seed: int = 0) -> NGramPool:
 
 
 def draw_with_lookahead(draws: int, batch: int, **options: Any) -> tuple[list[Text], list[int]]:
-    """Texts drawn by `lookahead.generate`, `batch` a call, and the number of tokens that each step accepted."""
+    """Texts sampled by `lookahead.generate`, `batch` a call, and the number of tokens that each step accepted."""
     texts: list[Text] = []
     accepted: list[int] = []
     for number in range(draws // batch):
-        drawn = lookahead.generate(
+        sampled = lookahead.generate(
             model(),
             torch.tensor([PROMPT]),
             attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
@@ -140,7 +152,7 @@ def draw_with_lookahead(draws: int, batch: int, **options: Any) -> tuple[list[Te
             num_return_sequences=batch,
             **options,
         )
-        texts += [tuple(text) for text in drawn[:, len(PROMPT) :].tolist()]
+        texts += [tuple(text) for text in sampled[:, len(PROMPT) :].tolist()]
     return texts, accepted
 
 
@@ -150,7 +162,7 @@ Verify = Callable[[Sequence[Sequence[int]], NextDistribution, torch.Generator], 
 def draw_with_algorithm_4(
     draws: int, distributions: dict[Text, torch.Tensor], verify: Verify, seed: int = 0
 ) -> tuple[list[Text], list[int]]:
-    """Texts drawn step by step by `verify`, and the number of tokens that each step accepted.
+    """Texts sampled step by step by `verify`, and the number of tokens that each step accepted.
 
     A text ends where it is long enough, as in decoding, whatever else its last step decided.
     """
@@ -185,7 +197,7 @@ def test_our_sampling_in_batches_has_the_exact_law() -> None:
 
 def test_our_sampling_text_by_text_has_the_exact_law() -> None:
     torch.manual_seed(1)
-    texts, accepted = draw_with_lookahead(2_000, batch=1)
+    texts, accepted = draw_with_lookahead(1_000, batch=1)
     assert_drafts_were_accepted(accepted)
     assert p_value(texts, exact_law(next_distributions())) > LEVEL
 
@@ -361,4 +373,4 @@ def test_the_law_is_spread_over_many_texts() -> None:
     law = exact_law(next_distributions())
     assert sum(law.values()) == pytest.approx(1.0)
     assert max(law.values()) < 0.2
-    assert sum(probability * DRAWS >= FEWEST_EXPECTED for probability in law.values()) > 100
+    assert sum(probability * DRAWS >= FEWEST_EXPECTED for probability in law.values()) > 90

@@ -231,7 +231,7 @@ def test_embeddings_that_are_not_in_memory(everything: bool, tmp_path: Any) -> N
     check(model, plain=build("llama"))
 
 
-def test_weights_that_are_brought_in_layer_by_layer(tmp_path: Any) -> None:
+def test_weights_that_are_loaded_layer_by_layer(tmp_path: Any) -> None:
     """As with a device map that leaves layers on the disk."""
     accelerate = pytest.importorskip("accelerate")
     plain = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32, local_files_only=True)

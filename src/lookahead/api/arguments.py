@@ -18,6 +18,7 @@ _CONSUMED = (
     "attention_mask",
     "position_ids",
     "past_key_values",
+    "cache_params",
     "use_cache",
     "logits_to_keep",
     "cache_position",
@@ -25,6 +26,28 @@ _CONSUMED = (
 """Model inputs that `generate` prepares and the engine makes for itself."""
 
 _OWN_CACHE = "a token tree needs a cache that can take back what was not accepted; leave it unset"
+
+_OTHER_MODES = {
+    "num_beams": "beam search keeps several texts; use num_beams=1",
+    "penalty_alpha": "contrastive search is another way of decoding; leave it unset",
+    "constraints": "constrained search needs beams",
+    "force_words_ids": "forced words need beams",
+    "dola_layers": "DoLa changes the logits; leave it unset",
+    "prompt_lookup_num_tokens": "prompt lookup is another way to draft; leave it unset",
+    "assistant_early_exit": "early exit is another way to draft; leave it unset",
+    "use_mtp": "multi-token prediction is another way to draft",
+    "output_attentions": "a step reads many tokens at once; leave it unset",
+    "output_hidden_states": "a step reads many tokens at once; leave it unset",
+    "cache_implementation": _OWN_CACHE,
+}
+"""Settings of ways of decoding that are neither greedy nor sampling, and of outputs that a tree does not give; unless
+they are `None`, `False` or one of `_HARMLESS`."""
+
+_HARMLESS: dict[str, tuple[object, ...]] = {
+    "num_beams": (0, 1),
+    "penalty_alpha": (0,),
+    "cache_implementation": ("dynamic",),
+}
 
 
 def check_config(config: object) -> LookaheadConfig:
@@ -117,44 +140,12 @@ def check_mode(config: GenerationConfig) -> None:
     Raises:
         UnsupportedArgumentError: One of them is asked for; the message names the argument.
     """
-    beams = config.num_beams or 1
-    unsupported = {
-        "num_beams": (beams > 1, "beam search keeps several texts; use num_beams=1"),
-        "penalty_alpha": (
-            bool(getattr(config, "penalty_alpha", None)) and not config.do_sample,
-            "contrastive search is another way of decoding; leave it unset",
-        ),
-        "constraints": (getattr(config, "constraints", None) is not None, "constrained search needs beams"),
-        "force_words_ids": (getattr(config, "force_words_ids", None) is not None, "forced words need beams"),
-        "dola_layers": (
-            getattr(config, "dola_layers", None) is not None,
-            "DoLa changes the logits; leave it unset",
-        ),
-        "prompt_lookup_num_tokens": (
-            config.prompt_lookup_num_tokens is not None,
-            "prompt lookup is another way to draft; leave it unset",
-        ),
-        "assistant_early_exit": (
-            config.assistant_early_exit is not None,
-            "early exit is another way to draft; leave it unset",
-        ),
-        "use_mtp": (bool(getattr(config, "use_mtp", None)), "multi-token prediction is another way to draft"),
-        "output_attentions": (
-            bool(config.output_attentions),
-            "a step reads many tokens at once; leave it unset",
-        ),
-        "output_hidden_states": (
-            bool(config.output_hidden_states),
-            "a step reads many tokens at once; leave it unset",
-        ),
-        "cache_implementation": (
-            config.cache_implementation not in (None, "dynamic"),
-            _OWN_CACHE,
-        ),
-    }
-    for name, (asked, advice) in unsupported.items():
-        if asked:
-            raise _unsupported(name, getattr(config, name), advice)
+    for name, advice in _OTHER_MODES.items():
+        value = getattr(config, name, None)
+        if value is None or value is False or value in _HARMLESS.get(name, ()):
+            continue
+        if name != "penalty_alpha" or not config.do_sample:  # which goes before it
+            raise _unsupported(name, value, advice)
     if config.prefill_chunk_size is not None and config.prefill_chunk_size < 1:
         raise InvalidArgumentError(
             f"prefill_chunk_size={config.prefill_chunk_size} must be at least 1, or None for no chunks"
@@ -174,10 +165,15 @@ def check_model_inputs(model_kwargs: dict[str, Any], use_cache: bool) -> None:
         # To a class that could see images transformers passes what it encoded of them, even where there are none.
         if name == "mm_encoder_outputs" and isinstance(value, Mapping) and not any(map(_given, value.values())):
             continue
+        if name == "cache_params" and getattr(value, "_is_user_defined", False):
+            raise _unsupported(name, type(value).__name__, "it says of no text how long it is; give the whole text")
         if name not in _CONSUMED and value is not None:
             raise _unsupported(name, type(value).__name__, "it sends the model token ids alone; leave it out")
     if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False) and not use_cache:
-        raise InvalidArgumentError("use_cache=False contradicts past_key_values; drop one of them")
+        raise InvalidArgumentError(
+            "use_cache=False, as given or as the model's generation configuration has it, contradicts past_key_values; "
+            "pass use_cache=True, or leave the cache out"
+        )
 
 
 def check_pool(pool: NGramPool | None, config: LookaheadConfig) -> None:

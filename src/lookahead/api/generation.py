@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from functools import update_wrapper
+from collections.abc import Callable
+from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +19,12 @@ from transformers import (
 )
 
 from lookahead.api.arguments import check_call, check_config, check_pool, check_prompt_ids, effective_setting
+from lookahead.api.gguf.model import GGUFModel
 from lookahead.api.output import LookaheadOutput
 from lookahead.api.request import decode_request
-from lookahead.backends.transformers import check_adapters, check_model
+from lookahead.backends.transformers import check_adapters, runs_on_chains
 from lookahead.config import LookaheadConfig
-from lookahead.core.decoder import OnStep
+from lookahead.core.statistics import OnStep
 from lookahead.drafting import NGramPool
 from lookahead.errors import InvalidArgumentError
 
@@ -47,8 +49,8 @@ def generate(
     """Generate text exactly as `model.generate` does, in fewer steps.
 
     Takes every argument of `model.generate`; `docs/compatibility.md` says what happens to each. It can also be
-    handed to transformers, `model.generate(..., custom_generate=lookahead.generate)`; but there transformers
-    keeps `streamer`, `tokenizer` and `assistant_model` to itself, so call this function, or `attach` it, for
+    passed to transformers, `model.generate(..., custom_generate=lookahead.generate)`; but then transformers
+    does not pass on `streamer`, `tokenizer` and `assistant_model`, so call this function, or `attach` it, for
     streaming and stop strings.
 
     Args:
@@ -57,7 +59,7 @@ def generate(
             length. Without them transformers begins from the BOS token.
         lookahead_config: How to draft; the default configuration if not given. It never changes the text.
         on_step: Called after each step with a `StepRecord` for each sequence: the tokens it added, what it sent.
-        ngram_pool: A pool to draft from and to fill, to be handed to later calls again; a new one for each
+        ngram_pool: A pool to draft from and to fill, which later calls can use again; a new one for each
             sequence if not given.
         parallel: The ranks to decode with, from `lookahead.parallel.join`; each of them makes the same call. This
             process alone if not given.
@@ -70,14 +72,30 @@ def generate(
         InvalidArgumentError: An argument has a value that cannot work.
         UnsupportedArgumentError: A legal argument that lookahead decoding does not support.
         UnsupportedModelError: The model cannot be run on token trees.
-        ParallelError: The ranks of `parallel` disagree, or one of them does not go on; the message names it.
+        ParallelError: The ranks of `parallel` disagree, or one of them failed; the message names it.
     """
     config = check_config(lookahead_config)
     check_pool(ngram_pool, config)
+    decode = partial(decode_request, config=config, on_step=on_step, ngram_pool=ngram_pool, parallel=parallel)
     if input_ids is not None and _is_prepared(kwargs):
-        return decode_request(
-            model, input_ids, config=config, on_step=on_step, ngram_pool=ngram_pool, parallel=parallel, **kwargs
-        )
+        return decode(model, input_ids, **kwargs)
+    return hand_over(model, input_ids, kwargs, decode)  # type: ignore[no-any-return]
+
+
+def hand_over(
+    model: PreTrainedModel, input_ids: torch.Tensor | None, kwargs: dict[str, Any], decode: Callable[..., Any]
+) -> Any:
+    """Have transformers check and prepare a call of `generate`.
+
+    Args:
+        model: The model, or a wrapper.
+        input_ids: The prompts, if they are given by this name.
+        kwargs: The other arguments of the call.
+        decode: Called with model, prompts and all that transformers made of the arguments, by name, streamer included.
+
+    Returns:
+        What `decode` returns.
+    """
     model = _language_model_or_wrapper(model)
     if "inputs" in kwargs:
         if input_ids is not None:
@@ -86,36 +104,27 @@ def generate(
     check_call(model, kwargs)
     if input_ids is not None:
         check_prompt_ids(input_ids)
-    # transformers drops these on their way to a custom generate function, so they go around it
+    # transformers drops these before it calls a custom generate function, so they are passed around it
     streamer = kwargs.pop("streamer", None)
     _take_stop_strings(model, kwargs)
 
-    # Transformers hands over what it finds in this signature; so there are no names in it that a user may mistype.
-    def decode_here(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> torch.Tensor | LookaheadOutput:
-        return decode_request(
-            model,
-            input_ids,
-            config=config,
-            on_step=on_step,
-            ngram_pool=ngram_pool,
-            streamer=streamer,
-            parallel=parallel,
-            **prepared,
-        )
+    # Transformers passes the arguments that this signature names; so none of them can be mistyped by a user.
+    def decode_here(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> Any:
+        return decode(model, input_ids, streamer=streamer, **prepared)
 
-    return type(model).generate(model, input_ids, custom_generate=decode_here, **kwargs)  # type: ignore[no-any-return]
+    return type(model).generate(model, input_ids, custom_generate=decode_here, **kwargs)
 
 
 def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> None:
     """Make `model.generate` itself decode with lookahead, on this one object, until `detach`.
 
-    Pipelines and other callers of `model.generate` work on unchanged; calls may still pass their own
+    Pipelines and other callers of `model.generate` work unchanged; calls may still pass their own
     `lookahead_config`. A call with `custom_generate` goes to transformers as if nothing were attached.
 
     Deep copies of an attached model are attached as well, with the same configuration and to their own weights; so is
     what `pickle` or `torch.load` makes of one that was saved whole, which takes this library to load. A shallow copy
-    (`copy.copy`) shares all of the model, `generate` included: attach it anew to let it decode by settings of its own.
-    What `save_pretrained` writes knows nothing of it.
+    (`copy.copy`) shares all of the model, `generate` included: attach it again to give it its own settings.
+    It leaves no trace in what `save_pretrained` writes.
 
     Args:
         model: A causal language model of transformers.
@@ -132,7 +141,7 @@ def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Non
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Give `model` its own `generate` back. A model that nothing is attached to stays as it is."""
+    """Restore `model`'s own `generate`. Does nothing if it is not attached."""
     getattr(model, "_orig_mod", model).__dict__.pop("generate", None)
 
 
@@ -177,7 +186,7 @@ def _is_prepared(kwargs: dict[str, Any]) -> bool:
 
 
 def _language_model_or_wrapper(model: Any) -> Any:
-    """What to call `generate` of: `model`, after a trial of the transformers model in it.
+    """What to call `generate` of: `model`, after checking the transformers model in it.
 
     Raises:
         InvalidArgumentError: There is no transformers model in it.
@@ -190,8 +199,9 @@ def _language_model_or_wrapper(model: Any) -> Any:
             f"model={type(model).__name__} is no transformers language model; load one with "
             "AutoModelForCausalLM.from_pretrained"
         )
-    check_adapters(model)
-    check_model(inner)
+    if not isinstance(inner, GGUFModel):  # which was checked when it was loaded
+        check_adapters(model)
+        runs_on_chains(inner)
     return model
 
 

@@ -37,10 +37,10 @@ def stack_texts(sequences: Sequence[TextSequence], pad_token: int | None) -> tor
 
 def padded_texts(sequences: Sequence[TextSequence], pad_token: int | None) -> list[list[int]]:
     """The texts as plain decoding leaves them in its cache: it goes on with a row that ended, by padding."""
-    longest = max(sequence.ids.shape[1] for sequence in sequences)
+    longest = max(sequence.length for sequence in sequences)
     texts = []
     for sequence in sequences:
-        length = sequence.ids.shape[1]
+        length = sequence.length
         missing = longest - length
         if sequence.last_length is not None:
             missing = min(missing, sequence.last_length - length)

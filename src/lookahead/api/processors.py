@@ -24,7 +24,7 @@ def row_processors(processors: LogitsProcessorList, row: int, batch_size: int) -
 
     Plain decoding hands a processor all rows at once; here rows are at different places, so each is processed
     by itself, `[1, tokens]` and `[1, vocabulary]`. Processors that hold something for each row of the batch are
-    narrowed to theirs. One that a user wrote must treat rows alike and apart, as transformers' own do.
+    narrowed to theirs. A user-defined one must treat each row by itself and all rows equally, as transformers' own do.
 
     Raises:
         UnsupportedArgumentError: A processor cannot be narrowed to one row.

@@ -1,4 +1,4 @@
-"""One call of `generate`, as transformers hands it over: prepared, decoded, given back."""
+"""One call of `generate`, as transformers hands it over: prepared, decoded, returned."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from lookahead.api.arguments import check_devices, check_mode, check_model_inputs, check_prompt_ids
@@ -13,18 +14,19 @@ from lookahead.api.output import LookaheadOutput, padded_texts, stack_collected,
 from lookahead.api.processors import row_processors
 from lookahead.api.prompt_warm_up import warm_up_tokens
 from lookahead.api.prompts import Prompts, read_prompts
-from lookahead.api.resources import Resources
+from lookahead.api.resources import acquire
 from lookahead.api.stopping import StopRule, last_lengths
 from lookahead.api.streaming import StreamFeeder
-from lookahead.backends.transformers.model_state import draft_memory, keep_memory, neighbours, step_costs
+from lookahead.backends.transformers.model_state import draft_account, draft_memory, keep_memory, neighbours
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.config import LookaheadConfig
-from lookahead.core.backend import Backend
 from lookahead.core.cost_model import CostModel
-from lookahead.core.decoder import Batch, OnStep, decode
-from lookahead.core.statistics import StepRecord
-from lookahead.drafting import Drafter, NGramPool, build_drafter
+from lookahead.core.decoder import Batch, decode
+from lookahead.core.draft_account import DraftAccount
+from lookahead.core.statistics import OnStep, StepRecord
+from lookahead.drafting import Drafter, NGramPool, build_chain_drafter, build_drafter
+from lookahead.parallel.alone import Alone
 
 if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
@@ -46,98 +48,101 @@ def decode_request(
 ) -> torch.Tensor | LookaheadOutput:
     """Decode with arguments that transformers has checked and prepared, as its own decoding methods do.
 
-    Args:
-        model: The model, unwrapped.
-        input_ids: The prompts, `[batch, tokens]`.
-        logits_processor: All processors of the call.
-        stopping_criteria: All criteria of the call.
-        generation_config: The configuration of the call, special tokens turned into tensors.
-        config: How to draft.
-        on_step: Called with each step of each sequence.
-        ngram_pool: Pool to use and fill, if the caller brought one.
-        streamer: Gets the prompts and every token.
-        parallel: The ranks to decode with, if there are others than this process.
-        **model_kwargs: What else transformers would hand to the model.
-
-    Returns:
-        As `lookahead.generate`.
+    The first five are those of any decoding method of transformers, the others those of `lookahead.generate`;
+    `model_kwargs` is what else transformers would hand to the model. Returns what `lookahead.generate` does.
     """
     check_devices(model, model_kwargs.pop("synced_gpus", False))
     check_mode(generation_config)
     check_prompt_ids(input_ids)
     check_model_inputs(model_kwargs, generation_config.use_cache)
-    prompts = read_prompts(model, input_ids, model_kwargs, generation_config)
-    resources = Resources(model, prompts, config, generation_config)
-    if parallel is not None:
-        config = parallel.drafting(config)
-        parallel.begin(model, config, generation_config, (input_ids, prompts.mask))
-        if parallel.rank:
-            streamer = on_step = None
-    request = Request(model, prompts, resources, config, generation_config, parallel)
-    request.prepare(logits_processor, stopping_criteria, ngram_pool)
-    request.listen(on_step, streamer)
+    ranks = parallel or Alone()
+    request = Request(
+        model,
+        read_prompts(model, input_ids, model_kwargs, generation_config),
+        ranks.drafting(config),
+        generation_config,
+        ranks,
+    )
+    request.prepare(logits_processor, StopRule(stopping_criteria), ngram_pool)
+    if ranks.rank == 0:  # which speaks for all
+        request.listen(on_step, streamer)
     return request.run()
 
 
 class Request:
-    """The rows of one call, what they are decoded with, and who listens.
+    """The rows of one call: prepared, decoded, and returned.
 
     Args:
         model: The model.
         prompts: What the rows begin with.
-        resources: What the call runs on.
         config: How to draft.
         generation_config: The configuration of the call.
-        parallel: The ranks to decode with, if there are others than this process.
+        ranks: Who decodes; they agree here on what they do.
+
+    Raises:
+        LookaheadError: The model or its settings cannot do what is asked for.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         prompts: Prompts,
-        resources: Resources,
         config: LookaheadConfig,
         generation_config: GenerationConfig,
-        parallel: ParallelGroup | None,
+        ranks: ParallelGroup | Alone,
     ) -> None:
         self._model = model
         self._prompts = prompts
-        self._resources = resources
         self._config = config
         self._generation_config = generation_config
-        self._parallel = parallel
-        self._on_step: OnStep | None = None
-        self._feeder: StreamFeeder | None = None
+        self._ranks = ranks
+        self._resources = acquire(model, prompts, config, generation_config)
+        ranks.check(model, self._resources.runner)
+        ranks.begin(model, config, generation_config, (prompts.input_ids, prompts.mask))
         wants_cache = generation_config.return_dict_in_generate and generation_config.use_cache
-        self._returns_cache = bool(wants_cache and resources.keeps_cache)
+        self._returns_cache = bool(wants_cache and self._resources.keeps_cache)
+        self._feeder: StreamFeeder | None = None
 
-    def prepare(self, processors: LogitsProcessorList, criteria: StoppingCriteriaList, pool: NGramPool | None) -> None:
+    def prepare(self, processors: LogitsProcessorList, rule: StopRule, pool: NGramPool | None) -> None:
         """Make the sequences: for each row a drafter, a sampler, and where it has to end."""
-        config, rows = self._config, self._prompts.rows
-        # The rows of a batch share one generator, and which of them samples first depends on the nodes of the steps.
-        # So that a seed gives the same texts again, these must not depend on the clock there.
-        adaptive = config.chooses_nodes and not (self._generation_config.do_sample and rows > 1)
+        config, prompts = self._config, self._prompts
         self._memory = draft_memory(self._model, config) if config.preset == "auto" else None
-        self._costs = step_costs(self._model, config, rows) if adaptive else None
-        drafters = self._drafters(pool)
-        self._rule = StopRule(criteria)
-        ends = last_lengths(self._resources.runner.last_length, self._prompts, self._rule.has_eos)
+        account = self._account() if config.chooses_nodes else None
+        drafters = self._drafters(pool, account)
+        ends = last_lengths(self._resources.runner.last_length, prompts, rule.has_eos)
+        self._rule = rule
         self._sequences = [
             TextSequence(
-                self._prompts.input_ids[row : row + 1].long(),  # as the texts that transformers returns
-                self._prompts.tokens[row],
+                prompts.input_ids[row : row + 1].long(),  # as the texts that transformers returns
+                prompts.tokens[row],
                 drafters[row],
-                _sampler(row_processors(processors, row, rows), self._generation_config),
+                make_sampler(row_processors(processors, row, prompts.rows), self._generation_config),
+                rule,
                 ends[row],
+                index=row,
             )
-            for row in range(rows)
+            for row in range(prompts.rows)
         ]
+        self._batch = Batch(
+            self._sequences,
+            tie_margin=config.tie_margin,
+            times=account,
+            clock=self._resources.clock,
+        )
 
     def listen(self, on_step: OnStep | None, streamer: BaseStreamer | None) -> None:
         """Tell `on_step` of every step, and `streamer` of every token."""
-        self._on_step = on_step
         if streamer is not None:
-            self._feeder = StreamFeeder(streamer, self._prompts.rows, self._pad_token)
+            self._feeder = feeder = StreamFeeder(streamer, self._prompts.rows, self._pad_token)
+
+        def tell(record: StepRecord) -> None:
+            if on_step is not None:
+                on_step(record)
+            if streamer is not None:
+                feeder.add(record)
+
+        for sequence in self._sequences:
+            sequence.on_step = tell
 
     def run(self) -> torch.Tensor | LookaheadOutput:
         """Decode all rows, and give back what `lookahead.generate` returns."""
@@ -146,18 +151,72 @@ class Request:
             self._decode(keeps_cache)
         except Exception as error:
             self._resources.restore()
-            if self._parallel is not None:
-                self._parallel.fail(error)
+            self._ranks.fail(error)
             raise
         finally:
             if self._memory is not None:
                 keep_memory(self._model, self._config, self._memory)
         if self._feeder is not None:
             self._feeder.end()
-        cache = self._resources.release(keeps_cache)
+        return self._output(self._resources.release(keeps_cache))
+
+    @property
+    def _pad_token(self) -> int | None:
+        token = self._generation_config._pad_token_tensor
+        return int(token) if token is not None and self._rule.has_eos else None
+
+    def _account(self) -> DraftAccount:
+        sampling, rows = self._generation_config, self._prompts.rows
+        if sampling.do_sample and rows > 1:
+            # The rows share one generator, and which of them samples first depends on the nodes of the steps. So that
+            # a seed gives the same texts again, these must not depend on the clock, nor on other calls.
+            return DraftAccount(CostModel.prior(), rows, clocked=False)
+        temperature = 0.0 if not sampling.do_sample else float(sampling.temperature or 1.0)
+        return draft_account(self._model, self._config, rows, temperature)
+
+    def _drafters(self, pool: NGramPool | None, account: DraftAccount | None) -> list[Drafter]:
+        config = self._config
+        if pool is None and config.share_pool:
+            pool = NGramPool(config.ngram_size, config.guess_set_size)
+        nearest = neighbours(self._model) if self._memory is not None else None
+        clocked = account is not None and account.clocked
+        backs_off = account is not None and account.backs_off
+        read = [0 if backs_off else warm_up_tokens(self._model, len(row), clocked) for row in self._prompts.tokens]
+        known = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
+        if self._resources.chains:
+            return [build_chain_drafter(config, self._memory, account, nearest, tokens, known) for tokens in read]
+        most = self._resources.most_nodes
+        arguments = (config, pool, self._memory, account, nearest)
+        return [build_drafter(*arguments, tokens, most, known) for tokens in read]
+
+    @torch.no_grad()
+    def _decode(self, keeps_cache: bool) -> None:
+        batch = self._batch
+        backend = self._ranks.backend(self._resources.runner, batch, self._rule.asks_others)
+        if self._feeder is not None:
+            self._feeder.start(self._prompts.input_ids)
+        chunk_size = self._generation_config.prefill_chunk_size
+        batch.statistics.prefill_passes = backend.prefill(self._prompts.tokens, chunk_size)
+        decode(backend, batch)
+        if not self._rule.has_eos:
+            self._lengthen()
+            decode(backend, batch)
+        if keeps_cache:
+            backend.complete(padded_texts(self._sequences, self._pad_token))
+
+    def _lengthen(self) -> None:
+        """Let rows go on that ended before others: without an end-of-sequence token transformers pads nothing."""
+        longest = max(sequence.length for sequence in self._sequences)
+        for sequence in self._sequences:
+            sequence.stop = lambda sequence: sequence.length >= longest
+            sequence.finished = sequence.stop(sequence)
+        self._batch.times = None
+
+    def _output(self, cache: Cache | None) -> torch.Tensor | LookaheadOutput:
         texts = stack_texts(self._sequences, self._pad_token)
         if not self._generation_config.return_dict_in_generate:
             return texts
+        self._batch.statistics.state_bytes = self._resources.state_bytes
         self._batch.statistics.sources = [sequence.drafter.statistics() for sequence in self._sequences]
         return LookaheadOutput(
             sequences=texts,
@@ -167,75 +226,16 @@ class Request:
             statistics=self._batch.statistics,
         )
 
-    @property
-    def _pad_token(self) -> int | None:
-        token = self._generation_config._pad_token_tensor
-        return int(token) if token is not None and self._rule.has_eos else None
 
-    def _drafters(self, pool: NGramPool | None) -> list[Drafter]:
-        config, rows = self._config, self._prompts.rows
-        if pool is None and config.share_pool:
-            pool = NGramPool(config.ngram_size, config.guess_set_size)
-        alike = neighbours(self._model) if self._memory is not None else None
-        costs = self._costs or CostModel.prior()
-        read = [warm_up_tokens(self._model, len(row), self._costs is not None) for row in self._prompts.tokens]
-        return [build_drafter(config, pool, self._memory, costs, rows, alike, tokens) for tokens in read]
-
-    def _decode(self, keeps_cache: bool) -> None:
-        runner = self._resources.runner
-        self._batch = batch = Batch(
-            self._sequences,
-            self._rule,
-            on_step=self._after_step,
-            tie_margin=self._config.tie_margin,
-            times=self._costs,
-        )
-        backend: Backend = runner
-        shared = None
-        if self._parallel is not None:
-            shared, batch.verify = self._parallel.decoding(
-                runner, self._prompts.before, self._sequences, self._rule.asks_others, batch.tie_margin
-            )
-            backend = shared
-        if self._feeder is not None:
-            self._feeder.start(self._prompts.input_ids)
-        with torch.no_grad():
-            chunk_size = self._generation_config.prefill_chunk_size
-            batch.statistics.prefill_passes = (shared or runner).prefill(self._prompts.tokens, chunk_size)
-            decode(backend, batch)
-            if not self._rule.has_eos:
-                _even_out(backend, batch)
-            if keeps_cache:
-                if shared is not None:
-                    shared.complete_cache([sequence.tokens for sequence in self._sequences])
-                runner.complete(padded_texts(self._sequences, self._pad_token))
-
-    def _after_step(self, record: StepRecord) -> None:
-        if self._on_step is not None:
-            self._on_step(record)
-        if self._feeder is not None:
-            self._feeder.add(record)
-
-
-def _sampler(processors: LogitsProcessorList, config: GenerationConfig) -> TextSampler:
+def make_sampler(
+    processors: LogitsProcessorList, config: GenerationConfig, generator: torch.Generator | None = None
+) -> TextSampler:
+    """Who selects the tokens of one row, as `config` has it."""
     keep = bool(config.return_dict_in_generate)
     return TextSampler(
         processor=processors if len(processors) else None,
         sample=bool(config.do_sample),
+        generator=generator,
         keep_logits=keep and bool(config.output_logits),
         keep_scores=keep and bool(config.output_scores),
     )
-
-
-def _even_out(backend: Backend, batch: Batch) -> None:
-    """Go on with rows that ended before others: without an end-of-sequence token nothing is padded in transformers."""
-
-    def length(sequence: TextSequence) -> int:
-        return sequence.ids.shape[1]
-
-    longest = max(map(length, batch.sequences))  # type: ignore[arg-type]
-    for sequence in batch.sequences:
-        sequence.finished = length(sequence) >= longest  # type: ignore[arg-type]
-    batch.stop = lambda sequence: length(sequence) >= longest
-    batch.times = None
-    decode(backend, batch)

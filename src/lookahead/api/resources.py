@@ -1,10 +1,16 @@
-"""What a call runs on: the model's engine, a cache, and buffers that are used again."""
+"""What a call runs on: the model's engine, a cache, and static buffers."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from lookahead.api.chain_resources import ChainResources
+from lookahead.api.gguf.model import GGUFModel
+from lookahead.api.gguf.resources import GGUFResources
 from lookahead.api.prompts import Prompts
 from lookahead.api.text_limits import check_text
 from lookahead.backends.transformers import (
@@ -15,13 +21,57 @@ from lookahead.backends.transformers import (
     engine_model,
     equivalence,
     return_cache,
+    runs_on_chains,
 )
-from lookahead.backends.transformers.model_state import making
-from lookahead.config import LookaheadConfig
+from lookahead.backends.transformers.step_clock import step_clock
+from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
+
+
+class CallResources(Protocol):
+    """What a call runs on, for any engine.
+
+    Attributes:
+        runner: Runs the trees, with the interface of `ModelRunner`.
+        chains: Whether it runs chains alone.
+        clock: The clock for its steps, in seconds.
+        keeps_cache: Whether the cache that a call leaves can be handed on.
+        most_nodes: Nodes that the tree of each row may have.
+    """
+
+    runner: Any
+    chains: bool
+    clock: Callable[[], float]
+    keeps_cache: bool
+    most_nodes: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of running states that were copied so far."""
+        ...
+
+    def restore(self) -> None:
+        """Put back what a call that failed has changed."""
+
+    def release(self, keep_cache: bool) -> Cache | None:
+        """Release the buffers; returns the caller's cache, if it is to be kept."""
+
+
+def acquire(
+    model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
+) -> CallResources:
+    """Acquire what a call with `model` needs.
+
+    Raises:
+        LookaheadError: The model or its settings cannot do what is asked for.
+    """
+    if isinstance(model, GGUFModel):
+        return GGUFResources(model, prompts, config, generation_config)
+    kind = ChainResources if runs_on_chains(model) else Resources
+    return kind(model, prompts, config, generation_config)
 
 
 class Resources:
-    """Taken when a call begins, and given back when it ends.
+    """Acquired when a call begins, and released when it ends.
 
     Args:
         model: The model.
@@ -31,18 +81,23 @@ class Resources:
 
     Attributes:
         runner: Runs the trees.
+        clock: The clock for its steps.
         keeps_cache: Whether the cache that a call leaves can be handed on; see `Equivalence.padded_caches`.
+        most_nodes: Nodes that the tree of each row may have.
 
     Raises:
         LookaheadError: The model or its settings cannot do what is asked for.
     """
 
+    most_nodes = MAX_NODES_PER_STEP
+    chains = False
+    state_bytes = 0
+
     def __init__(
         self, model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
     ) -> None:
-        with making(model):
-            engine = engine_model(model, config.pack_weights, static=config.engine != "dynamic")
-            kind = equivalence(model)
+        engine = engine_model(model, config.pack_weights, config.engine != "dynamic", config.invariant)
+        kind = equivalence(model)
         self._prompts = prompts
         self._cache = TreeCache() if prompts.cache is None else adopt_cache(prompts.cache, prompts.mask)
         self._lengths = self._cache.lengths(prompts.rows)
@@ -58,6 +113,7 @@ class Resources:
             most_nodes=config.max_nodes,
             positions_end=kind.positions_end,
         )
+        self.clock = step_clock(model.device)
         self.keeps_cache = bool(prompts.mask.all()) or kind.padded_caches
         check_text(self.runner, kind, type(model).__name__, prompts, generation_config)
 
@@ -66,7 +122,7 @@ class Resources:
         self._cache.restore(self._lengths)
 
     def release(self, keep_cache: bool) -> Cache | None:
-        """Give back what was taken; the cache that the caller gets, if it is to be kept."""
+        """Release the buffers; returns the caller's cache, if it is to be kept."""
         if self._buffers is not None:
             if keep_cache:
                 self._buffers.copy_cache(self._cache)
@@ -77,7 +133,7 @@ class Resources:
 def _static_buffers(
     engine: PreTrainedModel, config: LookaheadConfig, prompts: Prompts, generation_config: GenerationConfig
 ) -> StaticBuffers | None:
-    """What the engine that was chosen needs beforehand, if it is not the dynamic one."""
+    """The buffers of a static engine; `None` for the dynamic one."""
     if config.engine == "dynamic" or config.tie_margin > 0:
         return None
     longest = max(prompts.before) + generation_config.max_length

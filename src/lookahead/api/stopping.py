@@ -13,10 +13,10 @@ from lookahead.errors import InvalidArgumentError
 
 
 class StopRule:
-    """Asks transformers' stopping criteria after every token, as plain decoding does.
+    """Evaluates transformers' stopping criteria after every token, as plain decoding does.
 
-    The two that every call has, the end-of-sequence token and the largest length, are answered from plain
-    numbers, so that they cost neither a kernel nor a wait for the device.
+    The two that every call has, the end-of-sequence token and the largest length, are evaluated on plain
+    numbers, so that they need neither a kernel nor a synchronisation with the device.
 
     Args:
         criteria: The prepared criteria of the call.
@@ -41,18 +41,17 @@ class StopRule:
 
     @property
     def asks_others(self) -> bool:
-        """Whether there are criteria besides those two, which may look at a clock, or at anything."""
+        """Whether there are criteria besides those two, which may depend on time or other state."""
         return bool(self._others)
 
     def __call__(self, sequence: TextSequence) -> bool:
         """Whether `sequence` is complete with the token it has just got."""
-        ids = sequence.ids
         done = sequence.tokens[-1] in self._eos
-        done |= self._max_length is not None and ids.shape[1] >= self._max_length
+        done |= self._max_length is not None and sequence.length >= self._max_length
         scores = None if sequence.sampler.scores is None else tuple(sequence.sampler.scores)
         for criterion in self._others:
-            done |= _answer(criterion, criterion(ids, scores))
-        if not done and sequence.last_length is not None and ids.shape[1] >= sequence.last_length:
+            done |= _answer(criterion, criterion(sequence.ids, scores))
+        if not done and sequence.last_length is not None and sequence.length >= sequence.last_length:
             # Where transformers would fail and lose the text.
             warnings.warn(
                 f"generation stopped at {len(sequence.tokens)} tokens: the model has no position for another one",

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from transformers import GenerationConfig
 
 from lookahead.api.prompts import Prompts
-from lookahead.backends.transformers import Equivalence, ModelRunner
+from lookahead.backends.transformers import ChainRunner, Equivalence, ModelRunner
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+
+
+class Positions(Protocol):
+    """What limits the texts of a runner; see `PositionLimit`."""
+
+    @property
+    def context(self) -> int | None: ...
+
+    @property
+    def last_length(self) -> int | None: ...
+
+    @property
+    def broken_after(self) -> int | None: ...
 
 
 def check_text(
@@ -27,88 +42,75 @@ def check_text(
         UnsupportedArgumentError: Rows, hidden tokens or `use_cache=False` do not go with the model.
     """
     new_tokens = generation_config.max_length - prompts.width
-    _check_context(runner, prompts)
-    _check_whole(runner, name, prompts.longest + new_tokens)
-    _check_batch(runner, prompts, new_tokens)
-    _check_recomputing(runner, prompts, new_tokens, generation_config.use_cache)
+    check_length(runner, name, prompts, new_tokens)
+    _check_changing_positions(runner, prompts, new_tokens, generation_config.use_cache)
     _check_hidden(runner, prompts.mask, new_tokens)
-    _check_kind(kind, name, prompts.mask)
-    if prompts.cache is not None and not prompts.mask.all() and not kind.padded_caches:
+    _check_kind(kind, name, prompts)
+
+
+def check_chain_text(runner: ChainRunner, name: str, prompts: Prompts, generation_config: GenerationConfig) -> None:
+    """Refuse a call that chains cannot be exact for; see `check_text`."""
+    if not generation_config.use_cache:
         raise UnsupportedArgumentError(
-            f"past_key_values of a prompt with hidden tokens is not supported for {name}, whose plain decoding counts "
-            "them as positions; give the whole text without a cache"
+            f"use_cache=False is not supported for {name}, which keeps a running state: plain "
+            "decoding would compute it anew from the whole text at each step; pass use_cache=True"
         )
+    if prompts.rows > 1:
+        raise UnsupportedArgumentError(
+            f"input_ids has {prompts.rows} rows, but {name} is run on chains of tokens: its state is in one place for "
+            "all rows of a pass, while lookahead decoding accepts different numbers of tokens in each; call generate "
+            "once for each row"
+        )
+    if not bool(prompts.mask.all()):
+        raise UnsupportedArgumentError(
+            f"attention_mask hides tokens, and lookahead decoding does not send them; {name} is run on chains, "
+            "and they may have a part in its state; leave them out of input_ids, or use the model's own generate"
+        )
+    new_tokens = generation_config.max_length - prompts.width
+    check_length(runner, name, prompts, new_tokens)
+    _check_changing_positions(runner, prompts, new_tokens, generation_config.use_cache)
 
 
-def _check_context(runner: ModelRunner, prompts: Prompts) -> None:
-    """Refuse a prompt that is longer than the model's table of positions."""
+def check_length(runner: Positions, name: str, prompts: Prompts, new_tokens: int) -> None:
+    """Refuse a prompt longer than the table of positions, and texts of which plain decoding loses the beginning.
+
+    Args:
+        runner: Runs the model.
+        name: Name of its class.
+        prompts: What the rows begin with.
+        new_tokens: Most tokens that are added to each.
+
+    Raises:
+        InvalidArgumentError: There is no position for the prompt.
+        UnsupportedArgumentError: Plain decoding reads such texts wrongly.
+    """
     longest = prompts.longest
     if runner.last_length is not None and longest >= runner.last_length:
         raise InvalidArgumentError(
             f"input_ids is a prompt of {longest} tokens, but the model's context holds {runner.context}; shorten it"
         )
-
-
-def _check_whole(runner: ModelRunner, name: str, longest: int) -> None:
-    """Refuse texts of which plain decoding of the model loses the beginning."""
-    if runner.broken_after is not None and longest > runner.broken_after:
+    if runner.broken_after is not None and longest + new_tokens > runner.broken_after:
         raise UnsupportedArgumentError(
-            f"input_ids and max_new_tokens may come to {longest} tokens: beyond {runner.broken_after} generate of "
-            f"{name} drops its cache and reads the last token alone; choose a smaller max_new_tokens"
+            f"input_ids and max_new_tokens may come to {longest + new_tokens} tokens: beyond {runner.broken_after} "
+            f"generate of {name} drops its cache and reads the last token alone; choose a smaller max_new_tokens"
         )
 
 
-def _check_batch(runner: ModelRunner, prompts: Prompts, new_tokens: int) -> None:
-    """Refuse rows of which one may come to where all positions change: others would be read with its frequencies.
-
-    Raises:
-        UnsupportedArgumentError: They may come there.
-    """
-    # The last token of a text is not read.
-    longest = prompts.longest + new_tokens - 1
-    if prompts.rows > 1 and runner.changes_after is not None and longest > runner.changes_after:
+def _check_changing_positions(
+    runner: ModelRunner | ChainRunner, prompts: Prompts, new_tokens: int, use_cache: bool
+) -> None:
+    """Refuse texts that may come to where all positions change, if rows are at different places, of which others would
+    be read with those of the longest, or if plain decoding would compute earlier keys anew."""
+    longest = prompts.longest + new_tokens - 1  # the last token of a text is not read
+    if runner.changes_after is None or longest <= runner.changes_after:
+        return
+    if prompts.rows > 1:
         raise UnsupportedArgumentError(
             f"input_ids has {prompts.rows} rows, and the longest may come to {longest} tokens: beyond "
             f"{runner.changes_after} the positions of this model depend on the longest text of a pass, and rows are at "
             "different places; call generate once for each row, or choose a smaller max_new_tokens"
         )
-
-
-def _check_kind(kind: Equivalence, name: str, mask: torch.Tensor) -> None:
-    """Refuse batches and hidden tokens where this kind of model reads them otherwise than plain decoding does.
-
-    Args:
-        kind: What the equivalence check found.
-        name: Name of the model's class.
-        mask: Which tokens of the whole text count, `[batch, columns]` bool.
-
-    Raises:
-        UnsupportedArgumentError: It does.
-    """
-    if len(mask) > 1 and not kind.batches:
-        what = f"input_ids has {len(mask)} rows, which"
-    elif not mask.all() and not kind.padding:
-        what = "attention_mask hides tokens before the prompt, and such rows"
-    elif _has_holes(mask) and not kind.holes:
-        what = "attention_mask hides tokens between others, and such rows"
-    else:
-        return
-    raise UnsupportedArgumentError(
-        f"{what} are read otherwise by plain decoding of {name} than each row by itself; call generate once for each "
-        "row, without hidden tokens"
-    )
-
-
-def _check_recomputing(runner: ModelRunner, prompts: Prompts, new_tokens: int, use_cache: bool) -> None:
-    """Refuse to do without a cache where that makes another text.
-
-    Raises:
-        UnsupportedArgumentError: Plain decoding would compute earlier keys anew, with other frequencies.
-    """
-    if use_cache or runner.changes_after is None:
-        return
-    longest = prompts.longest + new_tokens - 1
-    if longest > runner.changes_after:
+    if not use_cache:
         raise UnsupportedArgumentError(
             f"use_cache=False is not supported for a text that may come to {longest} tokens: beyond "
             f"{runner.changes_after} this model reads positions otherwise, and keys computed anew would differ from "
@@ -117,11 +119,7 @@ def _check_recomputing(runner: ModelRunner, prompts: Prompts, new_tokens: int, u
 
 
 def _check_hidden(runner: ModelRunner, mask: torch.Tensor, new_tokens: int) -> None:
-    """Refuse hidden tokens where the model counts them: only those that count are sent.
-
-    Raises:
-        UnsupportedArgumentError: It does so within the length that the text may come to.
-    """
+    """Refuse hidden tokens where the model counts them: only those that count are sent."""
     if bool(mask.all()):
         return
     has_hole = _has_holes(mask)
@@ -133,6 +131,28 @@ def _check_hidden(runner: ModelRunner, mask: torch.Tensor, new_tokens: int) -> N
             f"come to {longest} tokens: beyond {limit} this model counts hidden tokens as well, which lookahead "
             "decoding does not send; use the model's own generate, or choose a smaller max_new_tokens"
         )
+
+
+def _check_kind(kind: Equivalence, name: str, prompts: Prompts) -> None:
+    """Refuse batches and hidden tokens where this kind of model reads them otherwise than plain decoding does."""
+    mask = prompts.mask
+    if prompts.rows > 1 and not kind.batches:
+        what = f"input_ids has {prompts.rows} rows, which"
+    elif not mask.all() and not kind.padding:
+        what = "attention_mask hides tokens before the prompt, and such rows"
+    elif _has_holes(mask) and not kind.holes:
+        what = "attention_mask hides tokens between others, and such rows"
+    elif prompts.cache is not None and not mask.all() and not kind.padded_caches:
+        raise UnsupportedArgumentError(
+            f"past_key_values of a prompt with hidden tokens is not supported for {name}, whose plain decoding counts "
+            "them as positions; give the whole text without a cache"
+        )
+    else:
+        return
+    raise UnsupportedArgumentError(
+        f"{what} are read otherwise by plain decoding of {name} than each row by itself; call generate once for each "
+        "row, without hidden tokens"
+    )
 
 
 def _has_holes(mask: torch.Tensor) -> bool:

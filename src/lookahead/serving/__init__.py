@@ -1,0 +1,6 @@
+"""Many requests on one model: they come and go, and share forward passes."""
+
+from lookahead.serving.engine import Engine
+from lookahead.serving.handle import RequestHandle
+
+__all__ = ["Engine", "RequestHandle"]

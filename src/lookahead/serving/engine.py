@@ -1,0 +1,304 @@
+"""The engine: requests come, share steps, and go."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from threading import Condition, RLock, Thread
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lookahead.api.arguments import check_config
+from lookahead.api.gguf.model import GGUFModel
+from lookahead.backends.transformers import equivalence
+from lookahead.backends.transformers.packed_rows import PackedRowsRunner
+from lookahead.backends.transformers.packed_rows.model import packed_rows_model
+from lookahead.config import LookaheadConfig
+from lookahead.core.decoder import Batch, step, verify
+from lookahead.core.shared_budget import SharedBudget
+from lookahead.core.statistics import OnStep, Statistics
+from lookahead.core.token_tree import TokenTree
+from lookahead.core.walk import Walk
+from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
+from lookahead.serving.handle import RequestHandle
+from lookahead.serving.request import Prepared, Request, check_room
+from lookahead.serving.scheduler import Scheduler, urgency
+
+NODES = 64
+"""Nodes of a step over all rows, where the configuration gives no number."""
+
+
+@dataclass
+class EngineStatistics:
+    """Counts of an engine.
+
+    Attributes:
+        steps: Forward passes.
+        tokens: Tokens generated.
+        nodes: Nodes sent, prompt tokens not counted.
+        rows: Rows served, over all steps.
+        preempted: How often a running request had to wait again for want of memory.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    nodes: int = 0
+    rows: int = 0
+    preempted: int = 0
+
+
+class Engine:
+    """Serves many requests with one model, each with exactly the tokens that `model.generate` gives it alone.
+
+    Requests join and leave between two steps. A step is one forward pass: the token trees of all running requests and
+    parts of new prompts, one after another, without padding. Use it as a context manager, or `start` it, for a thread
+    of its own; without one, whoever waits for a request runs the steps.
+
+    Args:
+        model: A causal language model of transformers whose attention is `"sdpa"`.
+        config: How to draft; the default configuration if not given. `step_budget` is the number of nodes of a step
+            over all its rows, 64 if not given, shared evenly by `preset="auto"`; other methods send theirs for each
+            row. What a drafter of your own raises ends all requests of the step.
+        max_rows: Most requests that run at once. At least 1.
+        kv_tokens: Most tokens whose keys and values are held at once, those of trees included; any number if `None`.
+            Buffers grow by half at a time, so that up to one and a half times as much memory may be taken.
+        prompt_tokens: Most tokens of prompts in one step, so that a long prompt does not hold up the others. At
+            least 1.
+
+    Attributes:
+        statistics: Counts since the engine was made.
+
+    Raises:
+        InvalidArgumentError: A size is out of range, or `model` is no model of transformers.
+        UnsupportedArgumentError: A setting of `config` is not supported by engines.
+        UnsupportedModelError: The model cannot be run on token trees, or not with rows packed into one.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: LookaheadConfig | None = None,
+        *,
+        max_rows: int = 16,
+        kv_tokens: int | None = None,
+        prompt_tokens: int = 512,
+    ) -> None:
+        for name, value in (("max_rows", max_rows), ("prompt_tokens", prompt_tokens), ("kv_tokens", kv_tokens)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise InvalidArgumentError(f"{name}={value!r} must be a whole number, at least 1")
+        if not isinstance(model, PreTrainedModel):
+            raise InvalidArgumentError(f"model={type(model).__name__} is no transformers language model")
+        if isinstance(model, GGUFModel):
+            raise UnsupportedModelError(f"model={type(model).__name__} is run by llama.cpp; use lookahead.generate")
+        self._model = model
+        self._config = _check_engine_config(config)
+        self._kv_tokens = kv_tokens
+        clone = packed_rows_model(model, self._config.pack_weights)
+        self._runner = PackedRowsRunner(clone, equivalence(model).positions_end)
+        self._shared = SharedBudget(self._config.step_budget or NODES)
+        self._scheduler: Scheduler[Request] = Scheduler(max_rows, kv_tokens, prompt_tokens)
+        self._arrivals: deque[Request] = deque()
+        self._submitted = 0
+        self._changed = Condition()  # held for the arrivals, and by who waits for some
+        self._stepping = RLock()  # one step at a time
+        self._thread: Thread | None = None
+        self._closing = False
+        self.statistics = EngineStatistics()
+
+    def submit(
+        self,
+        input_ids: torch.Tensor | Sequence[int],
+        *,
+        seed: int | None = None,
+        priority: int = 0,
+        lookahead_config: LookaheadConfig | None = None,
+        on_step: OnStep | None = None,
+        **kwargs: Any,
+    ) -> RequestHandle:
+        """Add a request.
+
+        Args:
+            input_ids: Token ids of the prompt: a list, or a tensor `[tokens]` or `[1, tokens]`.
+            seed: Seed of its random draws. The tokens are those of `model.generate` after `torch.manual_seed(seed)`,
+                whatever other requests there are. Drawn from torch's default generator if not given.
+            priority: Requests of a larger one are served first. A request waits for those of the next priority that
+                come up to 1,000 steps after it, and for no later ones.
+            lookahead_config: How to draft for this request; the engine's configuration if not given. Only the method
+                counts: nodes, weights and `tie_margin` are the engine's.
+            on_step: Called after each step with a `StepRecord`, in the thread that runs the steps.
+            **kwargs: As for `model.generate`: lengths, sampling, processors, stopping criteria, `stop_strings` with
+                `tokenizer`, `streamer`, `return_dict_in_generate`, ...
+
+        Raises:
+            LookaheadError: An argument cannot work, or is not supported.
+        """
+        if self._closing:
+            raise InvalidArgumentError("this Engine is closed; make another one")
+        ids = torch.as_tensor(input_ids, device=self._model.device)
+        prepared = Prepared(self._model, ids[None] if ids.dim() == 1 else ids, kwargs)
+        config = self._config if lookahead_config is None else _check_engine_config(lookahead_config)
+        seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
+        handle = RequestHandle(self)
+        with self._changed:
+            place = urgency(priority, self.statistics.steps, self._submitted)
+            self._submitted += 1
+        request = Request(self._model, self._runner, prepared, config, self._shared, handle, place, seed)
+        check_room(prepared, self._runner, self._kv_tokens, request.most_nodes)
+        request.listen(on_step)
+        with self._changed:
+            self._arrivals.append(request)
+            self._changed.notify_all()
+        return handle
+
+    def step(self) -> int:
+        """Run one step for the requests whose turn it is.
+
+        Returns:
+            How many requests are not finished yet.
+
+        Raises:
+            Exception: What the model raised; the requests of the step end with it.
+        """
+        with self._stepping, torch.no_grad():
+            self._take_arrivals()
+            requests = self._scheduler.plan()
+            self.statistics.preempted = self._scheduler.preempted
+            if requests:
+                self._run(requests)
+            return self._unfinished
+
+    def run(self) -> None:
+        """Run steps until all requests are finished."""
+        while self.step():
+            pass
+
+    def start(self) -> None:
+        """Begin to run steps in a thread of its own, whenever there are requests. Starting twice does no harm."""
+        with self._changed:
+            if self._thread is None and not self._closing:
+                self._thread = Thread(target=self._serve, name="lookahead-engine", daemon=True)
+                self._thread.start()
+
+    def close(self, cancel: bool = False) -> None:
+        """Take no further requests, finish those that there are, and end the thread.
+
+        Args:
+            cancel: Give them up instead.
+        """
+        with self._changed:
+            self._closing = True
+            thread = self._thread
+            self._changed.notify_all()
+        if cancel:
+            self._cancel_all()
+        if thread is not None:
+            thread.join()
+            self._thread = None
+        self.run()
+
+    def __enter__(self) -> Engine:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(cancel=error is not None)
+
+    @property
+    def started(self) -> bool:
+        """Whether a thread of its own runs the steps."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    def wake(self) -> None:
+        """Let the thread look at what has changed."""
+        with self._changed:
+            self._changed.notify_all()
+
+    @property
+    def _unfinished(self) -> int:
+        return len(self._arrivals) + len(self._scheduler.waiting) + len(self._scheduler.running)
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                while not self._unfinished:
+                    if self._closing:
+                        return
+                    self._changed.wait()
+            try:
+                self.step()
+            except Exception:  # of which those have been told whose step it was
+                continue
+
+    def _cancel_all(self) -> None:
+        with self._stepping:
+            self._take_arrivals()
+            for request in [*self._scheduler.waiting, *self._scheduler.running]:
+                request.handle.cancel()
+
+    def _take_arrivals(self) -> None:
+        """Let new requests wait for their turn, and those leave that were cancelled."""
+        with self._changed:
+            while self._arrivals:
+                self._scheduler.add(self._arrivals.popleft())
+        for request in [*self._scheduler.waiting, *self._scheduler.running]:
+            if request.handle.cancelled:
+                self._leave(request)
+
+    def _run(self, requests: list[Request]) -> None:
+        self._runner.rows = [request.row for request in requests]
+        self._shared.rows = len(requests)
+        counts = Statistics()
+        batch = Batch(
+            [request.sequence for request in requests], counts, self._config.tie_margin, verify=_Verification(requests)
+        )
+        try:
+            step(self._runner, batch)
+        except BaseException as error:
+            for request in requests:
+                self._leave(request, error)
+            raise
+        self.statistics.steps += 1
+        self.statistics.tokens += counts.tokens
+        self.statistics.nodes += sum(counts.nodes_per_step)
+        self.statistics.rows += len(requests)
+        for request in requests:
+            if request.sequence.finished or request.error is not None:
+                self._leave(request)
+
+    def _leave(self, request: Request, error: BaseException | None = None) -> None:
+        self._scheduler.remove(request)
+        request.end(error)
+
+
+def _check_engine_config(config: LookaheadConfig | None) -> LookaheadConfig:
+    checked = check_config(config)
+    if checked.invariant:
+        raise UnsupportedArgumentError("invariant=True is not supported by an Engine; use lookahead.generate")
+    if checked.engine != "dynamic":
+        raise UnsupportedArgumentError(f"engine={checked.engine!r} is not supported by an Engine; use engine='dynamic'")
+    return checked
+
+
+class _Verification:
+    """Walks the tree of each request by itself, so that a processor that raises ends its own request and no other."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+
+    def __call__(self, batch: Batch, trees: Sequence[TokenTree], outputs: Sequence[Any]) -> list[Walk | None]:
+        walks: list[Walk | None] = []
+        for request, tree, output in zip(self._requests, trees, outputs, strict=True):
+            try:
+                walks += verify(replace(batch, sequences=[request.sequence]), [tree], [output])
+            except Exception as error:
+                request.error = error
+                request.sequence.finished = True
+                walks.append(None)
+        return walks

@@ -1,0 +1,169 @@
+"""What the caller has of a request: its tokens as they come, its result, and the way to give it up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import CancelledError
+from threading import Condition
+from typing import Protocol
+
+import torch
+
+from lookahead.api.output import LookaheadOutput
+from lookahead.core.statistics import Statistics
+
+Output = torch.Tensor | LookaheadOutput
+
+
+class Driver(Protocol):
+    """Who runs the steps."""
+
+    @property
+    def started(self) -> bool:
+        """Whether a thread of its own does."""
+
+    def step(self) -> int:
+        """Run one."""
+
+    def wake(self) -> None:
+        """Let the thread look at what has changed."""
+
+
+class RequestHandle:
+    """A request that was submitted to an `Engine`.
+
+    `for token in handle` and `async for token in handle` give the new token ids as they come, `result()` waits for all
+    of them. Where the engine has no thread of its own, these run its steps. Any number of readers may read, each from
+    the first token on.
+
+    Args:
+        engine: Who runs the steps.
+
+    Attributes:
+        statistics: Counts of this request: steps, tokens, nodes.
+    """
+
+    def __init__(self, engine: Driver) -> None:
+        self._engine = engine
+        self._changed = Condition()
+        self._tokens: list[int] = []
+        self._output: Output | None = None
+        self._error: BaseException | None = None
+        self._done = False
+        self._cancelled = False
+        self._listeners: set[Callable[[], None]] = set()
+        self.statistics = Statistics()
+
+    @property
+    def tokens(self) -> list[int]:
+        """The new token ids so far."""
+        with self._changed:
+            return list(self._tokens)
+
+    @property
+    def done(self) -> bool:
+        """Whether it is finished, failed or cancelled."""
+        return self._done
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was given up; `done` follows with the next step."""
+        return self._cancelled
+
+    def cancel(self) -> None:
+        """Give the request up: it takes part in no further step. No effect on one that is done."""
+        if not self._done:
+            self._cancelled = True
+            self._engine.wake()
+
+    def result(self) -> Output:
+        """Wait until the request is done.
+
+        Returns:
+            What `model.generate` returns: the text `[1, tokens]` int64, prompt included; or a `LookaheadOutput` with
+            `return_dict_in_generate=True`.
+
+        Raises:
+            concurrent.futures.CancelledError: It was cancelled.
+            Exception: What a processor, a stopping criterion, a streamer or the model raised.
+        """
+        self._wait(None)
+        return self._outcome()
+
+    def __iter__(self) -> Iterator[int]:
+        seen = 0
+        while True:
+            self._wait(seen)
+            new = self.tokens[seen:]
+            yield from new
+            seen += len(new)
+            if not new:
+                self._outcome()
+                return
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        seen, loop, event = 0, asyncio.get_running_loop(), asyncio.Event()
+
+        def notify() -> None:
+            loop.call_soon_threadsafe(event.set)
+
+        self._listeners.add(notify)
+        try:
+            while True:
+                event.clear()
+                done, new = self._done, self.tokens[seen:]  # in this order, so that no token is missed
+                for token in new:
+                    yield token
+                seen += len(new)
+                if new:
+                    continue
+                if done:
+                    self._outcome()
+                    return
+                if self._engine.started:
+                    await event.wait()
+                else:
+                    await asyncio.to_thread(self._engine.step)
+        finally:
+            self._listeners.discard(notify)
+
+    def _wait(self, seen: int | None) -> None:
+        """Wait for more than `seen` tokens, or for the end."""
+        while True:
+            with self._changed:
+                if self._done or (seen is not None and len(self._tokens) > seen):
+                    return
+                if self._engine.started:
+                    self._changed.wait()
+                    continue
+            self._engine.step()
+
+    def _outcome(self) -> Output:
+        if self._error is not None:
+            raise self._error
+        assert self._output is not None
+        return self._output
+
+    def add(self, tokens: list[int]) -> None:
+        """For the engine: there are new tokens."""
+        with self._changed:
+            self._tokens += tokens
+            self._changed.notify_all()
+        self._notify()
+
+    def end(self, output: Output | None, error: BaseException | None = None) -> None:
+        """For the engine: the request is done."""
+        with self._changed:
+            self._output = output
+            self._error = CancelledError() if output is None and error is None else error
+            self._done = True
+            self._changed.notify_all()
+        self._notify()
+
+    def _notify(self) -> None:
+        for listener in list(self._listeners):
+            try:
+                listener()
+            except RuntimeError:  # its event loop is closed
+                self._listeners.discard(listener)

@@ -1,0 +1,229 @@
+"""One request: its text, who drafts and selects its tokens, and where its keys and values are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from lookahead.api.arguments import check_devices, check_mode, check_model_inputs, check_prompt_ids
+from lookahead.api.generation import hand_over
+from lookahead.api.output import LookaheadOutput, stack_collected
+from lookahead.api.prompt_warm_up import warm_up_tokens
+from lookahead.api.prompts import Prompts, read_prompts
+from lookahead.api.request import make_sampler
+from lookahead.api.stopping import StopRule, last_lengths
+from lookahead.api.streaming import StreamFeeder
+from lookahead.api.text_limits import check_length
+from lookahead.backends.transformers.model_state import draft_memory, keep_memory, neighbours
+from lookahead.backends.transformers.packed_rows import PackedRowsRunner, Row
+from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.config import MOST_CHOSEN_NODES, LookaheadConfig
+from lookahead.core.shared_budget import SharedBudget
+from lookahead.core.statistics import OnStep, StepRecord
+from lookahead.drafting import build_drafter
+from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.serving.handle import Output, RequestHandle
+
+
+class Prepared:
+    """The arguments of a request, as transformers checked and prepared them for one call of `generate`.
+
+    Args:
+        model: The model.
+        input_ids: The prompt, `[1, tokens]`.
+        arguments: The other arguments of `generate`.
+
+    Raises:
+        LookaheadError: One of them cannot work, or is not supported.
+    """
+
+    streamer: BaseStreamer | None
+    config: GenerationConfig
+    processors: Any
+    criteria: StoppingCriteriaList
+    prompts: Prompts
+
+    def __init__(self, model: PreTrainedModel, input_ids: torch.Tensor, arguments: dict[str, Any]) -> None:
+        hand_over(model, input_ids, dict(arguments), self._take)
+        prompts = self.prompts
+        if prompts.rows != 1:
+            raise UnsupportedArgumentError(
+                f"input_ids and num_return_sequences make {prompts.rows} rows, but a request has one; submit each by "
+                "itself"
+            )
+        if prompts.cache is not None:
+            raise UnsupportedArgumentError("past_key_values is not supported by an Engine; give the whole text")
+        if not bool(prompts.mask.all()):
+            raise UnsupportedArgumentError(
+                "attention_mask hides tokens of input_ids, which an Engine does not support; leave them out. Without "
+                "an attention_mask, transformers hides those that are the pad_token_id"
+            )
+
+    def _take(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        *,
+        streamer: BaseStreamer | None,
+        generation_config: GenerationConfig,
+        logits_processor: Any,
+        stopping_criteria: StoppingCriteriaList,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        check_devices(model, model_kwargs.pop("synced_gpus", False))
+        check_mode(generation_config)
+        check_prompt_ids(input_ids)
+        check_model_inputs(model_kwargs, generation_config.use_cache)
+        self.streamer, self.config = streamer, generation_config
+        self.processors, self.criteria = logits_processor, stopping_criteria
+        self.prompts = read_prompts(model, input_ids, model_kwargs, generation_config)
+        return input_ids
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the text may come to."""
+        return int(self.config.max_length)
+
+
+class Request:
+    """A request that waits or runs.
+
+    Args:
+        model: The model.
+        runner: Runs it.
+        prepared: Its arguments.
+        config: How to draft.
+        shared: Which nodes it may send.
+        handle: What the caller has of it.
+        urgency: See `scheduler.urgency`.
+        seed: Of its random draws.
+
+    Attributes:
+        row: Its keys and values.
+        error: What went wrong with it alone, if anything did.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        runner: PackedRowsRunner,
+        prepared: Prepared,
+        config: LookaheadConfig,
+        shared: SharedBudget,
+        handle: RequestHandle,
+        urgency: tuple[int, int],
+        seed: int,
+    ) -> None:
+        prompts = prepared.prompts
+        check_length(runner, type(model).__name__, prompts, prepared.longest - prompts.width)
+        self.handle, self.urgency = handle, urgency
+        self.row = Row()
+        self.error: BaseException | None = None
+        self._model, self._config, self._prepared = model, config, prepared
+        shares = config.preset == "auto"
+        self.most_nodes = min(shared.nodes, MOST_CHOSEN_NODES) if shares else config.max_nodes
+        rule = StopRule(prepared.criteria)
+        generator = torch.Generator(prompts.input_ids.device).manual_seed(seed)
+        self._memory = draft_memory(model, config) if shares else None
+        tokens = prompts.tokens[0]
+        self.sequence = TextSequence(
+            prompts.input_ids.long(),
+            tokens,
+            build_drafter(
+                config,
+                memory=self._memory,
+                neighbours=neighbours(model) if shares else None,
+                vocabulary=getattr(model.get_input_embeddings(), "num_embeddings", None),
+                warm_up=warm_up_tokens(model, len(tokens), config.chooses_nodes),
+                shared=shared if shares else None,
+            ),
+            make_sampler(prepared.processors, prepared.config, generator),
+            rule,
+            last_lengths(runner.last_length, prompts, rule.has_eos)[0],
+        )
+        self._feeder = None if prepared.streamer is None else StreamFeeder(prepared.streamer, 1, None)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text so far."""
+        return len(self.sequence.tokens)
+
+    @property
+    def cached(self) -> int:
+        """How many of them have keys and values."""
+        return self.row.length
+
+    def send(self, tokens: int) -> None:
+        """Send so many of the tokens that are not cached with the coming step."""
+        self.row.most_pending = tokens
+
+    def drop(self) -> None:
+        """Forget keys and values; they will be computed anew."""
+        self.row = Row()
+
+    def listen(self, on_step: OnStep | None) -> None:
+        """Tell handle, `on_step` and streamer of each step. What these raise is an error of this request alone."""
+        if self._feeder is not None:
+            self._feeder.start(self._prepared.prompts.input_ids)
+
+        def tell(record: StepRecord) -> None:
+            self.handle.statistics.steps += 1
+            self.handle.statistics.record(record)
+            self.handle.add(record.tokens)
+            try:
+                if on_step is not None:
+                    on_step(record)
+                if self._feeder is not None:
+                    self._feeder.add(record)
+            except Exception as error:
+                self.error = error
+
+        self.sequence.on_step = tell
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Tell the handle how it ended: complete, with an error, or cancelled."""
+        if self._memory is not None:
+            keep_memory(self._model, self._config, self._memory)
+        error = error or self.error
+        try:
+            if self._feeder is not None:
+                self._feeder.end()
+        except Exception as raised:
+            error = error or raised
+        complete = self.sequence.finished and error is None and not self.handle.cancelled
+        self.handle.end(self._output() if complete else None, error)
+
+    def _output(self) -> Output:
+        sequence = self.sequence
+        if not self._prepared.config.return_dict_in_generate:
+            return sequence.ids.clone()
+        self.handle.statistics.sources = [sequence.drafter.statistics()]
+        return LookaheadOutput(
+            sequences=sequence.ids.clone(),
+            scores=stack_collected([sequence.sampler.scores]),
+            logits=stack_collected([sequence.sampler.logits]),
+            statistics=self.handle.statistics,
+        )
+
+
+def check_room(prepared: Prepared, runner: PackedRowsRunner, kv_tokens: int | None, nodes: int) -> None:
+    """Refuse a text for which there is not room enough, or that is read otherwise beside others.
+
+    Raises:
+        InvalidArgumentError: It may need more memory than there is.
+        UnsupportedArgumentError: It may come to where its positions depend on the other rows.
+    """
+    longest = prepared.longest
+    if kv_tokens is not None and longest + nodes > kv_tokens:
+        raise InvalidArgumentError(
+            f"input_ids and max_new_tokens may come to {longest} tokens, and a step to {nodes} more, but kv_tokens="
+            f"{kv_tokens}; choose a smaller max_new_tokens, or an Engine with more kv_tokens"
+        )
+    if runner.changes_after is not None and longest - 1 > runner.changes_after:
+        raise UnsupportedArgumentError(
+            f"input_ids and max_new_tokens may come to {longest} tokens: beyond {runner.changes_after} the positions "
+            "of this model depend on the longest text of a pass; use lookahead.generate, or a smaller max_new_tokens"
+        )

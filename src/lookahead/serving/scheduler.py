@@ -1,0 +1,118 @@
+"""Which requests the coming step serves."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+PATIENCE = 1000
+"""Steps that one level of priority is worth: a request waits for those of the next level that came up to so many steps
+after it, and for no later ones. So none waits for ever."""
+
+
+class Schedulable(Protocol):
+    """What a scheduler has to know of a request.
+
+    Attributes:
+        urgency: The smaller, the sooner; see `urgency`.
+        length: Tokens of its text so far.
+        cached: How many of them have keys and values.
+        most_nodes: Nodes that a step may send beyond its text.
+    """
+
+    urgency: tuple[int, int]
+    most_nodes: int
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def cached(self) -> int: ...
+
+    def send(self, tokens: int) -> None:
+        """Send so many of the tokens that are not cached with the coming step."""
+
+    def drop(self) -> None:
+        """Forget keys and values; they will be computed anew."""
+
+
+Served = TypeVar("Served", bound=Schedulable)
+
+
+def urgency(priority: int, step: int, number: int) -> tuple[int, int]:
+    """The place of a request among others, which never changes: by priority, then first come, first served.
+
+    Args:
+        priority: A larger one goes first.
+        step: The step at which it came.
+        number: Which request it is.
+    """
+    return step - PATIENCE * priority, number
+
+
+class Scheduler(Generic[Served]):
+    """Waiting and running requests, and who of them takes part in the coming step.
+
+    Args:
+        max_rows: Most requests that run at once.
+        kv_tokens: Most tokens, those of trees included, whose keys and values are held at once; any number if `None`.
+        prompt_tokens: Most tokens of prompts in one step, so that a long prompt does not hold up the others.
+
+    Attributes:
+        waiting: In the order in which they will run.
+        running: The most urgent first.
+        preempted: How often a running request had to wait again.
+    """
+
+    def __init__(self, max_rows: int, kv_tokens: int | None, prompt_tokens: int) -> None:
+        self._max_rows = max_rows
+        self._kv_tokens = kv_tokens
+        self._prompt_tokens = prompt_tokens
+        self.waiting: list[Served] = []
+        self.running: list[Served] = []
+        self.preempted = 0
+
+    def add(self, request: Served) -> None:
+        """Let a request wait for its turn."""
+        insort(self.waiting, request, key=_urgency)
+
+    def remove(self, request: Served) -> None:
+        """A request is through, or given up."""
+        (self.running if request in self.running else self.waiting).remove(request)
+
+    def plan(self) -> list[Served]:
+        """The requests of the coming step, the most urgent first; none if there are none.
+
+        Running requests that outgrew the memory go back to wait, the last one first. Then those who waited longest
+        come in, as long as there is room. None overtakes a more urgent one that finds no room, so that a long one
+        gets its turn.
+        """
+        while len(self.running) > 1 and not self._fits(self.running):
+            last = self.running.pop()
+            last.drop()
+            self.preempted += 1
+            self.add(last)
+        while self.waiting and len(self.running) < self._max_rows and self._fits([*self.running, self.waiting[0]]):
+            insort(self.running, self.waiting.pop(0), key=_urgency)
+        return self._share_out()
+
+    def _fits(self, requests: Sequence[Served]) -> bool:
+        held = sum(request.length + request.most_nodes for request in requests)
+        return self._kv_tokens is None or held <= self._kv_tokens
+
+    def _share_out(self) -> list[Served]:
+        """Who takes part: all that go on from their last token, and prompts as far as the tokens for them go."""
+        served, left = [], self._prompt_tokens
+        for request in self.running:
+            pending = request.length - request.cached
+            tokens = pending if pending == 1 else min(pending, left)
+            if tokens:
+                request.send(tokens)
+                served.append(request)
+                left -= tokens if pending > 1 else 0
+        return served
+
+
+def _urgency(request: Schedulable) -> tuple[int, int]:
+    return request.urgency

@@ -1,0 +1,193 @@
+"""Models with running states give what transformers' own generate gives, and what cannot be is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+import lookahead
+from fuzz.families import build
+from fuzz.variant import Variant
+from lookahead import LookaheadConfig, LookaheadError, UnsupportedArgumentError
+from lookahead.api.output import LookaheadOutput
+from lookahead.parallel import ParallelGroup
+from lookahead.parallel.exchange import Exchange
+
+FAMILIES = ["qwen3_next", "granitemoehybrid", "mamba2", "lfm3", "deepseek_v4", "minimax"]
+PRESETS = [
+    LookaheadConfig(),
+    LookaheadConfig(step_budget=8),
+    LookaheadConfig(preset="context_matches"),
+    LookaheadConfig(preset="token_recycling"),
+    LookaheadConfig(preset="jacobi", block_size=5),
+    LookaheadConfig(preset="autoregressive"),
+]
+
+
+def tiny(family: str = "qwen3_next") -> PreTrainedModel:
+    return build(family, Variant(), "sdpa")
+
+
+def prompt(tokens: int = 14, seed: int = 0) -> torch.Tensor:
+    """A text that is repeated once."""
+    ids = torch.randint(3, 90, (1, tokens), generator=torch.Generator().manual_seed(seed))
+    return torch.cat([ids, ids], dim=1)
+
+
+def decode(model: PreTrainedModel, ids: torch.Tensor, config: LookaheadConfig, **options: Any) -> LookaheadOutput:
+    output = lookahead.generate(model, ids, lookahead_config=config, return_dict_in_generate=True, **options)
+    assert isinstance(output, LookaheadOutput)
+    return output
+
+
+def plain(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> Any:
+    return model.generate(ids, return_dict_in_generate=True, **options)
+
+
+@pytest.mark.parametrize("config", PRESETS, ids=lambda config: f"{config.preset} {config.step_budget}")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_are_those_of_generate(family: str, config: LookaheadConfig) -> None:
+    model = tiny(family)
+    for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}):
+        torch.manual_seed(3)
+        expected = plain(model, prompt(), max_new_tokens=40, **options)
+        torch.manual_seed(3)
+        output = decode(model, prompt(), config, max_new_tokens=40, **options)
+        assert torch.equal(output.sequences, expected.sequences)
+
+
+def test_drafts_are_accepted_and_states_counted() -> None:
+    output = decode(tiny(), prompt(), LookaheadConfig(step_budget=8), max_new_tokens=80, do_sample=False)
+    assert output.statistics is not None
+    assert output.statistics.step_compression > 1.1
+    # One layer of linear attention: the convolution's state and that of the heads, float32.
+    drafted = sum(nodes > 1 for nodes in output.statistics.nodes_per_step)
+    layer = next(layer for layer in output.past_key_values.layers if hasattr(layer, "recurrent_states"))
+    size = 4 * (layer.conv_states[0].numel() + layer.recurrent_states[0].numel())
+    assert 0 < output.statistics.state_bytes <= drafted * size
+    assert output.statistics.state_bytes % size == 0
+    assert output.statistics.to_dict()["state_bytes"] == output.statistics.state_bytes
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid", "lfm3", "deepseek_v4"])
+def test_caches_go_to_and_fro(family: str) -> None:
+    model = tiny(family)
+    config = LookaheadConfig(step_budget=6)
+    options: dict[str, Any] = {"max_new_tokens": 15, "do_sample": False}
+    more = torch.tensor([[7, 8, 9]])
+    expected = plain(model, prompt(), **options)
+    whole = plain(model, torch.cat([expected.sequences, more], dim=1), **options).sequences
+    ours = decode(model, prompt(), config, **options)
+    text = torch.cat([ours.sequences, more], dim=1)
+    # Ours to transformers, transformers to ours, and a cache of the caller's that ours fills.
+    assert torch.equal(plain(model, text, past_key_values=ours.past_key_values, **options).sequences, whole)
+    back = decode(model, text, config, past_key_values=expected.past_key_values, **options)
+    assert torch.equal(back.sequences, whole)
+    cache = DynamicCache(config=model.config)
+    decode(model, prompt(), config, past_key_values=cache, **options)
+    assert torch.equal(decode(model, text, config, past_key_values=cache, **options).sequences, whole)
+
+
+def test_a_text_that_ends_inside_an_accepted_run() -> None:
+    model = tiny()
+    free = plain(model, prompt(), max_new_tokens=50, do_sample=False).sequences[0, 28:]
+    ended = set()
+    for place in range(5, 45, 8):
+        end = int(free[place])
+        options: dict[str, Any] = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": end, "pad_token_id": 0}
+        expected = plain(model, prompt(), **options)
+        output = decode(model, prompt(), LookaheadConfig(step_budget=8), **options)
+        assert torch.equal(output.sequences, expected.sequences)
+        ended.add(output.sequences.shape[1])
+        following = torch.cat([output.sequences, torch.tensor([[5]])], dim=1)
+        plain_on = plain(model, following, max_new_tokens=5, past_key_values=output.past_key_values)
+        assert torch.equal(plain_on.sequences, plain(model, following, max_new_tokens=5).sequences)
+    assert len(ended) > 2
+
+
+class _Fails(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        if input_ids.shape[1] > 45:
+            raise ArithmeticError("enough")
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_a_call_that_fails_leaves_the_cache_as_it_was() -> None:
+    model = tiny()
+    first = plain(model, prompt(), max_new_tokens=10, do_sample=False)
+    text, cache = torch.cat([first.sequences, torch.tensor([[5]])], dim=1), first.past_key_values
+    with pytest.raises(ArithmeticError):
+        decode(
+            *(model, text, LookaheadConfig(step_budget=8)),
+            past_key_values=cache,
+            max_new_tokens=30,
+            stopping_criteria=StoppingCriteriaList([_Fails()]),
+        )
+    expected = plain(model, text, max_new_tokens=10, do_sample=False).sequences
+    assert torch.equal(plain(model, text, past_key_values=cache, max_new_tokens=10).sequences, expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "words"),
+    [
+        ({}, {"input_ids": prompt().repeat(2, 1)}, "2 rows"),
+        ({}, {"attention_mask": torch.tensor([[0] * 3 + [1] * 25])}, "hides tokens"),
+        ({}, {"past_key_values": DynamicCache()}, "past_key_values=DynamicCache"),
+        ({"preset": "paper"}, {}, "preset='paper'"),
+        ({"pack_weights": True}, {}, "pack_weights=True"),
+        ({"invariant": True}, {}, "invariant=True"),
+        ({"tie_margin": 0.1}, {}, "tie_margin=0.1"),
+        ({}, {"use_cache": False}, "use_cache=False"),
+    ],
+)
+def test_what_chains_cannot_do_is_refused(config: dict[str, Any], options: dict[str, Any], words: str) -> None:
+    options = {"input_ids": prompt()} | options
+    with pytest.raises(UnsupportedArgumentError, match=words):
+        lookahead.generate(tiny(), lookahead_config=LookaheadConfig(**config), max_new_tokens=4, **options)
+
+
+def test_static_engines_run_chains_the_dynamic_way() -> None:
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    output = decode(tiny(), prompt(), LookaheadConfig(engine="static"), **options)
+    assert torch.equal(output.sequences, plain(tiny(), prompt(), **options).sequences)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "bart"])
+def test_texts_beyond_the_context(family: str) -> None:
+    """Nemotron-H has no positions and goes on; BART's decoder ends with its table."""
+    model = build(family, Variant(context=40), "sdpa")
+    expected = model.generate(prompt(), max_new_tokens=12 if family == "bart" else 40, do_sample=False)
+    output = lookahead.generate(model, prompt(), max_new_tokens=40, do_sample=False)
+    assert torch.equal(output[:, : expected.shape[1]], expected)
+    assert output.shape[1] == (41 if family == "bart" else expected.shape[1])
+
+
+def test_prompts_longer_than_any_step() -> None:
+    model = tiny("mamba2")
+    expected = model.generate(prompt(90), max_new_tokens=20, do_sample=False)
+    assert torch.equal(lookahead.generate(model, prompt(90), max_new_tokens=20, do_sample=False), expected)
+
+
+def test_attached_models_and_chunked_prompts() -> None:
+    model = tiny()
+    expected = model.generate(prompt(), max_new_tokens=20, do_sample=False)
+    lookahead.attach(model)
+    chunked = model.generate(prompt(), max_new_tokens=20, do_sample=False, prefill_chunk_size=5)
+    assert torch.equal(chunked, expected)
+
+
+def test_ranks_are_refused() -> None:
+    """They share out trees, and nothing is sent before it is known that there are some."""
+    group = ParallelGroup(Exchange(None, None, [0, 1], 1.0), None, 0, [0, 1])  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedArgumentError, match="parallel is not supported for Mamba2ForCausalLM"):
+        lookahead.generate(tiny("mamba2"), prompt(), parallel=group, max_new_tokens=4)
+
+
+def test_trees_are_refused_where_they_are_needed() -> None:
+    from lookahead.backends.transformers import engine_model
+
+    with pytest.raises(LookaheadError, match="running state"):
+        engine_model(tiny())
