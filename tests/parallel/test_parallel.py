@@ -54,10 +54,10 @@ def test_sampling_with_processors_that_have_a_memory(team: Team, ranks: int) -> 
     assert compare(team, ParallelCase(ranks, SamplingCase("qwen3", PROMPT, settings, seed=4, drafting=SIZES))) == []
 
 
-@pytest.mark.parametrize("drawn", [False, True])
-def test_ragged_batches(team: Team, drawn: bool) -> None:
+@pytest.mark.parametrize("sampled", [False, True])
+def test_ragged_batches(team: Team, sampled: bool) -> None:
     case = BatchCase("gemma2", (PROMPT, (5,), PROMPT[:4]), eos=(1, 2, 3), streamed=True, drafting=SIZES)
-    assert compare(team, ParallelCase(RANKS, case, seed=3, drawn=drawn)) == []
+    assert compare(team, ParallelCase(RANKS, case, seed=3, sampled=sampled)) == []
 
 
 def test_where_positions_change_with_the_length(team: Team) -> None:
@@ -88,10 +88,11 @@ def test_few_bytes_and_even_loads(team: Team) -> None:
     assert traffic[0].loads == traffic[1].loads == traffic[2].loads
     assert traffic[0].exchanges == traffic[0].steps > 10
     assert traffic[0].bytes_per_step < 1024
-    assert traffic[0].imbalance < 1.2
+    imbalance = [max(loads) * len(loads) / sum(loads) for loads in traffic[0].loads]  # 1 is perfect
+    assert sum(imbalance) / len(imbalance) < 1.2
 
 
-def test_two_exchanges_a_step_at_most_where_tokens_are_drawn(team: Team) -> None:
+def test_two_exchanges_a_step_at_most_where_tokens_are_sampled(team: Team) -> None:
     traffic = team.run(RANKS, _traffic, True)[0]
     assert traffic.steps <= traffic.exchanges <= 2 * traffic.steps
     assert traffic.most_bytes < 2048

@@ -42,7 +42,7 @@ def check(tree: TokenTree, split: Split, pending: list[int], whole: bool = True)
             assert node > tree.root
             assert tree.parents[node] == tree.root or tree.parents[node] in nodes, "an ancestor is missing"
     for node in range(len(tree)):
-        if not tree.reads[node]:
+        if not tree.needs_logits[node]:
             assert split.owners[node] == -1
         elif node <= tree.root:
             assert split.owners[node] == 0
@@ -117,7 +117,7 @@ def best_load(tree: TokenTree, ranks: int) -> int:
             chain.append(tree.parents[chain[-1]])
         if tree.kinds[node] is NodeKind.CANDIDATE:
             branches.setdefault(chain[-1], set()).add(node)
-        elif tree.reads[node]:
+        elif tree.needs_logits[node]:
             columns.append(set(chain))
     pieces = [*branches.values(), *columns]
     best = len(tree)

@@ -43,8 +43,8 @@ def agree(exchange: Exchange, values: Mapping[str, object], names: list[int]) ->
     """Compare `values` between the ranks.
 
     Args:
-        exchange: The way to the other ranks.
-        values: What must be the same, by what it is called.
+        exchange: Communication with the other ranks.
+        values: What must be the same, by name.
         names: What messages call each rank.
 
     Returns:
@@ -70,7 +70,7 @@ def agree(exchange: Exchange, values: Mapping[str, object], names: list[int]) ->
 
 
 def share_random_state(exchange: Exchange, device: torch.device) -> int:
-    """Give all ranks the random state of rank 0, which tokens on `device` are drawn from.
+    """Give all ranks the random state of rank 0, which tokens on `device` are sampled with.
 
     Returns:
         Bytes that were sent to each other rank.

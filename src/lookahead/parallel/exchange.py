@@ -15,7 +15,7 @@ from lookahead.errors import ParallelError
 from lookahead.parallel.monitor import SILENCE, Monitor
 
 PATIENCE = 1.0
-"""Seconds that a rank waits for the others before it looks for signs of life."""
+"""Seconds that a rank waits for the others before it reads their heartbeats."""
 
 Bytes = NDArray[np.uint8]
 
@@ -23,7 +23,7 @@ Bytes = NDArray[np.uint8]
 class Exchange:
     """All-gather of bytes over a process group of CPU tensors.
 
-    What is exchanged is made and read by Python, so it lies in main memory whatever device the model is on.
+    What is exchanged is made and read by Python, so it lies in main memory, for a model on any device.
 
     Args:
         group: A process group that carries CPU tensors, `gloo` for example.
@@ -134,7 +134,7 @@ class Exchange:
             return f"rank {self._names[0]}, or whatever keeps the ranks' common store, cannot be reached any more"
         silent = monitor.silent()
         if silent:
-            return f"{self._who(silent)} gave no sign of life for {SILENCE:g} s: its process or its machine has died"
+            return f"{self._who(silent)} sent no heartbeat for {SILENCE:g} s: its process or its machine has died"
         return None
 
     def _ended(self, reason: str) -> ParallelError:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from lookahead.backends.transformers import ModelRunner
 from lookahead.backends.transformers.identity import model_identity
-from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.config import BUDGETED, LookaheadConfig
-from lookahead.errors import InvalidArgumentError, ParallelError
+from lookahead.core.decoder import Batch
+from lookahead.errors import InvalidArgumentError, ParallelError, UnsupportedArgumentError
 from lookahead.parallel.agreement import agree, settings, share_random_state, versions
 from lookahead.parallel.exchange import Exchange
 from lookahead.parallel.monitor import Monitor
@@ -42,7 +41,7 @@ class ParallelGroup:
     an error has ended stays ended: start the processes again.
 
     Args:
-        exchange: The way to the other ranks.
+        exchange: Communication with the other ranks.
         monitor: Signs of life.
         rank: This rank in the group, from 0. Streamers and `on_step` are served by rank 0.
         names: What messages call each rank: its number among all processes of the run.
@@ -69,7 +68,6 @@ class ParallelGroup:
         self._monitor = monitor
         self._names = list(names)
         self._owns_processes = owns_processes
-        self._identities: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
         self._closed = False
 
     @property
@@ -93,6 +91,14 @@ class ParallelGroup:
             return replace(config, step_budget=_FIXED_BUDGET * self.size)
         return config
 
+    def check(self, model: PreTrainedModel, local: object) -> None:
+        """Refuse a model if `local`, which would run it in one process, is no backend whose trees can be shared out."""
+        if not isinstance(local, ModelRunner):
+            raise UnsupportedArgumentError(
+                f"parallel is not supported for {type(model).__name__}: ranks share out the branches of trees, which "
+                "it does not run, or not by transformers; leave it out"
+            )
+
     def begin(
         self,
         model: PreTrainedModel,
@@ -113,11 +119,9 @@ class ParallelGroup:
         """
         if self._closed:
             raise ParallelError("parallel is a group that was closed; join a new one")
-        if model not in self._identities:
-            self._identities[model] = model_identity(model)
         values = {
             "the version": versions(),
-            "the model": self._identities[model],
+            "the model": model_identity(model),
             "lookahead_config": config,
             "the generation configuration": settings(generation_config),
             "input_ids": prompts[0],
@@ -128,26 +132,18 @@ class ParallelGroup:
         sent += share_random_state(self._exchange, prompts[0].device)
         self.traffic.start_bytes += sent * (self.size - 1)
 
-    def decoding(
-        self,
-        local: ModelRunner,
-        before: Sequence[int],
-        sequences: Sequence[TextSequence],
-        asks_others: bool,
-        tie_margin: float,
-    ) -> tuple[ParallelRunner, SharedVerification]:
-        """What runs and walks the trees of a call on all ranks.
+    def backend(self, local: ModelRunner, batch: Batch, asks_others: bool) -> ParallelRunner:
+        """What runs the trees of `batch` on all ranks, which then walk them together.
 
         Args:
             local: The model of this rank.
-            before: Per sequence, how many tokens of its cache come before the text.
-            sequences: The sequences.
+            batch: What is to be decoded.
             asks_others: Whether there are criteria that may answer differently on each rank.
-            tie_margin: As for `lookahead.core.decoder.Batch`.
         """
-        alone = walks_alone(sequences, asks_others, tie_margin)
-        runner = ParallelRunner(local, before, self._exchange, self.rank, self.traffic, whole_branches=not alone)
-        return runner, SharedVerification(runner, self._exchange, alone)
+        alone = walks_alone(batch, asks_others)
+        runner = ParallelRunner(local, self._exchange, self.rank, self.traffic, whole_branches=not alone)
+        batch.verify = SharedVerification(runner, self._exchange, alone)
+        return runner
 
     def fail(self, error: BaseException) -> None:
         """Let the other ranks know that this one has failed; they end with an error that says so."""

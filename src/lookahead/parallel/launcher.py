@@ -43,7 +43,7 @@ class _Rank:
 
 
 def run_ranks(count: int, entry: str, arguments: Sequence[str], stdin: bytes | None = None) -> int:
-    """Run `entry` in `count` processes, each told who it is as `torchrun` tells it, until all have ended.
+    """Run `entry` in `count` processes, each with the environment variables that `torchrun` sets, until all have ended.
 
     Rank 0 has this process's standard output and error. If another one fails, this process says so in one line, unless
     rank 0 has said it. SIGTERM and SIGHUP end all ranks at once. SIGINT does so after rank 0 has had a moment to print
@@ -118,7 +118,7 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def _caught_signals() -> Iterator[list[int]]:
-    """Signals that ask this process to end, as they come; not those that it was told to ignore."""
+    """Signals that ask this process to end, as they arrive, without those that are ignored."""
     caught: list[int] = []
     before = {}
     if threading.current_thread() is threading.main_thread():

@@ -1,4 +1,4 @@
-"""A rank as `launcher` starts it: it ends when the process that started it does, whatever it is doing."""
+"""A rank as `launcher` starts it: it ends with the process that started it."""
 
 from __future__ import annotations
 

@@ -31,8 +31,7 @@ class ParallelRunner:
 
     Args:
         local: The model of this rank.
-        before: Per sequence, how many tokens of its cache come before the text.
-        exchange: The way to the other ranks.
+        exchange: Communication with the other ranks.
         rank: This rank.
         traffic: What is sent is counted there.
         whole_branches: Run no branch of candidates on several ranks.
@@ -41,7 +40,6 @@ class ParallelRunner:
     def __init__(
         self,
         local: ModelRunner,
-        before: Sequence[int],
         exchange: Exchange,
         rank: int,
         traffic: Traffic,
@@ -52,9 +50,8 @@ class ParallelRunner:
         self._exchange = exchange
         self._traffic = traffic
         self._whole_branches = whole_branches
-        self._before = list(before)
         # Tokens in the cache that one process would have, and in that of each rank: `[rows]` and `[ranks, rows]`.
-        self._lengths: list[int] = local.cache.lengths(len(self._before))
+        self._lengths: list[int] = local.cache.lengths(len(local.before))
         self._cached: list[list[int]] = [list(self._lengths) for _ in range(exchange.size)]
         self._own_trees: dict[int, TokenTree] = {}  # of the coming step, by row: this rank's pending tokens
         self._trees: list[TokenTree] = []
@@ -78,7 +75,7 @@ class ParallelRunner:
         """As `ModelRunner.begin_tree` gives it in one process: the same tree on every rank."""
         cached = self._cached[self.rank][row]
         own = self._local.begin_tree(row, text)
-        total = self._before[row] + len(text)
+        total = self._local.before[row] + len(text)
         if total - len(own) < cached:  # the text is computed anew, by every rank
             self._lengths[row] = 0
             for lengths in self._cached:
@@ -179,11 +176,12 @@ class ParallelRunner:
             self._lengths[row] += len(nodes)
         self._local.commit(own_kept)
 
-    def complete_cache(self, texts: Sequence[Sequence[int]]) -> None:
-        """Bring this rank's cache to what one process would have, for a caller who goes on with it."""
+    def complete(self, texts: Sequence[Sequence[int]]) -> None:
+        """As `ModelRunner.complete`, after what other ranks ran and this one did not."""
         for row, text in enumerate(texts):
             if self._cached[self.rank][row] < self._lengths[row]:
                 self._catch_up(row, text)
+        self._local.complete(texts)
 
     def _pending(self, row: int, tree: TokenTree) -> list[int]:
         """For each rank how many decided tokens of `row` it has to run."""
@@ -192,8 +190,10 @@ class ParallelRunner:
 
     def _catch_up(self, row: int, text: Sequence[int]) -> None:
         """Run the accepted tokens of `row` that this rank has not run, by themselves."""
-        first, last = (length - self._before[row] for length in (self._cached[self.rank][row], self._lengths[row]))
-        trees = [self.idle_tree() for _ in self._before]
+        first, last = (
+            length - self._local.before[row] for length in (self._cached[self.rank][row], self._lengths[row])
+        )
+        trees = [self.idle_tree() for _ in self._local.before]
         trees[row] = TokenTree(text[first:last])
         self._local.forward(trees)
         self._local.commit([range(last - first) if each == row else [] for each in range(len(trees))])
@@ -278,13 +278,13 @@ def _grow(own: TokenTree, tree: TokenTree, split: Split, rank: int) -> dict[int,
     extra = own.root - tree.root
     places = {node: node + extra for node in range(tree.root + 1)}
     for node in range(tree.root):
-        own.reads[node + extra] = bool(split.owners[node] == rank)
+        own.needs_logits[node + extra] = bool(split.owners[node] == rank)
     for node in split.held[rank]:
         parent, token = places[tree.parents[node]], tree.tokens[node]
         if tree.kinds[node] is NodeKind.CANDIDATE:
             (places[node],) = own.add_candidates([token], parent)
         else:
-            places[node] = own.add_window_node(token, parent, read=bool(split.owners[node] == rank))
+            places[node] = own.add_window_node(token, parent, needs_logits=bool(split.owners[node] == rank))
     return places
 
 

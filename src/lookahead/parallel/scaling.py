@@ -38,5 +38,5 @@ def check_memory(config: LookaheadConfig, ranks: int) -> None:
     """
     if config.memory != "request" and ranks > 1:
         raise UnsupportedArgumentError(
-            f'memory={config.memory!r} is not supported on {ranks} ranks, which must draft alike; use memory="request"'
+            f'memory={config.memory!r} is not supported on {ranks} ranks: drafts must agree; use memory="request"'
         )

@@ -51,7 +51,7 @@ def split_tree(tree: TokenTree, pending: Sequence[int], whole_branches: bool = T
     """Split `tree` so that the largest load is small, in nodes.
 
     Candidates are dealt out from rank 0 upwards, the window from the last rank downwards: the likeliest path is
-    then on rank 0, which names the token after the root, and few ranks compute the trunk.
+    then on rank 0, which selects the token after the root, and few ranks compute the trunk.
 
     Args:
         tree: The tree of the step.
@@ -121,7 +121,7 @@ def _columns(tree: TokenTree) -> list[list[int]]:
     chains: list[list[int]] = []
     seen: set[int] = set()
     for node in range(len(tree) - 1, tree.root, -1):
-        if tree.kinds[node] is not NodeKind.WINDOW or not tree.reads[node] or node in seen:
+        if tree.kinds[node] is not NodeKind.WINDOW or not tree.needs_logits[node] or node in seen:
             continue
         chain = []
         above = node
@@ -167,12 +167,12 @@ def _deal(branches: list[_Piece], columns: list[list[int]], pending: Sequence[in
 
 def _split(tree: TokenTree, held: list[set[int]], pending: Sequence[int]) -> Split:
     owners = np.full(len(tree), -1, dtype=np.int64)
-    for node, wanted in enumerate(tree.reads[: tree.root + 1]):
+    for node, wanted in enumerate(tree.needs_logits[: tree.root + 1]):
         if wanted:
             owners[node] = 0  # every rank has it; one decides, as rounding may differ
     for rank, nodes in enumerate(held):
         for node in nodes:
-            if owners[node] < 0 and tree.reads[node]:
+            if owners[node] < 0 and tree.needs_logits[node]:
                 owners[node] = rank
     loads = [own + len(nodes) for own, nodes in zip(pending, held, strict=True)]
     distinct = max(pending) + len(set().union(*held))

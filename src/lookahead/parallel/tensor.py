@@ -17,7 +17,7 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     `mesh`. Each process loads the whole model first, and keeps its part.
 
     Args:
-        model: Loaded alike on all ranks; changed in place.
+        model: Loaded in the same way on all ranks; changed in place.
         mesh: `ParallelGroup.tensor_mesh`.
 
     Raises:

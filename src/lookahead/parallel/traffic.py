@@ -1,4 +1,4 @@
-"""What lookahead parallelism counted: who ran how much, and what was sent."""
+"""Counts of lookahead parallelism: nodes by rank, and bytes sent."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Traffic:
     Attributes:
         steps: Decoding steps.
         exchanges: Exchanges in these steps.
-        bytes_sent: What this rank told the others in these steps, in bytes, counted once for each of them: with
+        bytes_sent: Bytes that this rank sent in these steps, counted once for each receiver: with
             any algorithm the backend may use, no rank of the group sends more than that of its own.
-        most_bytes: The most that this rank told the others in one step, likewise.
+        most_bytes: The most bytes that this rank sent in one step, counted in the same way.
         start_bytes: The same for what is compared and made equal at the start of each call.
         loads: For each step the nodes that each rank ran, over all rows of the batch, prompt tokens not counted.
         redundant: For each step how many of all these were there in duplicate.
@@ -32,9 +32,3 @@ class Traffic:
     def bytes_per_step(self) -> float:
         """Mean number of bytes that this rank sends in a step."""
         return self.bytes_sent / self.steps if self.steps else 0.0
-
-    @property
-    def imbalance(self) -> float:
-        """Mean over the steps of the largest load over the mean load; 1 is perfect."""
-        ratios = [max(loads) * len(loads) / sum(loads) for loads in self.loads]
-        return sum(ratios) / len(ratios) if ratios else 1.0

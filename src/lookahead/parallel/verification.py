@@ -1,10 +1,10 @@
-"""The walk of one process, made by several ranks.
+"""Verification on several ranks: the walk that one process would make.
 
-Where the likeliest token of the raw logits is all that is wanted, every rank walks by itself, over predictions that
-are the same everywhere. Otherwise a token is named by one rank, which has the logits: rank 0 names the one after the
-root, and the rank that runs the branch it leads into goes on to the end of the walk. What it named is told to the
-others, who do as if they had named it: processors and criteria with a memory see every token, in order, and the
-random state moves on by as many draws.
+For greedy decoding of raw logits, every rank walks by itself, over predictions that are the same everywhere.
+Otherwise a token is selected by the rank that has the logits: rank 0 selects the one after the root, and the rank that
+runs the branch it leads into continues to the end of the walk. The selected tokens are sent to the other ranks, which
+repeat the selection: stateful processors and criteria see every token, in order, and the random state advances by as
+many samples.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 
 from lookahead.backends.transformers import ForwardResult
 from lookahead.backends.transformers.text_sequence import TextSequence
-from lookahead.core.decoder import Batch, Stop, select_token, verify
+from lookahead.core.decoder import Batch, select_token, verify
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.core.walk import Walk
 from lookahead.parallel.exchange import Exchange
 from lookahead.parallel.runner import ParallelRunner
 
 _NOTHING, _DECLINED = -1, -2
-"""What stands in a note besides tokens, of which each is sent as twice its id, plus 1 if the text is complete."""
+"""Entries of a message besides tokens; a token is sent as twice its id, plus 1 if the text is complete."""
 
 
 @dataclass
 class _Row:
-    """A walk on its way."""
+    """A walk in progress."""
 
     number: int
     sequence: TextSequence
@@ -38,27 +38,27 @@ class _Row:
     walk: Walk
 
 
-def walks_alone(sequences: Sequence[TextSequence], asks_others: bool, tie_margin: float) -> bool:
-    """Whether predictions decide everything.
+def walks_alone(batch: Batch, asks_others: bool) -> bool:
+    """Whether every rank can select tokens from the predictions alone, without logits.
 
     Args:
-        sequences: Whose samplers select the tokens.
-        asks_others: Whether the answer to when a text is complete may differ between ranks, as that of a clock does.
-        tie_margin: As for `lookahead.core.decoder.Batch`; it needs logits.
+        batch: Whose samplers select the tokens; a tie margin needs logits.
+        asks_others: Whether ranks may disagree on when a text is complete, as with a time limit.
     """
-    return not asks_others and not tie_margin and not any(sequence.sampler.needs_logits for sequence in sequences)
+    needs_logits = batch.tie_margin or any(sequence.sampler.needs_logits for sequence in batch.sequences)
+    return not asks_others and not needs_logits
 
 
 class SharedVerification:
     """Verification on several ranks, as a `lookahead.core.decoder.Verify`.
 
-    Tokens are named row after row, as in one process, since rows draw from one random state. A rank goes on from row
-    to row for as long as the walks stay in branches of its own, so that one sequence takes two exchanges at most,
+    Tokens are selected row after row, as in one process, since all rows sample from one random state. A rank
+    continues from row to row while the walks stay in its own branches. So one sequence takes at most two exchanges,
     and a batch one more for each walk that leads to another rank than the walk before it.
 
     Args:
         runner: Has run the trees.
-        exchange: The way to the other ranks, for logits if a caller wants them.
+        exchange: Communication with the other ranks, for logits if a caller wants them.
         alone: Whether every rank can walk by itself; see `walks_alone`.
     """
 
@@ -80,31 +80,31 @@ class SharedVerification:
             for number, (sequence, result, walk) in enumerate(parts)
             if walk is not None
         ]
-        self._walk(rows, batch.stop, batch.tie_margin)
+        self._walk(rows, batch.tie_margin)
         return walks
 
-    def _walk(self, rows: list[_Row], stop: Stop, tie_margin: float) -> None:
+    def _walk(self, rows: list[_Row], tie_margin: float) -> None:
         room = sum(_most_tokens(row.walk.tree) for row in rows)
         keeps = any(row.sequence.sampler.keeps for row in rows)
         walker, shared = 0, False
         while not shared or not all(row.walk.done for row in rows):
-            note = np.full(room, _NOTHING, dtype=np.int32)
+            message = np.full(room, _NOTHING, dtype=np.int32)
             logits: list[torch.Tensor] = []
             if self._runner.rank == walker:
-                codes = self._name(rows, stop, tie_margin, logits)
-                note[: len(codes)] = codes
-            told = (self._runner.tell(note) if shared else self._runner.share(note))[walker]
+                codes = self._select(rows, tie_margin, logits)
+                message[: len(codes)] = codes
+            received = (self._runner.tell(message) if shared else self._runner.share(message))[walker]
             shared = True
-            codes = told[told != _NOTHING].tolist()
-            given = self._given_logits(logits, codes, rows, walker) if keeps else None
+            codes = received[received != _NOTHING].tolist()
+            given = self._broadcast_logits(logits, codes, rows, walker) if keeps else None
             if self._runner.rank != walker:
-                _repeat(rows, codes, stop, given)
+                _repeat(rows, codes, given)
             ahead = next((row for row in rows if not row.walk.done), None)
             if ahead is not None:
                 walker = self._runner.owner(ahead.number, ahead.walk.node)
 
-    def _name(self, rows: list[_Row], stop: Stop, tie_margin: float, logits: list[torch.Tensor]) -> list[int]:
-        """Name tokens for as long as this rank has the logits; what is to be told of it."""
+    def _select(self, rows: list[_Row], tie_margin: float, logits: list[torch.Tensor]) -> list[int]:
+        """Select tokens while this rank has the logits; returns their codes for the other ranks."""
         codes: list[int] = []
         for row in rows:
             sequence = row.sequence
@@ -121,15 +121,14 @@ class SharedVerification:
                     continue
                 if sequence.sampler.keeps:
                     logits.append(row.result.logits_after(row.walk.node))
-                sequence.append(token)
-                row.walk.take(token, stop(sequence))
+                row.walk.take(token, sequence.append(token))
                 codes.append(2 * token + row.walk.stopped)
         return codes
 
-    def _given_logits(
+    def _broadcast_logits(
         self, logits: list[torch.Tensor], codes: list[int], rows: list[_Row], walker: int
     ) -> torch.Tensor | None:
-        """The logits `[tokens, vocabulary]` that the tokens were named from, for a caller who wants to see them."""
+        """The logits `[tokens, vocabulary]` that the tokens were selected from, for a caller who wants them."""
         count = sum(code != _DECLINED for code in codes)
         if not count:
             return None
@@ -139,8 +138,8 @@ class SharedVerification:
         return given
 
 
-def _repeat(rows: list[_Row], codes: list[int], stop: Stop, given: torch.Tensor | None) -> None:
-    """Do what the rank did that named these tokens."""
+def _repeat(rows: list[_Row], codes: list[int], given: torch.Tensor | None) -> None:
+    """Repeat the steps of the rank that selected these tokens."""
     unfinished = iter([row for row in rows if not row.walk.done])
     row = next(unfinished)
     place = 0
@@ -153,17 +152,16 @@ def _repeat(rows: list[_Row], codes: list[int], stop: Stop, given: torch.Tensor 
         token, stopped = code >> 1, bool(code & 1)
         sampler = row.sequence.sampler
         if sampler.needs_logits:
-            # What is drawn here does not count, but processors see the text, and the random state moves on: how far
-            # depends on the size of the vocabulary alone.
+            # The token sampled here is discarded, but processors see the text, and the random state advances by an
+            # amount that depends on the vocabulary size alone.
             logits = torch.zeros(row.result.logits.shape[-1]) if given is None else given[place]
             sampler.choose(row.sequence.ids, logits[None].to(row.sequence.ids.device))
         row.sequence.append(token)
-        stop(row.sequence)
         row.walk.take(token, stopped)
         place += 1
 
 
 def _most_tokens(tree: TokenTree) -> int:
-    """Most tokens that a walk of `tree` may name."""
+    """Most tokens that a walk of `tree` may select."""
     kinds = zip(tree.depths, tree.kinds, strict=True)
     return 1 + max((depth for depth, kind in kinds if kind is NodeKind.CANDIDATE), default=tree.root) - tree.root
