@@ -1,55 +1,42 @@
-"""Measure what each part of `preset="auto"` brings: steps without one drafter, one rule or one memory in turn.
-
-    python benchmarks/ablation.py --model PATH --prompts FILE.jsonl --name stories --max-new-tokens 200 \\
-        --output benchmarks/results/ablation-stories.jsonl
+"""Measure what each part of `preset="auto"` brings: steps without one source, rule or memory in turn.
 
 For each prompt plain greedy `model.generate` runs once, then each variant of the drafter at each number of nodes; every
-output is compared with the plain one, token for token. Each row is on the disk before the next one is measured, and
-rows that the file already has are not measured again: an interrupted run goes on where it stopped. The exit status is
-0 when all outputs were identical, 1 when some differ or an argument cannot work, 130 when interrupted.
+output is compared with the plain one, token for token. Rows are those of `lookahead bench run`.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from time import perf_counter, process_time
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
-from common import (
-    DTYPES,
-    SETTINGS,
-    Prompt,
-    ResultsFile,
-    add_options,
-    command_line,
-    describe_run,
-    load_model,
-    parse_positive,
-    progress_bar,
-    read_prompts,
-    run_safely,
-)
 from lookahead.api.prompt_warm_up import MOST_READ
 from lookahead.backends.transformers import ModelRunner, engine_model
 from lookahead.backends.transformers.model_state import neighbours
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.bench.machine import describe_machine
+from lookahead.bench.method_runner import MethodRunner, Run
+from lookahead.bench.models import BenchModel
+from lookahead.bench.prompts import Prompt, encode, read_prompts
+from lookahead.bench.rows import Request, Row, build_row
+from lookahead.bench.suite import MethodSpec, TaskSpec
+from lookahead.cli import process
 from lookahead.core.decoder import Batch, decode
 from lookahead.core.statistics import Statistics
 from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, EmbeddingNeighbours, JacobiWindow, NGramMemory
-from lookahead.drafting.auto.scorer import OTHER_FEATURES, Acceptance
-from paper_evaluation import Decoded, decode_plain, measurement_row, timed
-from step_compression import reference_row
-from write_results import Row, parse_rows, summarise
+from lookahead.drafting.auto.scorer import MATCHES, NEIGHBOURS, NOTHING, Acceptance, context_name
+from probe import Probe, Unit, load_model, option
+
+PLAIN = MethodSpec("transformers")
+"""What all is compared with."""
 
 WINDOW_SIZE, WINDOW_NGRAM = 5, 3
 """W and N of the paper's window where a variant has one."""
@@ -57,11 +44,20 @@ WINDOW_SIZE, WINDOW_NGRAM = 5, 3
 WINDOW_NODES = (WINDOW_NGRAM - 1) * WINDOW_SIZE - 1
 """Nodes that such a window takes besides the root."""
 
-_NEIGHBOURS = -3
-"""Where the weight of what neighbours say is in a row of weights."""
-
 _FIRST, _NEVER = 20.0, -20.0
 _ANY_MATCH, _NOTHING = 2.0, -2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure."""
+
+    model: str = option("demo", "`demo`, or the folder of a model")
+    prompts: str = option("../shared/data/humaneval.jsonl", "JSON lines with `id`, and `prompt` or `turns`")
+    task: str = option("HumanEval", "what rows call the prompts")
+    limit: int = option(8, "take the first so many prompts")
+    max_new_tokens: int = option(128, "tokens to generate at most")
+    nodes: tuple[int, ...] = option((16, 32, 64), "nodes of a step")
 
 
 @dataclass(frozen=True)
@@ -130,6 +126,9 @@ class ReservingBudget:
         self._reserved = reserved
         self.chosen = 0
 
+    def begin(self) -> None:
+        """See `StepBudget`."""
+
     def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """Take all candidates that leave room for the window; see `StepBudget`."""
         most = max(self._nodes - 1 - self._reserved, 0)
@@ -141,7 +140,7 @@ class ReservingBudget:
         """See `StepBudget`."""
         return self._nodes - 1 - self.chosen
 
-    def learn(self, drafted: bool, accepted: bool) -> None:
+    def learn(self, accepted: Sequence[int]) -> None:
         """See `StepBudget`."""
 
 
@@ -156,8 +155,8 @@ VARIANTS: dict[str, Variant] = {
     "equal weights, no learning": Variant(merge="equal"),
     "fixed order": Variant(merge="fixed"),
     "no exploring": Variant(explores=False),
-    "no neighbours": Variant(neighbours=False),
-    "no stand-ins": Variant(continuations=False),
+    "no embedding neighbours": Variant(neighbours=False),
+    "no rejected-sibling continuations": Variant(continuations=False),
     "prompt not read": Variant(warm_up=0),
     "newest prediction alone after one token": Variant(old_share=0.0),
     "none of these four": Variant(neighbours=False, continuations=False, warm_up=0, old_share=0.0),
@@ -169,39 +168,79 @@ VARIANTS: dict[str, Variant] = {
 
 def fix_order(acceptance: Acceptance) -> None:
     """Make it weigh by a fixed order: the longest match first, then the probabilities of the longest known context."""
-    weights, orders = acceptance.weights, acceptance.orders
-    weights[:] = 0.0
-    for longest in range(1, orders + 1):
-        weights[longest, longest - 1] = 1.0
-    matches = weights[:, orders : -1 - OTHER_FEATURES]
-    matches[:] = _FIRST + np.arange(matches.shape[1])
-    weights[0, _NEIGHBOURS] = 1.0
-    weights[:, -1] = _NEVER
+    acceptance.weights[:] = 0.0
+    for longest in range(1, acceptance.orders + 1):
+        acceptance.weights[longest, acceptance.column(context_name(longest))] = 1.0
+    for place, name in enumerate(MATCHES):
+        acceptance.weights[:, acceptance.column(name)] = _FIRST + place
+    acceptance.weights[0, acceptance.column(NEIGHBOURS)] = 1.0
+    acceptance.weights[:, acceptance.column(NOTHING)] = _NEVER
 
 
 def weigh_equally(acceptance: Acceptance) -> None:
-    """Make it weigh all known contexts alike, and all matches."""
-    weights, orders = acceptance.weights, acceptance.orders
-    weights[:] = 0.0
-    for longest in range(1, orders + 1):
-        weights[longest, :longest] = 1 / longest
-    weights[:, orders : -1 - OTHER_FEATURES] = _ANY_MATCH
-    weights[0, _NEIGHBOURS] = 1.0
-    weights[:, -1] = _NOTHING
+    """Make it weigh all known contexts equally, and all matches."""
+    acceptance.weights[:] = 0.0
+    for longest in range(1, acceptance.orders + 1):
+        for length in range(1, longest + 1):
+            acceptance.weights[longest, acceptance.column(context_name(length))] = 1 / longest
+    for name in MATCHES:
+        acceptance.weights[:, acceptance.column(name)] = _ANY_MATCH
+    acceptance.weights[0, acceptance.column(NEIGHBOURS)] = 1.0
+    acceptance.weights[:, acceptance.column(NOTHING)] = _NOTHING
 
 
-def method_name(variant: str, nodes: int) -> str:
-    """What rows call a variant at a number of nodes."""
-    return f"{variant}, {nodes} nodes"
+@dataclass(frozen=True)
+class VariantSpec(MethodSpec):
+    """A variant at a number of nodes, as a method of a benchmark."""
+
+    variant: str = "all"
+    nodes: int = 0
+
+    def settings(self) -> dict[str, Any]:
+        """What the measured figures depend on."""
+        return {"name": self.name, "variant": self.variant, "nodes": self.nodes, **asdict(VARIANTS[self.variant])}
 
 
-def describe(variant: str, nodes: int) -> Row:
-    """The settings of a method, for its rows."""
-    return {"variant": variant, "nodes": nodes, **asdict(VARIANTS[variant])}
+@dataclass
+class Ablation:
+    """All variants on the prompts of one task."""
+
+    loaded: BenchModel
+    task: TaskSpec
+    methods: Sequence[VariantSpec]
+    kept: dict[str, DraftMemory | None] = field(default_factory=dict)
+
+    def rows(self, prompts: Sequence[Prompt], keeps: bool) -> Iterator[Row]:
+        """Variants on prompts, in order: those that keep what earlier prompts taught them, or plain decoding and those
+        that do not."""
+        machine = {"machine": describe_machine(torch.device("cpu")), "versions": process.versions()}
+        plain = MethodRunner(self.loaded, PLAIN)
+        for prompt in prompts:
+            ids = encode(prompt, self.task, self.loaded.tokenizer, self.loaded.context)
+            expected = plain.run(ids, self.task, prompt.number)
+            runs: list[tuple[int, MethodSpec, Run]] = [] if keeps else [(0, PLAIN, expected)]
+            runs += [
+                (order, method, self.run(method, ids))
+                for order, method in enumerate(self.methods, start=1)
+                if VARIANTS[method.variant].keeps == keeps
+            ]
+            for order, method, run in runs:
+                row = build_row(Request(self.loaded, self.task, prompt, method, order, 0, ids), run, machine)
+                wrong = run.output != expected.output
+                yield {**row, **({"error": f"{method.name} on {prompt.id}: another text"} if wrong else {})}
+
+    def run(self, method: VariantSpec, input_ids: torch.Tensor) -> Run:
+        """Greedy decoding with a variant; input_ids: [1, S]."""
+        variant = VARIANTS[method.variant]
+        memory = variant.memory() if method.name not in self.kept else self.kept[method.name]
+        if variant.keeps:
+            self.kept[method.name] = memory
+        drafter = variant.drafter(method.nodes, memory, neighbours(self.loaded.model))
+        return decode_with(drafter, self.loaded.model, input_ids, self.task.max_new_tokens)
 
 
-def decode_with(drafter: AutoDrafter, model: Any, input_ids: torch.Tensor, max_new_tokens: int) -> Decoded:
-    """The new tokens of greedy decoding with a drafter, and its steps; input_ids: [1, S]."""
+def decode_with(drafter: AutoDrafter, model: Any, input_ids: torch.Tensor, max_new_tokens: int) -> Run:
+    """Greedy decoding with a drafter; input_ids: [1, S]."""
     prompt = input_ids[0].tolist()
     ends = model.generation_config.eos_token_id
     eos = set(ends) if isinstance(ends, list) else {ends}
@@ -211,118 +250,25 @@ def decode_with(drafter: AutoDrafter, model: Any, input_ids: torch.Tensor, max_n
     def is_complete(text: TextSequence) -> bool:
         return text.tokens[-1] in eos or len(text.tokens) >= longest
 
-    def run() -> list[int]:
-        text = TextSequence(input_ids, prompt, drafter, TextSampler())
-        with torch.no_grad():
-            decode(ModelRunner(engine_model(model), 1), Batch([text], is_complete, statistics))
-        return text.tokens[len(prompt) :]
-
-    output, seconds = timed(run)
-    return Decoded(output, statistics.accepted_lengths, statistics.nodes_per_step, seconds)
-
-
-def measure(
-    file: ResultsFile, prompts: Sequence[Prompt], methods: Mapping[str, Row], model: Any, tokenizer: Any
-) -> Iterator[str]:
-    """Measure what the file lacks; yields what every row that it then has is about.
-
-    A memory that is kept is what all prompts made it: where a row of such a variant is missing, the prompts before it
-    are decoded again.
-    """
-    length = file.rows[0]["max_new_tokens"]
-    done = {prompt.id: file.methods_done(prompt) for prompt in prompts}
-    kept: dict[str, DraftMemory | None] = {}
-    for name, settings in methods.items():
-        variant = VARIANTS[settings["variant"]]
-        if variant.keeps and any(name not in done[prompt.id] for prompt in prompts):
-            kept[name] = variant.memory()
-    for prompt in prompts:
-        input_ids = tokenizer(prompt.text, return_tensors="pt").input_ids.to(model.device)
-        for name, settings in methods.items():
-            if name not in done[prompt.id] or name in kept:
-                variant = VARIANTS[settings["variant"]]
-                memory = kept[name] if name in kept else variant.memory()
-                drafter = variant.drafter(settings["nodes"], memory, neighbours(model))
-                decoded = decode_with(drafter, model, input_ids, length)
-                if name not in done[prompt.id]:
-                    expected = reference(file, prompt, model, input_ids)
-                    file.append(measurement_row(prompt, name, settings, decoded, expected))
-            yield f"{prompt.id}, {name}"
+    wall, cpu = perf_counter(), process_time()
+    text = TextSequence(input_ids, prompt, drafter, TextSampler(), is_complete)
+    with torch.no_grad():
+        decode(ModelRunner(engine_model(model), 1), Batch([text], statistics))
+    cpu, wall = process_time() - cpu, perf_counter() - wall
+    lengths, nodes = statistics.accepted_lengths, statistics.nodes_per_step
+    return Run(text.tokens[len(prompt) :], len(lengths), nodes, lengths, cpu, wall)
 
 
-def reference(file: ResultsFile, prompt: Prompt, model: Any, input_ids: torch.Tensor) -> list[int]:
-    """What plain `generate` gives; measured once for each prompt."""
-    row = file.reference(prompt)
-    if row is None:
-        output, seconds = decode_plain(model, input_ids, max_new_tokens=file.rows[0]["max_new_tokens"], do_sample=False)
-        row = {**reference_row(prompt, output), "cpu_seconds": round(seconds, 4)}
-        file.append(row)
-    expected: list[int] = row["output"]
-    return expected
-
-
-def show_summary(path: Path, console: Console) -> bool:
-    """Print what the file says now; returns whether all outputs in it are identical."""
-    rows = [row for row in parse_rows(path.read_text(encoding="utf-8"), path.name) if row["kind"] == "measurement"]
-    shown = Table(title=path.name)
-    for title in ("variant", "nodes per step", "S", "S before cycles", "identical outputs"):
-        shown.add_column(title, justify="left" if title == "variant" else "right")
-    for method in dict.fromkeys(row["method"] for row in rows):
-        summary = summarise(row for row in rows if row["method"] == method)
-        before = summary.step_compression_before_cycles
-        shown.add_row(
-            method,
-            f"{summary.mean_nodes:.1f}",
-            f"{summary.step_compression:.3f}",
-            "–" if before is None else f"{before:.3f}",
-            f"{summary.identical} of {summary.prompts}",
-        )
-    console.print(shown)
-    return all(row["identical"] for row in rows)
-
-
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    description, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=description, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
-    add = parser.add_argument
-    add("--dtype", choices=list(DTYPES), default="float32", help="number format of the model (float32)")
-    add("--nodes", type=parse_positive, nargs="+", default=[16, 32, 64], help="nodes of a step (16 32 64)")
-    return parser.parse_args(arguments)
-
-
-def run(options: argparse.Namespace, console: Console) -> int:
-    """Measure and show; returns the exit status."""
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    prompts = read_prompts(options.prompts, options.limit)
-    model, tokenizer = load_model(options.model, options.dtype, options.device)
-    command = command_line("ablation.py", options, ["--nodes", *map(str, options.nodes)])
-    header = {**describe_run(options, model, command), "benchmark": "ablation"}
-    methods = {method_name(variant, nodes): describe(variant, nodes) for nodes in options.nodes for variant in VARIANTS}
-    settings = ("benchmark", *SETTINGS)
-    with (
-        ResultsFile(options.output, header, methods, restart=options.restart, settings=settings) as file,
-        progress_bar(console, auto_refresh=False) as progress,
-    ):
-        task = progress.add_task("ablation", total=len(prompts) * len(methods))
-        for what in measure(file, prompts, methods, model, tokenizer):
-            progress.update(task, advance=1, description=what, refresh=True)
-    if show_summary(options.output, console):
-        return 0
-    console.print("Some outputs differ from plain `generate`: see `first_difference`.", style="red")
-    return 1
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
-    options = parse_options(arguments)
-    console = Console(stderr=True)
-    return run_safely(lambda: run(options, console), options.output, console)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def probe(options: Options) -> Probe:
+    """The units: each prompt, then all prompts for the variants that keep their memory."""
+    task = TaskSpec(options.task, Path(options.prompts), max_new_tokens=options.max_new_tokens)
+    methods = [
+        VariantSpec(f"{variant}, {nodes} nodes", variant=variant, nodes=nodes)
+        for nodes in options.nodes
+        for variant in VARIANTS
+    ]
+    loaded = load_model(options.model, "float32")
+    prompts = read_prompts(task, options.limit)
+    ablation = Ablation(loaded, task, methods)
+    units = [Unit(f"{task.name}, {one.id}", partial(ablation.rows, [one], False)) for one in prompts]
+    return Probe([*units, Unit(f"{task.name}, memory kept", partial(ablation.rows, prompts, True))])

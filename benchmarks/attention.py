@@ -1,35 +1,40 @@
 """Measure ways to compute the attention of a tree step on a CPU, for a model whose heads share keys and values.
 
-    python benchmarks/attention.py --output benchmarks/results/attention/cpu.jsonl --markdown docs/engine.md
-
 One layer's attention after a cached text: as transformers' `sdpa` calls torch, with a dense mask and repeated keys; the
 same with torch's `enable_gqa`; with the query heads of a group folded into rows (`folded_attention.py`); as two
 plain matrix products around a softmax; and, at one context, with FlexAttention, compiled for each shape, whose mask
-function reads which node sees which from a tensor. They take turns; CPU time of the process, medians. What differs from
-the first in any bit is counted.
+function reads which node sees which from a tensor. They take turns; CPU time of the process, medians. `differing` is
+the share of results that differ from the first in any bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from statistics import median
 from time import process_time
 
 import torch
-from rich.console import Console
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from common import device_name, instruction_sets, parse_positive, progress_bar, to_line, versions
-from lookahead.bench.markdown import into_page
-from write_results import Row, write_whole
+from lookahead.bench.rows import Row
+from probe import Probe, Unit, option
 
 HEADS, SHARED, HEAD_SIZE = 16, 4, 64
-CONTEXTS, NODES = (128, 512, 2048), (1, 16, 32, 64)
 FLEX_CONTEXT = 512
 Attend = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure."""
+
+    contexts: tuple[int, ...] = option((128, 512, 2048), f"tokens of text; FlexAttention is measured at {FLEX_CONTEXT}")
+    nodes: tuple[int, ...] = option((1, 16, 32, 64), "nodes of a step")
+    repeats: int = option(15, "timings of each")
 
 
 def ways(context: int, nodes: int, dtype: torch.dtype, flex: Callable[..., torch.Tensor]) -> dict[str, Attend]:
@@ -79,6 +84,7 @@ def ways(context: int, nodes: int, dtype: torch.dtype, flex: Callable[..., torch
     return methods
 
 
+@torch.no_grad()
 def measure(context: int, nodes: int, dtype: torch.dtype, repeats: int, flex: Callable[..., torch.Tensor]) -> list[Row]:
     """A row for each way."""
     methods = ways(context, nodes, dtype, flex)
@@ -97,72 +103,20 @@ def measure(context: int, nodes: int, dtype: torch.dtype, repeats: int, flex: Ca
             for _ in range(3):
                 attend()
             times[name].append((process_time() - begin) / 3)
+    row = {"kind": "attention", "context": context, "nodes": nodes, "dtype": str(dtype).removeprefix("torch.")}
     return [
-        {
-            "context": context,
-            "nodes": nodes,
-            "dtype": str(dtype).removeprefix("torch."),
-            "method": name,
-            "ms": 1000 * median(taken),
-            "differing": differing[name],
-        }
+        {**row, "method": name, "ms": 1000 * median(taken), "differing": differing[name]}
         for name, taken in times.items()
     ]
 
 
-def tables(rows: list[Row], header: Row) -> str:
-    """Markdown: a table for each number type."""
-    lines = [
-        f"One layer of {HEADS} heads that share {SHARED} of keys and values, head size {HEAD_SIZE}; one thread of "
-        f"{header['machine']} ({', '.join(header['instruction_sets'])}); torch {header['versions']['torch']}. In "
-        "brackets the share of results that differ from the first column in any bit.",
-    ]
-    names = list(dict.fromkeys(row["method"] for row in rows))
-    for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        lines += ["", f"| {dtype}: context, nodes | {' | '.join(f'{name}, ms' for name in names)} |"]
-        lines.append("| --- |" + " ---: |" * len(names))
-        for context in CONTEXTS:
-            for nodes in NODES:
-                found = {
-                    row["method"]: row
-                    for row in rows
-                    if (row["dtype"], row["context"], row["nodes"]) == (dtype, context, nodes)
-                }
-                cells = [
-                    f"{found[name]['ms']:.3f} ({100 * found[name]['differing']:.1f} %)" if name in found else "–"
-                    for name in names
-                ]
-                lines.append(f"| {context:,}, {nodes} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> int:
-    """Measure all, write rows and page; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines, written anew")
-    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="page whose `attention` section is replaced")
-    parser.add_argument("--repeats", type=parse_positive, default=15, metavar="N")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+def probe(options: Options) -> Probe:
+    """The units: each number type, context and number of nodes."""
     flex = torch.compile(flex_attention, dynamic=False)
     torch._dynamo.config.recompile_limit = 64
-    header: Row = {
-        "machine": device_name(torch.device("cpu")),
-        "instruction_sets": instruction_sets(),
-        "versions": versions(),
-    }
-    rows: list[Row] = []
-    settings = [(c, n, d) for d in (torch.bfloat16, torch.float32) for c in CONTEXTS for n in NODES]
-    with torch.no_grad(), progress_bar(Console(stderr=True)) as bar:
-        for context, nodes, dtype in bar.track(settings):
-            rows += measure(context, nodes, dtype, arguments.repeats, flex)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(arguments.output, "".join(to_line(row) for row in [header, *rows]))
-    if arguments.markdown is not None:
-        page = arguments.markdown.read_text(encoding="utf-8")
-        write_whole(arguments.markdown, into_page(page, tables(rows, header), "attention"))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sizes = product((torch.bfloat16, torch.float32), options.contexts, options.nodes)
+    units = [
+        Unit(f"{str(dtype).removeprefix('torch.')}, {c}, {n}", partial(measure, c, n, dtype, options.repeats, flex))
+        for dtype, c, n in sizes
+    ]
+    return Probe(units, {"heads": HEADS, "shared": SHARED, "head_size": HEAD_SIZE})

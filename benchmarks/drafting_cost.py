@@ -1,21 +1,16 @@
 """Measure what the drafting of `preset="auto"` takes: microseconds of each part of a step, bytes over many requests.
 
-    python benchmarks/drafting_cost.py --output benchmarks/results/drafting-cost.jsonl
-
 No model runs: one made of a hash function says what follows after every node, with tokens as unevenly frequent as those
 of texts, so that the parts can be timed alone and the vocabulary can be as large as one likes. Times are CPU time of
-the process, since wall time counts the work of others on a shared machine. The exit status is 0 when all was measured
-and a saved memory drafts as before, 1 when not.
+the process, since wall time counts the work of others on a shared machine.
 """
 
 from __future__ import annotations
 
-import argparse
-import shlex
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from datetime import date
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import process_time_ns
@@ -24,13 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
 
-from common import inside, parse_positive, progress_bar, run_safely, to_line, versions
-from lookahead.backends.transformers.predictions import argmax, top_predictions
-from lookahead.bench.machine import describe_machine, resident_bytes
+from lookahead.backends.predictions import argmax, top_predictions
+from lookahead.bench.machine import resident_bytes
+from lookahead.bench.rows import Row
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.cost_model import CostModel
+from lookahead.core.draft_account import DraftAccount
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import (
     AutoDrafter,
@@ -42,7 +37,8 @@ from lookahead.drafting import (
 )
 from lookahead.drafting.auto.embedding_neighbours import COORDINATES
 from lookahead.drafting.compiled import IS_COMPILED
-from write_results import ResultsError, Row, write_whole
+from lookahead.errors import InvalidArgumentError
+from probe import Probe, Unit, option
 
 TOP_K = 8
 PROBABILITIES: NDArray[np.float32] = np.array([0.5, 0.18, 0.09, 0.05, 0.03, 0.02, 0.015, 0.01], dtype=np.float32)
@@ -60,11 +56,20 @@ PARTS: dict[str, tuple[str, str]] = {
     "budget": ("budget", "offer"),
     "add to the tree": ("_search", "add_to"),
     "learn": ("", "_learn"),
-    "find stand-ins": ("", "_find_continuations"),
+    "find stand-ins": ("_siblings", "follow"),
     "remember": ("", "_remember"),
     "extend the matches": ("matches", "extend"),
 }
 """Where the parts of a step are: an attribute of `AutoDrafter`, or none for itself, and a method of that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure."""
+
+    vocabulary: int = option(128_000, f"tokens that the model knows, a multiple of {TOP_K}")
+    texts: int = option(5, f"texts of {TEXT_STEPS} steps for each size")
+    requests: int = option(1000, "texts with one memory")
 
 
 class HashedModel:
@@ -118,7 +123,7 @@ class Text:
         before = np.array(
             [tree.tokens[parent] if parent >= 0 else self.tokens[self._cached - 1] for parent in tree.parents]
         )
-        read = np.array(tree.reads)
+        read = np.array(tree.needs_logits)
         ids = np.where(read[:, None], self._model.top_ids(tokens, before, len(self.tokens)), -1)
         shares = np.where(read[:, None], PROBABILITIES, np.float32(0))
         node, path, new = tree.root, [], []
@@ -141,20 +146,23 @@ class ChosenBudget:
     backs_off = False
 
     def __init__(self, nodes: int) -> None:
-        self._paying = ThroughputBudget(CostModel.prior())
+        self._paying = ThroughputBudget(DraftAccount(CostModel.prior()))
         self._nodes = nodes
         self.chosen = 0
         self.left = 0
 
+    def begin(self) -> None:
+        """See `StepBudget`."""
+
     def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """See `StepBudget`."""
         self._paying.offer(probabilities, context)
-        self.chosen = min(len(probabilities), self._nodes - 1)
+        self.chosen = self._paying.chosen = min(len(probabilities), self._nodes - 1)  # it learns from what is sent
         return False
 
-    def learn(self, drafted: bool, accepted: bool) -> None:
+    def learn(self, accepted: Sequence[int]) -> None:
         """See `StepBudget`."""
-        self._paying.learn(drafted, accepted)
+        self._paying.learn(accepted)
 
 
 class PartTimes:
@@ -249,7 +257,7 @@ def time_predictions(vocabulary: int, nodes: int, repeats: int) -> Row:
         top_predictions(logits, TOP_K)
         likeliest.append(middle - start)
         listed.append(process_time_ns() - middle)
-    times = {"likeliest": microseconds(likeliest), f"top {TOP_K}": microseconds(listed)}
+    times = {"likeliest": microseconds(likeliest), f"top_{TOP_K}": microseconds(listed)}
     return {"kind": "predictions", "nodes": nodes, "vocabulary": vocabulary, "microseconds": times}
 
 
@@ -294,84 +302,36 @@ def drafts(memory: DraftMemory, vocabulary: int, steps: int, seed: int) -> list[
 
 
 def save_and_compare(memory: DraftMemory, vocabulary: int, steps: int = 50) -> Row:
-    """Whether the memory drafts alike when it has been written to a file and read again."""
+    """Whether the memory drafts the same when it has been written to a file and read again."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "memory.npz"
         memory.save(path, "hashed")
         size, loaded = path.stat().st_size, DraftMemory.load(path, "hashed")
     identical = drafts(memory, vocabulary, steps, 0) == drafts(loaded, vocabulary, steps, 0)
-    return {"kind": "file", "bytes": size, "steps": steps, "identical": identical}
+    error = {} if identical else {"error": "a memory that was saved and read drafts otherwise"}
+    return {"kind": "file", "bytes": size, "steps": steps, "identical": identical, **error}
 
 
-def describe_run(options: argparse.Namespace) -> Row:
-    """The header row."""
-    words = ["python", "benchmarks/drafting_cost.py", "--vocabulary", str(options.vocabulary)]
-    words += ["--texts", str(options.texts), "--requests", str(options.requests)]
-    return {
-        "kind": "header",
-        "benchmark": "drafting cost",
-        "compiled": IS_COMPILED,
-        "machine": {**describe_machine(torch.device("cpu")), "threads": torch.get_num_threads()},
-        "versions": {**versions(), "numpy": np.__version__},
-        "date": date.today().isoformat(),
-        "command": shlex.join([*words, "--output", str(inside(Path.cwd(), options.output))]),
-    }
-
-
-def measure(options: argparse.Namespace) -> Iterator[Row]:
-    """All rows but the header."""
-    neighbours = some_neighbours(options.vocabulary)
-    for chooses in (False, True):
-        for nodes in (32, 64):
-            yield time_steps(options.vocabulary, nodes, chooses, options.texts, neighbours)
-    for nodes in (32, 64):
-        yield time_predictions(options.vocabulary, nodes, 2 * options.texts + 1)
+def requests(options: Options) -> Iterator[Row]:
+    """One memory over many texts, then written and read."""
     memory = DraftMemory()
     yield from serve(memory, options.requests, options.vocabulary)
     yield save_and_compare(memory, options.vocabulary)
 
 
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    description, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=description, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--output", required=True, type=Path, help="results file (.jsonl); written over when all is measured")
-    add("--vocabulary", type=parse_positive, default=128_000, help=f"a multiple of {TOP_K} (128000)")
-    add("--texts", type=parse_positive, default=5, help=f"texts of {TEXT_STEPS} steps for each size (5)")
-    add("--requests", type=parse_positive, default=1000, help="texts with one memory (1000)")
-    return parser.parse_args(arguments)
-
-
-def run(options: argparse.Namespace, console: Console) -> int:
-    """Measure and write; returns the exit status."""
-    if options.vocabulary % TOP_K:
-        raise ResultsError(f"--vocabulary {options.vocabulary} must be a multiple of {TOP_K}")
-    torch.set_num_threads(1)
-    rows = [describe_run(options)]
-    marks = sum(mark <= options.requests for mark in MARKS)
-    with progress_bar(console, auto_refresh=False) as progress:  # a thread that draws would count in the CPU time
-        task = progress.add_task("drafting", total=7 + marks)
-        for row in measure(options):
-            rows.append(row)
-            progress.update(task, advance=1, description=row["kind"], refresh=True)
-    write_whole(options.output, "".join(map(to_line, rows)))
-    for row in rows[1:]:
-        console.print(row)
-    if all(row["identical"] for row in rows if row["kind"] == "file"):
-        return 0
-    console.print("A memory that was saved and read drafts otherwise.", style="red")
-    return 1
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
-    options = parse_options(arguments)
-    console = Console(stderr=True)
-    return run_safely(lambda: run(options, console), options.output, console)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def probe(options: Options) -> Probe:
+    """The units: steps by nodes and budget, predictions by nodes, and many requests."""
+    vocabulary, texts = options.vocabulary, options.texts
+    if vocabulary % TOP_K:
+        raise InvalidArgumentError(f"--vocabulary {vocabulary} must be a multiple of {TOP_K}")
+    neighbours = some_neighbours(vocabulary)
+    units = [
+        Unit(f"steps, {nodes}, {name}", lambda n=nodes, c=chooses: [time_steps(vocabulary, n, c, texts, neighbours)])
+        for name, chooses in (("fixed", False), ("chosen", True))
+        for nodes in (32, 64)
+    ]
+    units += [
+        Unit(f"predictions, {nodes}", lambda n=nodes: [time_predictions(vocabulary, n, 2 * texts + 1)])
+        for nodes in (32, 64)
+    ]
+    return Probe([*units, Unit("requests", partial(requests, options))], {"compiled": IS_COMPILED})

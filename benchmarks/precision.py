@@ -1,8 +1,5 @@
 """Measure how often a 16-bit model's greedy text differs from plain decoding, and what `tie_margin` brings.
 
-    python benchmarks/precision.py --model demo --prompts FILE.jsonl --name humaneval \\
-        --dtype bfloat16 --output benchmarks/results/precision-bfloat16.jsonl
-
 In 16 bits a matrix product of many rows rounds differently from one of a single row, and where two tokens are
 nearly equally likely the other one may be chosen. For each prompt plain `model.generate` runs once, which gives
 the text to compare with and, for each of its tokens, the gap between the two largest logits. Compared with it are
@@ -11,160 +8,145 @@ the text to compare with and, for each of its tokens, the gap between the two la
 - the same loop without drafts (`autoregressive`), which must give the same text;
 - transformers' own `generate`, for scale: the same prompt in a batch of four copies, the prompt in a batch of
   four different ones (padded), and the same model in float32.
-
-Rows are on the disk one by one; an interrupted run goes on where it stopped when it is started once more. The
-exit status is 0 when all was measured, 1 when `autoregressive` differed or an argument cannot work, 130 when
-interrupted. `benchmarks/write_precision.py` makes docs/precision.md of the rows.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from common import (
-    PAPER,
-    Prompt,
-    ResultsFile,
-    add_options,
-    command_line,
-    describe_run,
-    first_difference,
-    generate_plain,
-    generate_with,
-    load_model,
-    progress_bar,
-    read_prompts,
-    run_safely,
-)
+import lookahead
 from lookahead import LookaheadConfig
-from write_results import Row
+from lookahead.bench.comparison import first_difference
+from lookahead.bench.prompts import Prompt, read_prompts
+from lookahead.bench.rows import Row
+from lookahead.bench.suite import TaskSpec
+from probe import Probe, Unit, load_model, option, token_ids
 
-MARGINS = (0.0, 0.0625, 0.125, 0.25, 0.5, 1.0)
+PAPER = LookaheadConfig(preset="paper", window_size=15, ngram_size=5, guess_set_size=15)
 
 BATCH = 4
 """Rows of the batches that plain decoding is compared with."""
 
 PROBE_ROWS, PROBE_KEYS = 75, 256
-"""Size of the probe: about the nodes of a step, and a text of middling length."""
+"""Size of the probe of single operations: about the nodes of a step, and a text of middling length."""
 
 Measured = tuple[list[int], Row]
 """The new tokens, and what else is known about how they came about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure."""
+
+    prompts: str = option("../shared/data/humaneval.jsonl", "JSON lines with `id`, and `prompt` or `turns`")
+    model: str = option("demo", "`demo`, or the folder of a model")
+    dtype: str = option("bfloat16", "number type of the weights")
+    device: str = option("cpu", "where the model runs")
+    limit: int = option(40, "take the first so many prompts")
+    max_new_tokens: int = option(128, "tokens to generate at most")
+    margins: tuple[float, ...] = option((0.0, 0.0625, 0.125, 0.25, 0.5, 1.0), "values of tie_margin")
 
 
 class Bench:
     """One model, and every way of decoding with it that is compared.
 
     Args:
-        options: The command line.
+        options: What to measure.
         prompts: All prompts of the file, from which batches are put together.
     """
 
-    def __init__(self, options: argparse.Namespace, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, options: Options, prompts: Sequence[Prompt]) -> None:
         self._options = options
         self._prompts = prompts
         self._batches: dict[str, list[int]] = {}
-        self.model, self._tokenizer = load_model(options.model, options.dtype, options.device)
-        self.methods: dict[str, Callable[[Prompt], Measured]] = {}
-        self.configs: dict[str, Row] = {}
-        self._add_lookahead("autoregressive", LookaheadConfig(preset="autoregressive"))
-        for margin in options.margins:
-            self._add_lookahead(f"margin {margin:g}", replace(PAPER, tie_margin=margin))
-        self._add_plain("copies", {"rows": BATCH}, self._in_copies)
-        self._add_plain("batch", {"rows": BATCH}, self._in_batch)
-        self._add_plain("float32", {"dtype": "float32"}, self._in_float32)
-
-    def reference_row(self, prompt: Prompt) -> Row:
-        """Plain `generate`: its tokens, and the gap between the two largest logits at each of them."""
-        ids = self._ids(prompt)
-        output = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=self._options.max_new_tokens,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        tokens = output.sequences[0, ids.shape[1] :].tolist()
-        best = torch.cat(output.logits).float().topk(2, dim=-1).values  # [tokens, 2]
-        gaps = (best[:, 0] - best[:, 1]).tolist()
-        row = {"kind": "reference", "id": prompt.id, "task": prompt.task, "tokens": len(tokens), "output": tokens}
-        return row | {"gaps": [round(gap, 6) for gap in gaps]}
-
-    def measurement_row(self, prompt: Prompt, method: str, reference: Row) -> Row:
-        """One method on one prompt, compared with plain `generate`."""
-        output, more = self.methods[method](prompt)
-        expected, gaps = reference["output"], reference["gaps"]
-        place = first_difference(output, expected)
-        return {
-            "kind": "measurement",
-            "id": prompt.id,
-            "task": prompt.task,
-            "method": method,
-            "tokens": len(output),
-            **more,
-            "identical": output == expected,
-            "first_difference": place,
-            "gap": gaps[place] if place is not None and place < len(gaps) else None,
-            "config": self.configs[method],
+        self.loaded = load_model(options.model, options.dtype)
+        self.model: Any = self.loaded.model.to(options.device)
+        configs = {"autoregressive": LookaheadConfig(preset="autoregressive")}
+        configs |= {f"margin {margin:g}": replace(PAPER, tie_margin=margin) for margin in options.margins}
+        self._methods: dict[str, Callable[[Prompt], Measured]] = {
+            **{name: partial(self._with_lookahead, config) for name, config in configs.items()},
+            "copies": lambda prompt: (self._in_copies(prompt), {}),
+            "batch": lambda prompt: (self._in_batch(prompt), {}),
+            "float32": lambda prompt: (self._in_float32(prompt), {}),
         }
 
-    def _add_lookahead(self, name: str, config: LookaheadConfig) -> None:
-        def measured(prompt: Prompt) -> Measured:
-            output, statistics = generate_with(config, self.model, self._ids(prompt), self._options.max_new_tokens)
-            nodes = statistics.nodes_per_step
-            # after the first step, nothing but a decision that was put off keeps this method from drafting
-            return output, {"steps": statistics.steps, "nodes": sum(nodes), "undrafted": nodes[1:].count(1)}
+    def rows(self, prompt: Prompt) -> Iterator[Row]:
+        """Plain `generate`, with the gap between the two largest logits at each token; then all that is compared."""
+        output: Any = self._generate(
+            self.model.generate, self._ids(prompt), return_dict_in_generate=True, output_logits=True
+        )
+        expected = self._new(output.sequences, prompt)
+        best = torch.cat(output.logits).float().topk(2, dim=-1).values  # [tokens, 2]
+        gaps = [round(gap, 6) for gap in (best[:, 0] - best[:, 1]).tolist()]
+        row = {"prompt": prompt.id, "tokens": len(expected)}
+        yield {"kind": "reference", **row, "output": expected, "gaps": gaps}
+        for name, method in self._methods.items():
+            tokens, more = method(prompt)
+            place = first_difference(tokens, expected)
+            row = {"kind": "measurement", "prompt": prompt.id, "method": name, "tokens": len(tokens), **more}
+            row |= {"first_difference": place, "differs": int(place is not None)}
+            row["gap"] = gaps[place] if place is not None and place < len(gaps) else None
+            row["compared"] = len(tokens) if place is None else place + 1
+            wrong = name == "autoregressive" and place is not None
+            yield {**row, **({"error": f"{prompt.id}: steps without a draft gave another text"} if wrong else {})}
 
-        self.methods[name], self.configs[name] = measured, asdict(config)
-
-    def _add_plain(self, name: str, config: Row, decode: Callable[[Prompt], list[int]]) -> None:
-        self.methods[name], self.configs[name] = (lambda prompt: (decode(prompt), {})), config
+    def _with_lookahead(self, config: LookaheadConfig, prompt: Prompt) -> Measured:
+        settings = {"lookahead_config": config, "return_dict_in_generate": True}
+        output = self._generate(partial(lookahead.generate, self.model), self._ids(prompt), **settings)
+        nodes = output.statistics.nodes_per_step
+        # after the first step, nothing but a decision that was put off keeps this method from drafting
+        more = {"steps": len(nodes), "nodes": sum(nodes), "undrafted": nodes[1:].count(1), "config": asdict(config)}
+        return self._new(output.sequences, prompt), more
 
     def _in_copies(self, prompt: Prompt) -> list[int]:
         """The prompt several times over: nothing but the number of rows is another."""
-        return self._rows(self.model, self._ids(prompt).repeat(BATCH, 1))[0]
+        return self._rows(self._ids(prompt).repeat(BATCH, 1))[0]
 
     def _in_batch(self, prompt: Prompt) -> list[int]:
         """The prompt among its neighbours in the file, padded to the same length."""
         if prompt.id not in self._batches:
-            place = self._prompts.index(prompt)
-            start = place - place % BATCH
+            start = prompt.number - prompt.number % BATCH
             batch = [self._prompts[(start + row) % len(self._prompts)] for row in range(BATCH)]
             ids = [self._ids(member)[0] for member in batch]
             longest = max(len(row) for row in ids)
             mask = torch.stack([torch.arange(longest) >= longest - len(row) for row in ids]).long()
             pad = self.model.generation_config.pad_token_id or 0
             padded = [torch.nn.functional.pad(row, (longest - len(row), 0), value=pad) for row in ids]
-            texts = self._rows(self.model, torch.stack(padded), mask.to(self.model.device))
+            texts = self._rows(torch.stack(padded), mask.to(self.model.device))
             self._batches.update({member.id: text for member, text in zip(batch, texts, strict=True)})
         return self._batches[prompt.id]
 
     def _in_float32(self, prompt: Prompt) -> list[int]:
-        return generate_plain(self._float32_model, self._ids(prompt), self._options.max_new_tokens)
+        return self._new(self._generate(self._float32_model.generate, self._ids(prompt)), prompt)
 
     @cached_property
     def _float32_model(self) -> Any:
-        return load_model(self._options.model, "float32", self._options.device)[0]
+        return load_model(self._options.model, "float32").model.to(self._options.device)
 
-    def _rows(self, model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> list[list[int]]:
+    def _rows(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> list[list[int]]:
         """The new tokens of each row of a batch, up to its end-of-sequence token; ids: [B, S]."""
-        mask = torch.ones_like(ids) if mask is None else mask
-        output = model.generate(ids, attention_mask=mask, max_new_tokens=self._options.max_new_tokens, do_sample=False)
-        eos = model.generation_config.eos_token_id
+        output = self._generate(self.model.generate, ids, mask)
+        eos = self.model.generation_config.eos_token_id
         stops = set(eos if isinstance(eos, list) else [eos])
         return [until(row, stops) for row in output[:, ids.shape[1] :].tolist()]
 
+    def _generate(self, call: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **arguments: Any) -> Any:
+        mask = torch.ones_like(ids) if mask is None else mask
+        length = self._options.max_new_tokens
+        return call(ids, attention_mask=mask, max_new_tokens=length, do_sample=False, **arguments)
+
+    def _new(self, sequences: torch.Tensor, prompt: Prompt) -> list[int]:
+        found: list[int] = sequences[0, self._ids(prompt).shape[1] :].tolist()
+        return found
+
     def _ids(self, prompt: Prompt) -> torch.Tensor:
-        ids: torch.Tensor = self._tokenizer(prompt.text, return_tensors="pt").input_ids
-        return ids.to(self.model.device)
+        return token_ids(self.loaded.tokenizer, self.model, prompt.text)
 
 
 def until(tokens: list[int], stops: set[int | None]) -> list[int]:
@@ -173,7 +155,7 @@ def until(tokens: list[int], stops: set[int | None]) -> list[int]:
     return tokens[: end + 1]
 
 
-def probe_row(model: Any) -> Row:
+def operations(model: Any) -> Iterator[Row]:
     """Which single operations round differently when many tokens are sent at once: shares of elements that change."""
     random = torch.Generator().manual_seed(0)
 
@@ -188,7 +170,7 @@ def probe_row(model: Any) -> Row:
         states = [draw(1, config.num_attention_heads, count, size) for count in (PROBE_ROWS, *[PROBE_KEYS] * 2)]
         hidden = draw(1, config.num_attention_heads, PROBE_ROWS, size)
         attention = attention_changes(*states, hidden)
-    return {"kind": "probe", "rows": PROBE_ROWS, "linear": share(linear), "attention": share([attention])}
+    yield {"kind": "probe", "rows": PROBE_ROWS, "linear": share(linear), "attention": share([attention])}
 
 
 def linear_changes(layer: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
@@ -214,81 +196,12 @@ def share(changes: Sequence[torch.Tensor]) -> float:
     return round(sum(int(change.sum()) for change in changes) / sum(change.numel() for change in changes), 6)
 
 
-def measure(file: ResultsFile, prompts: Sequence[Prompt], bench: Bench) -> Iterator[tuple[Prompt, str]]:
-    """Measure what the file lacks; yields the prompt and the method of every row that it then has."""
-    for prompt in prompts:
-        done = file.methods_done(prompt)
-        for method in bench.methods:
-            if method not in done:
-                reference = file.reference(prompt)
-                if reference is None:
-                    reference = bench.reference_row(prompt)
-                    file.append(reference)
-                file.append(bench.measurement_row(prompt, method, reference))
-            yield prompt, method
-
-
-def parse_margins(text: str) -> list[float]:
-    """The numbers of `--margins`, ascending."""
-    try:
-        margins = sorted({float(word) for word in text.split(",")})
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} must be numbers with commas between them") from error
-    if margins[0] < 0:
-        raise argparse.ArgumentTypeError(f"{margins[0]:g} must be at least 0, a difference of logits")
-    return margins
-
-
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    description, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=description, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
-    add = parser.add_argument
-    margins = ",".join(f"{margin:g}" for margin in MARGINS)
-    add("--margins", type=parse_margins, default=list(MARGINS), help=f"values of tie_margin ({margins})")
-    add("--dtype", choices=["bfloat16", "float16"], default="bfloat16", help="number format (bfloat16)")
-    return parser.parse_args(arguments)
-
-
-def run(options: argparse.Namespace, console: Console) -> int:
-    """Measure and show; returns the exit status."""
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    prompts = read_prompts(options.prompts, None)
+def probe(options: Options) -> Probe:
+    """The units: single operations, then each prompt."""
+    path = Path(options.prompts)
+    prompts = read_prompts(TaskSpec(path.stem, path))
     bench = Bench(options, prompts)
-    margins = ",".join(f"{margin:g}" for margin in options.margins)
-    own = ["--margins", margins] if options.margins != list(MARGINS) else []
-    header = describe_run(options, bench.model, command_line("precision.py", options, own))
-    header = {"kind": header["kind"], "benchmark": "precision"} | header
-    chosen = prompts[: options.limit]
-    with (
-        ResultsFile(options.output, header, bench.configs, restart=options.restart) as file,
-        progress_bar(console) as progress,
-    ):
-        if not any(row["kind"] == "probe" for row in file.rows):
-            file.append(probe_row(bench.model))
-        task = progress.add_task(options.name, total=len(chosen) * len(bench.methods))
-        for prompt, method in measure(file, chosen, bench):
-            progress.update(task, advance=1, description=f"{prompt.id} {method}")
-        rows = [row for row in file.rows if row["kind"] == "measurement"]
-    for method in bench.methods:
-        same = [row["identical"] for row in rows if row["method"] == method]
-        console.print(f"{method}: {len(same) - sum(same)} of {len(same)} differ", highlight=False)
-    if all(row["identical"] for row in rows if row["method"] == "autoregressive"):
-        return 0
-    console.print("Steps without a draft must round as plain decoding does, and did not: this is a bug.", style="red")
-    return 1
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
-    options = parse_options(arguments)
-    console = Console(stderr=True)
-    return run_safely(lambda: run(options, console), options.output, console)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    units = [Unit("probe", partial(operations, bench.model))]
+    units += [Unit(prompt.id, partial(bench.rows, prompt)) for prompt in prompts[: options.limit]]
+    settings = {"model": bench.loaded.settings(), "prompts": path.name}
+    return Probe(units, {**settings, "max_new_tokens": options.max_new_tokens})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,27 @@ import pytest
 
 from lookahead import LookaheadConfig
 from lookahead.bench.comparison import first_difference
-from lookahead.bench.markdown import into_page, report
+from lookahead.bench.report import report
 from lookahead.bench.results_file import read_files, read_rows
 from lookahead.bench.rows import steps_within
+from lookahead.bench.suite import MethodSpec
 from lookahead.bench.summary import summarise
 from lookahead.cli import main
 
+
+def _options(config: LookaheadConfig) -> dict[str, Any]:
+    """As rows name them."""
+    options: dict[str, Any] = MethodSpec("", config).settings()["lookahead"]
+    return options
+
+
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {"transformers": {}, "assistant": None},
-    "engine": {"lookahead": asdict(LookaheadConfig(preset="autoregressive"))},
+    "engine": {"lookahead": _options(LookaheadConfig(preset="autoregressive"))},
     "lookup": {"transformers": {"prompt_lookup_num_tokens": 4}, "assistant": None},
-    "matches": {"lookahead": asdict(LookaheadConfig(preset="context_matches", step_budget=16))},
-    "auto": {"lookahead": asdict(LookaheadConfig(preset="auto", step_budget=8, memory="process"))},
-    "packed": {"lookahead": asdict(LookaheadConfig(preset="auto", pack_weights=True))},
+    "matches": {"lookahead": _options(LookaheadConfig(preset="context_matches", step_budget=16))},
+    "auto": {"lookahead": _options(LookaheadConfig(preset="auto", step_budget=8, memory="process"))},
+    "packed": {"lookahead": _options(LookaheadConfig(preset="auto", pack_weights=True))},
 }
 
 
@@ -91,16 +98,21 @@ ROWS = [
 
 def test_summary() -> None:
     (summary,) = summarise(ROWS)
-    assert (summary.model, summary.task, summary.prompts, summary.repeats) == ("tiny", "words", 2, 1)
+    assert (summary.model, summary.task) == ("tiny", "words")
     assert summary.clock == "cpu"
     methods = {method.method: method for method in summary.methods}
     assert list(methods) == ["plain", "engine", "lookup", "matches", "auto"]
     auto = methods["auto"]
+    assert (auto.size, auto.prompts) == (2, {"a", "b"})
     assert auto.step_compression == 24 / 5
+    assert (auto.lowest, auto.highest) == (4, 6)
     assert auto.before_cycles == (4 + 6) / 3
     assert (auto.mean_nodes, auto.most_nodes) == (8, 8)
     assert auto.accepted == Counter({3: 2, 4: 1, 6: 1, 8: 1})
-    assert auto.cpu_per_token == pytest.approx((0.6 + 0.4) / 2 / 12)
+    assert auto.cpu_per_token == pytest.approx(1000 * (0.6 + 0.4) / 2 / 12)
+    assert auto.time_over_reference == pytest.approx((0.6 + 0.4) / (1.2 + 1.2))
+    assert auto.shares == {"1": 0, "2": 0, "3": 2 / 5, "4": 1 / 5, "more": 2 / 5}
+    assert auto.little_repeated is None, "a quarter lies in a cycle, and twelve tokens are too few"
     assert auto.over_reference is not None
     assert auto.over_reference.median == pytest.approx((2 + 3) / 2)
     assert auto.over_reference.lower == pytest.approx(2.25)
@@ -108,8 +120,8 @@ def test_summary() -> None:
     assert auto.over_plain is not None
     assert auto.over_plain.median == pytest.approx((1 / 0.6 + 3) / 2)
     assert auto.cycle_share == 0.25
-    assert (auto.compared, auto.different, auto.resident_bytes) == (2, 0, 2**20)
-    assert methods["matches"].runs == 1
+    assert (auto.compared, auto.different) == (2, 0)
+    assert methods["matches"].size == 1
 
 
 def test_speed_is_of_the_same_pass_and_the_right_engine() -> None:
@@ -136,19 +148,17 @@ def test_tables() -> None:
     tables = report(ROWS)
     assert "## tiny" in tables
     assert "### words" in tables
-    assert (
-        "Llama of 1.5 million parameters, trained weights (`abc`), in float32, on A Processor, 1 thread; torch 2."
-        in tables
-    )
-    assert "2 prompts of words.jsonl, up to 12 tokens each, greedy." in tables
+    assert "| tiny | Llama | 1,500,000 | `abc` | float32 | A Processor | 1 | – |" in tables
+    assert "| words | words.jsonl | 2 | 1 | 12 | – | – | – |" in tables
     figures = "8.0 | 4.80 | 3.33 | 41.67 | 83.33 | 2.50x [2.25, 2.75] | 2.33x [2.00, 2.67] | 25% | yes |"
     assert f"| auto | {figures}" in tables
     assert "| words | auto | 8 | process | 4.80 | lookup | 6.00 | 0.80x |" in tables, "the matches send 9 nodes"
     assert "Outputs that differ" not in tables
     fewer = [row for row in ROWS if (row["method"], row["prompt"]) != ("lookup", "b")]
     assert "| words | auto | 8 | process | 4.80 | – | – | – |" in report(fewer), "other prompts are no comparison"
-    sampled = [row("plain", "a", [1], 1.0, sampling={"temperature": 0.8, "top_k": 5, "top_p": 0.9}, repeat=1), *ROWS]
-    assert "sampled at temperature 0.8, top-k 5, top-p 0.9, 2 passes." in report(sampled)
+    drawn = {"task": "drawn", "sampling": {"temperature": 0.8, "top_k": 5, "top_p": 0.9}}
+    sampled = [row("plain", "a", [1], 1.0, **drawn), row("plain", "a", [1], 1.0, repeat=1, **drawn), *ROWS]
+    assert "| drawn | words.jsonl | 1 | 2 | 12 | 0.8 | 5 | 0.9 |" in report(sampled)
 
 
 def test_differences_are_listed() -> None:
@@ -172,12 +182,14 @@ def test_first_difference(output: list[int], expected: list[int], index: int | N
     assert first_difference(output, expected) == index
 
 
-def test_page_with_a_section() -> None:
-    page = "# Title\n<!-- results: begin -->\nold\n<!-- results: end -->\nmore\n"
-    new = into_page(page, "tables\n")
-    assert new == "# Title\n<!-- results: begin -->\n\ntables\n\n<!-- results: end -->\nmore\n"
-    assert into_page(new, "tables\n") == new
-    assert into_page(page, "tables\n", "other") == into_page("", "tables\n") == "tables\n"
+def test_rows_that_only_count_steps() -> None:
+    """Old rows know how many nodes there were in all, and how many steps gave how many tokens; some were not timed."""
+    old = {**row("auto", "a", [4, 8], 0.6), "nodes": 16, "accepted_lengths": {"4": 1, "8": 1}, "cpu_seconds": None}
+    del old["nodes_per_step"]
+    (summary,) = summarise([row("plain", "a", [1] * 12, 1.2), old])
+    auto = summary.methods[1]
+    assert (auto.mean_nodes, auto.accepted, auto.different) == (8, Counter({4: 1, 8: 1}), 0)
+    assert auto.cpu_per_token is auto.over_reference is auto.time_over_reference is None
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +209,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {path.name for path in plots.iterdir()} == {"tiny-S.png", "tiny-accepted.png", "tiny-speed.png"}
     for path in plots.iterdir():
         assert path.read_bytes().startswith(b"\x89PNG")
-        assert f"drawn into {path}" in err
+        assert f"plot written to {path}" in err
     results.write_text(text.replace("[0, 1, 2", "[5, 1, 2", 1))
     assert main(["bench", "report", str(results)]) == 1
     assert "auto on a" in capsys.readouterr().err

@@ -50,6 +50,32 @@ def test_what_the_file_says(folder: Path) -> None:
     assert auto.keeps_draws(sampled)
 
 
+def test_several_at_once(folder: Path) -> None:
+    path = folder / "suite.toml"
+    tasks = '[[tasks]]\ndata = "words.jsonl"\nmax_new_tokens = 3\n'
+    tasks += "[tasks.each]\ngreedy = {}\nlong = { max_new_tokens = 9 }\n"
+    methods = '[[methods]]\nlookahead = { preset = "auto", memory = "process" }\n[methods.each]\n'
+    methods += '"auto, 8".lookahead = { step_budget = 8 }\n"auto, 9".lookahead = { step_budget = 9 }\n'
+    path.write_text(MODEL + tasks + PLAIN + methods)
+    suite = read_suite(path)
+    assert [(task.name, task.max_new_tokens) for task in suite.tasks] == [("greedy", 3), ("long", 9)]
+    assert [method.name for method in suite.methods] == ["plain", "auto, 8", "auto, 9"]
+    assert suite.methods[2].lookahead == LookaheadConfig(preset="auto", memory="process", step_budget=9)
+
+
+def test_tasks_of_some_models(folder: Path) -> None:
+    path = folder / "suite.toml"
+    other = MODEL.replace('name = "tiny"', 'name = "other"')
+    path.write_text(MODEL + other + TASK + SAMPLED + 'models = ["other"]\n' + PLAIN)
+    suite = read_suite(path)
+    assert [[task.name for task in suite.tasks_of(model)] for model in suite.models] == [["words"], ["words", "drawn"]]
+
+
+def test_penalties_are_settings_only_where_there_are_some() -> None:
+    assert "repetition_penalty" not in SamplingSpec().settings()
+    assert SamplingSpec(repetition_penalty=1.1).settings()["repetition_penalty"] == 1.1
+
+
 def test_prompts_may_lie_elsewhere(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("suites") / "suite.toml"
     path.write_text(MODEL.replace('"tiny"\n', '"demo"\n') + TASK + PLAIN)
@@ -68,7 +94,8 @@ def test_suites_that_come_along(path: Path, folder: Path) -> None:
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
     suite = read_suite(path, data)
-    assert any(method.lookahead is not None and method.lookahead.preset == "auto" for method in suite.methods)
+    assert any(method.lookahead is not None for method in suite.methods)
+    assert all(suite.tasks_of(model) for model in suite.models)
 
 
 WHOLE = MODEL + TASK + PLAIN
@@ -97,6 +124,10 @@ WHOLE = MODEL + TASK + PLAIN
         (MODEL + TASK + "sampling = { top_p = 2 }\n" + PLAIN, ["tasks[0].sampling.top_p=2", "at most 1"]),
         (MODEL + TASK + "sampling = { heat = 2 }\n" + PLAIN, ["tasks[0].sampling.heat is no key", "temperature"]),
         (MODEL + TASK + "sampling = 1\n" + PLAIN, ["tasks[0].sampling=1", "table"]),
+        (MODEL + TASK + 'models = ["none"]\n' + PLAIN, ["'words'", "none", "tiny"]),
+        (MODEL + TASK + 'models = "tiny"\n' + PLAIN, ["tasks[0].models='tiny'", "list"]),
+        (MODEL + TASK + "each = {}\n" + PLAIN, ["tasks[0] must have a name, or names"]),
+        (MODEL + TASK + "each = { a = {} }\n" + PLAIN, ["tasks[0] must have a name, or names"]),
         (MODEL + TASK + AUTO, ["methods", "transformers = {}", "none"]),
         (WHOLE + PLAIN.replace('"plain"', '"again"'), ["methods", "exactly one", "'plain', 'again'"]),
         (WHOLE + '[[methods]]\nname = "x"\n', ["methods[1] ('x')", "`lookahead`", "`transformers`"]),
@@ -156,3 +187,14 @@ def test_every_so_many_th_prompt(tmp_path: Path) -> None:
     path.write_text("".join(f'{{"id": {number}, "prompt": "x"}}\n' for number in range(7)))
     prompts = read_prompts(TaskSpec("words", path, every=3, prompts=2))
     assert [(prompt.id, prompt.number) for prompt in prompts] == [("0", 0), ("3", 3)]
+
+
+def test_only_the_prompts_of_a_kind(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    kinds = ("chat/long", "code", "chat/long", "chat", "chatter")
+    path.write_text("".join(f'{{"id": {n}, "task": "{kind}", "prompt": "x"}}\n' for n, kind in enumerate(kinds)))
+    prompts = read_prompts(TaskSpec("words", path, only="chat"))
+    assert [(prompt.id, prompt.number) for prompt in prompts] == [("0", 0), ("2", 2), ("3", 3)]
+    assert [prompt.id for prompt in read_prompts(TaskSpec("words", path, only="chat", every=2))] == ["0", "3"]
+    with pytest.raises(InvalidArgumentError, match="no prompts of only='prose'"):
+        read_prompts(TaskSpec("words", path, only="prose"))

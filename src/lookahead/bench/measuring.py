@@ -55,8 +55,9 @@ class Benchmark:
     @property
     def runs(self) -> int:
         """How many runs there are in all."""
-        prompts = sum(map(len, self._prompts.values()))
-        return len(self._suite.models) * prompts * len(self._suite.methods) * self._suite.repeats
+        tasks = [task for model in self._suite.models for task in self._suite.tasks_of(model)]
+        prompts = sum(len(self._prompts[task.name]) for task in tasks)
+        return prompts * len(self._suite.methods) * self._suite.repeats
 
     def measure(self, file: ResultsFile, circumstances: dict[str, Any], watcher: Watcher) -> None:
         """Measure what the file lacks.
@@ -74,7 +75,7 @@ class Benchmark:
         model = load(spec, self._device)
         passes = [
             [self._requests(model, task, prompt, repeat) for prompt in self._prompts[task.name]]
-            for task in self._suite.tasks
+            for task in self._suite.tasks_of(spec)
             for repeat in range(self._suite.repeats)
         ]
         for requests in passes:

@@ -101,7 +101,7 @@ class MethodRunner:
             "do_sample": task.sampling is not None,
         }
         if task.sampling is not None:
-            drawing = asdict(task.sampling)
+            drawing = task.sampling.settings()
             seed = drawing.pop("seed") + number
             arguments |= drawing
         devices = [input_ids.device] if input_ids.device.type == "cuda" else []

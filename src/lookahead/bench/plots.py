@@ -1,4 +1,4 @@
-"""Plots of a benchmark: S, accepted lengths, and speed, a panel for each task."""
+"""Plots of a benchmark: S, accepted lengths, and speed, a panel for each task; the scaling law where it fits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lookahead.bench.summary import MethodSummary, Ratio, TaskSummary
+from lookahead.bench.derived_tables import law_points
+from lookahead.bench.scaling_law import PAPER_LAW, Measured, fit
+from lookahead.bench.summary import MethodSummary, Ratio, RunSet
 from lookahead.errors import InvalidArgumentError
 
 _LENGTHS = ((1, 1, "1"), (2, 2, "2"), (3, 3, "3"), (4, 4, "4"), (5, 6, "5–6"), (7, 10, "7–10"), (11, None, "11+"))
@@ -38,8 +40,8 @@ def check_plots(folder: Path) -> None:
         raise InvalidArgumentError(f"--plots {folder}: is a file; give the name of a folder")
 
 
-def draw(summaries: Sequence[TaskSummary], folder: Path) -> list[Path]:
-    """Draw three PNG files for each model into `folder`, which is made if it is not there; returns them.
+def draw(summaries: Sequence[RunSet], folder: Path) -> list[Path]:
+    """Draw PNG files for each model into `folder`, which is made if it is not there; returns them.
 
     Raises:
         OSError: They cannot be written.
@@ -62,10 +64,41 @@ def draw(summaries: Sequence[TaskSummary], folder: Path) -> list[Path]:
             path = folder / f"{_file_name(model)}-{name}.png"
             _figure(of_model, panel, f"{title}, {model}", label).savefig(path, format="png", dpi=100)
             drawn.append(path)
+        for summary in of_model:
+            points = law_points(summary.rows)
+            if len({point.window_size for point in points}) > 1:
+                drawn.append(folder / f"{_file_name(f'{model}-{summary.task}')}-law.png")
+                _law(points, f"{model}, {summary.task}").savefig(drawn[-1], format="png", dpi=100)
     return drawn
 
 
-def _figure(summaries: Sequence[TaskSummary], panel: Callable[[Any, TaskSummary], None], title: str, label: str) -> Any:
+def _law(points: Sequence[Measured], title: str) -> Any:
+    """Measured S by W = G and N, and Eq. 7 with the alpha and f that fit; for N=5 also with those of the paper."""
+    from matplotlib.figure import Figure
+
+    figure, found = Figure(figsize=(8, 4.8), layout="constrained"), fit(points)
+    axes = figure.subplots()
+    sizes = range(1, max(point.window_size for point in points) + 1)
+    for length in sorted({point.ngram_size for point in points}):
+        of_length = [point for point in points if point.ngram_size == length]
+        law = [found.law.step_compression(size, length) for size in sizes]
+        (line,) = axes.plot(sizes, law, label=f"N={length}: law (line), measured (dots)")
+        measured = [point.step_compression for point in of_length]
+        axes.plot([point.window_size for point in of_length], measured, "o", color=line.get_color())
+    theirs = [PAPER_LAW.step_compression(size, 5) for size in sizes]
+    axes.plot(sizes, theirs, "--", color="#555555", label=f"N=5, the paper's: α={PAPER_LAW.alpha}, f={PAPER_LAW.f}")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("W = G")
+    axes.set_ylabel("S, tokens per step")
+    axes.set_ylim(bottom=1)
+    axes.set_title(f"S, and the law that fits, {title}: α={found.law.alpha:.3f}, f={found.law.f:.3f}", fontsize=11)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8.5)
+    return figure
+
+
+def _figure(summaries: Sequence[RunSet], panel: Callable[[Any, RunSet], None], title: str, label: str) -> Any:
     """A figure with a panel for each task; methods from top to bottom, named on the left."""
     # A figure of its own rather than pyplot, which keeps state for the process and may look for a screen.
     from matplotlib.figure import Figure
@@ -103,7 +136,7 @@ def _figure(summaries: Sequence[TaskSummary], panel: Callable[[Any, TaskSummary]
     return figure
 
 
-def _legend(axes: Any, summaries: Sequence[TaskSummary]) -> tuple[list[Any], list[str]]:
+def _legend(axes: Any, summaries: Sequence[RunSet]) -> tuple[list[Any], list[str]]:
     """What the colours say: what the panel itself has named, or whose methods the bars are."""
     from matplotlib.patches import Patch
 
@@ -115,7 +148,7 @@ def _legend(axes: Any, summaries: Sequence[TaskSummary]) -> tuple[list[Any], lis
     return handles, labels
 
 
-def _compression(axes: Any, summary: TaskSummary) -> None:
+def _compression(axes: Any, summary: RunSet) -> None:
     values = [method.step_compression for method in summary.methods]
     _bars(axes, values, summary.methods)
     for place, method in enumerate(summary.methods):
@@ -127,7 +160,7 @@ def _compression(axes: Any, summary: TaskSummary) -> None:
     axes.grid(axis="x", alpha=0.3)
 
 
-def _speed(axes: Any, summary: TaskSummary) -> None:
+def _speed(axes: Any, summary: RunSet) -> None:
     ratios = [method.over_reference or Ratio(0, 0, 0) for method in summary.methods]
     _bars(axes, [ratio.median for ratio in ratios], summary.methods)
     for place, ratio in enumerate(ratios):
@@ -138,7 +171,7 @@ def _speed(axes: Any, summary: TaskSummary) -> None:
     axes.grid(axis="x", alpha=0.3)
 
 
-def _lengths(axes: Any, summary: TaskSummary) -> None:
+def _lengths(axes: Any, summary: RunSet) -> None:
     from matplotlib import colormaps
 
     colors = colormaps["YlGnBu"]

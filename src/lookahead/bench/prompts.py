@@ -22,11 +22,13 @@ class Prompt:
         id: What its file calls it.
         number: Its place in the file, from 0.
         text: The whole text.
+        task: What its file says it belongs to, empty if nothing.
     """
 
     id: str
     number: int
     text: str
+    task: str = ""
 
 
 def read_prompts(task: TaskSpec, limit: int | None = None) -> list[Prompt]:
@@ -51,6 +53,10 @@ def read_prompts(task: TaskSpec, limit: int | None = None) -> list[Prompt]:
         raise InvalidArgumentError(f"task {task.name!r}: {task.data.name} holds no prompts")
     if len({prompt.id for prompt in prompts}) < len(prompts):
         raise InvalidArgumentError(f"task {task.name!r}: {task.data.name} has the same `id` twice; make them different")
+    if task.only is not None:
+        prompts = [prompt for prompt in prompts if f"{prompt.task}/".startswith(f"{task.only}/")]
+        if not prompts:
+            raise InvalidArgumentError(f"task {task.name!r}: {task.data.name} holds no prompts of only={task.only!r}")
     return prompts[:: task.every][: task.prompts][:limit]
 
 
@@ -67,7 +73,7 @@ def _prompt(task: TaskSpec, line: str, where: str, number: int) -> Prompt:
     if not isinstance(value, str) or not value:
         names = f"`{task.field}`, as task {task.name!r} says" if task.field else "`prompt` or `turns`"
         raise InvalidArgumentError(f"{where} needs a text in {names}")
-    return Prompt(str(row["id"]), number, value)
+    return Prompt(str(row["id"]), number, value, str(row.get("task", "")))
 
 
 def encode(prompt: Prompt, task: TaskSpec, tokenizer: PreTrainedTokenizerBase, context: int | None) -> torch.Tensor:

@@ -5,19 +5,81 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from lookahead.bench.rows import Key, Request, Row, key_of
+from lookahead.bench.rows import Request, Row, key_of
 from lookahead.errors import InvalidArgumentError
 
 _NEEDED = ("model", "task", "method", "prompt", "repeat", "order", "reference", "output", "settings")
+_File = TypeVar("_File", bound="RowsFile")
 
 
-class ResultsFile:
-    """The rows of one file, on the disk and in memory. A context manager, which closes the file."""
+class RowsFile:
+    """Rows of one file, on the disk and in memory, by a key. A context manager, which closes the file."""
+
+    def __init__(self, path: Path, kept: Sequence[Row], key: Callable[[Row], Hashable]) -> None:
+        """Write the rows that are kept anew, so that a line cut off by a crash is gone before rows are added.
+
+        Args:
+            path: Where the file is; folders are made.
+            kept: The rows to begin with.
+            key: What tells rows from others.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self.path = path
+        self._key = key
+        self._rows: dict[Hashable, list[Row]] = {}
+        self._add(kept)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._rewrite()
+
+    def __enter__(self: _File) -> _File:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._rows
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows, oldest first."""
+        return [row for rows in self._rows.values() for row in rows]
+
+    def append(self, *rows: Row) -> None:
+        """Add rows, on the disk first."""
+        self._file.write("".join(map(_line, rows)))
+        self._file.flush()
+        self._add(rows)
+
+    def drop(self, keys: Collection[Hashable]) -> None:
+        """Take rows out."""
+        if any(key in self._rows for key in keys):
+            self._file.close()
+            self._rows = {key: row for key, row in self._rows.items() if key not in keys}
+            self._rewrite()
+
+    def _add(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._rows.setdefault(self._key(row), []).append(row)
+
+    def _rewrite(self) -> None:
+        part = self.path.with_name(f"{self.path.name}.part")
+        part.write_text("".join(map(_line, self.rows)), encoding="utf-8")
+        os.replace(part, self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+
+class ResultsFile(RowsFile):
+    """The rows of a suite."""
 
     def __init__(self, path: Path, circumstances: Mapping[str, Any], *, restart: bool = False) -> None:
         """Open a file to go on with it, or begin it.
@@ -31,44 +93,8 @@ class ResultsFile:
             InvalidArgumentError: The file holds something else.
             OSError: It cannot be written.
         """
-        self.path = path
+        super().__init__(path, read_rows(path) if path.exists() and not restart else [], key_of)
         self._circumstances = dict(circumstances)
-        kept = read_rows(path) if path.exists() and not restart else []
-        self._rows: dict[Key, Row] = {key_of(row): row for row in kept}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._rewrite()
-        self._file = path.open("a", encoding="utf-8")
-
-    def __enter__(self) -> ResultsFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._rows
-
-    @property
-    def rows(self) -> list[Row]:
-        """All rows, oldest first."""
-        return list(self._rows.values())
-
-    def append(self, row: Row) -> None:
-        """Add a row, on the disk first."""
-        self._file.write(_line(row))
-        self._file.flush()
-        self._rows[key_of(row)] = row
-
-    def drop(self, keys: Collection[Key]) -> None:
-        """Take rows out."""
-        if not any(key in self._rows for key in keys):
-            return
-        self._file.close()
-        self._rows = {key: row for key, row in self._rows.items() if key not in keys}
-        self._rewrite()
-        self._file = self.path.open("a", encoding="utf-8")
 
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse to go on where a row of the same names was measured in another way.
@@ -77,27 +103,21 @@ class ResultsFile:
             InvalidArgumentError: There is such a row; the message says what is different.
         """
         for request in requests:
-            row = self._rows.get(request.key)
-            if row is None:
+            if request.key not in self:
                 continue
+            row = self._rows[request.key][0]
             now = {**request.settings(), **self._circumstances}
             then = {**row["settings"], **{name: row.get(name) for name in self._circumstances}}
             for name, value in now.items():
                 if then.get(name) != value:
                     raise InvalidArgumentError(
                         f"{self.path} measured {request.method.name!r} on {request.prompt.id!r} with another {name} "
-                        f"({_difference(then.get(name), value)}); choose another --output, or begin anew with --restart"
+                        f"({difference(then.get(name), value)}); choose another --output, or begin anew with --restart"
                     )
 
-    def _rewrite(self) -> None:
-        """Write all rows anew, so that a line cut off by a crash is gone before rows are added."""
-        part = self.path.with_name(f"{self.path.name}.part")
-        part.write_text("".join(map(_line, self._rows.values())), encoding="utf-8")
-        os.replace(part, self.path)
 
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a results file, also of one that was compressed with gzip.
+def read_lines(path: Path) -> list[Row]:
+    """The objects of a file of JSON lines, also of one that was compressed with gzip.
 
     A last line without an end was being written when the power went, and does not count.
 
@@ -115,9 +135,22 @@ def read_rows(path: Path) -> list[Row]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise InvalidArgumentError(f"{path}, line {number} is no JSON ({error})") from error
-        if not isinstance(row, dict) or any(name not in row for name in _NEEDED):
-            raise InvalidArgumentError(f"{path}, line {number} is no result of `lookahead bench run`")
+        if not isinstance(row, dict):
+            raise InvalidArgumentError(f"{path}, line {number} is no JSON object")
         rows.append(row)
+    return rows
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a suite.
+
+    Raises:
+        InvalidArgumentError: The file cannot be read, or holds something else.
+    """
+    rows = read_lines(path)
+    for number, row in enumerate(rows, start=1):
+        if any(name not in row for name in _NEEDED):
+            raise InvalidArgumentError(f"{path}, line {number} is no result of `lookahead bench run`")
     return rows
 
 
@@ -136,19 +169,19 @@ def read_files(paths: Sequence[Path]) -> list[Row]:
         if known != how:
             raise InvalidArgumentError(
                 f"{', '.join(map(str, paths))}: {row['method']!r} on {row['task']!r} was measured in two ways "
-                f"({_difference(known, how)}); make a report of each"
+                f"({difference(known, how)}); make a report of each"
             )
     return list(rows.values())
 
 
-def _line(row: Row) -> str:
-    return json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n"
-
-
-def _difference(then: Any, now: Any) -> str:
-    """The first value that is another one."""
+def difference(then: Any, now: Any) -> str:
+    """The first value that is another one, in words."""
     if isinstance(then, dict) and isinstance(now, dict):
         for name in {**then, **now}:
             if then.get(name) != now.get(name):
-                return f"{name}: {_difference(then.get(name), now.get(name))}"
+                return f"{name}: {difference(then.get(name), now.get(name))}"
     return f"{then!r} then, {now!r} now"
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n"

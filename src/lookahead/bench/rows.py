@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from itertools import accumulate
 from typing import Any
 
@@ -102,6 +103,7 @@ def build_row(request: Request, run: Run, circumstances: Mapping[str, Any]) -> R
         "config": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16],
         "settings": settings,
         **circumstances,
+        "date": date.today().isoformat(),
     }
 
 

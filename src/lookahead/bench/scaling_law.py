@@ -46,39 +46,6 @@ def expected_tokens(alpha: float, length: int, guesses: int = 1) -> float:
     return float(length + 1 - sum((1 - alpha**i) ** guesses for i in range(1, length + 1)))
 
 
-def expected_tokens_of_one(alpha: float, length: int) -> float:
-    """Expected number of tokens that a step adds when it verifies one guess: Eq. 4.
-
-    `(1 - alpha^(gamma + 1)) / (1 - alpha)` with gamma = `length`, here as the sum of `alpha^i` for i = 0..gamma, which
-    is the same and also holds for alpha = 1. It stays below `1 / (1 - alpha)` however long the guess: that is the
-    bound which more guesses (Eq. 5) lift.
-
-    Args:
-        alpha: As in `expected_tokens`.
-        length: gamma, tokens of the guess; at least 0.
-
-    Raises:
-        InvalidArgumentError: An argument is out of its range.
-    """
-    _check_share("alpha", alpha)
-    _check_least("length", length, 0)
-    return float(sum(alpha**i for i in range(length + 1)))
-
-
-def tokens_per_step(window_size: int, ngram_size: int, guess_set_size: int) -> int:
-    """Tokens that a step of the paper's method sends, `(W + G)(N - 1)`, which its FLOPs are in proportion to.
-
-    A step of this library sends at most as many: guesses that begin alike share nodes, and the pool is not always full.
-
-    Raises:
-        InvalidArgumentError: An argument is out of its range.
-    """
-    _check_least("window_size", window_size, 1)
-    _check_least("ngram_size", ngram_size, 2)
-    _check_least("guess_set_size", guess_set_size, 0)
-    return (window_size + guess_set_size) * (ngram_size - 1)
-
-
 @dataclass(frozen=True)
 class ScalingLaw:
     """S for any sizes, given how often guesses are good: Eq. 7.

@@ -11,6 +11,10 @@ from lookahead.config import LookaheadConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+_LATER_OPTIONS = ("drafter", "sources", "invariant")
+"""Options of drafting that there have not always been: rows name them only where they are set, so that older rows stay
+those of the same method."""
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -48,13 +52,20 @@ class SamplingSpec:
         temperature: Divides the logits.
         top_k: Draw from this many of the likeliest tokens, 0 for all.
         top_p: Draw from the likeliest tokens that together are at least this probable.
+        repetition_penalty: Divides the logits of tokens that the text has already, 1 for none.
         seed: The draws after the prompt number n of a task, counted from 0, are those of seed + n.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    repetition_penalty: float = 1.0
     seed: int = 0
+
+    def settings(self) -> dict[str, Any]:
+        """What the draws depend on; what older results do not name is left out where it changes nothing."""
+        penalty = {"repetition_penalty": self.repetition_penalty} if self.repetition_penalty != 1 else {}
+        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, **penalty, "seed": self.seed}
 
 
 @dataclass(frozen=True)
@@ -65,23 +76,27 @@ class TaskSpec:
         name: What to call it.
         data: JSON lines, one prompt each.
         field: Where in a line the prompt is; `None` for `prompt`, or the first of `turns`.
-        every: Take only every so many-th prompt: 1 for all, 2 for the first, third, ...
+        only: Take only the prompts whose `task` in the file is this, or begins with this and a slash.
+        every: Take only every so many-th of these: 1 for all, 2 for the first, third, ...
         prompts: Take only the first so many of these, `None` for all.
         max_new_tokens: Most tokens to generate.
         max_prompt_tokens: Cut longer prompts, `None` for what the model has room for.
         keep: Which part of a prompt that is cut stays, `"end"` or `"beginning"`.
         sampling: How tokens are drawn, `None` for greedy decoding.
+        models: Names of the models to measure on, `None` for all.
     """
 
     name: str
     data: Path
     field: str | None = None
+    only: str | None = None
     every: int = 1
     prompts: int | None = None
     max_new_tokens: int = 128
     max_prompt_tokens: int | None = None
     keep: str = "end"
     sampling: SamplingSpec | None = None
+    models: tuple[str, ...] | None = None
 
     def settings(self) -> dict[str, Any]:
         """What the measured figures depend on, but for the prompts themselves."""
@@ -91,7 +106,7 @@ class TaskSpec:
             "max_new_tokens": self.max_new_tokens,
             "max_prompt_tokens": self.max_prompt_tokens,
             "keep": self.keep,
-            "sampling": None if self.sampling is None else asdict(self.sampling),
+            "sampling": None if self.sampling is None else self.sampling.settings(),
         }
 
 
@@ -128,7 +143,9 @@ class MethodSpec:
     def settings(self) -> dict[str, Any]:
         """What the measured figures depend on."""
         if self.lookahead is not None:
-            return {"name": self.name, "lookahead": {**asdict(self.lookahead), "memory": str(self.lookahead.memory)}}
+            options = {**asdict(self.lookahead), "memory": str(self.lookahead.memory)}
+            chosen = {name: value for name, value in options.items() if value or name not in _LATER_OPTIONS}
+            return {"name": self.name, "lookahead": chosen}
         assistant = None if self.assistant is None else Path(self.assistant).name
         return {"name": self.name, "transformers": dict(self.transformers), "assistant": assistant}
 
@@ -148,6 +165,10 @@ class Suite:
     tasks: tuple[TaskSpec, ...]
     methods: tuple[MethodSpec, ...]
     repeats: int = 1
+
+    def tasks_of(self, model: ModelSpec) -> list[TaskSpec]:
+        """The tasks to measure on a model."""
+        return [task for task in self.tasks if task.models is None or model.name in task.models]
 
     @property
     def reference(self) -> MethodSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ DEMO = "demo"
 
 _NOT_FOR_METHODS = (
     *("input_ids", "attention_mask", "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p"),
-    *("assistant_model", "return_dict_in_generate", "custom_generate", "num_beams"),
+    *("repetition_penalty", "assistant_model", "return_dict_in_generate", "custom_generate", "num_beams"),
 )
 """Arguments of `generate` that tasks decide about, or that are set here."""
 
@@ -60,6 +60,13 @@ class Table:
         if value is not None and (not isinstance(value, str) or not value):
             raise InvalidArgumentError(f"{self.key(name)}={value!r} must be a text in quotes")
         return value
+
+    def texts(self, name: str) -> list[str]:
+        """A list of strings; an empty one if there is none."""
+        values = self.take(name, [])
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise InvalidArgumentError(f"{self.key(name)}={values!r} must be a list of texts in quotes")
+        return values
 
     def choice(self, name: str, choices: tuple[str, ...], default: str) -> str:
         """One of several strings."""
@@ -122,6 +129,10 @@ def read_suite(path: Path, data: Path | None = None) -> Suite:
         methods=_named(root, "methods", lambda table: _method(table, folder)),
     )
     root.finish()
+    known = {model.name for model in suite.models}
+    for task in suite.tasks:
+        if not known.issuperset(task.models or ()):
+            raise InvalidArgumentError(f"tasks: {task.name!r} has models={list(task.models or ())}; known are {known}")
     references = [method.name for method in suite.methods if method.is_reference]
     if len(references) != 1:
         raise InvalidArgumentError(
@@ -137,14 +148,35 @@ def _named(root: Table, name: str, read: Callable[[Table], _Named]) -> tuple[_Na
     if not isinstance(tables, list) or not tables:
         raise InvalidArgumentError(f"{name} must hold at least one table: begin it with [[{name}]]")
     found: list[_Named] = []
-    for index, values in enumerate(tables):
-        table = Table(values, f"{name}[{index}]")
+    for table in (one for index, values in enumerate(tables) for one in _each(Table(values, f"{name}[{index}]"))):
         spec = read(table)
         table.finish()
         if spec.name in [other.name for other in found]:
             raise InvalidArgumentError(f"{table.key('name')}={spec.name!r} is there twice; give each its own")
         found.append(spec)
     return tuple(found)
+
+
+def _each(table: Table) -> list[Table]:
+    """The table, or those that its `each` makes of it: by name, what they have besides."""
+    if "each" not in table:
+        return [table]
+    each = Table(table.take("each"), table.key("each")).values
+    if not each or "name" in table:
+        raise InvalidArgumentError(f"{table.where} must have a name, or names and further values in `each`")
+    return [
+        Table(_merged({**table.values, "name": name}, Table(values, f"{table.key('each')}.{name}").values), table.where)
+        for name, values in each.items()
+    ]
+
+
+def _merged(base: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, tables inside of them as well."""
+    found = dict(base)
+    for key, value in more.items():
+        inside = isinstance(value, dict) and isinstance(found.get(key), dict)
+        found[key] = _merged(found[key], value) if inside else value
+    return found
 
 
 def _name(table: Table) -> str:
@@ -209,12 +241,14 @@ def _task(table: Table, folder: Path) -> TaskSpec:
         name=name,
         data=path,
         field=table.text("field"),
+        only=table.text("only"),
         every=table.count("every", TaskSpec.every) or TaskSpec.every,
         prompts=table.count("prompts", None),
         max_new_tokens=table.count("max_new_tokens", TaskSpec.max_new_tokens) or TaskSpec.max_new_tokens,
         max_prompt_tokens=table.count("max_prompt_tokens", None),
         keep=table.choice("keep", ("end", "beginning"), TaskSpec.keep),
         sampling=sampling,
+        models=tuple(table.texts("models")) or None,
     )
 
 
@@ -223,6 +257,7 @@ def _sampling(table: Table) -> SamplingSpec:
         temperature=table.number("temperature", SamplingSpec.temperature, above=0),
         top_k=table.count("top_k", SamplingSpec.top_k, 0) or 0,
         top_p=table.number("top_p", SamplingSpec.top_p, above=0, most=1),
+        repetition_penalty=table.number("repetition_penalty", SamplingSpec.repetition_penalty, above=0),
         seed=table.count("seed", SamplingSpec.seed, 0) or 0,
     )
     table.finish()

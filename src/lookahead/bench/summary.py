@@ -1,18 +1,29 @@
-"""What many runs come to: one line for each method on a task."""
+"""What many runs come to: figures of one method, computed when they are asked for."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from lookahead.bench.comparison import Reference
+from lookahead.bench.comparison import Difference, Reference
+from lookahead.bench.repetition import final_cycle_share, tokens_before_cycles
 from lookahead.bench.rows import Row
 from lookahead.config import LookaheadConfig
+
+LITTLE_REPETITION = 0.2
+"""An output with a smaller share of repeated cycles than this counts as little repeated."""
+
+SHORTEST_JUDGED = 32
+"""Outputs of fewer tokens have no room for cycles: they are not judged."""
+
+LONGEST_SHOWN = 5
+"""Steps that added this many tokens or more are counted together."""
 
 
 @dataclass(frozen=True)
@@ -29,157 +40,243 @@ class Ratio:
     lower: float
     upper: float
 
+    def __str__(self) -> str:
+        return f"{self.median:.2f}x [{self.lower:.2f}, {self.upper:.2f}]"
 
-@dataclass(frozen=True)
-class MethodSummary:
-    """One method on one task.
+
+class RunSet:
+    """Runs of several methods on the same tasks.
 
     Attributes:
-        method: Its name.
-        settings: Its settings.
-        runs: Runs measured.
-        prompts: The prompts of these.
-        step_compression: S, tokens per step over all runs.
-        before_cycles: S up to the first repeated cycle of each output; `None` if there is nothing before.
-        mean_nodes: Nodes per step.
-        most_nodes: Nodes of the largest step.
-        cpu_per_token: CPU seconds per token, median of the runs; `None` without any token.
-        wall_per_token: Wall seconds per token, likewise.
-        over_reference: Speed over plain `model.generate`; `None` if that did not run.
-        over_plain: Speed over plain decoding through the same engine, likewise.
-        cycle_share: Share of all tokens that lie in a repeated cycle.
-        compared: Runs whose output was compared with the reference's.
-        different: Those whose output differs.
-        must_match: Whether a difference is an error.
-        resident_bytes: Most resident memory after a run, of the whole process; `None` if unknown.
-        accepted: How many steps added how many tokens.
+        rows: The runs, in the order of the suite's methods.
+        by_method: They again, by the method's name.
+        reference: The outputs to compare with.
+        clock: Whether speeds are of `"cpu"` or `"wall"` time: CPU time on CPUs, wall time on other devices.
     """
 
-    method: str
-    settings: Mapping[str, Any]
-    runs: int
-    prompts: frozenset[str]
-    step_compression: float
-    before_cycles: float | None
-    mean_nodes: float
-    most_nodes: int
-    cpu_per_token: float | None
-    wall_per_token: float | None
-    over_reference: Ratio | None
-    over_plain: Ratio | None
-    cycle_share: float
-    compared: int
-    different: int
-    must_match: bool
-    resident_bytes: int | None
-    accepted: Counter[int]
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = sorted(rows, key=lambda row: int(row["order"]))
+        self.reference = Reference(rows)
+        self.by_method = grouped(self.rows, lambda row: row["method"])
+        self.clock = "cpu" if self.rows[0]["machine"]["type"] == "cpu" else "wall"
+
+    @cached_property
+    def methods(self) -> tuple[MethodSummary, ...]:
+        """The methods, in the order of the suite."""
+        return tuple(MethodSummary(group, self) for group in self.by_method.values())
+
+    @property
+    def plain(self) -> str | None:
+        """Name of the reference method, if it has run."""
+        names: list[str] = [name for name, group in self.by_method.items() if group[0]["reference"]]
+        return names[0] if names else None
+
+    @property
+    def model(self) -> str:
+        """Name of the model, if it is one."""
+        return str(self.rows[0]["model"])
+
+    @property
+    def task(self) -> str:
+        """Name of the task, if it is one."""
+        return str(self.rows[0]["task"])
+
+    def engine_base(self, row: Row) -> str | None:
+        """The method that decodes plainly through the engine set as for this row; transformers has it as it is."""
+        wanted = _engine_settings(row) or (LookaheadConfig.pack_weights, LookaheadConfig.engine)
+        for method in self.methods:
+            if method.preset == "autoregressive" and _engine_settings(method.rows[0]) == wanted:
+                return method.method
+        return None
+
+
+class MethodSummary:
+    """One method, on the runs in `rows`.
+
+    A figure is `None` where nothing was measured that it could come from.
+    """
+
+    def __init__(self, rows: Sequence[Row], runs: RunSet) -> None:
+        """Nothing is computed yet.
+
+        Args:
+            rows: Its runs, one at least.
+            runs: All runs, to compare with.
+        """
+        self.rows = rows
+        self._all = runs
+
+    @property
+    def method(self) -> str:
+        """Its name."""
+        return str(self.rows[0]["method"])
+
+    @property
+    def method_settings(self) -> Mapping[str, Any]:
+        """Its settings."""
+        settings: Mapping[str, Any] = self.rows[0]["settings"]["method"]
+        return settings
 
     @property
     def preset(self) -> str | None:
         """The preset of this library, `None` for transformers."""
-        preset: str | None = self.settings.get("lookahead", {}).get("preset")
+        preset: str | None = self.method_settings.get("lookahead", {}).get("preset")
         return preset
 
+    @property
+    def prompts(self) -> frozenset[str]:
+        """The prompts."""
+        return frozenset(row["prompt"] for row in self.rows)
 
-@dataclass(frozen=True)
-class TaskSummary:
-    """All methods on one task and one model.
+    @property
+    def size(self) -> int:
+        """How many runs they are."""
+        return len(self.rows)
 
-    Attributes:
-        model: The model's name.
-        task: The task's name.
-        settings: Settings of model and task, and machine and versions.
-        prompts: Prompts measured.
-        repeats: Passes over them.
-        clock: Whether speeds are of `"cpu"` or `"wall"` time: CPU time on CPUs, wall time on other devices.
-        methods: The methods, in the order of the suite.
-    """
+    @property
+    def step_compression(self) -> float:
+        """S, tokens per step over all runs."""
+        return _compression(self.rows)
 
-    model: str
-    task: str
-    settings: Mapping[str, Any]
-    prompts: int
-    repeats: int
-    clock: str
-    methods: tuple[MethodSummary, ...]
+    @property
+    def lowest(self) -> float:
+        """S of the prompt with the lowest."""
+        return min(_compression([row]) for row in self.rows)
+
+    @property
+    def highest(self) -> float:
+        """S of the prompt with the highest."""
+        return max(_compression([row]) for row in self.rows)
+
+    @property
+    def before_cycles(self) -> float | None:
+        """S up to the first repeated cycle of each output."""
+        steps = _sum(self.rows, "steps_before_cycles")
+        return _sum(self.rows, "tokens_before_cycles") / steps if steps else None
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens before the first repeated cycle."""
+        return sum(tokens_before_cycles(row["output"]) for row in self.rows)
+
+    @property
+    def cycle_share(self) -> float:
+        """Share of all tokens that lie in a repeated cycle."""
+        return self._share_of_tokens(row["cycle_share"] for row in self.rows)
+
+    @property
+    def final_cycle_share(self) -> float:
+        """Share of all tokens that lie in a repeated cycle which lasts to the end of the text."""
+        return self._share_of_tokens(final_cycle_share(row["output"]) for row in self.rows)
+
+    @property
+    def little_repeated(self) -> MethodSummary | None:
+        """It on the runs whose output is long enough to be judged and has little of repeated cycles."""
+        judged = [row for row in self.rows if row["tokens"] >= SHORTEST_JUDGED]
+        rows = [row for row in judged if row["cycle_share"] < LITTLE_REPETITION]
+        return MethodSummary(rows, self._all) if rows else None
+
+    @property
+    def mean_nodes(self) -> float:
+        """Nodes per step."""
+        steps = _sum(self.rows, "steps")
+        return sum(_nodes(row) for row in self.rows) / steps if steps else 0.0
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes of the largest step."""
+        return max((max(row["nodes_per_step"], default=0) for row in self.rows), default=0)
+
+    @property
+    def accepted(self) -> Counter[int]:
+        """How many steps added how many tokens."""
+        found: Counter[int] = Counter()
+        for row in self.rows:
+            lengths = row["accepted_lengths"]
+            counted = isinstance(lengths, dict)  # so they are in rows of old runs
+            found.update({int(length): count for length, count in lengths.items()} if counted else lengths)
+        return found
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of the steps that added 1, 2, ... tokens, and `LONGEST_SHOWN` or more under `"more"`."""
+        accepted, steps = self.accepted, _sum(self.rows, "steps")
+        counts = {str(length): accepted[length] for length in range(1, LONGEST_SHOWN)}
+        counts["more"] = steps - sum(counts.values())
+        return {name: count / steps if steps else 0.0 for name, count in counts.items()}
+
+    @property
+    def cpu_per_token(self) -> float | None:
+        """CPU milliseconds per token, median of the runs."""
+        return _per_token(self.rows, "cpu")
+
+    @property
+    def wall_per_token(self) -> float | None:
+        """Wall milliseconds per token, likewise."""
+        return _per_token(self.rows, "wall")
+
+    @property
+    def time_per_token(self) -> float | None:
+        """Milliseconds per token by the clock that counts."""
+        return _per_token(self.rows, self._all.clock)
+
+    @property
+    def over_reference(self) -> Ratio | None:
+        """Speed over plain `model.generate`."""
+        return self._over(self._all.plain)
+
+    @property
+    def over_plain(self) -> Ratio | None:
+        """Speed over plain decoding through the same engine."""
+        return self._over(self._all.engine_base(self.rows[0]))
+
+    @property
+    def time_over_reference(self) -> float | None:
+        """CPU time of all runs over that of plain `model.generate` on the same prompts."""
+        plain = {_run_of(row): row["cpu_seconds"] for row in self._all.by_method.get(self._all.plain or "", [])}
+        if any(row["cpu_seconds"] is None or plain.get(_run_of(row)) is None for row in self.rows):
+            return None
+        return float(sum(row["cpu_seconds"] for row in self.rows) / sum(plain[_run_of(row)] for row in self.rows))
+
+    @property
+    def compared(self) -> int:
+        """Runs whose output was compared with the reference's."""
+        return sum(self._all.reference.has(row) for row in self.rows)
+
+    @property
+    def different(self) -> int:
+        """Those whose output differs."""
+        return len(self._differences)
+
+    @property
+    def same(self) -> int:
+        """Those whose output does not."""
+        return self.compared - self.different
+
+    @property
+    def identical(self) -> str:
+        """Whether the outputs are those of the reference, and whether they have to be."""
+        found = self._differences
+        if not self.compared or not found:
+            return "yes" if self.compared else "not compared"
+        return "NO, " * any(one.is_error for one in found) + f"{self.same} of {self.compared}"
+
+    def _share_of_tokens(self, shares: Iterable[float]) -> float:
+        tokens = _sum(self.rows, "tokens")
+        weighted = (share * row["tokens"] for share, row in zip(shares, self.rows, strict=True))
+        return sum(weighted) / tokens if tokens else 0.0
+
+    @property
+    def _differences(self) -> list[Difference]:
+        return [found for row in self.rows if (found := self._all.reference.difference(row)) is not None]
+
+    def _over(self, base: str | None) -> Ratio | None:
+        return None if base is None else speed_over(self.rows, self._all.by_method[base], self._all.clock)
 
 
-def summarise(rows: Sequence[Row]) -> list[TaskSummary]:
-    """One summary for each task on each model, in the order of the rows."""
-    reference = Reference(rows)
-    groups = _grouped(rows, lambda row: (row["model"], row["task"]))
-    return [_task_summary(model, task, of_task, reference) for (model, task), of_task in groups.items()]
-
-
-def _task_summary(model: str, task: str, rows: Sequence[Row], reference: Reference) -> TaskSummary:
-    by_method = _grouped(sorted(rows, key=lambda row: row["order"]), lambda row: row["method"])
-    clock = "cpu" if rows[0]["machine"]["type"] == "cpu" else "wall"
-    plain = next((name for name, group in by_method.items() if group[0]["reference"]), None)
-
-    def over(own: Sequence[Row], base: str | None) -> Ratio | None:
-        return None if base is None else speed_over(own, by_method[base], clock)
-
-    methods = tuple(
-        _method_summary(name, group, reference, over(group, plain), over(group, _engine_base(group[0], by_method)))
-        for name, group in by_method.items()
-    )
-    return TaskSummary(
-        model,
-        task,
-        {**rows[0]["settings"], "machine": rows[0]["machine"], "versions": rows[0]["versions"]},
-        len({row["prompt"] for row in rows}),
-        len({row["repeat"] for row in rows}),
-        clock,
-        methods,
-    )
-
-
-def _method_summary(
-    name: str, rows: Sequence[Row], reference: Reference, over_reference: Ratio | None, over_plain: Ratio | None
-) -> MethodSummary:
-    tokens, steps = _sum(rows, "tokens"), _sum(rows, "steps")
-    early_tokens, early_steps = _sum(rows, "tokens_before_cycles"), _sum(rows, "steps_before_cycles")
-    nodes = [number for row in rows for number in row["nodes_per_step"]]
-    compared = [row for row in rows if reference.has(row)]
-    memory = [row["resident_bytes"] for row in rows if row["resident_bytes"] is not None]
-    return MethodSummary(
-        method=name,
-        settings=rows[0]["settings"]["method"],
-        runs=len(rows),
-        prompts=frozenset(row["prompt"] for row in rows),
-        step_compression=tokens / steps if steps else 0.0,
-        before_cycles=early_tokens / early_steps if early_steps else None,
-        mean_nodes=sum(nodes) / len(nodes) if nodes else 0.0,
-        most_nodes=max(nodes, default=0),
-        cpu_per_token=_per_token(rows, "cpu"),
-        wall_per_token=_per_token(rows, "wall"),
-        over_reference=over_reference,
-        over_plain=over_plain,
-        cycle_share=sum(row["cycle_share"] * row["tokens"] for row in rows) / tokens if tokens else 0.0,
-        compared=len(compared),
-        different=sum(reference.difference(row) is not None for row in compared),
-        must_match=any(row["exact"] for row in rows),
-        resident_bytes=max(memory, default=None),
-        accepted=Counter(length for row in rows for length in row["accepted_lengths"]),
-    )
-
-
-def _engine_base(row: Row, by_method: Mapping[str, Sequence[Row]]) -> str | None:
-    """The method that decodes plainly through the engine set as for this row; transformers has the engine as it is."""
-    wanted = _engine_settings(row) or (LookaheadConfig.pack_weights, LookaheadConfig.engine)
-    for name, group in by_method.items():
-        config = group[0]["settings"]["method"].get("lookahead", {})
-        if config.get("preset") == "autoregressive" and _engine_settings(group[0]) == wanted:
-            return name
-    return None
-
-
-def _engine_settings(row: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """What a configuration says of the engine alone; `None` for transformers."""
-    config = row["settings"]["method"].get("lookahead")
-    if config is None:
-        return None
-    return (config.get("pack_weights", LookaheadConfig.pack_weights), config.get("engine", LookaheadConfig.engine))
+def summarise(rows: Sequence[Row]) -> list[RunSet]:
+    """The runs of each task on each model, in the order of the rows."""
+    return [RunSet(of_task) for of_task in grouped(rows, lambda row: (row["model"], row["task"])).values()]
 
 
 def speed_over(rows: Sequence[Row], base: Sequence[Row], clock: str) -> Ratio | None:
@@ -190,30 +287,59 @@ def speed_over(rows: Sequence[Row], base: Sequence[Row], clock: str) -> Ratio | 
         base: Runs of the method to compare with.
         clock: `"cpu"` or `"wall"`.
     """
-    at = {(row["prompt"], row["repeat"]): row for row in base if row["tokens"]}
-    ratios: dict[str, list[float]] = {}
+    at = {_run_of(row): row for row in base}
+    ratios: dict[Any, list[float]] = {}
     for row in rows:
-        other = at.get((row["prompt"], row["repeat"]))
-        if other is not None and row["tokens"]:
-            own = row[f"{clock}_seconds"] / row["tokens"]
-            ratios.setdefault(row["prompt"], []).append(other[f"{clock}_seconds"] / other["tokens"] / own)
+        own, other = _seconds(row, clock), _seconds(at.get(_run_of(row)), clock)
+        if own is not None and other is not None:
+            ratios.setdefault(_run_of(row)[:-1], []).append(other / own)
     if not ratios:
         return None
     lower, middle, upper = np.percentile([median(values) for values in ratios.values()], [25, 50, 75]).tolist()
     return Ratio(middle, lower, upper)
 
 
-def _per_token(rows: Sequence[Row], clock: str) -> float | None:
-    times = [row[f"{clock}_seconds"] / row["tokens"] for row in rows if row["tokens"]]
-    return median(times) if times else None
-
-
-def _sum(rows: Sequence[Row], name: str) -> int:
-    return sum(row[name] for row in rows)
-
-
-def _grouped(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+def grouped(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """Rows by something, in their order."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return groups
+
+
+def _engine_settings(row: Row) -> tuple[Any, ...] | None:
+    """What a configuration says of the engine alone; `None` for transformers."""
+    config = row["settings"]["method"].get("lookahead")
+    if config is None:
+        return None
+    return (config.get("pack_weights", LookaheadConfig.pack_weights), config.get("engine", LookaheadConfig.engine))
+
+
+def _nodes(row: Row) -> int:
+    """Nodes of all steps of a run; rows of old runs know no more than that."""
+    return int(row["nodes"]) if "nodes" in row else sum(row["nodes_per_step"])
+
+
+def _run_of(row: Row) -> tuple[Any, ...]:
+    """What runs of several methods have in common; the pass is the last of it."""
+    return (row["model"], row["task"], row["prompt"], row["repeat"])
+
+
+def _seconds(row: Row | None, clock: str) -> float | None:
+    """Seconds per token of a run, if it was timed and gave any."""
+    seconds = None if row is None else row[f"{clock}_seconds"]
+    return None if row is None or seconds is None or not row["tokens"] else seconds / row["tokens"]
+
+
+def _per_token(rows: Sequence[Row], clock: str) -> float | None:
+    times = [seconds for row in rows if (seconds := _seconds(row, clock)) is not None]
+    return 1000 * median(times) if times else None
+
+
+def _compression(rows: Sequence[Row]) -> float:
+    steps = _sum(rows, "steps")
+    return _sum(rows, "tokens") / steps if steps else 0.0
+
+
+def _sum(rows: Sequence[Row], name: str) -> int:
+    return sum(row[name] for row in rows)

@@ -1,0 +1,8 @@
+"""`python benchmarks PROBE`: see command.py."""
+
+import sys
+
+from command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

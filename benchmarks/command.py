@@ -1,0 +1,147 @@
+"""Run one of the probes: measurements beside `lookahead bench`, of single parts.
+
+    python benchmarks engine --output benchmarks/results/engine-random.jsonl
+
+Rows are on the disk unit by unit; an interrupted run goes on where it stopped when it is started once more. The exit
+status is 0 when all was measured, 1 when something that was found is wrong, 2 when an argument cannot work, 130 when
+interrupted. Tables of the pages come from the rows: `make tables`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, fields
+from datetime import date
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import torch
+import transformers
+from rich.console import Console
+
+from lookahead.bench.machine import describe_machine
+from lookahead.bench.results_file import RowsFile, difference, read_lines
+from lookahead.bench.rows import Row
+from lookahead.cli import process
+from lookahead.cli.rendering import measuring_progress
+from lookahead.errors import InvalidArgumentError, LookaheadError
+from probe import Probe, instruction_sets
+
+PROBES = {
+    "engine": "what a step costs, beside transformers' own step and the memory limit",
+    "attention": "ways to compute the attention of a step on a CPU",
+    "drafting_cost": 'what the drafting of preset="auto" takes, and what it keeps',
+    "ablation": 'steps of preset="auto" without one source, rule or memory in turn',
+    "growth": "how CPU time per token and resident memory grow with the text",
+    "gguf_models": "texts, steps and CPU time of GGUF models, beside llama-cpp-python",
+    "precision": "how often texts of 16-bit models differ, and what tie_margin brings",
+    "invariant": "what invariant=True keeps, bit by bit, and what it costs",
+    "parallel": "what several ranks run and send; start it with torchrun, and once without",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    name = given[0] if given and given[0] in PROBES else None
+    module = None if name is None else importlib.import_module(name)
+    options = parse(given, name, module)
+    console = Console(stderr=True)
+    torch.set_num_threads(options.threads)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    own = module.Options(**{key.name: getattr(options, key.name) for key in fields(module.Options)})
+    try:
+        return run(name, module.probe(own), own, options, console)
+    except KeyboardInterrupt:
+        console.print(f"interrupted; {options.output} has all finished units, the same command goes on")
+        return process.INTERRUPTED
+    except (LookaheadError, OSError) as error:
+        console.print(f"error: {error}", style="red", markup=False)
+        return process.ERROR
+
+
+def run(name: str, probe: Probe, own: Any, options: argparse.Namespace, console: Console) -> int:
+    """Measure what the file lacks; returns the exit status."""
+    if not probe.writes:
+        for unit in probe.units:
+            list(unit.measure())
+        return process.OK
+    machine = {**describe_machine(torch.device("cpu")), "instructions": instruction_sets()}
+    header = {"unit": "header", "kind": "header", "benchmark": name, **probe.header, "options": named(own)}
+    header |= {"machine": machine, "versions": process.versions(), "date": date.today().isoformat()}
+    kept = [] if options.restart or not options.output.exists() else read_lines(options.output)
+    check_header(options.output, kept, header)
+    with (
+        RowsFile(options.output, kept or [header], lambda row: row["unit"]) as file,
+        measuring_progress(console) as bar,
+    ):
+        task = bar.add_task(name, total=len(probe.units))
+        for unit in probe.units:
+            bar.update(task, description=unit.name, refresh=True)
+            if unit.name not in file:
+                file.append(*({"unit": unit.name, **row} for row in list(unit.measure())))
+            bar.update(task, advance=1, refresh=True)
+    errors = [row["error"] for row in file.rows if row.get("error")]
+    for error in errors:
+        console.print(error, style="red", markup=False)
+    return process.DIFFERENT if errors else process.OK
+
+
+def named(options: Any) -> Row:
+    """The options of a probe; of files only the names, which mean something elsewhere."""
+    return {key: Path(value).name if isinstance(value, str) else value for key, value in asdict(options).items()}
+
+
+def check_header(path: Path, kept: Sequence[Row], header: Row) -> None:
+    """Refuse to add rows to those that were measured in another way; options may ask for more or less.
+
+    Raises:
+        InvalidArgumentError: They were.
+    """
+    if not kept:
+        return
+    for key in header.keys() - {"options", "date"}:
+        if kept[0].get(key) != header[key]:
+            raise InvalidArgumentError(
+                f"{path} was measured with another {key} ({difference(kept[0].get(key), header[key])}); choose another "
+                "--output, or begin this file anew with --restart"
+            )
+
+
+def parse(given: Sequence[str], name: str | None, module: Any) -> argparse.Namespace:
+    """The command line, with the options of the probe that it names."""
+    listed = "\n".join(f"  {probe:16} {what}" for probe, what in PROBES.items())
+    parser = argparse.ArgumentParser(
+        prog="python benchmarks",
+        description=str(__doc__ if module is None else module.__doc__),
+        epilog=f"probes:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("probe", choices=list(PROBES), metavar="PROBE", help="one of those below")
+    parser.add_argument("--output", required=True, type=Path, help="JSON lines; what it has is not measured again")
+    parser.add_argument("--restart", action="store_true", help="throw the rows of an existing file away")
+    parser.add_argument("--threads", type=positive, default=1, help="CPU threads (1)")
+    hints = {} if module is None else get_type_hints(module.Options)
+    for key in () if module is None else fields(module.Options):
+        hint, default = hints[key.name], None if key.default is MISSING else key.default
+        many = get_args(hint) if isinstance(default, tuple) else ()
+        kind = next(one for one in (*many, *get_args(hint), hint) if one is not type(None))
+        parser.add_argument(
+            f"--{key.name.replace('_', '-')}",
+            type=positive if kind is int else kind,
+            default=default,
+            nargs="+" if many else None,
+            help=f"{key.metadata['help']} ({' '.join(map(str, default)) if many else default})",
+        )
+    return parser.parse_args(given)
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)

@@ -1,0 +1,95 @@
+"""What a probe is: options, a header, and units of work that yield rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lookahead.bench.models import BenchModel, load
+from lookahead.bench.rows import Row
+from lookahead.bench.suite import ModelSpec
+
+RANDOM = "random"
+RANDOM_CONFIG: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 49152,
+    "max_position_embeddings": 4096,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+"""A Llama of 461 million parameters, 923 MB in bfloat16."""
+
+FAST_PRODUCTS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
+"""Instruction sets that decide how fast a CPU multiplies matrices, as the system names them."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Work that is done as a whole: its rows are kept together, or it is done again.
+
+    Attributes:
+        name: What tells it from other units of the probe.
+        measure: Does it, and gives its rows. A row with a text under `"error"` says what is wrong with what it found.
+    """
+
+    name: str
+    measure: Callable[[], Iterable[Row]]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What is to be measured.
+
+    Attributes:
+        units: In the order in which they are done.
+        header: What the figures depend on besides the machine and the versions of libraries.
+        writes: Whether this process keeps the rows; of several ranks one does.
+    """
+
+    units: Sequence[Unit]
+    header: Mapping[str, Any] = field(default_factory=dict)
+    writes: bool = True
+
+
+def option(default: Any, help: str) -> Any:
+    """An option of a probe, for a field of its `Options`; lists are given with blanks between their elements."""
+    return field(default=default, metadata={"help": help})
+
+
+def load_model(name: str, dtype: str) -> BenchModel:
+    """A model on the CPU: `"demo"`, `"random"` for `RANDOM_CONFIG`, or that of a folder.
+
+    Raises:
+        InvalidArgumentError: It cannot be loaded.
+    """
+    if name == RANDOM:
+        spec = ModelSpec("random Llama", None, random=RANDOM_CONFIG, dtype=dtype)
+    else:
+        spec = ModelSpec(Path(name).name, name if name == "demo" else Path(name), dtype=dtype)
+    return load(spec, torch.device("cpu"))
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, text: str) -> torch.Tensor:
+    """The tokens of a text where the model is, `[1, S]`."""
+    ids: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
+    return ids.to(model.device)
+
+
+def instruction_sets() -> list[str]:
+    """Those of `FAST_PRODUCTS` that this CPU has; empty where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    flags = {word for line in lines if line.startswith(("flags", "Features")) for word in line.split(":", 1)[1].split()}
+    return [name for name in FAST_PRODUCTS if name in flags]

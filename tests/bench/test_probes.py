@@ -1,0 +1,352 @@
+"""The probes: what their rows hold, and that a run goes on where it stopped."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lookahead.bench.method_runner import Run
+from lookahead.drafting import DraftMemory, NGramMemory
+from lookahead.drafting.auto.scorer import MATCHES, NOTHING, Acceptance, context_name
+from model_zoo import VOCAB_SIZE, build, greedy
+from word_model import save_word_tokenizer
+
+command, probe = (importlib.import_module(name) for name in ("command", "probe"))
+ablation, attention, cost, engine, growth, parallel, precision = (
+    importlib.import_module(name)
+    for name in ("ablation", "attention", "drafting_cost", "engine", "growth", "parallel", "precision")
+)
+
+pytestmark = pytest.mark.usefixtures("compiled_loops")
+
+Measure = Callable[..., int]
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Any:
+    """The command sets threads, random numbers and what transformers says; other tests want them as they were."""
+    threads, state = torch.get_num_threads(), torch.random.get_rng_state()
+    verbosity = command.transformers.utils.logging.get_verbosity()
+    yield
+    torch.set_num_threads(threads)
+    torch.random.set_rng_state(state)
+    command.transformers.utils.logging.set_verbosity(verbosity)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a tokenizer of as many words."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    build("llama", seed=0).save_pretrained(folder)
+    save_word_tokenizer(folder, [f"w{number}" for number in range(VOCAB_SIZE)])
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    rows = [{"id": str(start), "prompt": " ".join(f"w{start + i % 3}" for i in range(8))} for start in (1, 4)]
+    path = tmp_path / "words.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def measure(tmp_path: Path) -> Measure:
+    """Run a probe; returns the exit status."""
+    return lambda name, *more: int(command.main([name, "--output", str(tmp_path / "rows.jsonl"), *map(str, more)]))
+
+
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, units: int) -> None:
+    """Let so many units be measured, then act as if Ctrl-C were pressed."""
+    left = units
+    whole = engine.probe
+
+    def interrupted(options: Any) -> Any:
+        planned = whole(options)
+
+        def measured(unit: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                raise KeyboardInterrupt
+            left -= 1
+            return unit.measure()
+
+        units = [probe.Unit(unit.name, lambda unit=unit: measured(unit)) for unit in planned.units]
+        return probe.Probe(units, planned.header)
+
+    monkeypatch.setattr(engine, "probe", interrupted)
+
+
+# the command
+
+
+@pytest.fixture
+def steps(measure: Measure, model_folder: Path) -> Callable[..., int]:
+    """The engine probe on the tiny model."""
+    arguments = ["--model", model_folder, "--dtype", "float32", "--repeats", 1, "--nodes", 4, "--variants", "default"]
+    return lambda *more: measure("engine", *arguments, "--contexts", 8, 12, *more)
+
+
+def test_rows_are_of_units_below_a_header(steps: Callable[..., int], tmp_path: Path) -> None:
+    assert steps() == 0
+    header, *rows = rows_in(tmp_path)
+    assert (header["kind"], header["benchmark"], header["model"]["name"]) == ("header", "engine", "tiny")
+    assert header["options"]["model"] == "tiny"
+    assert str(tmp_path) not in (tmp_path / "rows.jsonl").read_text(), "no path of this machine may be in the rows"
+    assert list(dict.fromkeys(row["unit"] for row in rows)) == ["context 8", "context 12", "parts, default"]
+    of_steps = [(row["context"], row["method"], row["nodes"]) for row in rows if row["kind"] == "step"]
+    beside = [(name, 1) for name in ("transformers", "generate", "memory limit")]
+    assert of_steps == [(context, *one) for context in (8, 12) for one in [*beside, ("default", 1), ("default", 4)]]
+    assert all(row["seconds"] > 0 for row in rows if row["kind"] == "step" and row["method"] != "generate")
+    assert {"draft", "forward", "verify", "commit"} <= set(rows[-1]["seconds"])
+
+
+def test_an_interrupted_run_goes_on(
+    steps: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 1)
+        assert steps() == 130
+    assert "the same command goes on" in " ".join(capsys.readouterr().err.split())
+    early = rows_in(tmp_path)
+    assert {row["unit"] for row in early} == {"header", "context 8"}
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"unit": "context 12", "kind": "st')  # a crash in the middle of a line
+    assert steps() == 0
+    whole = rows_in(tmp_path)
+    assert whole[: len(early)] == early
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 0)
+        assert steps() == 0, "nothing is measured twice"
+        assert rows_in(tmp_path) == whole
+        assert steps("--restart") == 130
+    assert [row["kind"] for row in rows_in(tmp_path)] == ["header"]
+
+
+def test_rows_of_another_model_are_kept_apart(
+    steps: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert steps() == 0
+    before = rows_in(tmp_path)
+    assert steps("--dtype", "bfloat16") == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "another model (dtype: 'float32' then, 'bfloat16' now)" in message
+    assert "--restart" in message
+    assert rows_in(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["engine", "--nodes", "0"], "whole number of at least 1"),
+        (["engine", "--variants", "none"], "--variants none"),
+        (["drafting_cost", "--vocabulary", "9"], "multiple of 8"),
+        (["nothing"], "invalid choice"),
+    ],
+)
+def test_what_is_refused(
+    measure: Measure, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str, tmp_path: Path
+) -> None:
+    try:
+        status = measure(*arguments)
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    assert status == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+# the probes
+
+
+def test_plain_steps_leave_the_cache_as_it_was(model_folder: Path) -> None:
+    model = probe.load_model(str(model_folder), "float32").model
+    with torch.no_grad():
+        plain = engine.PlainSteps(model, [1, 2, 3, 4, 5])
+        for work in (plain.forward, lambda: plain.generate(7)):
+            work()
+            plain.undo()
+            assert plain._cache.get_seq_length() == 4
+
+
+def test_random_model_has_half_a_billion_weights() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**probe.RANDOM_CONFIG))
+    assert 450e6 < sum(parameter.numel() for parameter in model.parameters()) < 500e6
+
+
+def test_attention_ways_agree(measure: Measure, tmp_path: Path) -> None:
+    assert measure("attention", "--contexts", 16, "--nodes", 1, 5, "--repeats", 1) == 0
+    rows = rows_in(tmp_path)[1:]
+    assert len(rows) == 2 * 2 * 4
+    first = next(iter(attention.ways(16, 5, torch.float32, None).values()))()
+    for attend in attention.ways(16, 5, torch.float32, None).values():
+        assert torch.allclose(attend(), first, atol=1e-5)
+
+
+def test_growth_marks() -> None:
+    marks = growth.Marks([2, 3, 10])
+    for tokens in (1, 4, 9, 12):
+        marks.note(tokens)
+    assert [tokens for tokens, _, _ in marks.reached] == [4, 4, 12]
+    marks.note(20)
+    assert len(marks.reached) == 3
+
+
+def test_growth_compares_outputs(
+    measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = growth.build_model
+
+    def of_one_layer(longest: int) -> Any:
+        model = whole(longest)
+        del model.model.layers[1:]
+        model.config.num_hidden_layers = 1
+        model.config.layer_types = None
+        return model
+
+    monkeypatch.setattr(growth, "build_model", of_one_layer)
+    monkeypatch.setattr(growth, "in_own_process", growth.measure)
+    arguments = ["growth", "--repeats", 1, "--lengths", 6, 18, "--temperatures", 0, 1]
+    assert measure(*arguments) == 0
+    rows = rows_in(tmp_path)[1:]
+    assert [(row["temperature"], row["method"], row["from"], row["to"]) for row in rows] == [
+        (temperature, method, *mark)
+        for temperature in (0, 1)
+        for method in growth.METHODS
+        for mark in ((1, 6), (7, 18))
+    ]
+    assert all(row["identical"] for row in rows)
+    measured = growth.measure
+    monkeypatch.setattr(
+        growth, "in_own_process", lambda *asked: [{**row, "output": asked[0]} for row in measured(*asked)]
+    )
+    assert measure(*arguments, "--restart") == 1
+    assert "auto, temperature 1: another text" in capsys.readouterr().err
+
+
+def test_precision(measure: Measure, model_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    arguments = ["--model", model_folder, "--prompts", prompts, "--margins", 0, 0.5, "--max-new-tokens", 8]
+    assert measure("precision", *arguments, "--limit", 1) == 0
+    early = rows_in(tmp_path)
+    assert measure("precision", *arguments) == 0, "the rest is measured, and the early rows stay"
+    header, single, *rows = rows_in(tmp_path)
+    assert [header, single, *rows][: len(early)] == early
+    assert 0 <= single["linear"] <= 1
+    assert 0 <= single["attention"] <= 1
+    references = {row["prompt"]: row for row in rows if row["kind"] == "reference"}
+    measured = [row for row in rows if row["kind"] == "measurement"]
+    methods = ["autoregressive", "margin 0", "margin 0.5", "copies", "batch", "float32"]
+    assert [(row["prompt"], row["method"]) for row in measured] == [(id, one) for id in "14" for one in methods]
+    for row in measured:
+        reference = references[row["prompt"]]
+        assert len(reference["gaps"]) == reference["tokens"]
+        place = row["first_difference"]
+        assert (row["differs"], row["compared"]) == ((0, row["tokens"]) if place is None else (1, place + 1))
+        assert place is None or row["gap"] == reference["gaps"][place]
+    assert not any(row["differs"] for row in measured if row["method"] == "autoregressive")
+
+
+def test_until() -> None:
+    assert precision.until([4, 7, 2, 2, 2], {2}) == [4, 7, 2]
+    assert precision.until([4, 7], {None}) == [4, 7]
+
+
+def test_single_operations_differ_only_where_something_rounds() -> None:
+    layer = torch.nn.Linear(8, 8, dtype=torch.float64)
+    layer.weight.data.fill_(0.5)
+    assert not precision.linear_changes(layer, torch.ones(5, 8, dtype=torch.float64)).any()
+
+
+def test_drafting_cost(measure: Measure, tmp_path: Path) -> None:
+    assert measure("drafting_cost", "--texts", 1, "--requests", 10, "--vocabulary", 4000) == 0
+    rows = rows_in(tmp_path)[1:]
+    assert [row["unit"] for row in rows] == [
+        *("steps, 32, fixed", "steps, 64, fixed", "steps, 32, chosen", "steps, 64, chosen"),
+        *("predictions, 32", "predictions, 64", "requests", "requests", "requests"),
+    ]
+    assert all(set(row["parts"]) == set(cost.PARTS) for row in rows[:4])
+    assert [row["requests"] for row in rows if row["kind"] == "requests"] == [1, 10]
+    assert rows[-1]["identical"]
+
+
+def test_what_is_kept_stays_the_same_size_over_1000_requests() -> None:
+    memory = DraftMemory(NGramMemory(4, 1 << 11))
+    marks = (1, 100, 500, 1000)
+    rows = list(cost.serve(memory, 1000, 8000, marks, steps=5))
+    assert [row["requests"] for row in rows] == list(marks)
+    assert len({row["memory_bytes"] for row in rows}) == 1
+    assert len({row["request_bytes"] for row in rows}) == 1
+    assert max(rows[-1]["entries"]) == rows[-1]["capacity"], "it was full, and contexts made room for others"
+    assert cost.save_and_compare(memory, 8000)["identical"]
+
+
+PROMPT = [5, 8, 2, 5, 8, 2, 5]
+
+
+@pytest.mark.parametrize("name", list(ablation.VARIANTS))
+def test_every_variant_gives_the_same_text(name: str) -> None:
+    variant, model = ablation.VARIANTS[name], build("llama", seed=0)
+    for nodes in (12, 40):
+        drafter = variant.drafter(nodes, variant.memory(), None)
+        run = ablation.decode_with(drafter, model, torch.tensor([PROMPT]), 40)
+        assert tuple(run.output) == greedy(model, tuple(PROMPT), 40)
+        assert max(run.nodes_per_step) <= nodes
+        assert sum(run.accepted_lengths) == 40
+
+
+def test_fixed_order_is_matches_first_then_the_longest_context() -> None:
+    acceptance = Acceptance(4)
+    ablation.fix_order(acceptance)
+    scores = acceptance.weights[3]
+    log_probabilities = np.array([-0.1, -0.1, -5.0, 0.0])
+    known = scores[[acceptance.column(context_name(length)) for length in (1, 2, 3, 4)]] @ log_probabilities
+    assert known == -5.0, "only the longest known context counts"
+    matched = scores[[acceptance.column(name) for name in MATCHES]]
+    assert (np.diff(matched) > 0).all()
+    assert matched.min() - 9.2 > 0 > known > scores[acceptance.column(NOTHING)]
+
+
+def test_ablation(
+    measure: Measure, model_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {name: ablation.VARIANTS[name] for name in ("all", "no context matches", "memory kept across prompts")}
+    monkeypatch.setattr(ablation, "VARIANTS", few)
+    arguments = ["--model", model_folder, "--prompts", prompts, "--task", "words", "--max-new-tokens", 16]
+    assert measure("ablation", *arguments, "--nodes", 8, 24) == 0
+    rows = rows_in(tmp_path)[1:]
+    assert {row["unit"] for row in rows} == {"words, 1", "words, 4", "words, memory kept"}
+    assert sorted({row["settings"]["method"].get("variant", "") for row in rows}) == sorted(["", *few])
+    assert len({(row["method"], row["prompt"]) for row in rows}) == len(rows) == 2 * (1 + 2 * len(few))
+    decode_with = ablation.decode_with
+
+    def wrong(*asked: Any) -> Run:
+        run: Run = decode_with(*asked)
+        run.output[3] = (run.output[3] + 1) % VOCAB_SIZE
+        return run
+
+    monkeypatch.setattr(ablation, "decode_with", wrong)
+    assert measure("ablation", *arguments, "--nodes", 8, "--restart") == 1
+
+
+def test_predictions_follow_the_law() -> None:
+    points = [{"nodes": nodes, "context": parallel.CONTEXT, "seconds": 0.01} for nodes in (1, 8, 64, 256)]
+    rows = list(parallel.predictions(points))
+    on_cpu = [row for row in rows if "CPU" in row["curve"] and "in all" in row["choice"]]
+    assert [row["devices"] for row in on_cpu] == list(range(1, 9))
+    law = parallel.PAPER_LAW.step_compression(15, 5)
+    assert all(row["speed_up"] == pytest.approx(law, rel=0.02) for row in on_cpu), "where nodes cost nothing, S is all"
+    assert parallel.largest_load(1, 15, 5) == 121
+    assert parallel.largest_load(4, 15, 5) == 30 + 1 + 15 / 4
