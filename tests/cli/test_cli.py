@@ -145,7 +145,7 @@ def test_options_about_the_text(
     assert result["plain"]["tokens"] == result["lookahead"]["tokens"] == wanted
 
 
-def test_drawn_texts_are_compared_under_one_seed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampled_texts_are_compared_under_one_seed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", PROMPT, *SHORT, "--sample", "--repeats", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["identical"] is True
 

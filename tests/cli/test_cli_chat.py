@@ -484,14 +484,14 @@ def test_sampling_options(
         assert main(["chat", "--model", str(model_path), *CPU, "-n", "8", "--json", *options]) == 0
         return [report["text"] for report in reports(capsys.readouterr().out)]
 
-    drawn = texts("--sample", "--top-k", "30", "--sampling-seed", "5")
+    sampled = texts("--sample", "--top-k", "30", "--sampling-seed", "5")
     talk = conversation(
         LoadedModel(loaded.path, loaded.model, loaded.tokenizer, {"temperature": 0.7, "top_p": 0.95}),
         sampling=Sampling(None, None, 30, None),
         max_new_tokens=8,
     )
     torch.manual_seed(5)
-    assert drawn == [talk.answer(talk.prompt(text)).text for text in TURNS[:2]]
+    assert sampled == [talk.answer(talk.prompt(text)).text for text in TURNS[:2]]
     assert texts("--sample") != texts("--sample", "--temperature", "3.5")
     assert texts("--greedy") == texts()
 

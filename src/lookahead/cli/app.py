@@ -23,6 +23,7 @@ from lookahead.cli.settings import (
     CompareSettings,
     GenerateSettings,
     ReportSettings,
+    TablesSettings,
     TuneSettings,
 )
 from lookahead.demo import DEMO_PROMPT
@@ -121,7 +122,7 @@ def generate(settings: GenerateSettings) -> int:
     model_folder(settings.model)
     parallel, sampling = settings.parallel or 1, settings.sampling
     if sampling is not None and sampling.seed is None and (parallel > 1 or ranks.started_together()):
-        raise InvalidArgumentError("--sample on several processes needs --sampling-seed, so that all draw alike")
+        raise InvalidArgumentError("--sample on several processes needs --sampling-seed, so that all sample the same")
     if parallel > 1 and not ranks.started_together():
         process.raise_on_interrupt()
         return ranks.start_ranks(parallel, settings)
@@ -137,7 +138,7 @@ def compare(settings: CompareSettings) -> int:
     """Decode a prompt plainly and with lookahead, side by side.
 
     Without a prompt a built-in one is used. The exit code is 0 if both outputs are identical, 1 if not. In
-    float32 they must be, and so must texts that are drawn under one seed; in shorter types rounding can decide
+    float32 they must be, and so must texts that are sampled under one seed; in shorter types rounding can decide
     between tokens that are nearly equally likely.
     """
     model_folder(settings.model)
@@ -199,3 +200,14 @@ def bench_report(settings: ReportSettings) -> int:
     from lookahead.cli.bench import make_report  # late, as in `generate`
 
     return make_report(settings)
+
+
+@command(bench, TablesSettings, "tables")
+def bench_tables(settings: TablesSettings) -> int:
+    """Make the tables of Markdown pages anew from raw results.
+
+    A table lies between `<!-- table: NAME -->` and `<!-- end -->`; TABLES says which rows, lines and columns it has.
+    """
+    from lookahead.cli.bench import fill_tables  # late, as in `generate`
+
+    return fill_tables(settings)

@@ -11,21 +11,22 @@ from rich.table import Table
 
 from lookahead.bench.comparison import Difference, Reference, differences
 from lookahead.bench.machine import describe_machine
-from lookahead.bench.markdown import NOTHING, identical, into_page, report
 from lookahead.bench.measuring import Benchmark, Watcher
 from lookahead.bench.plots import check_plots, draw
+from lookahead.bench.report import report
 from lookahead.bench.results_file import ResultsFile, read_files
 from lookahead.bench.rows import Row
 from lookahead.bench.suite import Suite
-from lookahead.bench.summary import TaskSummary, summarise
+from lookahead.bench.summary import RunSet, summarise
+from lookahead.bench.tables import NOTHING, TableFile
 from lookahead.cli import process
 from lookahead.cli.loading import check_device, compile_drafting, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress
-from lookahead.cli.settings import BenchSettings, ReportSettings
+from lookahead.cli.settings import BenchSettings, ReportSettings, TablesSettings
 from lookahead.errors import InvalidArgumentError
 
 MOST_SHOWN = 10
-"""Differences named at the end of a run; the report lists more."""
+"""Differences listed at the end of a run; the report lists more."""
 
 
 def run(settings: BenchSettings, suite: Suite) -> int:
@@ -63,15 +64,29 @@ def make_report(settings: ReportSettings) -> int:
     tables = report(rows)
     if page is not None:
         page.parent.mkdir(parents=True, exist_ok=True)
-        old = page.read_text(encoding="utf-8") if page.exists() else ""
-        page.write_text(into_page(old, tables), encoding="utf-8")
+        page.write_text(tables, encoding="utf-8")
         consoles.notes.print(f"tables written into {page}")
     if plots is not None:
         for path in draw(summarise(rows), plots):
-            consoles.notes.print(f"drawn into {path}")
+            consoles.notes.print(f"plot written to {path}")
     if page is None and plots is None:
         consoles.out.file.write(tables)
     return _verdict(differences(rows), consoles.notes)
+
+
+def fill_tables(settings: TablesSettings) -> int:
+    """Make the tables of pages anew, or say which of them are old, and return the exit code."""
+    notes = Consoles.create(no_color=settings.no_color).notes
+    tables, found = TableFile(settings.tables), 0
+    for path in settings.pages:
+        old = path.read_text(encoding="utf-8")
+        new = tables.fill(old)
+        if new != old:
+            found += 1
+            notes.print(f"{path}: {'not what the rows say' if settings.check else 'written'}")
+            if not settings.check:
+                path.write_text(new, encoding="utf-8")
+    return process.DIFFERENT if found and settings.check else process.OK
 
 
 def _measure(benchmark: Benchmark, file: ResultsFile, circumstances: dict[str, Any], notes: Console) -> None:
@@ -99,7 +114,7 @@ def _new_errors(row: Row, rows: list[Row]) -> list[Difference]:
     return [found for found in map(reference.difference, news) if found is not None and found.is_error]
 
 
-def summary_table(summary: TaskSummary) -> Table:
+def summary_table(summary: RunSet) -> Table:
     """A line for each method; the report has more columns."""
     clock = "CPU" if summary.clock == "cpu" else "wall"
     table = Table(
@@ -110,18 +125,18 @@ def summary_table(summary: TaskSummary) -> Table:
         name = title == "method"  # it may be long, and is broken where the figures need the room
         table.add_column(title, justify="left" if name else "right", no_wrap=not name)
     for method in summary.methods:
-        seconds = method.cpu_per_token if summary.clock == "cpu" else method.wall_per_token
+        time = method.time_per_token
         table.add_row(
             method.method,
             f"{method.mean_nodes:.1f}",
             f"{method.step_compression:.2f}",
-            NOTHING if seconds is None else f"{1000 * seconds:.2f}",
+            NOTHING if time is None else f"{time:.2f}",
             *(
                 NOTHING if ratio is None else f"{ratio.median:.2f}x"
                 for ratio in (method.over_reference, method.over_plain)
             ),
             f"{method.cycle_share:.0%}",
-            identical(method),
+            method.identical,
         )
     return table
 

@@ -23,6 +23,7 @@ from lookahead.cli.decoding import (
     text_options,
 )
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
+from lookahead.cli.model_folder import is_gguf
 from lookahead.cli.prompt import Prompt, encode_prompt
 from lookahead.cli.rendering import Consoles, StepPrinter, Tokenizer, decode, measuring_progress, print_json, visible
 from lookahead.cli.settings import CompareSettings
@@ -126,7 +127,7 @@ def first_difference(plain: list[int], lookahead: list[int]) -> Difference | Non
 
 
 def comparison_report(comparison: Comparison, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The comparison as plain numbers and lists; what no finished round has told is `None`."""
+    """The comparison as plain numbers and lists; what no finished round has measured is `None`."""
     if comparison.rounds == 0:
         return {"identical": None, "first_difference": None, "plain": None, "lookahead": None}
     difference = comparison.difference()
@@ -208,5 +209,6 @@ def _difference_line(difference: Difference, loaded: LoadedModel) -> str:
         f"plain {shown(difference.plain)}, lookahead {shown(difference.lookahead)}"
     )
     if loaded.dtype != "float32":
-        line += f"; in {loaded.dtype} rounding can decide between close tokens, compare with --dtype float32"
+        exact = "a file of float32 weights" if is_gguf(loaded.path) else "--dtype float32"
+        line += f"; in {loaded.dtype} rounding can decide between close tokens, compare with {exact}"
     return line

@@ -56,7 +56,7 @@ class Conversation:
         config: How to draft.
         max_new_tokens: Most tokens of an answer.
         system: What the model is told before the first turn.
-        sampling: How tokens are drawn, `None` for greedy decoding.
+        sampling: How tokens are sampled, `None` for greedy decoding.
         repetition_penalty: As for `generate`, `None` for the model's own.
         stop: Texts that end an answer, none for the model's own.
     """

@@ -13,7 +13,7 @@ from lookahead.errors import InvalidArgumentError
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a plot that could not be drawn.
+    """Refuse a plot that cannot be made.
 
     Raises:
         InvalidArgumentError: matplotlib is not installed, or there is no such folder.

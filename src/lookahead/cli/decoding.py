@@ -11,6 +11,7 @@ import torch
 
 from lookahead.api.generation import generate
 from lookahead.cli.loading import LoadedModel, memory_errors_explained
+from lookahead.cli.model_folder import is_gguf
 from lookahead.cli.process import versions
 from lookahead.cli.prompt import Prompt
 from lookahead.cli.rendering import Tokenizer, decode
@@ -123,8 +124,14 @@ def seed_draws(sampling: Sampling | None) -> int | None:
 
 
 def decode_plainly(loaded: LoadedModel, prompt: Prompt, **options: Any) -> Recording:
-    """Decode with transformers alone, greedily unless `options` say otherwise; every token is a step of one node."""
+    """Decode without lookahead, greedily unless `options` say otherwise; every token is a step of one node.
+
+    By transformers alone; by llama.cpp without a draft if the model is a GGUF file, as fast as this library can run it.
+    """
     recording = Recording()
+    if is_gguf(loaded.path):
+        decode_with_lookahead(loaded, prompt, LookaheadConfig(preset="autoregressive"), recording, **options)
+        return recording
 
     def run() -> None:
         sequences = loaded.model.generate(**_arguments(loaded, prompt) | options)  # [1, S + new tokens]
@@ -184,7 +191,7 @@ def run_report(tokenizer: Tokenizer, recording: Recording) -> dict[str, Any]:
 
 
 def request_report(settings: DecodingSettings, loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
-    """What was asked for, and of whom."""
+    """What to decode, and with which model."""
     return {
         "prompt": prompt.text,
         "prompt_tokens": prompt.input_ids.shape[1],

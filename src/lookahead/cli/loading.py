@@ -16,8 +16,10 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from lookahead.api.gguf.loading import load_gguf
+from lookahead.api.gguf.model import GGUFModel
 from lookahead.cli import process
-from lookahead.cli.model_folder import model_folder
+from lookahead.cli.model_folder import is_gguf, model_folder
 from lookahead.cli.rendering import spinner
 from lookahead.cli.settings import DecodingSettings, TuneSettings
 from lookahead.drafting.compiled import on_first_compilation
@@ -70,7 +72,9 @@ class LoadedModel:
 
     @property
     def dtype(self) -> str:
-        """Name of the type the model runs in."""
+        """Name of the type the model runs in; of a GGUF file, the types of its weights."""
+        if isinstance(self.model, GGUFModel):
+            return self.model.llama.number_type
         return str(self.model.dtype).removeprefix("torch.")
 
 
@@ -82,6 +86,8 @@ def load_model(settings: DecodingSettings | TuneSettings, notes: Console) -> Loa
         f"on {device} while loading the model", "--dtype bfloat16, a smaller model or another --device"
     )
     with spinner(notes, f"loading {path.resolve().name}"), memory:
+        if is_gguf(path):
+            return _load_gguf(path, settings)
         return _load(path, settings.dtype, device, notes)
 
 
@@ -157,6 +163,25 @@ def _load(path: Path, dtype: str, device: torch.device, notes: Console) -> Loade
     model.generation_config.do_sample = False
     sampling = {flag: value for flag, value in shipped.items() if value is not None}
     return LoadedModel(path, model.to(device), tokenizer, sampling)
+
+
+def _load_gguf(path: Path, settings: DecodingSettings | TuneSettings) -> LoadedModel:
+    if isinstance(settings, TuneSettings):
+        raise InvalidArgumentError(
+            f"--model {path}: tune measures models of transformers; what a step of a GGUF model costs is learned as it "
+            "runs"
+        )
+    if settings.dtype not in ("auto", "float32"):
+        raise InvalidArgumentError(
+            f"--dtype {settings.dtype} is about models of transformers; the weights of a GGUF file have types of their "
+            "own"
+        )
+    if settings.device not in (None, "cpu"):
+        raise InvalidArgumentError(
+            f"--device {settings.device} is about models of transformers; --gpu-layers puts layers of a GGUF on a GPU"
+        )
+    model = load_gguf(path, n_gpu_layers=settings.gpu_layers, fast_kv=settings.fast_kv)
+    return LoadedModel(path, model, model.tokenizer)
 
 
 def _check_shapes(path: Path, mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:

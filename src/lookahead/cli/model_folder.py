@@ -1,4 +1,4 @@
-"""What a model folder must hold, checked by its files alone: no torch, no transformers."""
+"""What a model folder must hold, checked by its files alone: no torch, no transformers. Or it is a GGUF file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOKENIZERS = (
 
 
 def model_folder(path: Path | None) -> Path:
-    """The folder that `--model` names, that of the demonstration model for `None`.
+    """The folder or the GGUF file that `--model` names, the folder of the demonstration model for `None`.
 
     Raises:
         InvalidArgumentError: There can be no model; the message says what is missing.
@@ -34,8 +34,13 @@ def check_model_path(path: Path) -> Path:
         raise InvalidArgumentError(
             f"--model {path}: no such folder; give the path of a local model folder (nothing is downloaded)"
         )
+    if is_gguf(path):
+        return path
     if not path.is_dir():
-        raise InvalidArgumentError(f"--model {path}: not a folder; give the folder that holds the model's config.json")
+        raise InvalidArgumentError(
+            f"--model {path}: not a folder; give the folder that holds the model's config.json, or a file with the "
+            "ending .gguf"
+        )
     for kind, patterns in (
         ("config.json", ("config.json",)),
         ("weights (*.safetensors or pytorch_model*.bin)", _WEIGHTS),
@@ -45,6 +50,11 @@ def check_model_path(path: Path) -> Path:
             raise InvalidArgumentError(f"--model {path}: not a model folder, it has no {kind}")
     _check_config(path)
     return path
+
+
+def is_gguf(path: Path | None) -> bool:
+    """Whether `--model` names a GGUF file."""
+    return path is not None and path.suffix.lower() == ".gguf" and path.is_file()
 
 
 def _check_config(path: Path) -> None:

@@ -43,6 +43,7 @@ def _number(kind: type[Any], allowed: str = "", fits: Callable[[Any], bool] = la
 whole_number = _number(int)
 positive_whole_number = _number(int, "at least 1", lambda number: number >= 1)
 count = _number(int, "at least 0", lambda number: number >= 0)
+layers = _number(int, "at least 0, or -1 for all", lambda number: number >= -1)
 positive = _number(float, "above 0", lambda number: 0 < number < math.inf)
 probability = _number(float, "above 0 and at most 1", lambda number: 0 < number <= 1)
 
@@ -55,7 +56,7 @@ def dtype(text: str) -> str:
 
 
 _METAVARS: dict[Any, str] = {
-    **dict.fromkeys((whole_number, positive_whole_number, count), "INTEGER"),
+    **dict.fromkeys((whole_number, positive_whole_number, count, layers), "INTEGER"),
     **dict.fromkeys((positive, probability), "NUMBER"),
     dtype: "|".join(DTYPES),
 }

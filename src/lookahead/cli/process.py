@@ -1,4 +1,4 @@
-"""This process: what its exit code says, whose versions it runs, and Ctrl-C before there is anything to lose."""
+"""This process: exit codes, the versions of its libraries, and Ctrl-C before decoding begins."""
 
 from __future__ import annotations
 

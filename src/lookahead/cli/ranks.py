@@ -11,9 +11,10 @@ from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from lookahead.cli.model_folder import check_model_path
+from lookahead.cli.model_folder import check_model_path, is_gguf
 from lookahead.cli.prompt import read_prompt
 from lookahead.config import LookaheadConfig
+from lookahead.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from lookahead.cli.settings import GenerateSettings
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def started_together() -> bool:
-    """Whether this process is a rank already: `torchrun`, or `--parallel`, has told it which one."""
+    """Whether this process is a rank already: `torchrun` or `--parallel` has set its environment variables."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -33,6 +34,8 @@ def start_ranks(count: int, settings: GenerateSettings) -> int:
     check_memory(settings.config, count)
     if settings.model is not None:
         check_model_path(settings.model)
+    if is_gguf(settings.model):
+        raise InvalidArgumentError(f"--parallel {count} is about models of transformers; leave it out for a GGUF file")
     if settings.device not in (None, "cpu"):
         from lookahead.cli.loading import check_device  # which takes torch to know
 
@@ -86,7 +89,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def on_own_device(settings: GenerateSettings) -> GenerateSettings:
-    """Settings with this rank's own GPU, where there are GPUs and none was named."""
+    """Settings with this rank's own GPU, where there are GPUs and none was chosen."""
     import torch
 
     if settings.device is None and torch.cuda.is_available():

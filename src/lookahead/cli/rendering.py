@@ -18,7 +18,7 @@ STEP_STYLES = (Style(color="cyan"), Style(color="magenta"))
 """Steps take turns with these; both can be read on a dark and on a light background."""
 
 _CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
-"""Visible stand-ins, so that a model cannot send escape sequences to the terminal."""
+"""Visible replacements, so that a model cannot send escape sequences to the terminal."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 

@@ -20,6 +20,7 @@ from lookahead.cli.options import (
     argument,
     count,
     dtype,
+    layers,
     option,
     positive,
     positive_whole_number,
@@ -31,13 +32,18 @@ from lookahead.errors import InvalidArgumentError
 
 def _model() -> Any:
     """The folder of the model, `None` for the demonstration model."""
-    about = "Folder of a causal language model with its tokenizer. Nothing is ever downloaded."
+    about = "Folder of a causal language model with its tokenizer, or a GGUF file. Nothing is ever downloaded."
     return option("--model -m PATH", SOURCE, about, shown="the demonstration model")
 
 
 def _dtype(default: str) -> Any:
     about = "Type of the weights; 'auto' is the one they were saved in."
     return option("--dtype", RUN, about, dtype, default)
+
+
+def _gpu_layers() -> Any:
+    about = "Layers of a GGUF model to keep on a GPU, -1 for all; llama-cpp-python must have been built for one."
+    return option("--gpu-layers", RUN, about, layers, 0)
 
 
 def _device() -> Any:
@@ -68,7 +74,7 @@ def _no_color() -> Any:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. What is `None` is left to the model's own generation configuration."""
+    """How tokens are sampled. What is `None` is left to the model's own generation configuration."""
 
     temperature: float | None = _drawing(
         "--temperature", "Divides the logits: less than 1 for likelier tokens.", positive
@@ -86,7 +92,7 @@ class Sampling:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Sampling | None:
-        """How tokens are drawn, `None` for greedy decoding; refuses options that greedy decoding would ignore."""
+        """How tokens are sampled, `None` for greedy decoding; refuses options that greedy decoding would ignore."""
         values = {each.name: options[each.metadata["name"]] for each in fields(cls)}
         if options["sample"]:
             return cls(**values)
@@ -124,6 +130,14 @@ class DecodingSettings(Settings):
     max_new_tokens: int = _max_new_tokens(128)
     dtype: str = _dtype("auto")
     device: str | None = _device()
+    gpu_layers: int = _gpu_layers()
+    fast_kv: bool = option(
+        "--fast-kv",
+        RUN,
+        "Keep keys and values of a GGUF model in float16, with the attention that llama.cpp chooses: faster, but close "
+        "choices may fall otherwise.",
+        default=False,
+    )
     config: LookaheadConfig
     json: bool = _json()
     no_color: bool = _no_color()
@@ -289,8 +303,18 @@ class ReportSettings(Settings):
     markdown: Path | None = option(
         "--markdown FILE",
         OUTPUT,
-        "Write the tables into this file; in a page that has markers for them, between those.",
+        "Write the tables into this file.",
         shown="to standard output",
     )
     plots: Path | None = option("--plots FOLDER", OUTPUT, "Draw plots as PNG files into this folder.", shown="no plots")
+    no_color: bool = _no_color()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TablesSettings(Settings):
+    """Settings of `lookahead bench tables`."""
+
+    tables: Path = argument("TABLES", "TOML file that declares tables.")
+    pages: list[Path] = argument("PAGES", "Markdown files that hold them.")
+    check: bool = option("--check", OUTPUT, "Change nothing; the exit code is 1 if a table is old.", default=False)
     no_color: bool = _no_color()

@@ -63,7 +63,7 @@ def run(settings: TuneSettings) -> int:
             cost,
             f"{loaded.path.resolve().name}, {loaded.dtype}, {device_name(loaded.model.device)}",
         )
-        consoles.notes.print(f"drawn into {settings.plot}")
+        consoles.notes.print(f"plot written to {settings.plot}")
     return process.OK
 
 

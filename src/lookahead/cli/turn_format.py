@@ -20,7 +20,7 @@ Message = Mapping[str, str]
 
 
 class TurnFormat(Protocol):
-    """A way to write a conversation down."""
+    """A way to write a conversation as one text."""
 
     def encode(self, messages: Sequence[Message]) -> torch.Tensor:
         """Tokens `[1, S]` of a conversation, up to where the model's next answer begins."""

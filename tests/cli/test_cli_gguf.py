@@ -1,0 +1,96 @@
+"""The command line with a GGUF file for a model."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from gguf_files import REASON, tool
+from lookahead.cli import main
+from lookahead.demo import demo_model_path
+
+pytest.importorskip("llama_cpp", reason=REASON)
+pytestmark = pytest.mark.usefixtures("compiled_loops")
+
+PROMPT = "def add(a, b):"
+
+
+@pytest.fixture(scope="module")
+def demo_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("demo") / "demo.gguf"
+    tool().convert(demo_model_path(), path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def expected(demo: tuple[PreTrainedModel, Any]) -> str:
+    model, tokenizer = demo
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    texts = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    return tokenizer.decode(texts[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_generate(capsys: pytest.CaptureFixture[str], demo_file: str, expected: str) -> None:
+    found = report(capsys, "generate", PROMPT, "-n", "24", "--model", demo_file)
+    assert found["text"] == expected
+    assert (found["model"], found["dtype"], found["device"]) == (demo_file, "float32", "cpu")
+
+
+def test_sampled_texts_are_those_of_the_folder(capsys: pytest.CaptureFixture[str], demo_file: str) -> None:
+    options = ["generate", PROMPT, "-n", "24", "--sample", "--temperature", "0.9", "--sample-seed", "5"]
+    folder = report(capsys, *options, "--device", "cpu", "--dtype", "float32")
+    assert report(capsys, *options, "--model", demo_file)["tokens"] == folder["tokens"]
+
+
+def test_compare(capsys: pytest.CaptureFixture[str], demo_file: str, expected: str) -> None:
+    found = report(capsys, "compare", PROMPT, "-n", "24", "--repeats", "1", "--model", demo_file, "--step-budget", "16")
+    assert found["identical"]
+    assert found["plain"]["text"] == found["lookahead"]["text"] == expected
+    assert found["plain"]["steps"] > found["lookahead"]["steps"]
+
+
+def test_chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, demo_file: str) -> None:
+    """The demo model has no template, so turns are plain text or as a template on the command line says."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def f(x):\n    y = 1\n"), encoding="utf-8"))
+    assert main(["chat", "--raw", "-n", "12", "--model", demo_file, "--json"]) == 0
+    gguf = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def f(x):\n    y = 1\n"), encoding="utf-8"))
+    assert main(["chat", "-n", "12", "--device", "cpu", "--dtype", "float32", "--json"]) == 0
+    assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == gguf
+    assert len(gguf) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", PROMPT, "--dtype", "bfloat16"], "--dtype bfloat16 .* GGUF"),
+        (["generate", PROMPT, "--parallel", "2"], "--parallel 2 .* GGUF"),
+        (["generate", PROMPT, "--pack-weights"], "pack_weights=True .* GGUF"),
+        (["generate", PROMPT, "--invariant"], "invariant=True .* GGUF"),
+        (["tune", "--no-store"], "tune measures models of transformers"),
+        (["chat"], "no chat template"),
+    ],
+)
+def test_what_is_about_other_models_is_refused(
+    capsys: pytest.CaptureFixture[str], demo_file: str, arguments: list[str], message: str
+) -> None:
+    assert main([*arguments, "--model", demo_file]) == 2
+    assert re.search(message, " ".join(capsys.readouterr().err.split()))
+
+
+def test_a_broken_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "noise.gguf").write_bytes(b"noise")
+    assert main(["generate", PROMPT, "--model", str(tmp_path / "noise.gguf")]) == 2
+    assert "cannot be loaded by llama.cpp" in capsys.readouterr().err
