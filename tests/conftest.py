@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+from collections.abc import Iterator
 
 # Before torch is imported: one thread, as in the Makefile, also where pytest is called by hand.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -10,6 +11,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from model_zoo import build
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Torch's own cache does not tell kernels by `ATEN_CPU_CAPABILITY`, and would run those of another run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from model_zoo import ARCHITECTURES, ROPE_CONTEXT, VOCAB_SIZE, build, position_l
 from sampling_exactness import SETTINGS, prepared
 
 NEW_TOKENS = 32
-"""Most tokens that a drawn case adds to each row."""
+"""Most tokens that a random case adds to each row."""
 MOST_ROWS = 5
 PROCESSORS = (
     "repetition_penalty",
@@ -47,7 +47,7 @@ PROCESSORS = (
     "green list watermark",
     "SynthID watermark",
 )
-"""Settings of `sampling_exactness` that cases are drawn with; several hold something for each row."""
+"""Settings of `sampling_exactness` that random cases have; several hold something for each row."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class BatchCase:
         settings: Further arguments of `generate`, as in `SamplingCase`; `parity` is a processor of the user's own.
         streamed: Compare what a streamer is given.
         collected: Compare scores and logits.
-        returns: `num_return_sequences`. With more than one tokens are drawn: once from the likeliest one alone, so
+        returns: `num_return_sequences`. With more than one, tokens are sampled: once from the likeliest one alone, so
             that the texts can be compared, and once freely, see `run_sampled_case`.
         drafting: Arguments of `LookaheadConfig`.
     """
@@ -156,7 +156,7 @@ class EndsAfter(StoppingCriteria):  # type: ignore[misc]
 
 
 class Parity(LogitsProcessor):  # type: ignore[misc]
-    """A user's own processor, which treats rows alike and apart: holds down tokens as odd or even as the last one."""
+    """A user-defined processor that treats each row by itself: holds down tokens as odd or even as the last one."""
 
     def __init__(self, strength: float) -> None:
         self._strength = strength
@@ -167,7 +167,7 @@ class Parity(LogitsProcessor):  # type: ignore[misc]
 
 
 def run_batch_case(case: BatchCase) -> BatchOutcome:
-    """Decode `case` in the three ways, and compare. A case of several texts of each prompt is also drawn freely."""
+    """Decode `case` in the three ways, and compare. A case of several texts of each prompt is also sampled freely."""
     outcome = BatchOutcome(case)
     model = build(case.architecture, case.model_seed, case.attention)
     plain_columns, columns = Collector(), Collector()
@@ -195,9 +195,9 @@ def run_batch_case(case: BatchCase) -> BatchOutcome:
         for name in ("scores", "logits"):
             _compare_collected(outcome, name, expected[name], got[name], lengths)
     if case.returns > 1:
-        drawn = run_sampled_case(case)
-        outcome.problems += drawn.problems
-        outcome.checks += drawn.checks
+        sampled = run_sampled_case(case)
+        outcome.problems += sampled.problems
+        outcome.checks += sampled.checks
     return outcome
 
 

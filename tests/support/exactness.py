@@ -24,7 +24,7 @@ from lookahead.config import PRESETS
 from model_zoo import ARCHITECTURES, VOCAB_SIZE, build, greedy, position_limit
 
 NEW_TOKENS = 60
-"""Most tokens that a drawn case generates."""
+"""Most tokens that a random case generates."""
 NEAR_TIE = 1e-4
 """Gap between two logits below which rounding may decide; logits of the zoo differ by up to about 2e-5."""
 MODEL_SEEDS = 4

@@ -24,6 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
+from lookahead.demo import demo_model_path
+
 VOCAB_SIZE = 72
 SLIDING_WINDOW = 8
 """Much shorter than any text that the tests generate."""
@@ -194,6 +196,17 @@ def build(name: str, seed: int = 0, attention: str = "sdpa") -> PreTrainedModel:
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.generation_config, token, None)
     return model
+
+
+def in_type(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy of the model `name` of the zoo in another number type, a new object every time; or of the demo model."""
+    if name == "demo":
+        return AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=dtype, local_files_only=True).eval()
+    model = build(name, attention=ARCHITECTURES[name].attention[0])
+    copy = type(model)(model.config).to(dtype).eval()
+    copy.load_state_dict(model.state_dict())
+    copy.generation_config = model.generation_config
+    return copy
 
 
 def position_limit(name: str) -> int | None:

@@ -28,8 +28,8 @@ def verify_by_rejection(
     The positions are verified one after another. At each the remaining candidates have their turn: the token t of
     the first one is accepted with probability p(t). If it is, the candidates with another token there are dropped,
     and the next position follows. If it is not, p(t) is set to 0, p is normalised again, and it is the turn of the
-    next candidate. Where all are rejected, the token is drawn from what is left of p, and verification ends; after
-    a candidate that was accepted to its end, one more token is drawn from the distribution after it.
+    next candidate. Where all are rejected, the token is sampled from what is left of p, and verification ends; after
+    a candidate that was accepted to its end, one more token is sampled from the distribution after it.
 
     Source: Fu, Bailis, Stoica, Zhang, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding",
     2024, section 3.2, Algorithm 4; its Appendix B proves that the law is kept. The candidates are disjoint n-grams
@@ -38,7 +38,7 @@ def verify_by_rejection(
 
     Args:
         candidates: Guesses at the next tokens, all of one length: an n-gram each, without its first token, which
-            is the last one of the text. May be empty; then one token is drawn.
+            is the last one of the text. May be empty; then one token is sampled.
         next_distribution: Asked once for each position that is verified, and once for the token after it.
         generator: Source of the random numbers; PyTorch's default generator if not given.
 

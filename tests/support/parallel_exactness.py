@@ -2,7 +2,7 @@
 
 All ranks must return the tokens of one process, and leave PyTorch's random state as it does. The calls are those of
 the other suites: greedy (`exactness`), one sequence with all that changes logits (`sampling_exactness`), and ragged
-batches, greedy or freely drawn, with processors and criteria of a user's own (`batch_exactness`).
+batches, greedy or freely sampled, with user-defined processors and criteria (`batch_exactness`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ParallelCase:
         ranks: How many ranks.
         case: What is decoded.
         seed: Seed of the draws of a batch.
-        drawn: Whether the rows of a batch are drawn freely.
+        sampled: Whether the rows of a batch are sampled freely.
         timed: Whether there is a criterion that looks at the clock, so that one rank decides.
         collected: Whether logits are asked for.
     """
@@ -49,7 +49,7 @@ class ParallelCase:
     ranks: int
     case: Case | SamplingCase | BatchCase
     seed: int = 0
-    drawn: bool = False
+    sampled: bool = False
     timed: bool = False
     collected: bool = False
 
@@ -130,7 +130,7 @@ def _call(parallel_case: ParallelCase) -> tuple[Any, dict[str, Any], lookahead.L
         **batch_exactness._arguments(case),
         "num_return_sequences": case.returns,
     }
-    if parallel_case.drawn:
+    if parallel_case.sampled:
         arguments.update(do_sample=True, top_k=0)
     return model, arguments, config_of(**case.drafting)
 
@@ -196,9 +196,9 @@ def random_parallel_case(random: Random, number: int) -> ParallelCase:
     case = draw(random)
     while UNEQUAL in (getattr(case, "architecture", None), getattr(case, "model", None)):
         case = draw(random)
-    drawn = kind == 2 and random.random() < 0.6
-    if drawn and isinstance(case, BatchCase) and case.drafting["preset"] in BUDGETED:
+    sampled = kind == 2 and random.random() < 0.6
+    if sampled and isinstance(case, BatchCase) and case.drafting["preset"] in BUDGETED:
         # Rows draw from one generator in the order of their steps, so that texts are the same only if steps are.
         case = replace(case, drafting={**case.drafting, "preset": "paper", "step_budget": None})
     timed, collected = random.random() < 0.2, random.random() < 0.2
-    return ParallelCase(ranks, case, random.randrange(2**31), drawn, timed, collected)
+    return ParallelCase(ranks, case, random.randrange(2**31), sampled, timed, collected)

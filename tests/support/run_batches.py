@@ -59,7 +59,7 @@ def draw_cases(count: int, seed: int, architectures: list[str]) -> Iterator[Batc
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cases", type=positive, default=300, help="how many cases to run (default: 300)")
-    parser.add_argument("--seed", type=int, default=0, help="seed that the cases are drawn from (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random cases (default: 0)")
     parser.add_argument(
         "--architectures",
         nargs="+",

@@ -3,8 +3,9 @@
     python tests/support/run_fuzz.py --cases 3000            # seeds 0 to 2999
     python tests/support/run_fuzz.py --seed 123              # one of them again, in words
     python tests/support/run_fuzz.py --family qwen3 --cases 50
+    python tests/support/run_fuzz.py --running-states --cases 500
 
-A case is drawn from one number alone. The last lines count what came of the cases; the exit code is 1 if any was wrong.
+A case is made from one number alone. The last lines count what came of the cases; the exit code is 1 if any was wrong.
 Interrupted with Ctrl-C, the report is about what was run so far.
 """
 
@@ -21,7 +22,7 @@ import torch
 from transformers.utils import logging
 
 from fuzz.case import Case, draw_case
-from fuzz.families import family_names
+from fuzz.families import family_names, keeps_running_state
 from fuzz.outcome import NOT_BUILT, REFUSED, WRONG, Outcome, run_case
 from fuzz.report import describe, report
 from fuzz.shrink import shrink
@@ -41,6 +42,8 @@ def main() -> int:
             print("\n".join(["simplified:", *describe(shrink(outcome))]))
         return 1 if outcome.kind == WRONG else 0
     cases = draw_cases(arguments.seed_start, families, arguments.family)
+    if arguments.running_states:
+        cases = (case for case in cases if keeps_running_state(case.family))
     outcomes: list[Outcome] = []
     try:
         run_all(cases, arguments.cases, outcomes, skips=arguments.family is None)
@@ -91,6 +94,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="run the case with this number alone")
     parser.add_argument("--shrink", action="store_true", help="with --seed: look for a simpler case that fails")
     parser.add_argument("--family", choices=family_names(), metavar="NAME", help="only cases with this family")
+    parser.add_argument("--running-states", action="store_true", help="only cases of families with running states")
     return parser.parse_args()
 
 

@@ -111,7 +111,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=200, help="how many cases to compare (default: 200)")
     parser.add_argument("--kills", type=int, default=20, help="how many times to kill a rank (default: 20)")
     parser.add_argument("--signals", type=int, default=5, help="repeats of each signal in each phase (default: 5)")
-    parser.add_argument("--seed", type=int, default=0, help="seed that everything is drawn from (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (default: 0)")
     return parser.parse_args()
 
 

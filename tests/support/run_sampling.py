@@ -60,14 +60,14 @@ def draw_cases(count: int, seed: int, families: list[str], model: str | None = N
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cases", type=positive, default=500, help="how many cases to run (default: 500)")
-    parser.add_argument("--seed", type=int, default=0, help="seed that the cases are drawn from (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random cases (default: 0)")
     parser.add_argument(
         "--families",
         nargs="+",
         choices=FAMILIES,
         default=list(FAMILIES),
         metavar="NAME",
-        help="only cases drawn for these settings; all if not given",
+        help="only cases made for these settings; all if not given",
     )
     parser.add_argument(
         "--model",

@@ -39,11 +39,11 @@ from model_zoo import ARCHITECTURES, VOCAB_SIZE, build, position_limit
 DEMO = "demo"
 """Name of the demo model, beside those of the zoo."""
 DEMO_SHARE = 0.25
-"""Share of the drawn cases that run on the demo model, which is trained and has a vocabulary of thousands."""
+"""Share of the random cases that run on the demo model, which is trained and has a vocabulary of thousands."""
 GREEDY_SHARE = 0.3
-"""Share of the drawn cases that are greedy, where the setting they are drawn for works there."""
+"""Share of the random cases that are greedy, where the setting they are made for works there."""
 NEW_TOKENS = 48
-"""Most tokens that a drawn case generates."""
+"""Most tokens that a random case generates."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SamplingCase:
         model: Name in the model zoo, or `DEMO`.
         prompt: Token ids of the prompt.
         settings: Arguments of `generate`, and those that `prepared` makes from plain values.
-        family: The setting that the case was drawn for.
+        family: The setting that the case was made for.
         seed: Seed of the draws.
         do_sample: Draw tokens, or take the likeliest.
         model_seed: Seed of the weights of a zoo model.
@@ -89,7 +89,7 @@ class SamplingOutcome:
         accepted_lengths: Tokens that each step of `lookahead.generate` added.
         error: The traceback, if `lookahead.generate` raised.
         gap: At the first difference, how far the score of the expected token is above that of the token that came
-            instead; where tokens are drawn, the scores with the noise of the draw, see `racing_scores`. Within
+            instead; where tokens are sampled, the scores with the noise of the draw, see `racing_scores`. Within
             `NEAR_TIE` rounding decided; otherwise there is a bug, or rounding moved a token across a cutoff.
         logit_difference: The largest difference between the raw logits of both at that place.
     """
@@ -407,7 +407,7 @@ SETTINGS: dict[str, _Setting] = {
 """What changes logits in transformers, by the name of the argument."""
 
 FAMILIES = ("plain", "plain with eos", *SETTINGS)
-"""What a case can be drawn for: a setting, or none."""
+"""What a case can be made for: a setting, or none."""
 
 _WATERMARKS = ("green list watermark", "SynthID watermark")
 

@@ -79,9 +79,9 @@ class Step:
 
 
 @st.composite
-def steps(draw: st.DrawFn, max_nodes: int = 40, max_length: int = 70) -> Step:
+def steps(draw: st.DrawFn, max_nodes: int = 40, max_length: int = 70, max_batch: int = 3) -> Step:
     """Random steps."""
-    batch = draw(st.integers(1, 3))
+    batch = draw(st.integers(1, max_batch))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     sizes = [draw(st.integers(1, max_nodes)) for _ in range(batch)]
     # Deep trees as well as bushy ones: a parent is one of the last few nodes.

@@ -238,7 +238,7 @@ def test_errors_name_the_option_and_the_remedy(
         assert part in message
 
 
-def test_a_torch_without_muon_is_told(
+def test_a_torch_without_muon_is_refused(
     train: Callable[..., int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

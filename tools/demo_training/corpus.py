@@ -109,7 +109,7 @@ def _is_test(name: str) -> bool:
 
 
 def _unique(files: Iterable[SourceFile]) -> Iterator[SourceFile]:
-    """Leave out exact copies (vendored code): one in training would spoil its twin in validation."""
+    """Leave out exact copies (vendored code): one in training would spoil its copy in validation."""
     seen: set[str] = set()
     for file in files:
         if file.digest not in seen:

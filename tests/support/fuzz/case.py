@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from random import Random
 from typing import Any
 
+from fuzz.families import keeps_running_state
 from fuzz.settings import draw_settings
 from fuzz.variant import Variant, draw_variant
 from lookahead.backends.transformers.miniature.sizes import VOCABULARY
@@ -75,7 +76,21 @@ def draw_case(seed: int, families: list[str]) -> Case:
     variant = draw_variant(random)
     attention = "sdpa" if random.random() < 0.6 else "eager"
     double = random.random() < 0.12
-    return Case(seed, family, variant, attention, double, tuple(_draw_turns(random)))
+    turns = tuple(_draw_turns(random))
+    # Most of what is drawn for others is refused where there are running states, and would say nothing of them.
+    if keeps_running_state(family) and random.random() < 0.9:
+        turns = tuple(map(_for_running_states, turns))
+    return Case(seed, family, variant, attention, double, turns)
+
+
+def _for_running_states(turn: Turn) -> Turn:
+    """The turn with one row, without hidden tokens and settings that need trees."""
+    settings = {name: value for name, value in turn.settings.items() if name != "num_return_sequences"}
+    drafting = {name: value for name, value in turn.drafting.items() if name not in ("tie_margin", "pack_weights")}
+    if drafting["preset"] == "paper":
+        drafting = {"preset": "auto"}
+    prompt = max(turn.prompts, key=len)
+    return replace(turn, prompts=(prompt,), padding=(0,), holes=(), settings=settings, drafting=drafting)
 
 
 def _draw_turns(random: Random) -> list[Turn]:
@@ -102,6 +117,7 @@ def _draw_turns(random: Random) -> list[Turn]:
         for name in endless:
             turn.settings.pop(name, None)
         turn.settings["return_dict_in_generate"] = True
+        turn.settings["use_cache"] = True  # some configurations say otherwise, and then there is no cache to hand on
     return turns
 
 
@@ -121,7 +137,7 @@ def _draw_turn(
         holes = tuple(range(first, min(first + random.randint(1, 4), longest + extra - 1)))
     settings = draw_settings(random, rows, 40 if short else 80)
     if cache:
-        settings.pop("use_cache", None)  # which would contradict it
+        settings["use_cache"] = True  # anything else would contradict it
     return Turn(
         ours=ours,
         prompts=tuple(_draw_prompt(random, length) for length in lengths),

@@ -28,6 +28,9 @@ from fuzz.weights import draw_weights
 MULTIMODAL = "/multimodal"
 _MULTIMODAL_NAMES = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 
+_STATEFUL = ("lfm", "inkling")
+"""Beginnings of model types with running states whose classes do not say so."""
+
 
 class CannotBuild(Exception):
     """A family that could not be built tiny; the message says why."""
@@ -38,6 +41,17 @@ def family_names() -> list[str]:
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     both = [kind + MULTIMODAL for kind, name in _MULTIMODAL_NAMES.items() if causal.get(kind) != name]
     return sorted([*causal, *both])
+
+
+def keeps_running_state(family: str) -> bool:
+    """Whether the models of a family keep something else of the text than keys and values of each token."""
+    kind = family.removesuffix(MULTIMODAL)
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind == family else _MULTIMODAL_NAMES
+    return (
+        kind == "minimax"
+        or kind.startswith(_STATEFUL)
+        or bool(getattr(getattr(transformers, names[kind]), "_is_stateful", False))
+    )
 
 
 def build(family: str, variant: Variant, attention: str, double: bool = False) -> PreTrainedModel:

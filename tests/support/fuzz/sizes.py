@@ -7,12 +7,13 @@ from typing import Any
 from lookahead.backends.transformers.miniature.sizes import HIDDEN
 
 _SLIDING_FULL = ["sliding_attention", "full_attention"]
+_HYBRID = ["linear_attention", "full_attention"]
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SHARED_KEYS = {"num_hidden_layers": 4, "layer_types": 2 * _SLIDING_FULL, "num_kv_shared_layers": 2}
 _SPEECH_DECODER = {"num_codebooks": 1, "hidden_size": HIDDEN}
 
 SPECIAL: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 2},
     "blt": {"hidden_size_global": HIDDEN},
     "chameleon": {"vocabulary_map": {"<image>": 1, "<racm3:break>": 2, "<eoss>": 3, "IMGIMGA": 4}},
     "cohere_compass_text": {
@@ -24,13 +25,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots3_note_vision_encoder": {"adapter_in_dim": HIDDEN, "adapter_merge_size": 2},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "dots3_note_audio_encoder": {"adapter_input_size": HIDDEN},
-    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+    "falcon_h1": {"mamba_d_head": 16},
     "fun_asr_nano_adaptor": {"intermediate_size": HIDDEN // 4},
     "gemma3n_text": {**_SHARED_KEYS, "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0], "intermediate_size": 96},
     "gemma4_assistant": {"for default": {"text_config": {"hidden_size_per_layer_input": 0}}},
     "glm5_next_text": {"index_kpool": 4, "index_topk": 16, "qk_rope_head_dim": 0},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "granitemoehybrid": {"layer_types": _HYBRID, "num_hidden_layers": 2},
     "hrm_text": {"num_hidden_layers": 1, "num_layers_per_stack": None},
     "hy_v4": {
         "num_hidden_layers": 3,
@@ -38,9 +39,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["indexed_attention"] * 3,
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 2},
+    "jamba": {"num_hidden_layers": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
     "mistral_large4_text": {"kv_source_layers": None},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "mllama_vision_model": {"max_num_tiles": 4},
@@ -51,12 +52,22 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "musicgen_melody_decoder": _SPEECH_DECODER,
     "qwen2_5_omni_thinker": {"vision_start_token_id": 120},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 120},
-    "qwen4_exp_text": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "num_hidden_layers": 2,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [32, 32], "is_decoder": True},
     "step3p5": {"sliding_window": 8},
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2, "depths": [1] * 7},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"], "num_hidden_layers": 2},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "num_hidden_layers": 2, "hybrid_layer_ids": [1]},
     "zaya": {"num_experts_per_tok": 1},
 }
 """`for default` is for the configuration of which the rest is made smaller."""

@@ -11,11 +11,13 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from fuzz.sizes import MROPE, SPECIAL
 from fuzz.variant import Variant
+from lookahead.backends.transformers.miniature.config import is_doubled
 from lookahead.backends.transformers.miniature.sizes import (
     CONTEXTS,
     HEAD_DIM,
     HEADS,
     LAYERS,
+    OTHERS,
     SIZES,
     TOWER_SIZES,
     VOCABULARY,
@@ -67,12 +69,16 @@ def _changes(default: PreTrainedConfig, variant: Variant, tower: bool = False) -
                 changes[name] = _rope(value, default.model_type, fields, variant)
         elif isinstance(value, list) and depth and len(value) == depth:
             changes[name] = [value[layer] for layer in chosen]
+        elif name in OTHERS and value is not None:
+            changes[name] = OTHERS[name]
         elif value is None and name in ("head_dim", *_KEY_VALUE_HEADS):
             changes[name] = HEAD_DIM if name == "head_dim" else variant.key_value_heads
         elif isinstance(value, bool) or not isinstance(value, int):
             continue
         elif name == "head_dim" and value == fields.get("qk_rope_head_dim"):  # latent attention calls it that
             changes[name] = sizes["qk_rope_head_dim"]
+        elif name in ("attention_hidden_size", "attention_head_dim") and is_doubled(fields):
+            changes[name] = 2 * sizes[name]
         elif name in LAYERS:
             changes[name] = layers
         elif name in WINDOWS and not tower:

@@ -1,0 +1,80 @@
+"""The converter: the tokens and the logits of the checkpoint, in every number type."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import lookahead
+from gguf_files import REASON, tool
+from lookahead.demo import DEMO_PROMPT, demo_model_path
+
+pytest.importorskip("llama_cpp", reason=REASON)
+
+SHARED = Path(__file__).parents[3] / "shared"
+TEXTS = [
+    DEMO_PROMPT,
+    "  two spaces, a tab\t, Ünïcödé 中文 🙂, numbers 1234567 and 3.14, we'll it's I'M  ",
+    "<|endoftext|>between<|endoftext|>",
+    "\n\n    \n\tdef f(x):\n        return x ** 2  # done\n",
+    "x",
+]
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("f32", 1e-4), ("f16", 0.02), ("q8_0", 0.2), ("q4_k_m", 1.5)])
+def test_logits_of_the_demo_model(
+    kind: str, tolerance: float, tmp_path: Path, demo: tuple[PreTrainedModel, Any]
+) -> None:
+    """Tolerances are far below the logits' own spread of about three."""
+    reference, tokenizer = demo
+    tool().convert(demo_model_path(), tmp_path / "demo.gguf", kind)
+    model = lookahead.load_gguf(tmp_path / "demo.gguf")
+    for text in TEXTS:
+        ids = model.tokenizer(text, return_tensors="pt").input_ids
+        assert ids.tolist() == tokenizer(text, return_tensors="pt").input_ids.tolist()
+        assert model.tokenizer.decode(ids[0]) == tokenizer.decode(ids[0]) == text
+        assert model.tokenizer.decode(ids[0], skip_special_tokens=True) == text.replace("<|endoftext|>", "")
+        difference = model(ids).logits[:, -1] - reference(ids).logits[:, -1]
+        assert difference.abs().max() < tolerance
+
+
+def test_the_story_model_and_all_prompts(tmp_path: Path) -> None:
+    """A tokenizer with byte fallback, a BOS token, and fewer key-value heads than query heads."""
+    if not SHARED.exists():
+        pytest.skip("the story model is not here")
+    folder = SHARED / "models" / "stories260k"
+    tool().convert(folder, tmp_path / "stories.gguf")
+    model = lookahead.load_gguf(tmp_path / "stories.gguf")
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    for path in (SHARED / "data").glob("*.jsonl"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            text = json.loads(line).get("prompt")
+            if text is not None:
+                assert model.tokenizer(text).input_ids == tokenizer(text).input_ids
+    ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
+    torch.testing.assert_close(model(ids).logits[:, -1], reference(ids).logits[:, -1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_chat_template(tmp_path: Path) -> None:
+    shutil.copytree(demo_model_path(), tmp_path / "chat", ignore=shutil.ignore_patterns("*.py*"))
+    template = "{% for m in messages %}<|endoftext|>{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    (tmp_path / "chat" / "chat_template.jinja").write_text(template)
+    tool().convert(tmp_path / "chat", tmp_path / "chat.gguf", "q8_0")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "chat", local_files_only=True)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hello,  you?"}]
+    options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True}
+    expected = tokenizer.apply_chat_template(messages, **options).input_ids
+    model = lookahead.load_gguf(tmp_path / "chat.gguf")
+    assert model.tokenizer.apply_chat_template(messages, **options).input_ids == expected
+
+
+def test_other_checkpoints_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(tool().ConversionError, match="gpt2"):
+        tool().convert(tmp_path, tmp_path / "out.gguf")
+    assert tool().main([str(tmp_path), str(tmp_path / "out.gguf")]) == tool().EXIT_REFUSED
