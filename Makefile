@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # never touches thread settings.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quantized test-exact test-parallel fuzz lint format results bench-engine paper-evaluation ablation pictures docs clean
+.PHONY: help demo test test-quantized test-gguf test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -33,12 +33,23 @@ build/torchao: constraints.txt | $(VENV)/installed
 test-quantized: build/torchao  ## The tests that need torchao
 	PYTHONPATH=build/torchao $(BIN)/python -m pytest tests/api/test_wrappers.py -k quantisation
 
+# Compiled here, which takes minutes. In a folder of its own, like torchao; what else it needs is there already.
+build/gguf: constraints.txt | $(VENV)/installed
+	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --no-deps --upgrade --target $@ llama-cpp-python gguf diskcache
+	touch $@
+
+test-gguf: build/gguf  ## The tests that need llama-cpp-python, which is compiled first (six minutes)
+	PYTHONPATH=build/gguf $(BIN)/python -m pytest tests/api/test_gguf_generate.py tests/backends/test_llama_branches.py \
+		tests/backends/test_llama_runner.py tests/bench/test_gguf_probe.py tests/cli/test_cli_gguf.py \
+		tests/tools/test_convert_to_gguf.py
+
 test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled and 300 batched random cases against transformers' own generate
 	$(BIN)/python tests/support/run_exactness.py --cases 1000 --seed 0
 	$(BIN)/python tests/support/run_exactness.py --cases 200 --seed 1 --engine static
 	$(BIN)/python tests/support/run_sampling.py --cases 500 --seed 0
 	$(BIN)/python tests/support/run_batches.py --cases 300 --seed 0
-	$(BIN)/python -m pytest tests/backends/test_tree_attention.py -m exact
+	$(BIN)/python -m pytest tests/backends -m exact
 
 test-parallel: $(VENV)/installed  ## 200 random cases on 1 to 4 ranks against one process, 20 times a rank is killed, and every signal in every phase
 	$(BIN)/python tests/support/run_parallel.py --cases 200 --kills 20 --signals 5 --seed 0
@@ -47,6 +58,9 @@ CASES ?= 3000
 SEED ?=
 fuzz: $(VENV)/installed  ## CASES=3000 random cases on every family of models against transformers' own generate; SEED=n one again
 	$(BIN)/python tests/support/run_fuzz.py $(if $(SEED),--seed $(SEED),--cases $(CASES))
+
+models: $(VENV)/installed  ## Try every family of models and write docs/models.md (ten minutes); MODELS="qwen3 lfm2" some of them
+	$(BIN)/python tools/supported_models.py $(MODELS)
 
 lint: $(VENV)/installed  ## Style, types, and which package may import which
 	$(BIN)/ruff check src tests tools benchmarks
@@ -58,52 +72,24 @@ format: $(VENV)/installed  ## Put the code into the project's style
 	$(BIN)/ruff check --fix src tests tools benchmarks
 	$(BIN)/ruff format src tests tools benchmarks
 
-# Prompts and the story model lie outside of this repository; RESTART=--restart measures everything anew.
+# Prompts and the story model lie outside of this repository.
 SHARED ?= ../shared
+SUITE ?= quick
 RESTART ?=
-results: $(VENV)/installed  ## Measure step compression and write docs/results.md (ten minutes); SHARED=folder of data and models
-	$(BIN)/python benchmarks/step_compression.py --model demo --prompts $(SHARED)/data/humaneval.jsonl --name humaneval \
-		--max-new-tokens 128 --dtype float32 --threads 1 --output benchmarks/results/humaneval-demo.jsonl $(RESTART)
-	$(BIN)/python benchmarks/step_compression.py --model $(SHARED)/models/stories260k --prompts $(SHARED)/data/stories.jsonl \
-		--name stories --max-new-tokens 200 --dtype float32 --threads 1 \
-		--output benchmarks/results/stories-stories260k.jsonl $(RESTART)
-	$(BIN)/python benchmarks/write_results.py
+bench: $(VENV)/installed  ## Measure SUITE=name of benchmarks/configs into benchmarks/results/bench; SHARED=folder of data and models; RESTART=--restart measures everything anew
+	$(BIN)/lookahead bench run benchmarks/configs/$(SUITE).toml --data $(SHARED)/data --threads 1 \
+		--output benchmarks/results/bench/$(SUITE).jsonl $(RESTART)
 
-bench-engine: $(VENV)/installed  ## Measure what steps cost on one CPU thread and write docs/engine.md (twenty minutes)
-	$(BIN)/python benchmarks/engine.py --model random --dtype bfloat16 --threads 1 \
-		--output benchmarks/results/engine-random.jsonl $(RESTART)
-	$(BIN)/python benchmarks/engine.py --model demo --dtype bfloat16 --threads 1 \
-		--output benchmarks/results/engine-demo.jsonl $(RESTART)
-	$(BIN)/python benchmarks/write_engine.py
+tables: $(VENV)/installed  ## Make the tables of README.md and docs/ anew from benchmarks/results
+	$(BIN)/lookahead bench tables benchmarks/tables.toml README.md $(wildcard docs/*.md)
 
-paper-evaluation: $(VENV)/installed  ## Repeat the paper's evaluation and write docs/paper.md (half an hour); SHARED=folder
-	$(BIN)/python benchmarks/paper_evaluation.py grid --model $(SHARED)/models/stories260k --data $(SHARED)/data \
-		--prompts stories.jsonl --threads 1 --output benchmarks/results/paper-grid-stories260k.jsonl $(RESTART)
-	$(BIN)/python benchmarks/paper_evaluation.py tasks --model demo --data $(SHARED)/data \
-		--prompts humaneval.jsonl,classeval.jsonl,gsm8k.jsonl,spec_bench.jsonl --per-task 4 --max-new-tokens 96 \
-		--threads 1 --output benchmarks/results/paper-tasks-demo.jsonl $(RESTART)
-	$(BIN)/python benchmarks/paper_evaluation.py sampling --model $(SHARED)/models/stories260k --data $(SHARED)/data \
-		--prompts stories.jsonl --seeds 3 --max-new-tokens 100 --threads 1 \
-		--output benchmarks/results/paper-sampling-stories260k.jsonl $(RESTART)
-	$(BIN)/python benchmarks/paper_evaluation.py sampling --model demo --data $(SHARED)/data \
-		--prompts humaneval.jsonl,gsm8k.jsonl --per-task 3 --seeds 2 --max-new-tokens 64 --threads 1 \
-		--output benchmarks/results/paper-sampling-demo.jsonl $(RESTART)
-	$(BIN)/python benchmarks/write_paper_evaluation.py
-
-ablation: $(VENV)/installed  ## Measure what each part of drafting brings and takes, and write docs/drafting.md (fifteen minutes); SHARED=folder
-	$(BIN)/python benchmarks/ablation.py --model $(SHARED)/models/stories260k --prompts $(SHARED)/data/stories.jsonl \
-		--name stories --limit 12 --max-new-tokens 200 --threads 1 \
-		--output benchmarks/results/ablation-stories260k.jsonl $(RESTART)
-	$(BIN)/python benchmarks/ablation.py --model demo --prompts $(SHARED)/data/humaneval.jsonl --name humaneval \
-		--limit 8 --max-new-tokens 128 --threads 1 --output benchmarks/results/ablation-demo.jsonl $(RESTART)
-	$(BIN)/python benchmarks/ablation.py --model demo --prompts $(SHARED)/data/classeval.jsonl --name classeval \
-		--limit 20 --nodes 16 64 --max-new-tokens 128 --threads 1 \
-		--output benchmarks/results/ablation-classeval-demo.jsonl $(RESTART)
-	$(BIN)/python benchmarks/drafting_cost.py --output benchmarks/results/drafting-cost.jsonl
-	$(BIN)/python benchmarks/write_ablation.py
+plots: $(VENV)/installed  ## Draw the plots of docs/ anew from benchmarks/results
+	$(BIN)/lookahead bench report $(addprefix benchmarks/results/bench/,demo.jsonl hard.jsonl stories.jsonl) --plots docs/images/bench
+	$(BIN)/lookahead bench report $(addprefix benchmarks/results/bench/,paper-grid.jsonl paper-tasks.jsonl) --plots build/plots
+	cp build/plots/stories260k-stories-law.png build/plots/demo-accepted.png docs/images/paper
 
 pictures: $(VENV)/installed  ## Draw the pictures of docs/method.md from a real run of the demo model
-	$(BIN)/python benchmarks/method_pictures.py
+	$(BIN)/python tools/method_pictures.py docs/images
 
 $(VENV)/docs-installed: pyproject.toml constraints.txt | $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
