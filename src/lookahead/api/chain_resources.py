@@ -46,7 +46,7 @@ class ChainResources:
         device, engine = prompts.input_ids.device, chain_engine(model)
         self.runner = ChainRunner(model, self._cache, prompts.before[0], device, ends, engine)
         self.clock = step_clock(model.device)
-        check_chain_text(self.runner, type(model).__name__, prompts, generation_config)
+        check_chain_text(model, self.runner, prompts, generation_config)
 
     @property
     def state_bytes(self) -> int:

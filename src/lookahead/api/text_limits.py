@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from lookahead.api.prompts import Prompts
-from lookahead.backends.transformers import ChainRunner, Equivalence, ModelRunner
+from lookahead.backends.transformers import ChainRunner, Equivalence, ModelRunner, has_running_state
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
 
@@ -48,9 +48,12 @@ def check_text(
     _check_kind(kind, name, prompts)
 
 
-def check_chain_text(runner: ChainRunner, name: str, prompts: Prompts, generation_config: GenerationConfig) -> None:
+def check_chain_text(
+    model: PreTrainedModel, runner: ChainRunner, prompts: Prompts, generation_config: GenerationConfig
+) -> None:
     """Refuse a call that chains cannot be exact for; see `check_text`."""
-    if not generation_config.use_cache:
+    name = type(model).__name__
+    if not generation_config.use_cache and has_running_state(type(model), model.config):
         raise UnsupportedArgumentError(
             f"use_cache=False is not supported for {name}, which keeps a running state: plain "
             "decoding would compute it anew from the whole text at each step; pass use_cache=True"

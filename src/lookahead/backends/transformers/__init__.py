@@ -2,7 +2,7 @@
 
 from lookahead.backends.forward_result import ForwardResult
 from lookahead.backends.transformers.cache_exchange import adopt_cache, return_cache
-from lookahead.backends.transformers.chain_cache import ChainCache, check_states
+from lookahead.backends.transformers.chain_cache import ChainCache, check_states, has_running_state
 from lookahead.backends.transformers.chain_check import runs_on_chains
 from lookahead.backends.transformers.chain_engine import chain_engine
 from lookahead.backends.transformers.chain_runner import ChainRunner
@@ -30,6 +30,7 @@ __all__ = [
     "check_states",
     "engine_model",
     "equivalence",
+    "has_running_state",
     "return_cache",
     "runs_on_chains",
 ]
