@@ -49,7 +49,7 @@ test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled and 300 batched rand
 	$(BIN)/python tests/support/run_exactness.py --cases 200 --seed 1 --engine static
 	$(BIN)/python tests/support/run_sampling.py --cases 500 --seed 0
 	$(BIN)/python tests/support/run_batches.py --cases 300 --seed 0
-	$(BIN)/python -m pytest tests/backends -m exact
+	$(BIN)/python -m pytest -m exact
 
 test-parallel: $(VENV)/installed  ## 200 random cases on 1 to 4 ranks against one process, 20 times a rank is killed, and every signal in every phase
 	$(BIN)/python tests/support/run_parallel.py --cases 200 --kills 20 --signals 5 --seed 0

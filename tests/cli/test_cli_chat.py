@@ -22,10 +22,9 @@ import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig
 from lookahead.backends.transformers.tree_cache import TreeLayer
 from lookahead.cli import main
-from lookahead.cli.conversation import Answer, Conversation
+from lookahead.cli.conversation import Answer, Conversation, Message, PlainTurns, TemplatedTurns, TurnFormat
 from lookahead.cli.loading import LoadedModel
 from lookahead.cli.settings import Sampling
-from lookahead.cli.turn_format import Message, PlainTurns, TemplatedTurns, TurnFormat
 from lookahead.demo import demo_model_path
 from model_zoo import ROPE_CONTEXT, build
 
@@ -107,7 +106,7 @@ def on_steps(monkeypatch: pytest.MonkeyPatch, do: Callable[[lookahead.StepRecord
 
         return real(*args, on_step=after, **kwargs)
 
-    monkeypatch.setattr("lookahead.cli.decoding.generate", generate)
+    monkeypatch.setattr("lookahead.cli.generate.generate", generate)
 
 
 def reports(out: str) -> list[dict[str, Any]]:

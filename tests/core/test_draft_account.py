@@ -43,7 +43,7 @@ def geometric(generator: random.Random, mean: float) -> int:
     return added
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     blocks=st.lists(st.tuples(st.integers(1, 60), st.integers(1, NODES)), min_size=1, max_size=12),
     cost=st.floats(1.0, 4.0),
@@ -77,10 +77,11 @@ def test_drafts_that_never_bring_anything_cost_one_percent(cost: float) -> None:
 
 
 @pytest.mark.parametrize("saved", [-0.4, -0.1, 0.05, 0.1, 0.3, 1.0, 3.0])
-def test_with_independent_outcomes_little_is_lost_to_the_better_of_both(saved: float) -> None:
+@pytest.mark.parametrize("texts", [10, pytest.param(40, marks=pytest.mark.exact)])
+def test_with_independent_outcomes_little_is_lost_to_the_better_of_both(saved: float, texts: int) -> None:
     cost, mean = 1.5, 1.5 + saved  # of a drafted step: plain steps of time, tokens in the mean
     losses = []
-    for seed in range(40):
+    for seed in range(texts):
         generator = random.Random(seed)
         drafts = ((geometric(generator, mean), cost) for _ in cycle([None]))
         seconds, _, drafted = decode(DraftAccount(CostModel.prior()), drafts, lambda: 1.0, 6000)

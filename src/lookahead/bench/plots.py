@@ -32,12 +32,17 @@ def check_plots(folder: Path) -> None:
     Raises:
         InvalidArgumentError: matplotlib is not installed, or the folder is a file.
     """
-    if find_spec("matplotlib") is None:
-        raise InvalidArgumentError(
-            f"--plots {folder} needs matplotlib: pip install 'lookahead-decoding[plot]', or leave --plots out"
-        )
+    require_matplotlib("--plots", folder)
     if folder.exists() and not folder.is_dir():
         raise InvalidArgumentError(f"--plots {folder}: is a file; give the name of a folder")
+
+
+def require_matplotlib(option: str, path: Path) -> None:
+    """Refuse an option that draws into `path` where matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        raise InvalidArgumentError(
+            f"{option} {path} needs matplotlib: pip install 'lookahead-decoding[plot]', or leave {option} out"
+        )
 
 
 def draw(summaries: Sequence[RunSet], folder: Path) -> list[Path]:

@@ -13,10 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from lookahead.bench.suite_file import read_suite
-from lookahead.cli import process, ranks
-from lookahead.cli.model_folder import model_folder
+from lookahead.cli import process
+from lookahead.cli.inputs import model_folder, read_prompt, read_prompt_or
 from lookahead.cli.options import command
-from lookahead.cli.prompt import read_prompt, read_prompt_or
 from lookahead.cli.settings import (
     BenchSettings,
     ChatSettings,
@@ -121,11 +120,11 @@ def generate(settings: GenerateSettings) -> int:
     """
     model_folder(settings.model)
     parallel, sampling = settings.parallel or 1, settings.sampling
-    if sampling is not None and sampling.seed is None and (parallel > 1 or ranks.started_together()):
+    if sampling is not None and sampling.seed is None and (parallel > 1 or process.started_together()):
         raise InvalidArgumentError("--sample on several processes needs --sampling-seed, so that all sample the same")
-    if parallel > 1 and not ranks.started_together():
+    if parallel > 1 and not process.started_together():
         process.raise_on_interrupt()
-        return ranks.start_ranks(parallel, settings)
+        return process.start_ranks(parallel, settings)
     text = read_prompt(settings)
     # Importing torch takes seconds; help texts and whatever is refused must not wait for it.
     from lookahead.cli.generate import run

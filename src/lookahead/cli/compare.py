@@ -11,9 +11,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lookahead.bench.comparison import first_difference
 from lookahead.bench.repetition import repeated_cycle_share
 from lookahead.cli import process
-from lookahead.cli.decoding import (
+from lookahead.cli.generate import (
     Recording,
     decode_plainly,
     decode_with_lookahead,
@@ -22,9 +23,8 @@ from lookahead.cli.decoding import (
     seed_draws,
     text_options,
 )
+from lookahead.cli.inputs import Prompt, encode_prompt, is_gguf
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
-from lookahead.cli.model_folder import is_gguf
-from lookahead.cli.prompt import Prompt, encode_prompt
 from lookahead.cli.rendering import Consoles, StepPrinter, Tokenizer, decode, measuring_progress, print_json, visible
 from lookahead.cli.settings import CompareSettings
 
@@ -38,6 +38,14 @@ class Difference:
     position: int
     plain: int | None
     lookahead: int | None
+
+    @classmethod
+    def between(cls, plain: list[int], lookahead: list[int]) -> Difference | None:
+        """Where two outputs part, `None` if they are identical."""
+        position = first_difference(lookahead, plain)
+        if position is None:
+            return None
+        return cls(position, *(tokens[position] if position < len(tokens) else None for tokens in (plain, lookahead)))
 
 
 @dataclass
@@ -54,7 +62,7 @@ class Comparison:
 
     def difference(self) -> Difference | None:
         """The first difference between the sides in any round, `None` if there is none."""
-        found = (first_difference(a.tokens, b.tokens) for a, b in zip(self.plain, self.lookahead, strict=True))
+        found = (Difference.between(a.tokens, b.tokens) for a, b in zip(self.plain, self.lookahead, strict=True))
         return next((difference for difference in found if difference is not None), None)
 
 
@@ -111,19 +119,6 @@ def _run_rounds(
             if number:
                 comparison.plain.append(runs[0])
                 comparison.lookahead.append(runs[1])
-
-
-def first_difference(plain: list[int], lookahead: list[int]) -> Difference | None:
-    """Where two outputs part, `None` if they are identical."""
-    if plain == lookahead:
-        return None
-    shorter = min(len(plain), len(lookahead))
-    position = next((i for i in range(shorter) if plain[i] != lookahead[i]), shorter)
-    return Difference(
-        position,
-        plain[position] if position < len(plain) else None,
-        lookahead[position] if position < len(lookahead) else None,
-    )
 
 
 def comparison_report(comparison: Comparison, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,27 +1,24 @@
-"""`lookahead generate`: continue a prompt."""
+"""`lookahead generate`: continue a prompt. `compare` and `chat` decode and record in the same way."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field
+from time import perf_counter, process_time
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from rich.console import Console
 
+from lookahead.api.generation import generate
 from lookahead.cli import process
-from lookahead.cli.decoding import (
-    Recording,
-    decode_with_lookahead,
-    request_report,
-    run_report,
-    seed_draws,
-    text_options,
-)
-from lookahead.cli.loading import load_for_decoding, quiet_libraries
-from lookahead.cli.prompt import encode_prompt
-from lookahead.cli.ranks import joined_ranks, on_own_device, started_together, stopped_by_parent
-from lookahead.cli.rendering import Consoles, StepPrinter, print_json
-from lookahead.cli.settings import GenerateSettings
+from lookahead.cli.inputs import Prompt, encode_prompt, is_gguf
+from lookahead.cli.loading import LoadedModel, load_for_decoding, memory_errors_explained, quiet_libraries
+from lookahead.cli.rendering import Consoles, StepPrinter, Tokenizer, decode, print_json
+from lookahead.cli.settings import DecodingSettings, GenerateSettings, Sampling
+from lookahead.config import LookaheadConfig
+from lookahead.core.statistics import Statistics, StepRecord
 
 if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
@@ -29,10 +26,10 @@ if TYPE_CHECKING:
 
 def run(settings: GenerateSettings, text: str) -> int:
     """Continue `text`, print what was generated, and return the exit code."""
-    if started_together():
+    if process.started_together():
         process.raise_on_interrupt()  # the other ranks are told
-    with joined_ranks() as group:
-        return _run(settings if group is None else on_own_device(settings), text, group)
+    with process.joined_ranks() as group:
+        return _run(settings if group is None else process.on_own_device(settings), text, group)
 
 
 def _run(settings: GenerateSettings, text: str, group: ParallelGroup | None) -> int:
@@ -46,7 +43,7 @@ def _run(settings: GenerateSettings, text: str, group: ParallelGroup | None) -> 
         options = text_options(loaded, settings.sampling, settings.repetition_penalty, settings.stop)
         seed_draws(settings.sampling)
         # Where it is raised, recording.complete stays False, and what was generated is still printed.
-        with suppress(KeyboardInterrupt), stopped_by_parent(group):
+        with suppress(KeyboardInterrupt), process.stopped_by_parent(group):
             decode_with_lookahead(loaded, prompt, settings.config, recording, on_step, parallel=group, **options)
         if printer is None:
             report = run_report(loaded.tokenizer, recording) | request_report(settings, loaded, prompt)
@@ -71,3 +68,192 @@ def print_statistics(notes: Console, recording: Recording) -> None:
     else:
         line = f"interrupted: {line}"
     notes.print(line, style="dim")
+
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class Recording:
+    """What one run did. It grows step by step, so that an interruption loses nothing.
+
+    Attributes:
+        tokens_by_step: The token ids that each step added.
+        output: The token ids that were returned at the end, `None` before.
+        statistics: Counted along with the steps; the times by part arrive at the end.
+        wall_seconds: Wall time of the run.
+        cpu_seconds: CPU time of the run, all threads together.
+    """
+
+    tokens_by_step: list[list[int]] = field(default_factory=list)
+    output: list[int] | None = None
+    statistics: Statistics = field(default_factory=Statistics)
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run came to its end."""
+        return self.output is not None
+
+    @property
+    def tokens(self) -> list[int]:
+        """All generated token ids: those returned, or those of the steps before an interruption."""
+        if self.output is not None:
+            return self.output
+        return [token for step in self.tokens_by_step for token in step]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second of wall time."""
+        return self.statistics.tokens / self.wall_seconds if self.wall_seconds else 0.0
+
+    def add(self, step: StepRecord) -> None:
+        """Keep one step."""
+        self.tokens_by_step.append(list(step.tokens))
+        self.statistics.steps += 1
+        self.statistics.record(step)
+
+
+def decode_with_lookahead(
+    loaded: LoadedModel,
+    prompt: Prompt,
+    config: LookaheadConfig,
+    recording: Recording,
+    on_step: Callable[[list[int]], None] | None = None,
+    **options: Any,
+) -> Any:
+    """Decode with lookahead into `recording`, greedily unless `options` of `lookahead.generate` say otherwise.
+
+    Returns:
+        What `lookahead.generate` returned.
+    """
+
+    def keep(step: StepRecord) -> None:
+        recording.add(step)
+        if on_step is not None:
+            on_step(step.tokens)
+
+    def run() -> Any:
+        output: Any = generate(
+            loaded.model,
+            lookahead_config=config,
+            on_step=keep,
+            return_dict_in_generate=True,
+            **_arguments(loaded, prompt) | options,
+        )
+        recording.output = output.sequences[0, prompt.input_ids.shape[1] :].tolist()
+        recording.statistics.seconds = output.statistics.seconds
+        return output
+
+    return _timed(run, loaded, recording)
+
+
+def text_options(
+    loaded: LoadedModel, sampling: Sampling | None, repetition_penalty: float | None, stop: Sequence[str] | None
+) -> dict[str, Any]:
+    """Arguments of `generate` that decide about the text: how tokens are chosen, and where it ends."""
+    options: dict[str, Any] = {}
+    if sampling is not None:
+        given = {name: value for name, value in asdict(sampling).items() if value is not None and name != "seed"}
+        options |= loaded.sampling | given | {"do_sample": True}
+    if repetition_penalty is not None:
+        options["repetition_penalty"] = repetition_penalty
+    if stop:
+        options["stop_strings"] = list(stop)
+    return options
+
+
+def seed_draws(sampling: Sampling | None) -> int | None:
+    """Seed the draws that come, with a new seed where none is given; the seed, `None` for greedy decoding."""
+    if sampling is None:
+        return None
+    if sampling.seed is None:
+        return torch.seed()
+    torch.manual_seed(sampling.seed)
+    return sampling.seed
+
+
+def decode_plainly(loaded: LoadedModel, prompt: Prompt, **options: Any) -> Recording:
+    """Decode without lookahead, greedily unless `options` say otherwise; every token is a step of one node.
+
+    By transformers alone; by llama.cpp without a draft if the model is a GGUF file, as fast as this library can run it.
+    """
+    recording = Recording()
+    if is_gguf(loaded.path):
+        decode_with_lookahead(loaded, prompt, LookaheadConfig(preset="autoregressive"), recording, **options)
+        return recording
+
+    def run() -> None:
+        sequences = loaded.model.generate(**_arguments(loaded, prompt) | options)  # [1, S + new tokens]
+        new_tokens: list[int] = sequences[0, prompt.input_ids.shape[1] :].tolist()
+        for number, token in enumerate(new_tokens, start=1):
+            recording.add(StepRecord(index=0, step=number, tokens=[token], nodes=1))
+        recording.output = new_tokens
+
+    _timed(run, loaded, recording)
+    return recording
+
+
+def _arguments(loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
+    return {
+        "input_ids": prompt.input_ids,
+        # Without it transformers would take a pad token in the prompt for padding.
+        "attention_mask": torch.ones_like(prompt.input_ids),
+        "max_new_tokens": prompt.max_new_tokens,
+        "do_sample": False,
+        # For models whose generation configuration holds stop strings.
+        "tokenizer": loaded.tokenizer,
+    }
+
+
+def _timed(run: Callable[[], _T], loaded: LoadedModel, recording: Recording) -> _T:
+    advice = "a smaller window (-W 5 -N 3 -G 5), a shorter text or a smaller --max-new-tokens"
+    if loaded.dtype == "float32":
+        advice += ", or --dtype bfloat16"
+    wall, cpu = perf_counter(), process_time()
+    try:
+        with memory_errors_explained(f"on {loaded.model.device} while decoding", advice):
+            return run()
+    finally:
+        recording.wall_seconds = perf_counter() - wall
+        recording.cpu_seconds = process_time() - cpu
+
+
+def run_report(tokenizer: Tokenizer, recording: Recording) -> dict[str, Any]:
+    """What one run generated, counted and took."""
+    statistics = recording.statistics
+    parts = asdict(statistics.seconds)
+    return {
+        "text": decode(tokenizer, recording.tokens),
+        "tokens": recording.tokens,
+        "steps": statistics.steps,
+        "step_compression": statistics.step_compression,
+        "nodes_per_step": statistics.nodes_per_step,
+        "accepted_lengths": statistics.accepted_lengths,
+        "tokens_per_second": recording.tokens_per_second,
+        "seconds": {
+            "wall": recording.wall_seconds,
+            "cpu": recording.cpu_seconds,
+            # The times by part come with the finished output only.
+            **(parts if recording.complete else dict.fromkeys(parts)),
+        },
+    }
+
+
+def request_report(settings: DecodingSettings, loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
+    """What to decode, and with which model."""
+    return {
+        "prompt": prompt.text,
+        "prompt_tokens": prompt.input_ids.shape[1],
+        "max_new_tokens": prompt.max_new_tokens,
+        "model": str(loaded.path),
+        "dtype": loaded.dtype,
+        "device": str(loaded.model.device),
+        "preset": settings.config.preset,
+        "sampling": None if settings.sampling is None else asdict(settings.sampling),
+        "repetition_penalty": settings.repetition_penalty,
+        "stop": settings.stop or [],
+        "config": asdict(settings.config) | {"memory": str(settings.config.memory)},
+        "versions": process.versions(),
+    }

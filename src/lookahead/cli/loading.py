@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from lookahead.api.gguf.loading import load_gguf
 from lookahead.api.gguf.model import GGUFModel
 from lookahead.cli import process
-from lookahead.cli.model_folder import is_gguf, model_folder
+from lookahead.cli.inputs import is_gguf, model_folder
 from lookahead.cli.rendering import spinner
 from lookahead.cli.settings import DecodingSettings, TuneSettings
 from lookahead.drafting.compiled import on_first_compilation

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lookahead.cli import ranks
+from lookahead.cli import process
 from lookahead.cli.options import (
     CONVERSATION,
     DRAFT,
@@ -191,7 +191,7 @@ class GenerateSettings(DecodingSettings, PromptSource):
         """How to draft, on as many devices as there are ranks."""
         config = super().configuration(options)
         sized = any(options[name] is not None for name in ("step_budget", "window_size", "guess_set_size"))
-        return config if sized else ranks.scaled(config, options["parallel"])
+        return config if sized else process.scaled(config, options["parallel"])
 
 
 @dataclass(frozen=True, kw_only=True)
