@@ -14,7 +14,7 @@ import typer
 
 from lookahead.bench.suite_file import read_suite
 from lookahead.cli import process
-from lookahead.cli.inputs import model_folder, read_prompt, read_prompt_or
+from lookahead.cli.inputs import is_gguf, model_folder, read_prompt, read_prompt_or
 from lookahead.cli.options import command
 from lookahead.cli.settings import (
     BenchSettings,
@@ -22,6 +22,7 @@ from lookahead.cli.settings import (
     CompareSettings,
     GenerateSettings,
     ReportSettings,
+    ServeSettings,
     TablesSettings,
     TuneSettings,
 )
@@ -157,6 +158,20 @@ def chat(settings: ChatSettings) -> int:
     """
     model_folder(settings.model)
     from lookahead.cli.chat import run  # late, as in `generate`
+
+    return run(settings)
+
+
+@command(app, ServeSettings)
+def serve(settings: ServeSettings) -> int:
+    """Serve a model over HTTP, with the API of OpenAI.
+
+    Requests share forward passes, and each gets the text that it would get alone. SIGTERM or Ctrl-C lets running
+    requests finish; a second one ends the server at once.
+    """
+    if is_gguf(model_folder(settings.model)):
+        raise InvalidArgumentError(f"--model {settings.model}: GGUF files cannot be served; give a model folder")
+    from lookahead.cli.serve import run  # late, as in `generate`
 
     return run(settings)
 

@@ -21,7 +21,7 @@ from lookahead.api.gguf.model import GGUFModel
 from lookahead.cli import process
 from lookahead.cli.inputs import is_gguf, model_folder
 from lookahead.cli.rendering import spinner
-from lookahead.cli.settings import DecodingSettings, TuneSettings
+from lookahead.cli.settings import DecodingSettings, ServeSettings, TuneSettings
 from lookahead.drafting.compiled import on_first_compilation
 from lookahead.drafting.warm_up import compile_loops
 from lookahead.errors import InvalidArgumentError, LookaheadError, LookaheadWarning
@@ -78,7 +78,7 @@ class LoadedModel:
         return str(self.model.dtype).removeprefix("torch.")
 
 
-def load_model(settings: DecodingSettings | TuneSettings, notes: Console) -> LoadedModel:
+def load_model(settings: DecodingSettings | ServeSettings | TuneSettings, notes: Console) -> LoadedModel:
     """Load the model that the settings name; a spinner shows that something happens."""
     device = check_device(settings.device)
     path = model_folder(settings.model)
@@ -86,12 +86,12 @@ def load_model(settings: DecodingSettings | TuneSettings, notes: Console) -> Loa
         f"on {device} while loading the model", "--dtype bfloat16, a smaller model or another --device"
     )
     with spinner(notes, f"loading {path.resolve().name}"), memory:
-        if is_gguf(path):
+        if is_gguf(path) and not isinstance(settings, ServeSettings):
             return _load_gguf(path, settings)
         return _load(path, settings.dtype, device, notes)
 
 
-def load_for_decoding(settings: DecodingSettings, notes: Console) -> LoadedModel:
+def load_for_decoding(settings: DecodingSettings | ServeSettings, notes: Console) -> LoadedModel:
     """Load the model, compile what drafts for it, and let Ctrl-C raise: from here on there is something to show."""
     loaded = load_model(settings, notes)
     compile_drafting(notes)

@@ -17,6 +17,8 @@ CONVERSATION = "Conversation"
 DRAFT = "Drafting (changes the number of steps, never the text)"
 SAMPLING = "Sampling"
 RUN = "Running"
+NETWORK = "Network"
+LIMITS = "Limits"
 OUTPUT = "Output"
 """Panels of the help texts."""
 
@@ -44,6 +46,7 @@ whole_number = _number(int)
 positive_whole_number = _number(int, "at least 1", lambda number: number >= 1)
 count = _number(int, "at least 0", lambda number: number >= 0)
 layers = _number(int, "at least 0, or -1 for all", lambda number: number >= -1)
+port = _number(int, "from 0 to 65535", lambda number: 0 <= number < 2**16)
 positive = _number(float, "above 0", lambda number: 0 < number < math.inf)
 probability = _number(float, "above 0 and at most 1", lambda number: 0 < number <= 1)
 
@@ -56,7 +59,7 @@ def dtype(text: str) -> str:
 
 
 _METAVARS: dict[Any, str] = {
-    **dict.fromkeys((whole_number, positive_whole_number, count, layers), "INTEGER"),
+    **dict.fromkeys((whole_number, positive_whole_number, count, layers, port), "INTEGER"),
     **dict.fromkeys((positive, probability), "NUMBER"),
     dtype: "|".join(DTYPES),
 }

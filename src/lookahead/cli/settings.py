@@ -12,6 +12,8 @@ from lookahead.cli import process
 from lookahead.cli.options import (
     CONVERSATION,
     DRAFT,
+    LIMITS,
+    NETWORK,
     OUTPUT,
     RUN,
     SAMPLING,
@@ -22,6 +24,7 @@ from lookahead.cli.options import (
     dtype,
     layers,
     option,
+    port,
     positive,
     positive_whole_number,
     probability,
@@ -233,6 +236,59 @@ class ChatSettings(DecodingSettings):
         config = super().configuration(options)
         defaults: dict[str, dict[str, Any]] = {"auto": {"memory": "process"}, "paper": {"pool_from_prompt": True}}
         return LookaheadConfig.from_dict(defaults.get(config.preset, {}) | _given(options))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(Settings):
+    """Settings of `lookahead serve`."""
+
+    panels: ClassVar = (SOURCE, NETWORK, LIMITS, DRAFT, RUN)
+
+    model: Path | None = _model()
+    name: str | None = option("--name TEXT", SOURCE, "What clients call the model.", shown="the name of its folder")
+    host: str = option("--host ADDRESS", NETWORK, "Address to listen on; 0.0.0.0 for all.", default="127.0.0.1")
+    port: int = option("--port", NETWORK, "Port to listen on, 0 for any that is free.", port, 8000)
+    api_key_file: Path | None = option(
+        "--api-key-file FILE", NETWORK, "Keys of which clients must send one, one a line.", shown="no keys"
+    )
+    queue: int = option("--queue", LIMITS, "Most answers that wait for their turn.", count, 128)
+    timeout: float = option("--timeout", LIMITS, "Seconds after which a request is given up.", positive, 600.0)
+    read_timeout: float = option(
+        "--read-timeout", LIMITS, "Seconds in which a request must have arrived.", positive, 30.0
+    )
+    max_prompt_tokens: int | None = option(
+        "--max-prompt-tokens", LIMITS, "Most tokens of a prompt.", positive_whole_number, shown="the model's context"
+    )
+    max_new_tokens: int = option(
+        "--max-new-tokens -n", LIMITS, "Most tokens of an answer.", positive_whole_number, 16384
+    )
+    max_body_bytes: int = option(
+        "--max-body-bytes", LIMITS, "Most bytes of a request.", positive_whole_number, 8 * 2**20
+    )
+    max_rows: int = option("--max-rows", RUN, "Most answers that are made at once.", positive_whole_number, 16)
+    kv_tokens: int | None = option(
+        "--kv-tokens",
+        RUN,
+        "Most tokens whose keys and values are held at once.",
+        positive_whole_number,
+        shown="any number",
+    )
+    prompt_tokens: int = option(
+        "--prompt-tokens", RUN, "Most tokens of prompts in one step.", positive_whole_number, 512
+    )
+    config: LookaheadConfig
+    dtype: str = _dtype("auto")
+    device: str | None = _device()
+    no_color: bool = _no_color()
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Any:
+        """Settings from the values of all options; requests learn from each other unless a memory is given."""
+        given = _given(options)
+        config = LookaheadConfig.from_dict(given)
+        if config.preset == "auto" and "memory" not in given:
+            config = LookaheadConfig.from_dict({**given, "memory": "process"})
+        return super().of({**options, "config": config})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,202 @@
+"""Answers in the form of OpenAI's API: whole, and in chunks."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lookahead.server.generation import Answer, Generation, Piece
+from lookahead.server.plan import Plan
+from lookahead.server.processors import TokenLogprobs
+from lookahead.server.requests import ChatRequest, CompletionRequest, TextRequest
+from lookahead.server.served_model import ServedModel
+from lookahead.version import __version__
+
+
+class Form:
+    """How answers to one request are written.
+
+    Args:
+        served: The model.
+        request: The request.
+        plans: Its prompts.
+    """
+
+    prefix: str
+    object: str
+    chunk_object: str
+
+    def __init__(self, served: ServedModel, request: TextRequest, plans: Sequence[Plan]) -> None:
+        self._served, self._request, self._plans = served, request, plans
+        self._head = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": served.name,
+            "system_fingerprint": f"lookahead-{__version__}",
+        }
+
+    def whole(self, generation: Generation, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+        """The answer to a request that does not stream.
+
+        Args:
+            generation: The answers.
+            pieces: All that each of them was made of.
+        """
+        choices = [self.choice(answer, made) for answer, made in zip(generation.answers, pieces, strict=True)]
+        return {**self._head, "object": self.object, "choices": choices, **self.usage(generation)}
+
+    def opening(self, generation: Generation) -> list[dict[str, Any]]:
+        """Chunks that come before all others."""
+        return []
+
+    def chunk(self, answer: Answer, piece: Piece | None) -> dict[str, Any] | None:
+        """The chunk for a piece, or for the end of an answer; `None` if there is nothing to tell yet."""
+        if piece is not None and not (piece.text or piece.logprobs or self._request.lookahead.steps):
+            return None
+        chunk = {**self._head, "object": self.chunk_object, "choices": [self.delta(answer, piece)]}
+        if piece is not None and self._request.lookahead.steps:
+            chunk["lookahead"] = {"tokens": len(piece.tokens), "nodes": piece.nodes}
+        return chunk
+
+    def closing(self, generation: Generation) -> list[dict[str, Any]]:
+        """Chunks that come after all others."""
+        options = self._request.stream_options
+        told = self.usage(generation)
+        if options is None or not options.include_usage:
+            told.pop("usage")
+        if not told:
+            return []
+        return [{**self._head, "object": self.chunk_object, "choices": [], **told}]
+
+    def usage(self, generation: Generation) -> dict[str, Any]:
+        """Counts of the whole request."""
+        prompt = sum(len(plan.prompt) for plan in self._plans)
+        completion = sum(answer.tokens for answer in generation.answers)
+        told: dict[str, Any] = {
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+            }
+        }
+        if self._request.lookahead.statistics:
+            steps, nodes = (sum(getattr(answer, name) for answer in generation.answers) for name in ("steps", "nodes"))
+            told["lookahead"] = {
+                "steps": steps,
+                "nodes": nodes,
+                "tokens_per_step": completion / steps if steps else 0.0,
+            }
+        return told
+
+    def choice(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """One answer, complete."""
+        raise NotImplementedError
+
+    def delta(self, answer: Answer, piece: Piece | None) -> dict[str, Any]:
+        """What a chunk says of one answer."""
+        raise NotImplementedError
+
+    def _token(self, token: int) -> tuple[str, list[int]]:
+        return self._served.text_of(token), list(self._served.bytes_of(token))
+
+
+class CompletionForm(Form):
+    """Of `/v1/completions`."""
+
+    prefix = "cmpl"
+    object = chunk_object = "text_completion"
+    _request: CompletionRequest
+
+    def __init__(self, served: ServedModel, request: CompletionRequest, plans: Sequence[Plan]) -> None:
+        super().__init__(served, request, plans)
+        self._offsets: dict[int, int] = {}
+
+    def choice(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """See `Form`."""
+        text = "".join(piece.text for piece in pieces)
+        entries = [entry for piece in pieces for entry in piece.logprobs]
+        return self._choice(answer, text, entries, answer.finish_reason)
+
+    def delta(self, answer: Answer, piece: Piece | None) -> dict[str, Any]:
+        """See `Form`."""
+        if piece is None:
+            return self._choice(answer, "", [], answer.finish_reason)
+        return self._choice(answer, piece.text, piece.logprobs, None)
+
+    def _choice(
+        self, answer: Answer, text: str, entries: Sequence[TokenLogprobs], finish_reason: str | None
+    ) -> dict[str, Any]:
+        logprobs = self._logprobs(answer, entries) if entries else None
+        return {"index": answer.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(self, answer: Answer, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        texts = [self._token(entry.token)[0] for entry in entries]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offsets.get(answer.index, 0))
+            self._offsets[answer.index] = offsets[-1] + len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [
+                {self._token(token)[0]: logprob for token, logprob in reversed(entry.top)} for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+
+class ChatForm(Form):
+    """Of `/v1/chat/completions`."""
+
+    prefix = "chatcmpl"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    _request: ChatRequest
+
+    def choice(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """See `Form`."""
+        entries = [entry for piece in pieces for entry in piece.logprobs]
+        return {
+            "index": answer.index,
+            "message": {"role": "assistant", "content": "".join(piece.text for piece in pieces), "refusal": None},
+            "logprobs": self._logprobs(entries) if self._request.logprobs else None,
+            "finish_reason": answer.finish_reason,
+        }
+
+    def opening(self, generation: Generation) -> list[dict[str, Any]]:
+        """See `Form`."""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return [
+            {
+                **self._head,
+                "object": self.chunk_object,
+                "choices": [{"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": None}],
+            }
+            for answer in generation.answers
+        ]
+
+    def delta(self, answer: Answer, piece: Piece | None) -> dict[str, Any]:
+        """See `Form`."""
+        return {
+            "index": answer.index,
+            "delta": {} if piece is None else {"content": piece.text},
+            "logprobs": self._logprobs(piece.logprobs) if piece is not None and self._request.logprobs else None,
+            "finish_reason": answer.finish_reason if piece is None else None,
+        }
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        def told(token: int, logprob: float) -> dict[str, Any]:
+            text, data = self._token(token)
+            return {"token": text, "logprob": logprob, "bytes": data}
+
+        rivals = self._request.top_logprobs or 0
+        content = [
+            {
+                **told(entry.token, entry.logprob),
+                "top_logprobs": [told(token, logprob) for token, logprob in entry.top[:rivals]],
+            }
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}

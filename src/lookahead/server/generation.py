@@ -1,0 +1,194 @@
+"""The answers to one request while they are made: from the engine's thread to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from lookahead.core.statistics import StepRecord
+from lookahead.server.errors import ApiError
+from lookahead.server.metrics import RequestClock
+from lookahead.server.plan import Plan, recorder
+from lookahead.server.processors import TokenLogprobs
+from lookahead.server.served_model import ServedModel
+from lookahead.server.text_builder import TextBuilder
+from lookahead.serving import RequestHandle
+
+
+@dataclass
+class Piece:
+    """What one step added to an answer.
+
+    Attributes:
+        text: Text that is certain by now.
+        tokens: Its tokens.
+        nodes: Nodes that the step sent.
+        logprobs: What there is to say of the tokens, if that was asked for.
+    """
+
+    text: str
+    tokens: list[int] = field(default_factory=list)
+    nodes: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class Answer:
+    """One answer.
+
+    Args:
+        served: The model.
+        plan: What is asked for.
+        index: Which answer of the request.
+        seed: Of its random draws.
+        tell: Takes each `Piece`, in the engine's thread.
+
+    Attributes:
+        finish_reason: `"stop"` or `"length"`, when it is complete.
+        tokens: Tokens so far.
+        steps: Steps so far.
+        nodes: Nodes that these sent.
+    """
+
+    def __init__(self, served: ServedModel, plan: Plan, index: int, seed: int, tell: Callable[[Piece], None]) -> None:
+        self.plan, self.index = plan, index
+        self.finish_reason: str | None = None
+        self.tokens = self.steps = self.nodes = 0
+        self._ends = served.end_tokens
+        self._builder = TextBuilder(served.tokenizer, plan.prompt, plan.stops)
+        self._recorder = recorder(plan)
+        self._tell = tell
+        processors = plan.processors()
+        if self._recorder is not None:
+            processors.insert(0, self._recorder)
+        self.handle: RequestHandle = served.engine.submit(
+            plan.prompt,
+            seed=seed,
+            lookahead_config=plan.config,
+            on_step=self._on_step,
+            attention_mask=torch.ones((1, len(plan.prompt)), dtype=torch.long),
+            logits_processor=processors,
+            stopping_criteria=StoppingCriteriaList([_StopText(self._builder)]),
+            repetition_penalty=1.0,  # that of the model is among the processors
+            pad_token_id=next(iter(self._ends), 0),
+            **plan.options,
+        )
+
+    def _on_step(self, record: StepRecord) -> None:
+        self.tokens += len(record.tokens)
+        self.steps += 1
+        self.nodes += record.nodes
+        text = self._builder.finish() if record.finished else self._builder.take()
+        shown = [token for token in record.tokens if token not in self._ends]
+        logprobs = [] if self._recorder is None else self._recorder.take(record.tokens)[: len(shown)]
+        if record.finished:
+            ended = self._builder.stopped or record.tokens[-1] in self._ends
+            self.finish_reason = "stop" if ended else "length"
+        self._tell(Piece(text, record.tokens, record.nodes, logprobs))
+
+
+class _StopText(StoppingCriteria):  # type: ignore[misc]
+    """Builds the text token by token, and ends it at a stop string."""
+
+    def __init__(self, builder: TextBuilder) -> None:
+        self._builder = builder
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor([self._builder.add(int(input_ids[0, -1]))])
+
+
+@dataclass
+class _End:
+    """An answer is complete, or failed."""
+
+    error: BaseException | None = None
+
+
+class Generation:
+    """All answers to one request. Iterating gives each answer with its pieces, and with `None` at its end.
+
+    Args:
+        served: The model.
+        clock: Times it.
+        seconds: Time that it has.
+        ended: Called once when it is through.
+
+    Attributes:
+        answers: The answers, once `submit` was called.
+    """
+
+    def __init__(self, served: ServedModel, clock: RequestClock, seconds: float, ended: Callable[[], None]) -> None:
+        self._served, self._clock, self._ended = served, clock, ended
+        self._deadline = time.monotonic() + seconds
+        self._queue: asyncio.Queue[tuple[int, Piece | _End]] = asyncio.Queue()
+        self._watchers: list[asyncio.Task[None]] = []
+        self._closed = False
+        self.answers: list[Answer] = []
+
+    def submit(self, plans: Sequence[Plan], count: int, loop: asyncio.AbstractEventLoop) -> None:
+        """Hand answers to the engine, `count` for each plan. May be called in another thread than the loop's."""
+        for place, plan in enumerate(plans):
+            for number in range(count):
+                index = place * count + number
+                answer = Answer(self._served, plan, index, plan.seed + number, self._teller(loop, index))
+                self.answers.append(answer)
+                if self._closed:  # meanwhile
+                    answer.handle.cancel()
+
+    def close(self) -> None:
+        """Give up what is not complete, from the next step on."""
+        if not self._closed:
+            self._closed = True
+            self._clock.end()
+            self._ended()
+        for answer in self.answers:
+            answer.handle.cancel()
+        for watcher in self._watchers:
+            watcher.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[Answer, Piece | None]]:
+        self._watchers = [asyncio.create_task(self._watch(answer)) for answer in self.answers]
+        left = len(self.answers)
+        while left:
+            index, told = await self._next()
+            answer = self.answers[index]
+            if isinstance(told, Piece):
+                self._clock.step(index, len(told.tokens), told.nodes)
+                yield answer, told
+                continue
+            if told.error is not None:
+                raise told.error
+            left -= 1
+            self._clock.finish(answer.finish_reason or "abort")
+            yield answer, None
+
+    async def _next(self) -> tuple[int, Piece | _End]:
+        try:
+            return await asyncio.wait_for(self._queue.get(), max(self._deadline - time.monotonic(), 0.001))
+        except asyncio.TimeoutError:
+            raise ApiError(504, "the request took longer than this server allows", code="timeout") from None
+
+    def _teller(self, loop: asyncio.AbstractEventLoop, index: int) -> Callable[[Piece], None]:
+        def tell(piece: Piece) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to listen
+                loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
+
+        return tell
+
+    async def _watch(self, answer: Answer) -> None:
+        """Tell of the end. Behind the last piece: what the engine's thread told before is in the loop by then."""
+        error: BaseException | None = None
+        try:
+            async for _ in answer.handle:
+                pass
+        except asyncio.CancelledError:
+            raise
+        except BaseException as raised:
+            error = raised
+        asyncio.get_running_loop().call_soon(self._queue.put_nowait, (answer.index, _End(error)))

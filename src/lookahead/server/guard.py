@@ -1,0 +1,139 @@
+"""What stands before the application: keys, sizes and times of requests, and a line in the log for each."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lookahead.server.errors import ApiError
+from lookahead.server.settings import ServerSettings
+
+_CLOSE = {"Connection": "close"}
+
+
+class Guard:
+    """Lets a request through that names a key, and arrives whole, in time, and not too large.
+
+    Args:
+        app: The application.
+        settings: Keys and limits.
+        refused: Told the status of each request that is not let through.
+        log: Takes a line for each request.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        refused: Callable[[int], None],
+        log: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._app, self._settings, self._refused, self._log = app, settings, refused, log
+        self._keys = [_digest(key) for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        number, begin, status = secrets.token_hex(8), time.perf_counter(), 0
+        notes: dict[str, Any] = {}
+        scope.setdefault("state", {})["notes"] = notes
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", number.encode())]
+            await send(message)
+
+        try:
+            await self._let_through(scope, receive, answer)
+        finally:
+            if status >= 400:
+                self._refused(status)
+            seconds = round(time.perf_counter() - begin, 4)
+            told = {"id": number, "method": scope["method"], "path": scope["path"], "status": status}
+            self._log({**told, "seconds": seconds, **notes})
+
+    async def _let_through(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._check_key(scope)
+            body = await self._body(scope, receive)
+        except ApiError as error:
+            await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
+            return
+        if body is not None:
+            await self._app(scope, _replay(body, receive), send)
+
+    def _check_key(self, scope: Scope) -> None:
+        if not self._keys or scope["path"] in self._settings.open_paths:
+            return
+        given = Headers(scope=scope).get("authorization", "")
+        digest = _digest(given.removeprefix("Bearer ").strip())
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]  # all of them: the time says nothing
+        if not any(matches):
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(
+                401, "this server asks for an API key that it knows", code="invalid_api_key", headers=headers
+            )
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The body; `None` if the client has gone.
+
+        Raises:
+            ApiError: It is too large, or takes too long.
+        """
+        most, length = self._settings.body_bytes, Headers(scope=scope).get("content-length", "0")
+        too_large = ApiError(413, f"the body is larger than {most} bytes", code="body_too_large", headers=_CLOSE)
+        if not length.isdigit() or int(length) > most:
+            raise too_large
+        parts, size = [], 0
+        deadline = time.monotonic() + self._settings.read_timeout
+        while True:
+            try:
+                message = await asyncio.wait_for(receive(), max(deadline - time.monotonic(), 0.001))
+            except asyncio.TimeoutError:
+                raise ApiError(408, "the body did not arrive in time", code="timeout", headers=_CLOSE) from None
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > most:
+                raise too_large
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    sent = False
+
+    async def again() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+def log_line(fields: dict[str, Any]) -> None:
+    """Write one line of JSON to standard error."""
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    print(json.dumps({"time": stamp, **fields}, ensure_ascii=True), file=sys.stderr, flush=True)

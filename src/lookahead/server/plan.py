@@ -1,0 +1,168 @@
+"""What a request asks of the engine: prompts, lengths, sampling, how to draft."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+from lookahead.config import LookaheadConfig
+from lookahead.server.errors import refused
+from lookahead.server.processors import LogitBias, LogprobRecorder, OccurrencePenalty
+from lookahead.server.requests import ChatRequest, CompletionRequest, LookaheadOptions, TextRequest
+from lookahead.server.served_model import ServedModel, prompt_room
+
+_LEAST_TEMPERATURE = 0.01
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may ask for.
+
+    Attributes:
+        prompt_tokens: Most tokens of a prompt; the model's context if `None`.
+        new_tokens: Most tokens of an answer that names no number, and of one that names a larger one.
+    """
+
+    prompt_tokens: int | None = None
+    new_tokens: int = 16384
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One prompt of a request, checked.
+
+    Attributes:
+        prompt: Its token ids.
+        options: Arguments of `Engine.submit` besides processors, criteria and seed.
+        seed: Of the first answer; that of each further one is one larger.
+        stops: Texts that end an answer.
+        logprobs: How many rivals of each token to tell; nothing if `None`.
+        processors: Makes the logits processors of one answer.
+        config: How to draft.
+    """
+
+    prompt: list[int]
+    options: dict[str, Any]
+    seed: int
+    stops: list[str]
+    logprobs: int | None
+    processors: Callable[[], LogitsProcessorList]
+    config: LookaheadConfig
+
+
+def make_plan(
+    served: ServedModel, request: TextRequest, prompt: list[int], limits: Limits, default_tokens: int | None
+) -> Plan:
+    """Check what a request asks for.
+
+    Args:
+        served: The model.
+        request: The request.
+        prompt: Token ids of its prompt, or of one of them.
+        limits: What it may ask for.
+        default_tokens: Most tokens of the answer if the request names no number; as many as fit if `None`.
+
+    Raises:
+        ApiError: It cannot be met.
+        LookaheadError: Likewise.
+    """
+    room = prompt_room(served, prompt, limits.prompt_tokens)
+    options = {"max_new_tokens": _length(request, room, limits, default_tokens), **_sampling(served, request)}
+    if request.logit_bias:
+        _check_bias(request, served.vocabulary)
+    return Plan(
+        prompt=prompt,
+        options=options,
+        seed=secrets.randbits(62) if request.seed is None else request.seed,
+        stops=request.stop,
+        logprobs=_rivals(request),
+        processors=lambda: _processors(served, request, len(prompt)),
+        config=_config(served.config, request.lookahead),
+    )
+
+
+def _rivals(request: TextRequest) -> int | None:
+    """How many of the likeliest tokens to tell beside each token, `None` for no log-probabilities."""
+    if isinstance(request, ChatRequest):
+        if request.top_logprobs is not None and not request.logprobs:
+            raise refused("top_logprobs", "top_logprobs needs logprobs=true")
+        return (request.top_logprobs or 0) if request.logprobs else None
+    return request.logprobs if isinstance(request, CompletionRequest) else None
+
+
+def _length(request: TextRequest, room: int | None, limits: Limits, default: int | None) -> int:
+    given = {name: value for name, value in request.length_fields.items() if value is not None}
+    if len(given) > 1 and len(set(given.values())) > 1:
+        raise refused("max_tokens", f"{' and '.join(given)} are two names of the same limit; give one of them")
+    for name, value in given.items():
+        if room is not None and value > room:
+            raise refused(name, f"{name}={value} is more than the {room} tokens that fit behind the prompt")
+        if value > limits.new_tokens:
+            raise refused(name, f"{name}={value} is more than the {limits.new_tokens} tokens that this server gives")
+        return value
+    return min(limit for limit in (default, room, limits.new_tokens) if limit is not None)
+
+
+def _sampling(served: ServedModel, request: TextRequest) -> dict[str, Any]:
+    """As the request says, then as the model's own configuration does, then as OpenAI's default: temperature 1."""
+
+    def chosen(name: str, neutral: float) -> float:
+        value = getattr(request, name)
+        if value is None:
+            value = served.sampling.get(name)
+        return neutral if value is None else value
+
+    temperature = chosen("temperature", 1.0)
+    if temperature == 0:
+        return {"do_sample": False}
+    if temperature < _LEAST_TEMPERATURE:
+        raise refused("temperature", f"temperature={temperature} must be 0, or at least {_LEAST_TEMPERATURE}")
+    return {
+        "do_sample": True,
+        "temperature": temperature,
+        "top_p": chosen("top_p", 1.0),
+        "top_k": int(chosen("top_k", 0)),
+        "min_p": chosen("min_p", 0.0) or None,
+    }
+
+
+def _check_bias(request: TextRequest, vocabulary: int) -> None:
+    for token in request.logit_bias:
+        if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary):
+            raise refused("logit_bias", f"logit_bias: {token!r} is no token id; the model knows {vocabulary} tokens")
+
+
+def _processors(served: ServedModel, request: TextRequest, prompt_length: int) -> LogitsProcessorList:
+    processors = LogitsProcessorList()
+    penalty = request.repetition_penalty or served.model.generation_config.repetition_penalty
+    if penalty is not None and penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
+    if request.presence_penalty or request.frequency_penalty:
+        processors.append(OccurrencePenalty(request.presence_penalty, request.frequency_penalty, prompt_length))
+    if request.logit_bias:
+        processors.append(LogitBias({int(token): value for token, value in request.logit_bias.items()}))
+    return processors
+
+
+def _config(config: LookaheadConfig, options: LookaheadOptions) -> LookaheadConfig:
+    if not options.enabled:
+        if options.preset is not None or options.step_budget is not None:
+            raise refused(
+                "lookahead", "lookahead.enabled=false leaves nothing to preset and step_budget; leave them out"
+            )
+        return LookaheadConfig(preset="autoregressive")
+    chosen: dict[str, Any] = {}
+    if options.step_budget is not None:
+        chosen["step_budget"] = options.step_budget
+    if options.preset is None or options.preset == config.preset:
+        return replace(config, **chosen)
+    return LookaheadConfig(preset=options.preset, **chosen)
+
+
+def recorder(plan: Plan) -> LogprobRecorder | None:
+    """Who keeps log-probabilities for an answer, if they are asked for."""
+    return None if plan.logprobs is None else LogprobRecorder(plan.logprobs)

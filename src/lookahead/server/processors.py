@@ -1,0 +1,89 @@
+"""Logits processors of a request, which run on the walked path alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import LogitsProcessor
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely a token and its rivals were.
+
+    Attributes:
+        token: The token.
+        logprob: Its log-probability.
+        top: The likeliest tokens with theirs, likeliest first.
+    """
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class LogprobRecorder(LogitsProcessor):  # type: ignore[misc]
+    """Keeps the model's own log-probabilities of the tokens of a step: before penalties, bias and sampling.
+
+    Args:
+        count: How many of the likeliest tokens to keep.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._rows: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._rows.append(scores[0].float().log_softmax(dim=-1))
+        return scores
+
+    def take(self, tokens: list[int]) -> list[TokenLogprobs]:
+        """What there is to say of the tokens that were selected since the last call."""
+        rows, self._rows = self._rows[: len(tokens)], []
+        return [self._entry(token, row) for token, row in zip(tokens, rows, strict=True)]
+
+    def _entry(self, token: int, row: torch.Tensor) -> TokenLogprobs:
+        values, ids = row.topk(min(self._count, len(row)))
+        return TokenLogprobs(token, float(row[token]), list(zip(ids.tolist(), values.tolist(), strict=True)))
+
+
+class OccurrencePenalty(LogitsProcessor):  # type: ignore[misc]
+    """`presence_penalty` and `frequency_penalty` of OpenAI's API, by the tokens of the answer so far.
+
+    Args:
+        presence: Subtracted from the logit of each token that is in the answer.
+        frequency: Subtracted for each time that it is.
+        prompt_length: Tokens before the answer.
+    """
+
+    def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
+        self._presence, self._frequency = presence, frequency
+        self._seen = prompt_length
+        self._counts: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self._counts is None:
+            self._counts = torch.zeros_like(scores[0])
+        new = input_ids[0, self._seen :]
+        self._counts.index_add_(0, new, torch.ones_like(new, dtype=self._counts.dtype))
+        self._seen = input_ids.shape[1]
+        return scores - self._frequency * self._counts - self._presence * (self._counts > 0)
+
+
+class LogitBias(LogitsProcessor):  # type: ignore[misc]
+    """Adds a number to the logits of some tokens.
+
+    Args:
+        bias: The number for each token id.
+    """
+
+    def __init__(self, bias: Mapping[int, float]) -> None:
+        self._tokens = torch.tensor(list(bias), dtype=torch.long)
+        self._values = torch.tensor(list(bias.values()))
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        biased = scores.clone()
+        biased[0, self._tokens.to(scores.device)] += self._values.to(scores.device, scores.dtype)
+        return biased

@@ -1,0 +1,162 @@
+"""What clients may send. Fields that are not declared here are refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from lookahead.config import MAX_NODES_PER_STEP
+
+MOST_STOPS = 16
+MOST_CHOICES = 64
+MOST_PROMPTS = 64
+MOST_LOGPROBS = 20
+
+
+class Fields(BaseModel):
+    """Base of all that clients send: no further fields, no conversions, and `null` is as good as nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            return {name: value for name, value in values.items() if value is not None}
+        return values
+
+
+Preset = Literal["auto", "paper", "jacobi", "token_recycling", "context_matches", "autoregressive"]
+
+
+class LookaheadOptions(Fields):
+    """How to draft for this request; it changes the number of steps, never the text."""
+
+    enabled: bool = Field(default=True, description="false: plain decoding, one token a step")
+    preset: Preset | None = None
+    step_budget: int | None = Field(default=None, ge=1, le=MAX_NODES_PER_STEP, description="most nodes of a step")
+    statistics: bool = Field(default=False, description="tell steps and tokens per step with the usage")
+    steps: bool = Field(default=False, description="streaming: tell the token tree of each step with its tokens")
+
+
+class StreamOptions(Fields):
+    """What a stream tells besides."""
+
+    include_usage: bool = False
+
+
+def _one_or_more(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+StopStrings = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=512)]],
+    BeforeValidator(_one_or_more, json_schema_input_type=str | list[str]),
+    Field(max_length=MOST_STOPS),
+]
+
+
+class TextRequest(Fields):
+    """What all requests for text share."""
+
+    model: str = Field(max_length=512)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    stop: StopStrings = Field(default_factory=list)
+    temperature: float | None = Field(default=None, ge=0, le=2, description="0, or at least 0.01")
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, le=2**31 - 1, description="0: all tokens")
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    presence_penalty: float = Field(default=0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=1024)
+    max_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    user: str | None = Field(default=None, max_length=512, description="written into the log")
+    lookahead: LookaheadOptions = Field(default_factory=LookaheadOptions)
+
+    @property
+    def length_fields(self) -> dict[str, int | None]:
+        """Fields that bound the length of the answer, by name."""
+        return {"max_tokens": self.max_tokens}
+
+
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+class CompletionRequest(TextRequest):
+    """`POST /v1/completions`."""
+
+    prompt: str | Tokens | list[str] | list[Tokens]
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    echo: Literal[False] = False
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, each a text or token ids."""
+        prompt: Any = self.prompt
+        one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+        return [prompt] if one else prompt
+
+
+class TextPart(Fields):
+    """A piece of a message."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class FunctionCall(Fields):
+    """What an earlier answer called."""
+
+    name: str = Field(max_length=256)
+    arguments: str
+
+
+class ToolCall(Fields):
+    """A call in an earlier answer."""
+
+    id: str = Field(max_length=256)
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Fields):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] = ""
+    name: str | None = Field(default=None, max_length=256)
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=128)
+    tool_call_id: str | None = Field(default=None, max_length=256)
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatRequest(TextRequest):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1, max_length=4096)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+
+    @property
+    def length_fields(self) -> dict[str, int | None]:
+        """See `TextRequest`."""
+        return {"max_tokens": self.max_tokens, "max_completion_tokens": self.max_completion_tokens}
+
+
+class TokenizeRequest(Fields):
+    """`POST /tokenize`: a text, or a conversation as the chat template writes it."""
+
+    model: str | None = Field(default=None, max_length=512)
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=4096)
+    add_special_tokens: bool = True

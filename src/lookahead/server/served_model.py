@@ -1,0 +1,151 @@
+"""The model that is served, with all that requests need of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lookahead.config import LookaheadConfig
+from lookahead.errors import InvalidArgumentError
+from lookahead.server.errors import ApiError
+from lookahead.server.requests import Message
+from lookahead.server.token_bytes import token_bytes
+from lookahead.serving import Engine
+
+
+@dataclass
+class ServedModel:
+    """A model and its engine.
+
+    Attributes:
+        name: What clients call it.
+        model: The model.
+        tokenizer: Its tokenizer.
+        engine: Runs its requests; started by the server.
+        config: How requests draft that say nothing about it.
+        sampling: What the model's own generation configuration says about sampling.
+        context_length: Most tokens of a text, prompt included; any number if `None`.
+        created: When it was loaded, in seconds since 1970.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    engine: Engine
+    config: LookaheadConfig
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    context_length: int | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        eos = self.model.generation_config.eos_token_id
+        return frozenset() if eos is None else frozenset(torch.as_tensor(eos).flatten().tolist())
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows."""
+        return int(self.model.get_input_embeddings().num_embeddings)
+
+    def check_name(self, name: str | None) -> None:
+        """Refuse another model's name."""
+        if name is not None and name != self.name:
+            raise ApiError(
+                404, f"model {name!r} is not served here; the model is {self.name!r}", "model", "model_not_found"
+            )
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            ApiError: It is longer than any text that fits into the context.
+        """
+        if self.context_length is not None and len(text) > self.context_length * self.longest_token:
+            raise ApiError(
+                400,
+                f"the prompt has {len(text)} characters, more than the {self.context_length} tokens of this model's "
+                "context can have",
+                code="context_length_exceeded",
+            )
+        ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return ids
+
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins.
+
+        By the tokenizer's chat template. Where there is none, every message begins on a new line.
+        """
+        if not self.tokenizer.chat_template:
+            return self.encode(_plain(messages))
+        turns = [_turn(message) for message in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                turns, tools=list(tools) if tools else None, add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # templates raise what they like, to refuse a system message for example
+            raise ApiError(
+                400, f"the chat template of this model fails: {error}", "messages", "invalid_value"
+            ) from error
+        return self.encode(str(text), special=False)
+
+    def text_of(self, token: int) -> str:
+        """One token as text."""
+        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of one token."""
+        return token_bytes(self.text_of(token), str(self.tokenizer.convert_ids_to_tokens(token) or ""))
+
+
+def _plain(messages: Sequence[Message]) -> str:
+    text = ""
+    for message in messages:
+        if text and message.role != "assistant" and not text.endswith("\n"):
+            text += "\n"
+        text += message.text
+    return text
+
+
+def _turn(message: Message) -> dict[str, Any]:
+    turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
+    if message.name is not None:
+        turn["name"] = message.name
+    if message.tool_call_id is not None:
+        turn["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        turn["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    return turn
+
+
+def prompt_room(served: ServedModel, prompt: Sequence[int], most: int | None) -> int | None:
+    """Tokens that may follow `prompt`; any number if `None`.
+
+    Raises:
+        ApiError: The prompt is too long.
+    """
+    limits = [limit for limit in (served.context_length, most and most + 1) if limit is not None]
+    if not prompt:
+        raise ApiError(400, "the prompt has no tokens; write a longer one", None, "invalid_value")
+    if limits and len(prompt) >= min(limits):
+        raise ApiError(
+            400,
+            f"the prompt has {len(prompt)} tokens; the most is {min(limits) - 1}",
+            None,
+            "context_length_exceeded",
+        )
+    outside = next((token for token in prompt if not 0 <= token < served.vocabulary), None)
+    if outside is not None:
+        raise InvalidArgumentError(f"prompt holds the token id {outside}; the model knows {served.vocabulary} tokens")
+    return None if served.context_length is None else served.context_length - len(prompt)

@@ -1,0 +1,96 @@
+"""From tokens to text as they come, up to a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+_CONTEXT = 6
+"""Tokens of the prompt that are decoded beside the first new ones: some tokenizers drop a leading space."""
+
+_INCOMPLETE = "\ufffd"
+
+_MOST_INCOMPLETE = 32
+"""Tokens without a complete character that are kept back; after so many the bytes are no text."""
+
+
+class Tokenizer(Protocol):
+    """What decoding needs of a tokenizer."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
+
+
+class TextBuilder:
+    """The text of an answer, token by token.
+
+    Characters whose bytes have not all come are kept back, and so is what may be the beginning of a stop string.
+
+    Args:
+        tokenizer: Decodes tokens.
+        prompt: The token ids before the answer.
+        stops: Texts that end the answer; they are no part of it.
+
+    Attributes:
+        stopped: Whether a stop string was found.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = list(stops)
+        self._window = list(prompt[-_CONTEXT:])  # tokens around what is not decoded yet
+        self._known = len(self._window)
+        self._text = ""
+        self._taken = 0
+        self.stopped = False
+
+    def add(self, token: int) -> bool:
+        """Add a token; whether the answer has ended with it."""
+        self._window.append(token)
+        before, after = self._decode(self._window[: self._known]), self._decode(self._window)
+        long = len(self._window) - self._known >= _MOST_INCOMPLETE
+        if len(after) > len(before) and (long or not after.endswith(_INCOMPLETE)):
+            self._window = self._window[self._known :]
+            self._known = len(self._window)
+            self._extend(after[len(before) :])
+        return self.stopped
+
+    def take(self) -> str:
+        """The text that is certain and was not taken yet."""
+        held = 0 if self.stopped else held_back(self._text, self._stops)
+        end = max(len(self._text) - held, self._taken)
+        new, self._taken = self._text[self._taken : end], end
+        return new
+
+    def finish(self) -> str:
+        """All that is left, when no token follows."""
+        if not self.stopped:
+            before, after = self._decode(self._window[: self._known]), self._decode(self._window)
+            self._extend(after[len(before) :])
+            self._known = len(self._window)
+        new, self._taken = self._text[self._taken :], len(self._text)
+        return new
+
+    def _extend(self, piece: str) -> None:
+        longest = max((len(stop) for stop in self._stops), default=1)
+        start = max(len(self._text) - longest + 1, 0)
+        self._text += piece
+        places = [place for stop in self._stops if (place := self._text.find(stop, start)) >= 0]
+        if places:
+            self._text = self._text[: min(places)]
+            self.stopped = True
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def held_back(text: str, marks: Sequence[str]) -> int:
+    """How many characters at the end of `text` may be the beginning of one of `marks`."""
+    return max(
+        (
+            length
+            for mark in marks
+            for length in range(min(len(mark) - 1, len(text)), 0, -1)
+            if text.endswith(mark[:length])
+        ),
+        default=0,
+    )

@@ -1,0 +1,71 @@
+"""A server process with a model that has a chat template; all tests of the folder speak to it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from lookahead.demo import demo_model_path
+from server_process import ServerProcess
+
+KEY = "a-key"
+
+TEMPLATE = (
+    "{% for message in messages %}# {{ message.role }}\n{{ message.content }}\n{% endfor %}"
+    "{% if tools %}# tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{% if add_generation_prompt %}# assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def chat_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with a chat template."""
+    path = tmp_path_factory.mktemp("models") / "chatty"
+    shutil.copytree(demo_model_path(), path)
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    return path
+
+
+@pytest.fixture(scope="session")
+def server(chat_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A running server with small limits, that asks for a key."""
+    keys = tmp_path_factory.mktemp("keys") / "keys.txt"
+    keys.write_text(f"another-key\n{KEY}\n")
+    limits = ["--max-rows", "8", "--queue", "8", "--max-body-bytes", "300000", "--read-timeout", "2"]
+    options = ["--dtype", "float32", "--step-budget", "16", *limits]
+    with ServerProcess("--model", chat_model_path, "--api-key-file", keys, *options) as process:
+        yield process
+        _end_in_the_middle(process)
+
+
+def _end_in_the_middle(process: ServerProcess) -> None:
+    """A signal takes effect when the running answers are complete."""
+    client = OpenAI(base_url=f"{process.url}/v1", api_key=KEY, max_retries=0, timeout=120)
+    stream = client.completions.create(model="chatty", prompt="x", max_tokens=40, temperature=0, stream=True)
+    next(iter(stream))
+    process.process.send_signal(signal.SIGTERM)
+    assert list(stream)[-1].choices[0].finish_reason is not None
+    assert process.process.wait(60) == 0
+    assert not any("Traceback" in line for line in process.lines)
+
+
+@pytest.fixture(scope="session")
+def client(server: ServerProcess) -> OpenAI:
+    """OpenAI's client, connected to it."""
+    return OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="session")
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    """Requests to it that OpenAI's client does not make."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=120) as made:
+        yield made

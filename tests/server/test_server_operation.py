@@ -1,0 +1,180 @@
+"""Keys, limits, clients that go away, metrics, the log, and how a server ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi.testclient import TestClient
+from openai import AuthenticationError, OpenAI, RateLimitError
+from prometheus_client.parser import text_string_to_metric_families
+
+from lookahead import Engine, LookaheadConfig
+from lookahead.server.app import create_app
+from lookahead.server.process import Server, warning
+from lookahead.server.served_model import ServedModel
+from lookahead.server.settings import ServerSettings
+from server_process import ServerProcess
+
+PROMPT = "def add(a, b):"
+LONG = {"model": "chatty", "prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "logit_bias": {"0": -100}}
+
+
+def value_of(http: httpx.Client, name: str, **labels: str) -> float:
+    """A number among the metrics."""
+    for family in text_string_to_metric_families(http.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                return sample.value
+    return 0.0
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def idle(http: httpx.Client) -> bool:
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+    return not any(value_of(http, name) for name in names)
+
+
+def test_a_key_is_asked_for(server: ServerProcess, client: OpenAI) -> None:
+    for key in ("wrong", "a-ke", "a-key-", "ä"):
+        answer = httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {key}".encode()})
+        assert answer.status_code == 401
+    with pytest.raises(AuthenticationError, match="API key"):
+        OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0).models.list()
+    assert httpx.get(f"{server.url}/metrics").status_code == 401
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert client.models.list().data
+    other = OpenAI(base_url=f"{server.url}/v1", api_key="another-key", max_retries=0)
+    assert other.models.list().data
+
+
+def test_bodies_are_bounded(server: ServerProcess, http: httpx.Client) -> None:
+    large = b'{"model": "chatty", "prompt": "' + b"x" * 300_000 + b'"}'
+    answer = http.post("/v1/completions", content=large)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+    parts = (large[start : start + 10_000] for start in range(0, len(large), 10_000))
+    with suppress(httpx.TransportError):  # closed while it was being sent
+        assert http.post("/v1/completions", content=parts).status_code == 413  # without a Content-Length
+    stops = {"model": "chatty", "prompt": "x", "stop": ["y"] * 50_000}
+    assert http.post("/v1/completions", json=stops).json()["error"]["param"] == "stop"
+    answer = http.post("/v1/completions", json={"model": "chatty", "prompt": "x " * 100_000})
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_connections_that_say_nothing_are_closed(server: ServerProcess, http: httpx.Client) -> None:
+    address = server.url.removeprefix("http://").split(":")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a-key\r\nContent-Length: 50\r\n\r\n{"
+    silent = [socket.create_connection((address[0], int(address[1])), timeout=60) for _ in range(20)]
+    for number, connection in enumerate(silent):
+        connection.sendall((b"", b"POST /v1", head)[number % 3])
+    assert http.get("/health").status_code == 200
+    for number, connection in enumerate(silent):
+        said = b"".join(iter(lambda c=connection: c.recv(4096), b""))  # type: ignore[misc]
+        assert (b"408" in said) is (number % 3 == 2)
+        connection.close()
+
+
+def test_a_full_queue_sends_clients_away(client: OpenAI, http: httpx.Client) -> None:
+    wait_for(lambda: idle(http))
+    with client.completions.create(**LONG, n=16, stream=True) as stream:
+        next(iter(stream))
+        with pytest.raises(RateLimitError) as raised:
+            client.completions.create(model="chatty", prompt=PROMPT)
+        assert int(raised.value.response.headers["Retry-After"]) > 0
+    wait_for(lambda: idle(http))
+    assert client.completions.create(model="chatty", prompt=PROMPT, max_tokens=1).choices
+
+
+def test_a_client_that_leaves_is_cancelled(http: httpx.Client) -> None:
+    wait_for(lambda: idle(http))
+    before = value_of(http, "vllm:generation_tokens_total")
+    with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+        next(answer.iter_bytes())
+    wait_for(lambda: idle(http))
+    assert value_of(http, "vllm:generation_tokens_total") - before < 1500
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json={**LONG, "n": 8}, timeout=1)
+    wait_for(lambda: idle(http))
+    assert value_of(http, "vllm:generation_tokens_total") - before < 8 * 1500
+
+
+def test_metrics_and_log_say_what_was_done(server: ServerProcess, client: OpenAI, http: httpx.Client) -> None:
+    wait_for(lambda: idle(http))
+    names = {
+        "tokens": "vllm:generation_tokens_total",
+        "prompt": "vllm:prompt_tokens_total",
+        "steps": "lookahead:steps_total",
+        "drafts": "vllm:spec_decode_num_drafts_total",
+        "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+        "first": "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "requests": "vllm:e2e_request_latency_seconds_count",
+    }
+    before = {key: value_of(http, name) for key, name in names.items()}
+    answer = client.completions.with_raw_response.create(
+        model="chatty",
+        prompt=PROMPT,
+        max_tokens=20,
+        temperature=0,
+        user="somebody",
+        extra_body={"lookahead": {"statistics": True}},
+    )
+    steps = answer.parse().lookahead["steps"]  # type: ignore[attr-defined]
+    grown = {key: value_of(http, name) - before[key] for key, name in names.items()}
+    assert grown["tokens"] == 20
+    assert grown["prompt"] == answer.parse().usage.prompt_tokens  # type: ignore[union-attr]
+    assert grown["steps"] == steps
+    assert grown["requests"] == 1
+    assert grown["accepted"] >= grown["first"] > 0
+    assert 0 < grown["drafts"] <= steps
+    number = answer.headers["x-request-id"]
+    wait_for(lambda: any(number in line for line in server.lines))
+    (line,) = [json.loads(line) for line in server.lines if number in line]
+    assert line["path"] == "/v1/completions"
+    assert (line["status"], line["user"], line["completion_tokens"], line["steps"]) == (200, "somebody", 20, steps)
+    assert line["finish_reasons"] == ["length"]
+    assert "a-key" not in "".join(server.lines)
+
+
+@pytest.fixture(scope="module")
+def served(demo: Any) -> ServedModel:
+    return ServedModel("demo", *demo, Engine(demo[0]), LookaheadConfig(), context_length=2048)
+
+
+def test_a_request_that_takes_too_long_is_given_up(served: ServedModel) -> None:
+    with TestClient(create_app(served, ServerSettings(timeout=0.3))) as client:
+        answer = client.post("/v1/completions", json={**LONG, "model": "demo", "n": 4})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (504, "timeout_error")
+        streamed = client.post("/v1/completions", json={**LONG, "model": "demo", "stream": True})
+        assert "longer than this server allows" in streamed.text
+        assert streamed.text.endswith("data: [DONE]\n\n")
+
+
+def test_the_second_signal_stops_at_once() -> None:
+    server = Server(uvicorn.Config("unused"))
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.should_exit
+    assert not server.force_exit
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.force_exit
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warned"), [("0.0.0.0", (), True), ("0.0.0.0", ("k",), False), ("::1", (), False)]
+)
+def test_an_open_server_warns(host: str, keys: tuple[str, ...], warned: bool) -> None:
+    assert (warning(ServerSettings(host=host, api_keys=keys)) is not None) is warned

@@ -1,0 +1,224 @@
+"""The protocol, with OpenAI's own client against a server process; texts are those of `model.generate`."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from openai import BadRequestError, NotFoundError, OpenAI
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from lookahead.config import PRESETS
+
+MODEL = "chatty"
+PROMPT = "def add(a, b):"
+TURN = [{"role": "user", "content": "def add(a, b):"}]
+TURN_TEXT = "# user\ndef add(a, b):\n# assistant\n"
+
+
+def reference(demo: Any, prompt: str, seed: int = 0, **options: Any) -> list[int]:
+    """The new tokens that transformers gives by itself."""
+    model, tokenizer = demo
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    torch.manual_seed(seed)
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0} | options
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+
+
+def text_of(demo: Any, tokens: list[int]) -> str:
+    return demo[1].decode(tokens, skip_special_tokens=True)
+
+
+def complete(client: OpenAI, **options: Any) -> Any:
+    extra = {
+        name: options.pop(name) for name in ("lookahead", "top_k", "min_p", "repetition_penalty") if name in options
+    }
+    options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 16, "temperature": 0} | options
+    return client.completions.create(**options, extra_body=extra)
+
+
+def chat(client: OpenAI, **options: Any) -> Any:
+    extra = {"lookahead": options.pop("lookahead")} if "lookahead" in options else {}
+    options = {"model": MODEL, "messages": TURN, "max_completion_tokens": 16, "temperature": 0} | options
+    return client.chat.completions.create(**options, extra_body=extra)
+
+
+def test_greedy_text_is_that_of_generate(client: OpenAI, demo: Any) -> None:
+    answer = complete(client, lookahead={"statistics": True})
+    expected = reference(demo, PROMPT)
+    assert answer.choices[0].text == text_of(demo, expected)
+    assert answer.choices[0].finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(demo[1](PROMPT)["input_ids"]), 16)
+    assert answer.lookahead["steps"] < 16
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"temperature": 1.0}, {"temperature": 1.0, "top_k": 0}),
+        ({"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.8, "top_p": 0.9, "top_k": 0}),
+        ({"temperature": 1.3, "top_k": 7, "min_p": 0.05}, {"temperature": 1.3, "top_k": 7, "min_p": 0.05}),
+        (
+            {"temperature": 0.8, "repetition_penalty": 1.3},
+            {"temperature": 0.8, "repetition_penalty": 1.3, "top_k": 0},
+        ),
+    ],
+)
+def test_sampled_text_is_that_of_generate(client: OpenAI, demo: Any, options: Any, expected: Any) -> None:
+    answer = complete(client, seed=7, n=2, **options)
+    for number, choice in enumerate(answer.choices):
+        assert choice.index == number
+        assert choice.text == text_of(demo, reference(demo, PROMPT, 7 + number, do_sample=True, **expected))
+
+
+class _Penalties(LogitsProcessor):
+    """OpenAI's formula, from the text anew for each token."""
+
+    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
+        self._prompt, self._presence, self._frequency = prompt, presence, frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        answer = input_ids[0, self._prompt :].tolist()
+        for token in set(answer):
+            scores[0, token] -= self._presence + self._frequency * answer.count(token)
+        return scores
+
+
+def test_penalties_follow_openais_formula(client: OpenAI, demo: Any) -> None:
+    prompt = len(demo[1](PROMPT)["input_ids"])
+    processors = LogitsProcessorList([_Penalties(prompt, 0.7, 0.4)])
+    expected = text_of(demo, reference(demo, PROMPT, logits_processor=processors))
+    assert expected != text_of(demo, reference(demo, PROMPT))
+    assert complete(client, presence_penalty=0.7, frequency_penalty=0.4).choices[0].text == expected
+
+
+def test_logit_bias_forces_and_forbids(client: OpenAI, demo: Any) -> None:
+    first = reference(demo, PROMPT)[0]
+    token = demo[1]("return")["input_ids"][0]
+    forced = complete(client, logit_bias={str(token): 100}, max_tokens=3)
+    assert forced.choices[0].text == text_of(demo, [token] * 3)
+    banned = complete(client, logit_bias={str(first): -100}, max_tokens=1)
+    assert banned.choices[0].text != text_of(demo, [first])
+
+
+def test_logprobs_are_the_models(client: OpenAI, demo: Any) -> None:
+    model, tokenizer = demo
+    ids = tokenizer(TURN_TEXT, return_tensors="pt")["input_ids"]
+    tokens = reference(demo, TURN_TEXT, max_new_tokens=8)
+    with torch.no_grad():
+        logits = model(torch.cat([ids, torch.tensor([tokens])], dim=1)).logits[0, ids.shape[1] - 1 : -1]
+    expected = logits.log_softmax(-1)
+    told = chat(client, logprobs=True, top_logprobs=3, max_completion_tokens=8).choices[0].logprobs.content
+    assert [entry.token for entry in told] == [tokenizer.decode([token]) for token in tokens]
+    for entry, row, token in zip(told, expected, tokens, strict=True):
+        assert math.isclose(entry.logprob, float(row[token]), abs_tol=1e-4)
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+        assert bytes(entry.bytes).decode() == entry.token
+    flat = complete(client, prompt=TURN_TEXT, max_tokens=8, logprobs=2).choices[0].logprobs
+    assert flat.token_logprobs == pytest.approx([entry.logprob for entry in told], abs=1e-4)
+    assert all(len(each) == 2 for each in flat.top_logprobs)
+
+
+def test_streams_say_the_same(client: OpenAI) -> None:
+    whole = chat(client, temperature=0.9, seed=3, n=2, logprobs=True)
+    texts, reasons, logprobs, usage = ["", ""], [None, None], [[], []], None
+    options = {"include_usage": True}
+    for chunk in chat(client, temperature=0.9, seed=3, n=2, logprobs=True, stream=True, stream_options=options):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+            logprobs[choice.index] += choice.logprobs.content if choice.logprobs else []
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage
+    for told, choice in zip(logprobs, whole.choices, strict=True):
+        assert [entry.token for entry in told] == [entry.token for entry in choice.logprobs.content]
+
+
+def test_stop_strings_end_the_text_before_them(client: OpenAI, demo: Any) -> None:
+    full = text_of(demo, reference(demo, PROMPT))
+    stop = full[9:14]
+    answer = complete(client, stop=[stop, "never there"])
+    assert answer.choices[0].text == full[: full.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens < 16
+    streamed = "".join(chunk.choices[0].text for chunk in complete(client, stop=stop, stream=True))
+    assert streamed == answer.choices[0].text
+
+
+def test_several_prompts_and_token_ids(client: OpenAI, demo: Any) -> None:
+    prompts = [PROMPT, "class Stack:"]
+    expected = [text_of(demo, reference(demo, prompt, max_new_tokens=5)) for prompt in prompts]
+    assert [choice.text for choice in complete(client, prompt=prompts, max_tokens=5).choices] == expected
+    ids = [demo[1](prompt)["input_ids"] for prompt in prompts]
+    assert [choice.text for choice in complete(client, prompt=ids, max_tokens=5).choices] == expected
+
+
+def test_drafting_changes_steps_alone(client: OpenAI) -> None:
+    plain = complete(client, lookahead={"enabled": False, "statistics": True})
+    assert plain.lookahead["steps"] == 16
+    for preset in PRESETS:
+        assert complete(client, lookahead={"preset": preset}).choices[0].text == plain.choices[0].text
+
+
+def test_requests_at_once_are_those_of_generate(client: OpenAI, demo: Any) -> None:
+    expected = [
+        text_of(demo, reference(demo, PROMPT, seed, do_sample=True, temperature=0.9, top_k=0, max_new_tokens=12))
+        for seed in range(8)
+    ]
+    with ThreadPoolExecutor(8) as pool:
+        answers = pool.map(lambda seed: complete(client, seed=seed, temperature=0.9, max_tokens=12), range(8))
+        assert [answer.choices[0].text for answer in answers] == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("audio", {"extra_body": {"audio": {"voice": "x"}}}),
+        ("stop", {"stop": [""]}),
+        ("stop", {"stop": ["x"] * 17}),
+        ("temperature", {"temperature": 2.5}),
+        ("temperature", {"temperature": 1e-5}),
+        ("top_logprobs", {"top_logprobs": 3}),
+        ("logit_bias", {"logit_bias": {"99999": 1}}),
+        ("max_completion_tokens", {"max_completion_tokens": 100_000}),
+        ("messages.0.role", {"messages": [{"role": "king", "content": "x"}]}),
+        ("stream_options", {"stream_options": {"include_usage": True}}),
+        ("lookahead.preset", {"extra_body": {"lookahead": {"preset": "magic"}}}),
+        ("lookahead.fast", {"extra_body": {"lookahead": {"fast": True}}}),
+    ],
+)
+def test_what_is_not_supported_is_named(client: OpenAI, field: str, options: Any) -> None:
+    with pytest.raises(BadRequestError) as raised:
+        client.chat.completions.create(**{"model": MODEL, "messages": TURN} | options)
+    assert raised.value.param is not None
+    assert raised.value.param.startswith(field)
+    assert field.split(".")[-1] in raised.value.message
+
+
+def test_other_models_and_bad_bodies(client: OpenAI, http: httpx.Client) -> None:
+    with pytest.raises(NotFoundError):
+        chat(client, model="gpt-4")
+    for body in (b"", b"{", b"[]", b'{"model": "\xff"}', b"[" * 100_000):
+        answer = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"]
+    assert http.get("/nothing").status_code == 404
+    assert http.get("/v1/completions").json()["error"]["type"] == "invalid_request_error"
+
+
+def test_models_health_and_tokens(client: OpenAI, http: httpx.Client, demo: Any) -> None:
+    (card,) = client.models.list().data
+    assert card.id == MODEL
+    assert client.models.retrieve(MODEL).id == MODEL
+    assert http.get("/health").json() == {"status": "ok"}
+    answer = http.post("/tokenize", json={"prompt": PROMPT}).json()
+    assert answer["tokens"] == demo[1](PROMPT)["input_ids"]
+    answer = http.post("/tokenize", json={"messages": TURN}).json()
+    assert answer["tokens"] == demo[1](TURN_TEXT)["input_ids"]
