@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from time import perf_counter, process_time
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +22,7 @@ from lookahead.backends.transformers.model_state import neighbours
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.bench.machine import describe_machine
-from lookahead.bench.method_runner import MethodRunner, Run
+from lookahead.bench.method_runner import MethodRunner, Run, timed
 from lookahead.bench.models import BenchModel
 from lookahead.bench.prompts import Prompt, encode, read_prompts
 from lookahead.bench.rows import Request, Row, build_row
@@ -250,13 +249,15 @@ def decode_with(drafter: AutoDrafter, model: Any, input_ids: torch.Tensor, max_n
     def is_complete(text: TextSequence) -> bool:
         return text.tokens[-1] in eos or len(text.tokens) >= longest
 
-    wall, cpu = perf_counter(), process_time()
-    text = TextSequence(input_ids, prompt, drafter, TextSampler(), is_complete)
-    with torch.no_grad():
-        decode(ModelRunner(engine_model(model), 1), Batch([text], statistics))
-    cpu, wall = process_time() - cpu, perf_counter() - wall
+    def call() -> list[int]:
+        text = TextSequence(input_ids, prompt, drafter, TextSampler(), is_complete)
+        with torch.no_grad():
+            decode(ModelRunner(engine_model(model), 1), Batch([text], statistics))
+        return text.tokens[len(prompt) :]
+
+    output, cpu, wall = timed(call)
     lengths, nodes = statistics.accepted_lengths, statistics.nodes_per_step
-    return Run(text.tokens[len(prompt) :], len(lengths), nodes, lengths, cpu, wall)
+    return Run(output, len(lengths), nodes, lengths, cpu, wall)
 
 
 def probe(options: Options) -> Probe:

@@ -14,17 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from statistics import median
-from time import process_time
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from lookahead.backends.transformers.tuning import Stopwatch
 from lookahead.bench.rows import Row
 from probe import Probe, Unit, option
 
 HEADS, SHARED, HEAD_SIZE = 16, 4, 64
 FLEX_CONTEXT = 512
+CALLS = 3
+"""Calls of a timing."""
+
 Attend = Callable[[], torch.Tensor]
 
 
@@ -96,17 +98,14 @@ def measure(context: int, nodes: int, dtype: torch.dtype, repeats: int, flex: Ca
         except Exception as error:  # torch says in many ways that it cannot
             print(f"{name} cannot be run with {nodes} nodes in {dtype}: {error}".splitlines()[0], file=sys.stderr)
             del methods[name]
-    times: dict[str, list[float]] = {name: [] for name in methods}
+    watch = Stopwatch(torch.device("cpu"))
     for _ in range(repeats):
         for name, attend in methods.items():
-            begin = process_time()
-            for _ in range(3):
-                attend()
-            times[name].append((process_time() - begin) / 3)
+            watch.time(name, lambda attend=attend: [attend() for _ in range(CALLS)])
     row = {"kind": "attention", "context": context, "nodes": nodes, "dtype": str(dtype).removeprefix("torch.")}
     return [
-        {**row, "method": name, "ms": 1000 * median(taken), "differing": differing[name]}
-        for name, taken in times.items()
+        {**row, "method": name, "ms": 1000 * watch.seconds(name) / CALLS, "differing": differing[name]}
+        for name in methods
     ]
 
 

@@ -38,7 +38,6 @@ PROBES = {
     "growth": "how CPU time per token and resident memory grow with the text",
     "gguf_models": "texts, steps and CPU time of GGUF models, beside llama-cpp-python",
     "precision": "how often texts of 16-bit models differ, and what tie_margin brings",
-    "invariant": "what invariant=True keeps, bit by bit, and what it costs",
     "parallel": "what several ranks run and send; start it with torchrun, and once without",
 }
 

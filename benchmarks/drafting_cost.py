@@ -7,11 +7,9 @@ the process, since wall time counts the work of others on a shared machine.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from time import process_time_ns
 from typing import Any
@@ -21,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from lookahead.backends.predictions import argmax, top_predictions
+from lookahead.backends.transformers.tuning import Stopwatch
 from lookahead.bench.machine import resident_bytes
 from lookahead.bench.rows import Row
 from lookahead.config import MOST_CHOSEN_NODES
@@ -52,11 +51,11 @@ REQUEST_STEPS, REQUEST_NODES = 24, 16
 MARKS = (1, 10, 100, 1000)
 
 PARTS: dict[str, tuple[str, str]] = {
-    "grow the tree": ("_search", "search"),
+    "search the tree": ("_search", "search"),
     "budget": ("budget", "offer"),
     "add to the tree": ("_search", "add_to"),
     "learn": ("", "_learn"),
-    "find stand-ins": ("_siblings", "follow"),
+    "find rejected-sibling continuations": ("_siblings", "follow"),
     "remember": ("", "_remember"),
     "extend the matches": ("matches", "extend"),
 }
@@ -249,15 +248,11 @@ def microseconds(nanoseconds: Sequence[int]) -> float:
 def time_predictions(vocabulary: int, nodes: int, repeats: int) -> Row:
     """Medians of the microseconds that the engine takes on a CPU to find the likeliest tokens of a step's logits."""
     logits = torch.randn(nodes, vocabulary, generator=torch.Generator().manual_seed(0))
-    likeliest, listed = [], []
+    watch = Stopwatch(logits.device)
     for _ in range(repeats):
-        start = process_time_ns()
-        argmax(logits)
-        middle = process_time_ns()
-        top_predictions(logits, TOP_K)
-        likeliest.append(middle - start)
-        listed.append(process_time_ns() - middle)
-    times = {"likeliest": microseconds(likeliest), f"top_{TOP_K}": microseconds(listed)}
+        watch.time("likeliest", partial(argmax, logits))
+        watch.time(f"top_{TOP_K}", partial(top_predictions, logits, TOP_K))
+    times = {name: round(1e6 * watch.seconds(name), 1) for name in watch.timings}
     return {"kind": "predictions", "nodes": nodes, "vocabulary": vocabulary, "microseconds": times}
 
 
@@ -291,34 +286,6 @@ def serve(
             }
 
 
-def drafts(memory: DraftMemory, vocabulary: int, steps: int, seed: int) -> list[tuple[list[int], list[int]]]:
-    """Tokens and parents of the trees that a memory leads to on a new text; it learns from them."""
-    text = Text(HashedModel(vocabulary), AutoDrafter(memory, ContextMatches(), None, 64), seed)
-    trees = []
-    for _ in range(steps):
-        trees.append(text.propose())
-        text.drafter.observe(text.result(trees[-1]))
-    return [(tree.tokens, tree.parents) for tree in trees]
-
-
-def save_and_compare(memory: DraftMemory, vocabulary: int, steps: int = 50) -> Row:
-    """Whether the memory drafts the same when it has been written to a file and read again."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "memory.npz"
-        memory.save(path, "hashed")
-        size, loaded = path.stat().st_size, DraftMemory.load(path, "hashed")
-    identical = drafts(memory, vocabulary, steps, 0) == drafts(loaded, vocabulary, steps, 0)
-    error = {} if identical else {"error": "a memory that was saved and read drafts otherwise"}
-    return {"kind": "file", "bytes": size, "steps": steps, "identical": identical, **error}
-
-
-def requests(options: Options) -> Iterator[Row]:
-    """One memory over many texts, then written and read."""
-    memory = DraftMemory()
-    yield from serve(memory, options.requests, options.vocabulary)
-    yield save_and_compare(memory, options.vocabulary)
-
-
 def probe(options: Options) -> Probe:
     """The units: steps by nodes and budget, predictions by nodes, and many requests."""
     vocabulary, texts = options.vocabulary, options.texts
@@ -334,4 +301,5 @@ def probe(options: Options) -> Probe:
         Unit(f"predictions, {nodes}", lambda n=nodes: [time_predictions(vocabulary, n, 2 * texts + 1)])
         for nodes in (32, 64)
     ]
-    return Probe([*units, Unit("requests", partial(requests, options))], {"compiled": IS_COMPILED})
+    served = partial(serve, DraftMemory(), options.requests, vocabulary)
+    return Probe([*units, Unit("requests", served)], {"compiled": IS_COMPILED})

@@ -22,18 +22,19 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers.tuning import CONTEXTS, NODE_COUNTS, StepBench, Stopwatch, WeightReader, bytes_read
 from lookahead.bench.rows import Row
 from lookahead.errors import InvalidArgumentError
-from probe import Probe, Unit, load_model, option
+from probe import Probe, Unit, generate, load_model, option
 
 VARIANTS: dict[str, Row] = {
     "default": {"pack_weights": False},
     "packed": {"pack_weights": True},
     "static": {"pack_weights": False, "engine": "static"},
     "compiled": {"pack_weights": False, "engine": "compiled"},
+    "invariant": {"pack_weights": False, "invariant": True},
+    "packed and invariant": {"pack_weights": True, "invariant": True},
 }
 """Engines to measure, each with what `LookaheadConfig` calls its options."""
 
@@ -142,21 +143,17 @@ class Bench:
         vocabulary = self.model.config.get_text_config().vocab_size
         ids = torch.randint(vocabulary, (1, context), generator=torch.Generator().manual_seed(0)).to(self.model.device)
         config = LookaheadConfig.from_dict(asdict(PAPER) | VARIANTS[variant])
-        self._decode(ids, config, TOKENS_OF_PARTS)  # the warm-up: what is captured or compiled, is then
-        runs = [self._decode(ids, config, tokens) for tokens in (1, TOKENS_OF_PARTS)]
+        # The first is the warm-up: what is captured or compiled, is then.
+        calls = [
+            generate(self.model, ids, config, max_new_tokens=tokens) for tokens in (TOKENS_OF_PARTS, 1, TOKENS_OF_PARTS)
+        ]
+        runs = [output.statistics for _, output in calls[1:]]
         steps = runs[1].steps - runs[0].steps
         first, whole = (asdict(run.seconds) for run in runs)
         nodes = sum(runs[1].nodes_per_step[runs[0].steps :])
         seconds = {part: round((whole[part] - first[part]) / max(1, steps), 9) for part in whole}
         row = {"kind": "parts", "method": variant, "context": context, "steps": steps}
         yield {**row, "mean_nodes": round(nodes / max(1, steps), 2), "seconds": seconds}
-
-    def _decode(self, ids: torch.Tensor, config: LookaheadConfig, tokens: int) -> Any:
-        arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "do_sample": False}
-        output: Any = lookahead.generate(
-            self.model, ids, lookahead_config=config, return_dict_in_generate=True, **arguments
-        )
-        return output.statistics
 
 
 def probe(options: Options) -> Probe:

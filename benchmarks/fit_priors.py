@@ -8,13 +8,12 @@ said are recorded, as `Acceptance.learn` gets them. The weights of each length o
 those of greatest likelihood, each model counting the same; they are drawn towards the present ones, so that what was
 never seen stays. A source added to the library takes part by itself; one of your own is named by
 `--source package.module:factory`.
-Prompts are JSON lines with `prompt` or `turns`. Fit and judge on different prompts.
+Prompts are JSON lines with `id`, and `prompt` or `turns`. Fit and judge on different prompts.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import textwrap
@@ -25,17 +24,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lookahead.backends.transformers import ModelRunner
+from ablation import decode_with
 from lookahead.backends.transformers.model_state import neighbours
-from lookahead.backends.transformers.sampler import TextSampler
-from lookahead.backends.transformers.text_sequence import TextSequence
-from lookahead.core.decoder import Batch, decode
-from lookahead.demo import demo_model_path
 from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, NGramMemory
 from lookahead.drafting.auto.scorer import Acceptance, Lessons
 from lookahead.drafting.auto.source import CheckedSource
+from probe import load_model, prompts_of, token_ids
 
 ORDERS = 4
 PROMPT_READ = 256
@@ -54,25 +49,23 @@ class Recorder(Acceptance):
             self.lessons.append(Lessons(*map(np.copy, lessons)))
 
 
-def record(model: Any, prompt: list[int], options: argparse.Namespace, recorder: Recorder) -> None:
-    """Decode one prompt; the recorder gets the lessons."""
-    sources = [CheckedSource(make()) for make in options.source]
-    memory = DraftMemory(NGramMemory(ORDERS), recorder)
-    drafter = AutoDrafter(
-        memory,
-        ContextMatches(),
-        None,
-        options.nodes,
-        warm_up=PROMPT_READ,
-        neighbours=neighbours(model),
-        sources=sources,
-    )
-    longest = len(prompt) + options.max_new_tokens
-    text = TextSequence(
-        torch.tensor([prompt]), prompt, drafter, TextSampler(), lambda text: len(text.tokens) >= longest
-    )
-    with torch.no_grad():
-        decode(ModelRunner(model, 1), Batch([text]))
+def record(name: str, prompts: Path, options: argparse.Namespace) -> Recorder:
+    """The lessons of decoding prompts with a model."""
+    loaded, recorder = load_model(name, "float32"), Recorder()
+    loaded.model.generation_config.eos_token_id = None
+    near = neighbours(loaded.model)
+    for prompt in prompts_of(prompts, options.skip + options.limit)[options.skip :]:
+        ids = token_ids(loaded.tokenizer, loaded.model, prompt.text)
+        if loaded.context is None or ids.shape[1] + options.max_new_tokens <= loaded.context:
+            memory, sources = (
+                DraftMemory(NGramMemory(ORDERS), recorder),
+                [CheckedSource(make()) for make in options.source],
+            )
+            drafter = AutoDrafter(
+                memory, ContextMatches(), None, options.nodes, warm_up=PROMPT_READ, neighbours=near, sources=sources
+            )
+            decode_with(drafter, loaded.model, ids, options.max_new_tokens)
+    return recorder
 
 
 def select(recorder: Recorder, known: int) -> tuple[torch.Tensor, ...]:
@@ -151,17 +144,7 @@ def main() -> int:
     add("--pull", type=float, default=1e-3, help="how strongly present weights hold (0.001)")
     add("--source", type=load, action="append", default=[], help="what makes a source of your own, module:name")
     options = parser.parse_args()
-    recorders = []
-    for name, prompts in options.run:
-        folder = demo_model_path() if name == "demo" else name
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-        recorder = Recorder()
-        rows = [json.loads(line) for line in Path(prompts).read_text().splitlines()]
-        for row in rows[options.skip : options.skip + options.limit]:
-            prompt = tokenizer(row.get("prompt") or row["turns"][0]).input_ids
-            if len(prompt) + options.max_new_tokens <= model.config.max_position_embeddings:
-                record(model, prompt, options, recorder)
-        recorders.append(recorder)
+    recorders = [record(name, Path(prompts), options) for name, prompts in options.run]
     weights = [fit(recorders, known, options.pull) for known in range(ORDERS + 1)]
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     write(options.output, recorders[0].names, weights, shlex.join(["python", "benchmarks/fit_priors.py", *words]))

@@ -14,7 +14,8 @@ sampled text, which is compared with this library's under the same seed.
 
 from __future__ import annotations
 
-import importlib.util
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,11 +31,10 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.bench.comparison import first_difference
-from lookahead.bench.prompts import Prompt, read_prompts
+from lookahead.bench.prompts import Prompt
 from lookahead.bench.rows import Row
-from lookahead.bench.suite import TaskSpec
 from lookahead.demo import demo_model_path
-from probe import Probe, Unit, load_model, option, token_ids
+from probe import Probe, Unit, generate, load_model, option, prompts_of, token_ids
 
 EXACT = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32, "flash_attn": False}
 SMALL_BATCH = 16
@@ -88,7 +88,7 @@ class Bench:
         if kind == "f32":
             self._reference = load_model(options.model, "float32").model
             self._reference.generation_config.eos_token_id = None
-            self._methods["transformers"] = lambda ids: (self._new(self._reference, ids), self._length)
+            self._methods["transformers"] = self._transformers
         for method in self._methods.values():  # once untimed: memory is touched, loops are compiled
             method(self.tokens("def"))
 
@@ -131,26 +131,17 @@ class Bench:
         return tokens, steps
 
     def _lookahead(self, config: LookaheadConfig, ids: list[int]) -> Measured:
-        output: Any = lookahead.generate(
-            self._model,
-            torch.tensor([ids]),
-            lookahead_config=config,
-            max_new_tokens=self._length,
-            do_sample=False,
-            return_dict_in_generate=True,
-        )
-        return output.sequences[0, len(ids) :].tolist(), output.statistics.steps
+        tokens, output = generate(self._model, torch.tensor([ids]), config, max_new_tokens=self._length)
+        return tokens, output.statistics.steps
+
+    def _transformers(self, ids: list[int]) -> Measured:
+        tokens, _ = generate(self._reference, torch.tensor([ids]), None, max_new_tokens=self._length)
+        return tokens, len(tokens)
 
     def _sampled(self, model: Any, ids: list[int], seed: int) -> list[int]:
         torch.manual_seed(seed)
-        decode = model.generate if model is self._reference else partial(lookahead.generate, model)
-        text: list[int] = decode(torch.tensor([ids]), max_new_tokens=self._length, **SAMPLING)[0, len(ids) :].tolist()
-        return text
-
-    def _new(self, model: Any, ids: list[int]) -> list[int]:
-        tokens = torch.tensor([ids])
-        new: list[int] = model.generate(tokens, max_new_tokens=self._length, do_sample=False)[0, len(ids) :].tolist()
-        return new
+        config = None if model is self._reference else LookaheadConfig()
+        return generate(model, torch.tensor([ids]), config, max_new_tokens=self._length, **SAMPLING)[0]
 
 
 def compared(tokens: list[int], expected: list[int]) -> Row:
@@ -159,20 +150,10 @@ def compared(tokens: list[int], expected: list[int]) -> Row:
     return {"first_difference": place, "differs": int(place is not None), "equal": int(place is None)}
 
 
-def converter() -> Any:
-    """The converter's module; tools/ is no package."""
-    spec = importlib.util.spec_from_file_location(_TOOL.stem, _TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def probe(options: Options) -> Probe:
     """The units: each prompt with each type."""
     path = Path(options.prompts)
-    prompts = read_prompts(TaskSpec(path.stem, path))[: options.limit]
+    prompts = prompts_of(path, options.limit)
     folder = demo_model_path() if options.model == "demo" else Path(options.model)
     benches: dict[str, Bench] = {}
 
@@ -181,7 +162,7 @@ def probe(options: Options) -> Probe:
             benches.clear()
             with tempfile.TemporaryDirectory() as scratch:
                 file = Path(scratch) / f"{kind}.gguf"
-                converter().convert(folder, file, kind)
+                subprocess.run([sys.executable, _TOOL, folder, file, "--type", kind], check=True)
                 benches[kind] = Bench(options, kind, file)
         yield from benches[kind].rows(prompt)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,11 +23,10 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria
 
-import lookahead
 from lookahead import LookaheadConfig
 from lookahead.bench.machine import resident_bytes
 from lookahead.bench.rows import Row
-from probe import Probe, Unit, option
+from probe import Probe, Unit, generate, option
 
 METHODS: dict[str, LookaheadConfig | None] = {
     "transformers": None,
@@ -95,12 +93,13 @@ def measure(method: str, lengths: Sequence[int], temperature: float, seed: int) 
     sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {}
     arguments = {"do_sample": temperature > 0, **sampling}
     torch.manual_seed(seed)
-    generate(model, METHODS[method], prompt, max_new_tokens=WARM_UP_TOKENS, **arguments)
+    generate(model, prompt, METHODS[method], max_new_tokens=WARM_UP_TOKENS, **arguments)
     before = resident_bytes()
     marks = Marks(lengths)
     arguments |= {"max_new_tokens": lengths[-1], "stopping_criteria": [MarkingCriterion(marks)]}
     torch.manual_seed(seed)
-    output, steps = generate(model, METHODS[method], prompt, **arguments)
+    output, whole = generate(model, prompt, METHODS[method], **arguments)
+    steps = len(output) if METHODS[method] is None else whole.statistics.steps
     digest = hashlib.sha256(json.dumps(output).encode()).hexdigest()[:16]
     rows: list[Row] = []
     start, last_tokens, last_seconds = 0, 0, 0.0
@@ -115,28 +114,15 @@ def measure(method: str, lengths: Sequence[int], temperature: float, seed: int) 
     return rows
 
 
-def generate(
-    model: Any, config: LookaheadConfig | None, prompt: torch.Tensor, **arguments: Any
-) -> tuple[list[int], int]:
-    """New tokens, and the steps that they took."""
-    arguments["attention_mask"] = torch.ones_like(prompt)
-    if config is None:
-        whole = model.generate(prompt, **arguments)
-        return whole[0, PROMPT_TOKENS:].tolist(), whole.shape[1] - PROMPT_TOKENS
-    output: Any = lookahead.generate(model, prompt, lookahead_config=config, return_dict_in_generate=True, **arguments)
-    return output.sequences[0, PROMPT_TOKENS:].tolist(), output.statistics.steps
-
-
-def quiet(path: Sequence[str]) -> None:
-    """Make a fresh process ready: it finds this module, has one thread, and warns of nothing."""
-    sys.path[:0] = path
+def quiet() -> None:
+    """Make a fresh process ready: it has one thread, and warns of nothing."""
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
 
 
 def in_own_process(*asked: Any) -> list[Row]:
     """`measure`, in a fresh process that ends afterwards."""
-    with get_context("spawn").Pool(1, quiet, [sys.path]) as pool:
+    with get_context("spawn").Pool(1, quiet) as pool:
         return pool.apply(measure, asked)
 
 

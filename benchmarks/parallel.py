@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 import torch
 
-import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers.tuning import measure
 from lookahead.bench.models import BenchModel
@@ -27,7 +25,7 @@ from lookahead.bench.scaling_law import PAPER_LAW
 from lookahead.core.cost_model import CostModel
 from lookahead.demo import DEMO_PROMPT
 from lookahead.parallel import ParallelGroup, Traffic, join, scale_config
-from probe import Probe, Unit, load_model, option, token_ids
+from probe import Probe, Unit, generate, load_model, option, token_ids
 
 SIZES = ((15, 5, 15), (10, 5, 10), (7, 5, 7), (15, 7, 15))
 NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -92,17 +90,8 @@ def traffic(
     torch.manual_seed(0)
     prompt = token_ids(loaded.tokenizer, loaded.model, DEMO_PROMPT)
     started = perf_counter()
-    output: Any = lookahead.generate(
-        loaded.model,
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        lookahead_config=config,
-        parallel=group,
-        max_new_tokens=options.max_new_tokens,
-        do_sample=do_sample,
-        return_dict_in_generate=True,
-        pad_token_id=0,
-    )
+    arguments = {"max_new_tokens": options.max_new_tokens, "do_sample": do_sample, "pad_token_id": 0}
+    _, output = generate(loaded.model, prompt, config, parallel=group, **arguments)
     seconds = perf_counter() - started
     counted = group.traffic
     settled = counted.loads[config.ngram_size :] or counted.loads or [[0] * group.size]
@@ -117,12 +106,11 @@ def traffic(
         "setting": setting,
         "do_sample": do_sample,
         "decoding": "sampled" if do_sample else "greedy",
-        "steps": counted.steps,
-        "exchanges": counted.exchanges,
+        **{
+            name: getattr(counted, name)
+            for name in ("steps", "exchanges", "bytes_per_step", "most_bytes", "start_bytes")
+        },
         "exchanges_per_step": counted.exchanges / counted.steps,
-        "bytes_per_step": counted.bytes_per_step,
-        "most_bytes": counted.most_bytes,
-        "start_bytes": counted.start_bytes,
         "loads": [sum(step[rank] for step in settled) / len(settled) for rank in range(group.size)],
         "largest": sum(max(step) for step in settled) / len(settled),
         "redundant": sum(redundant) / max(1, len(redundant)),

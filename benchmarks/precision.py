@@ -23,10 +23,9 @@ import torch
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.bench.comparison import first_difference
-from lookahead.bench.prompts import Prompt, read_prompts
+from lookahead.bench.prompts import Prompt
 from lookahead.bench.rows import Row
-from lookahead.bench.suite import TaskSpec
-from probe import Probe, Unit, load_model, option, token_ids
+from probe import Probe, Unit, load_model, option, prompts_of, token_ids
 
 PAPER = LookaheadConfig(preset="paper", window_size=15, ngram_size=5, guess_set_size=15)
 
@@ -199,7 +198,7 @@ def share(changes: Sequence[torch.Tensor]) -> float:
 def probe(options: Options) -> Probe:
     """The units: single operations, then each prompt."""
     path = Path(options.prompts)
-    prompts = read_prompts(TaskSpec(path.stem, path))
+    prompts = prompts_of(path)
     bench = Bench(options, prompts)
     units = [Unit("probe", partial(operations, bench.model))]
     units += [Unit(prompt.id, partial(bench.rows, prompt)) for prompt in prompts[: options.limit]]

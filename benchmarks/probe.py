@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+import lookahead
+from lookahead import LookaheadConfig
 from lookahead.bench.models import BenchModel, load
+from lookahead.bench.prompts import Prompt, read_prompts
 from lookahead.bench.rows import Row
-from lookahead.bench.suite import ModelSpec
+from lookahead.bench.suite import ModelSpec, TaskSpec
 
 RANDOM = "random"
 RANDOM_CONFIG: dict[str, Any] = {
@@ -77,6 +81,27 @@ def load_model(name: str, dtype: str) -> BenchModel:
     else:
         spec = ModelSpec(Path(name).name, name if name == "demo" else Path(name), dtype=dtype)
     return load(spec, torch.device("cpu"))
+
+
+def prompts_of(path: Path, limit: int | None = None) -> list[Prompt]:
+    """The prompts of a file, or the first so many.
+
+    Raises:
+        InvalidArgumentError: It holds something else.
+    """
+    return read_prompts(TaskSpec(path.stem, path), limit)
+
+
+def generate(model: Any, ids: torch.Tensor, config: LookaheadConfig | None, **arguments: Any) -> tuple[list[int], Any]:
+    """Continue a text, `[1, S]`, greedily unless `arguments` say otherwise: by transformers where there is no `config`.
+
+    Returns:
+        The new tokens, and all that the call returned.
+    """
+    call = model.generate if config is None else partial(lookahead.generate, model, lookahead_config=config)
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "return_dict_in_generate": True}
+    output = call(ids, **settings | arguments)
+    return output.sequences[0, ids.shape[1] :].tolist(), output
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, text: str) -> torch.Tensor:

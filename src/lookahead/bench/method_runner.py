@@ -120,7 +120,7 @@ class MethodRunner:
             return output.sequences[0, prompt:].tolist(), output.statistics
 
         prompt = arguments["input_ids"].shape[1]
-        (output, statistics), cpu, wall = _timed(call)
+        (output, statistics), cpu, wall = timed(call)
         return Run(
             output,
             statistics.steps,
@@ -147,14 +147,14 @@ class MethodRunner:
             return new_tokens
 
         with counting:
-            output, cpu, wall = _timed(call)
+            output, cpu, wall = timed(call)
         if counter is None:
             return Run(output, len(output), [1] * len(output), [1] * len(output), cpu, wall)
         nodes, lengths = counter.steps(len(output))
         return Run(output, len(lengths), nodes, lengths, cpu, wall)
 
 
-def _timed(call: Callable[[], Any]) -> tuple[Any, float, float]:
+def timed(call: Callable[[], Any]) -> tuple[Any, float, float]:
     """What a call returns, its CPU and its wall time. It ends with reading tokens, for which it waits for a device."""
     wall, cpu = perf_counter(), process_time()
     result = call()

@@ -146,6 +146,7 @@ class StepBench:
         seed: Of the text and the trees.
         pack_weights: See `LookaheadConfig.pack_weights`.
         engine: See `LookaheadConfig.engine`.
+        invariant: See `LookaheadConfig.invariant`.
 
     Raises:
         InvalidArgumentError: The model has no room for the text and a branch after it.
@@ -159,12 +160,13 @@ class StepBench:
         seed: int = 0,
         pack_weights: bool = False,
         engine: str = "dynamic",
+        invariant: bool = False,
     ) -> None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self._random = np.random.default_rng(seed)
         self._vocabulary = int(vocabulary)
         self.context = context
-        module, steps = engine_model(model, pack_weights, static=engine != "dynamic"), None
+        module, steps = engine_model(model, pack_weights, static=engine != "dynamic", invariant=invariant), None
         if engine != "dynamic":
             compiler = "inductor" if engine == "compiled" else None
             steps = StaticBuffers(module, 1, context + 2, max(NODE_COUNTS), compiler).steps
