@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         UnsupportedArgumentError,
         UnsupportedModelError,
     )
-    from lookahead.serving import Engine, RequestHandle
+    from lookahead.serving import Engine, RequestHandle, TokenEvent
 
     __version__: str
 
@@ -34,6 +34,7 @@ __all__ = [
     "RequestHandle",
     "Statistics",
     "StepRecord",
+    "TokenEvent",
     "UnsupportedArgumentError",
     "UnsupportedModelError",
     "__version__",
@@ -55,6 +56,7 @@ _HOMES = {
     "RequestHandle": "serving",
     "Statistics": "core.statistics",
     "StepRecord": "core.statistics",
+    "TokenEvent": "serving",
     "UnsupportedArgumentError": "errors",
     "UnsupportedModelError": "errors",
     "attach": "api.generation",

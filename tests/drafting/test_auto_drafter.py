@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -220,6 +220,9 @@ class Stingy:
     def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         self.offers.append(probabilities.tolist())
         return False
+
+    def when_chosen(self, send: Callable[[int], None]) -> None:
+        send(self.chosen)
 
     def learn(self, accepted: list[int]) -> None:
         self.learned.append(accepted)

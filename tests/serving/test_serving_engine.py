@@ -1,104 +1,42 @@
 """Requests that come and go, each against transformers' own `generate` on its prompt alone."""
 
 import asyncio
+from collections import Counter
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
-from random import Random
-from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
 
-import lookahead
 from lookahead import Engine, InvalidArgumentError, LookaheadConfig, UnsupportedArgumentError
-from model_zoo import VOCAB_SIZE, build
+from model_zoo import build
+from schedules import Wanted, run_schedule, token_bytes
 
 NODES = LookaheadConfig(step_budget=24)
 PROMPT = [3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]
 
 
-@dataclass
-class Wanted:
-    """A request, and when it comes."""
-
-    step: int
-    prompt: list[int]
-    seed: int
-    priority: int
-    cancelled: bool
-    options: dict[str, Any] = field(default_factory=dict)
+@pytest.mark.parametrize("seed", range(30))
+def test_random_schedules(seed: int) -> None:
+    run_schedule(seed)
 
 
-def draw(random: Random, eos: int) -> Wanted:
-    prompt = [random.randrange(1, VOCAB_SIZE) for _ in range(random.randrange(1, 10))] * random.choice([1, 2, 4])
-    options: dict[str, Any] = {"max_new_tokens": random.randrange(1, 16), "do_sample": False}
-    if random.random() < 0.5:
-        options |= {"do_sample": True, "temperature": random.choice([0.7, 1.0]), "top_k": random.choice([0, 5])}
-    if random.random() < 0.3:
-        options["repetition_penalty"] = 1.3
-    if random.random() < 0.3:
-        options |= {"eos_token_id": [eos, eos + 1, eos + 2, eos + 3], "pad_token_id": 0}
-    if random.random() < 0.2:
-        options["no_repeat_ngram_size"] = 2
-    return Wanted(
-        random.randrange(10), prompt, random.randrange(1000), random.choice([0, 0, 1]), random.random() < 0.15, options
-    )
-
-
-def alone(model: Any, wanted: Wanted) -> list[int]:
-    torch.manual_seed(wanted.seed)
-    return model.generate(torch.tensor([wanted.prompt]), **wanted.options)[0].tolist()
-
-
-@pytest.mark.parametrize("schedule", range(50))
-def test_random_schedules(schedule: int) -> None:
-    random = Random(schedule)
-    model = build(["llama", "mistral_sliding", "gpt2"][schedule % 3])
-    wanted = [draw(random, random.randrange(VOCAB_SIZE - 4)) for _ in range(random.randrange(2, 7))]
-    memory = random.choice([None, 80, 100])
-    engine = Engine(
-        model,
-        LookaheadConfig(step_budget=random.choice([1, 12, 24])),
-        max_rows=random.choice([2, 4, 8]),
-        kv_tokens=memory,
-        prompt_tokens=random.choice([3, 8, 512]),
-    )
-    handles: dict[int, lookahead.RequestHandle] = {}
-    for step in range(400):
-        for number, request in enumerate(wanted):
-            if request.step == step:
-                handles[number] = engine.submit(
-                    request.prompt, seed=request.seed, priority=request.priority, **request.options
-                )
-            elif request.cancelled and request.step + 3 == step:
-                handles[number].cancel()
-        if memory is not None:
-            assert sum(request.row.length for request in engine._scheduler.running) <= memory
-        if not engine.step() and step > 10:
-            break
-    assert len(handles) == len(wanted)
-    for number, request in enumerate(wanted):
-        handle, expected = handles[number], alone(model, request)
-        assert handle.done
-        if handle.cancelled:
-            with pytest.raises(CancelledError):
-                handle.result()
-            assert handle.tokens == expected[len(request.prompt) :][: len(handle.tokens)]
-        else:
-            assert handle.result()[0].tolist() == expected, (number, request)
-            assert handle.tokens == expected[len(request.prompt) :]
-            assert handle.statistics.tokens == len(handle.tokens)
+@pytest.mark.exact
+def test_500_random_schedules() -> None:
+    seen = Counter[str]()
+    for seed in range(500):
+        seen.update(run_schedule(1000 + seed))
+    assert min(seen.values()) > 50, seen
 
 
 def test_rows_that_outgrow_the_memory_wait_and_go_on() -> None:
     model = build("llama")
-    engine = Engine(model, LookaheadConfig(step_budget=4), kv_tokens=70)
-    wanted = [Wanted(0, PROMPT, seed, 0, False, {"max_new_tokens": 40, "do_sample": True}) for seed in range(4)]
-    handles = [engine.submit(each.prompt, seed=each.seed, **each.options) for each in wanted]
+    engine = Engine(model, LookaheadConfig(step_budget=4), kv_bytes=70 * token_bytes(model))
+    wanted = [Wanted(0, PROMPT, seed, options={"max_new_tokens": 40, "do_sample": True}) for seed in range(4)]
+    handles = [each.submit(engine) for each in wanted]
     engine.run()
     assert engine.statistics.preempted > 0
-    assert [handle.result()[0].tolist() for handle in handles] == [alone(model, each) for each in wanted]
+    assert [handle.result()[0].tolist() for handle in handles] == [each.alone(model) for each in wanted]
 
 
 def test_a_long_prompt_does_not_hold_up_others() -> None:
@@ -146,24 +84,24 @@ def test_drafts_are_shared_by_the_rows_of_a_step() -> None:
 def test_readers_of_a_thread_and_of_asyncio() -> None:
     model = build("llama")
     wanted = [
-        Wanted(0, PROMPT[:length], length, 0, False, {"max_new_tokens": 12, "do_sample": True}) for length in (4, 7)
+        Wanted(0, PROMPT[:length], length, options={"max_new_tokens": 12, "do_sample": True}) for length in (4, 7)
     ]
-    expected = [alone(model, each)[len(each.prompt) :] for each in wanted]
+    expected = [each.alone(model)[len(each.prompt) :] for each in wanted]
 
     async def read(engine: Engine) -> list[list[int]]:
         async def tokens(each: Wanted) -> list[int]:
-            return [token async for token in engine.submit(each.prompt, seed=each.seed, **each.options)]
+            return [token async for token in each.submit(engine)]
 
         return await asyncio.gather(*map(tokens, wanted))
 
     with Engine(model, NODES) as engine:
         assert asyncio.run(read(engine)) == expected
-        assert [list(engine.submit(each.prompt, seed=each.seed, **each.options)) for each in wanted] == expected
+        assert [list(each.submit(engine)) for each in wanted] == expected
     with pytest.raises(InvalidArgumentError, match="closed"):
         engine.submit(PROMPT)
     # without a thread, whoever reads runs the steps
     engine = Engine(model, NODES)
-    assert [list(engine.submit(each.prompt, seed=each.seed, **each.options)) for each in wanted] == expected
+    assert [list(each.submit(engine)) for each in wanted] == expected
     assert asyncio.run(read(engine)) == expected
 
 
@@ -223,13 +161,20 @@ def test_stop_strings_scores_and_streamers(demo: tuple[PreTrainedModel, PreTrain
 
 
 def test_what_cannot_be_served_is_refused() -> None:
-    engine = Engine(build("llama"), NODES, kv_tokens=60)
-    with pytest.raises(InvalidArgumentError, match="kv_tokens=60"):
+    model = build("llama")
+    engine = Engine(model, NODES, kv_bytes=60 * token_bytes(model))
+    with pytest.raises(InvalidArgumentError, match="room for 60 tokens"):
         engine.submit(PROMPT, max_new_tokens=100)
     with pytest.raises(UnsupportedArgumentError, match="2 rows"):
         engine.submit(torch.tensor([PROMPT, PROMPT]), max_new_tokens=4)
     with pytest.raises(UnsupportedArgumentError, match="num_beams"):
         engine.submit(PROMPT, max_new_tokens=4, num_beams=2)
+    with pytest.raises(InvalidArgumentError, match="logprobs=-1"):
+        engine.submit(PROMPT, max_new_tokens=4, logprobs=-1)
+    with pytest.raises(InvalidArgumentError, match="prediction"):
+        engine.submit(PROMPT, max_new_tokens=4, prediction=[0.5])
+    with pytest.raises(InvalidArgumentError, match="kv_bytes=3"):
+        Engine(model, kv_bytes=3)
     with pytest.raises(InvalidArgumentError, match="max_rows=0"):
         Engine(build("llama"), max_rows=0)
     with pytest.raises(UnsupportedArgumentError, match="invariant"):
@@ -238,3 +183,84 @@ def test_what_cannot_be_served_is_refused() -> None:
     with pytest.raises(UnsupportedArgumentError, match="positions"):
         scaled.submit(PROMPT, max_new_tokens=100)
     assert engine.step() == 0
+
+
+def test_what_begins_alike_is_computed_once() -> None:
+    model = build("llama")
+    shared, options = PROMPT * 4, {"max_new_tokens": 6, "do_sample": False}
+    wanted = [Wanted(0, [*shared, *range(1, 4 + number)], number, options=options) for number in range(4)]
+    expected = [each.alone(model) for each in wanted]
+    for reuses in (True, False):
+        engine = Engine(model, NODES, prefix_cache=reuses)
+        handles = [each.submit(engine) for each in wanted]  # at once: three wait for the first one
+        engine.run()
+        turn = Wanted(0, [*expected[0], 5, 6], 0, options=options)  # the next turn of a chat
+        handles.append(turn.submit(engine))
+        engine.run()
+        texts = [handle.result()[0].tolist() for handle in handles]
+        assert texts == [*expected, turn.alone(model)]
+        reused = [handle.statistics.reused_tokens for handle in handles]
+        assert reused == ([0, *[len(shared) + 3] * 3, len(expected[0]) - 1] if reuses else [0] * 5)
+        assert (engine.statistics.hit_rate > 0.6) is reuses
+        assert (engine.load.prefix_bytes > 0) is reuses
+
+
+def test_finished_texts_make_room_for_running_ones() -> None:
+    model = build("llama")
+    size = token_bytes(model)
+    engine = Engine(model, LookaheadConfig(step_budget=4), kv_bytes=120 * size)
+    for number in range(6):
+        wanted = Wanted(0, [number + 1, *PROMPT * 3], 0, options={"max_new_tokens": 8, "do_sample": False})
+        handle = wanted.submit(engine)
+        engine.run()
+        assert handle.result()[0].tolist() == wanted.alone(model)
+        assert 0 < engine.load.prefix_bytes <= 120 * size
+    long = Wanted(0, PROMPT * 8, 0, options={"max_new_tokens": 16, "do_sample": False})
+    handle = long.submit(engine)
+    engine.run()
+    assert handle.result()[0].tolist() == long.alone(model)
+
+
+def test_log_probabilities_are_those_of_the_model() -> None:
+    model = build("llama")
+    options = {"max_new_tokens": 10, "do_sample": False, "repetition_penalty": 1.5}
+    expected = model.generate(torch.tensor([PROMPT]), **options, output_logits=True, return_dict_in_generate=True)
+    engine = Engine(model, NODES)
+    events = list(engine.submit(PROMPT, logprobs=3, **options).events())
+    assert [event.token for event in events] == expected.sequences[0, len(PROMPT) :].tolist()
+    for event, logits in zip(events, expected.logits, strict=True):
+        logprobs = logits[0].log_softmax(-1)
+        assert event.logprob == pytest.approx(float(logprobs[event.token]), abs=1e-4)
+        assert [token for token, _ in event.top] == logprobs.topk(3).indices.tolist()
+        assert [value for _, value in event.top] == pytest.approx(logprobs.topk(3).values.tolist(), abs=1e-4)
+
+
+def test_a_predicted_text_saves_steps_and_changes_nothing() -> None:
+    model = build("llama")
+    wanted = Wanted(0, PROMPT, 3, options={"max_new_tokens": 40, "do_sample": True})
+    text = wanted.alone(model)[len(PROMPT) :]
+    changed = [*text[:15], 1, *text[16:]]
+    steps = []
+    for prediction in (None, text, changed):
+        wanted.extras = {} if prediction is None else {"prediction": torch.tensor(prediction)}
+        handle = wanted.submit(Engine(model, LookaheadConfig(step_budget=12)))
+        assert handle.result()[0, len(PROMPT) :].tolist() == text
+        steps.append(handle.statistics.steps)
+        assert handle.statistics.predicted_tokens == {None: 0}.get(
+            prediction and 1, sum(map(int.__eq__, text, prediction or []))
+        )
+    assert max(steps[1:]) < 0.6 * steps[0]
+
+
+def test_why_a_request_ended() -> None:
+    engine = Engine(build("llama"), NODES)
+    text = engine.submit(PROMPT, max_new_tokens=6, do_sample=False)
+    ended = engine.submit(PROMPT, max_new_tokens=6, do_sample=False, eos_token_id=list(text)[2])
+    gone = engine.submit(PROMPT, max_new_tokens=6, do_sample=False)
+    assert gone.finish_reason is None
+    gone.cancel()
+    engine.run()
+    assert [each.finish_reason for each in (text, ended, gone)] == ["length", "stop", "cancelled"]
+    assert text.statistics.first_token_seconds is not None
+    assert text.statistics.total_seconds is not None
+    assert engine.load.running == engine.load.waiting == engine.load.kv_bytes == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
-from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria
 
 from lookahead.api.prompts import Prompts
 from lookahead.backends.transformers.text_sequence import TextSequence
@@ -43,6 +43,13 @@ class StopRule:
     def asks_others(self) -> bool:
         """Whether there are criteria besides those two, which may depend on time or other state."""
         return bool(self._others)
+
+    def ends_by_length(self, sequence: TextSequence) -> bool:
+        """Whether `sequence`, which is complete, is so for its length alone."""
+        if sequence.tokens[-1] in self._eos or self._max_length is None or sequence.length < self._max_length:
+            return False
+        texts = (criterion for criterion in self._others if isinstance(criterion, StopStringCriteria))
+        return not any(_answer(criterion, criterion(sequence.ids, None)) for criterion in texts)
 
     def __call__(self, sequence: TextSequence) -> bool:
         """Whether `sequence` is complete with the token it has just got."""

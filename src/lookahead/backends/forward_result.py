@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,13 +63,62 @@ def forward_result(
         borrowed: Whether the next pass overwrites `logits`.
     """
     rows = np.arange(len(nodes)) if rows is None else rows
+    likeliest, top = _likeliest(logits, top_k)
+    return _placed(length, nodes, logits, rows, likeliest[rows], tuple(part[rows] for part in top), borrowed)
+
+
+def forward_results(
+    lengths: Sequence[int], nodes: Sequence[NDArray[np.int64]], logits: torch.Tensor, top_k: int
+) -> list[ForwardResult]:
+    """The results of several trees of one pass.
+
+    Args:
+        lengths: Nodes of each tree.
+        nodes: Those of each that were read, `[reads]`.
+        logits: After these, those of one tree after those of another, `[reads of all trees, vocabulary]` float32.
+        top_k: How many of the likeliest tokens after each node are wanted.
+    """
+    likeliest, top = _likeliest(logits, top_k)
+    counts = [len(own) for own in nodes]
+    ends = np.cumsum(counts)
+    results = []
+    parts_of_logits: tuple[torch.Tensor, ...] = torch.split(logits, counts)
+    for length, own, end, part in zip(lengths, nodes, ends, parts_of_logits, strict=True):
+        place = slice(end - len(own), end)
+        parts = tuple(values[place] for values in top)
+        results.append(_placed(length, own, part, np.arange(len(own)), likeliest[place], parts))
+    return results
+
+
+Top = tuple[NDArray[Any], ...]
+"""Likeliest tokens `[rows, top_k]` and their probabilities."""
+
+
+def _likeliest(logits: torch.Tensor, top_k: int) -> tuple[NDArray[np.int64], Top]:
+    """The likeliest token of each row of logits, and its `top_k` likeliest ones."""
+    rows, top_k = len(logits), min(top_k, logits.shape[-1])
+    if top_k and rows:
+        top = tuple(part.cpu().numpy() for part in top_predictions(logits, top_k))
+    else:
+        top = np.empty((rows, top_k), dtype=np.int64), np.empty((rows, top_k), dtype=np.float32)
+    return argmax(logits).cpu().numpy(), top
+
+
+def _placed(
+    length: int,
+    nodes: NDArray[np.int64],
+    logits: torch.Tensor,
+    rows: NDArray[np.int64],
+    likeliest: NDArray[np.int64],
+    top: Top,
+    borrowed: bool = False,
+) -> ForwardResult:
+    """The result for a tree of `length` nodes, from what is known of `nodes`."""
     predictions = np.full(length, -1, dtype=np.int64)
-    predictions[nodes] = argmax(logits).cpu().numpy()[rows]
-    top_k = min(top_k, logits.shape[-1])
-    top_ids = np.full((length, top_k), -1, dtype=np.int64)
-    top_probabilities = np.zeros((length, top_k), dtype=np.float32)
-    if top_k:
-        ids, probabilities = top_predictions(logits, top_k)
-        top_ids[nodes], top_probabilities[nodes] = ids.cpu().numpy()[rows], probabilities.cpu().numpy()[rows]
+    predictions[nodes] = likeliest
+    ids, probabilities = top
+    top_ids = np.full((length, ids.shape[1]), -1, dtype=np.int64)
+    top_probabilities = np.zeros((length, ids.shape[1]), dtype=np.float32)
+    top_ids[nodes], top_probabilities[nodes] = ids, probabilities
     by_node = dict(zip(nodes.tolist(), rows.tolist(), strict=True))
     return ForwardResult(logits, predictions, top_ids, top_probabilities, by_node, borrowed)

@@ -21,7 +21,7 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     """
     rows, vocabulary = logits.shape
     whole = vocabulary // _CHUNK * _CHUNK
-    if rows == 1 or vocabulary < _CHUNKED_FROM or logits.is_cuda:
+    if rows <= 1 or vocabulary < _CHUNKED_FROM or logits.is_cuda:
         return logits.argmax(dim=-1)
     chunks = logits[:, :whole].view(rows, -1, _CHUNK)
     best_chunk = chunks.amax(dim=-1).argmax(dim=-1)  # [rows]

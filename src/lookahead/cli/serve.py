@@ -61,7 +61,7 @@ def _engine(settings: ServeSettings, loaded: LoadedModel) -> Engine:
         loaded.model,
         settings.config,
         max_rows=settings.max_rows,
-        kv_tokens=settings.kv_tokens,
+        kv_bytes=settings.kv_bytes,
         prompt_tokens=settings.prompt_tokens,
     )
 

@@ -266,10 +266,10 @@ class ServeSettings(Settings):
         "--max-body-bytes", LIMITS, "Most bytes of a request.", positive_whole_number, 8 * 2**20
     )
     max_rows: int = option("--max-rows", RUN, "Most answers that are made at once.", positive_whole_number, 16)
-    kv_tokens: int | None = option(
-        "--kv-tokens",
+    kv_bytes: int | None = option(
+        "--kv-bytes",
         RUN,
-        "Most tokens whose keys and values are held at once.",
+        "Most bytes of keys and values that are held at once.",
         positive_whole_number,
         shown="any number",
     )

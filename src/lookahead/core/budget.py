@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +14,9 @@ from lookahead.errors import InvalidArgumentError
 
 WORTHWHILE = 1.02
 """A draft must promise this many times the tokens per second of a step without one; estimates are not better."""
+
+Send = Callable[[int], None]
+"""Sends so many candidates, the likeliest ones."""
 
 
 class StepBudget(Protocol):
@@ -40,6 +43,9 @@ class StepBudget(Protocol):
     @property
     def chosen(self) -> int:
         """How many of the candidates that were offered last are sent, the likeliest ones."""
+
+    def when_chosen(self, send: Send) -> None:
+        """Call `send` once it is settled how many that is: at once, or before the step is run."""
 
     @property
     def left(self) -> int:
@@ -74,6 +80,10 @@ class FixedBudget:
         """See `StepBudget`."""
         self.chosen = min(len(probabilities), self._nodes - 1)
         return self.left > 0
+
+    def when_chosen(self, send: Send) -> None:
+        """See `StepBudget`."""
+        send(self.chosen)
 
     @property
     def left(self) -> int:
@@ -124,6 +134,10 @@ class ThroughputBudget:
         # Were all that follow as likely as the last one, would any number of them pay?
         ahead = np.arange(1, len(seconds) - len(likely))
         return bool(((tokens[-1] + likely[-1] * ahead) / seconds[len(tokens) :]).max() > rates[self.chosen])
+
+    def when_chosen(self, send: Send) -> None:
+        """See `StepBudget`."""
+        send(self.chosen)
 
     @property
     def left(self) -> int:

@@ -49,6 +49,8 @@ class Batch:
         times: Told of each step that carried no prompt.
         clock: Says by what seconds `times` goes.
         verify: Walks the trees of a step.
+        share_out: Called with the trees when each drafter has proposed, to send what waits for the proposals of others.
+        packed: Whether the backend sends the trees one after another, instead of padding them to the same size.
     """
 
     sequences: Sequence[SequenceState]
@@ -57,6 +59,8 @@ class Batch:
     times: StepTimes | None = None
     clock: Callable[[], float] = perf_counter
     verify: Verify = verify
+    share_out: Callable[[Sequence[TokenTree]], None] | None = None
+    packed: bool = False
 
     @property
     def finished(self) -> bool:
@@ -76,6 +80,8 @@ def step(backend: Backend, batch: Batch) -> None:
     context = max(len(sequence.tokens) for sequence in batch.sequences)
     seconds, now = batch.statistics.seconds, perf_counter()
     trees = [_draft(backend, batch, row) for row in range(len(batch.sequences))]
+    if batch.share_out is not None:
+        batch.share_out(trees)
     now = seconds.add("draft", now)
     top_k = max(sequence.drafter.top_k for sequence in batch.sequences)
     outputs = backend.forward(trees, top_k)
@@ -91,16 +97,20 @@ def step(backend: Backend, batch: Batch) -> None:
         if walk is not None
     ]
     seconds.add("draft", now)
-    # Prompt tokens are no draft.
-    carried = any(tree.root and sequence.steps <= 1 for sequence, tree in zip(batch.sequences, trees, strict=True))
-    if batch.times is not None and not carried:
-        nodes, tokens = max(len(tree) for tree in trees), sum(len(record.tokens) for _, record in records)
-        took = batch.clock() - start
-        batch.times.book(StepTime(nodes * len(trees), context, took, tokens, len(records), top_k > 0))
+    if batch.times is not None and not _carries_prompts(batch, trees):
+        nodes = sum(map(len, trees)) if batch.packed else max(map(len, trees)) * len(trees)
+        tokens = sum(len(record.tokens) for _, record in records)
+        batch.times.book(StepTime(nodes, context, batch.clock() - start, tokens, len(records), top_k > 0))
     for sequence, record in records:
         batch.statistics.record(record)
         if sequence.on_step is not None:
             sequence.on_step(record)
+
+
+def _carries_prompts(batch: Batch, trees: Sequence[TokenTree]) -> bool:
+    """Whether some tree has tokens of a prompt, or of a text whose keys and values were dropped; these are no draft."""
+    rows = zip(batch.sequences, trees, strict=True)
+    return any(tree.root > 0 and (batch.packed or sequence.steps <= 1) for sequence, tree in rows)
 
 
 def _draft(backend: Backend, batch: Batch, row: int) -> TokenTree:

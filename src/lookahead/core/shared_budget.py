@@ -1,70 +1,160 @@
-"""How many nodes a step sends whose rows are those of many requests: one number for all of them together."""
+"""Which nodes a step sends whose rows are those of many requests: the likeliest of all rows, as many as pay."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.config import MOST_CHOSEN_NODES
+from lookahead.core.budget import WORTHWHILE, Send
+from lookahead.core.calibration import Calibration
+from lookahead.core.draft_account import DraftAccount, StepTime
+from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
+
+NO_LESS = 0.5
+"""A row is searched for candidates that are at least so likely, in relation to the least likely one that was sent in
+the last step."""
+
+LEAST_LIKELY = 0.01
+"""A candidate less likely than this is not searched for. The first steps begin with it."""
 
 
 class SharedBudget:
-    """A number of nodes for each step, in equal parts for all of its rows.
+    """Has the candidates of all rows compete for the nodes of a step.
 
-    With as many rows as nodes there is nothing left to draft, so at full load drafting rests.
+    The candidates are put in one order, the likeliest first, whichever row they are of. n of them, of probabilities
+    p1 >= p2 >= ..., make a step of r rows add r + p1 + ... + pn tokens; the n with the most tokens per second is taken.
+    So sure drafts of one row take the room of another's guesses, and where steps are full nothing is sent.
+
+    Whether a step drafts at all is held against the clock, with an account for each load: what pays for two rows may
+    not for fifty.
 
     Args:
-        nodes: Nodes of a step over all rows, roots included. At least 1.
+        account: Gives the account of a load, in rows: 1, 2, 4, 8, ...
+        nodes: A fixed number of nodes of a step over all its rows, roots included, instead of what pays.
 
     Attributes:
-        nodes: As given.
-        rows: How many rows the coming step has; to be set before each step.
+        backs_off: Whether the coming step goes without a draft.
 
     Raises:
         InvalidArgumentError: `nodes` is out of range.
     """
 
-    def __init__(self, nodes: int) -> None:
-        if nodes < 1:
+    def __init__(self, account: Callable[[int], DraftAccount], nodes: int | None = None) -> None:
+        if nodes is not None and nodes < 1:
             raise InvalidArgumentError(f"nodes={nodes} is out of range; a step has at least a root")
-        self.nodes = nodes
-        self.rows = 1
+        self.backs_off = False
+        self._account_of = account
+        self._nodes = nodes
+        self._account: DraftAccount | None = None
+        self._calibrations: dict[float, Calibration] = {}
+        self._offers: list[tuple[RowBudget, NDArray[np.float64], Send]] = []
+        self._context = 1
+        self._least = LEAST_LIKELY  # likely enough to be looked for
 
-    @property
-    def share(self) -> int:
-        """Nodes of each row, its root included."""
-        return max(self.nodes // max(self.rows, 1), 1)
+    def row(self, temperature: float = 0.0) -> RowBudget:
+        """The part of one row, whose tokens are sampled with `temperature`, 0 for the likeliest ones."""
+        key = round(temperature, 1)
+        return RowBudget(self, self._calibrations.setdefault(key, Calibration()))
+
+    def begin(self, rows: int) -> None:
+        """Begin a step of `rows` rows."""
+        self._offers.clear()
+        self._context = 1
+        if self._nodes is not None:
+            self.backs_off = self._nodes <= rows
+            return
+        self._account = self._account_of(1 << max(rows - 1, 0).bit_length())
+        self._account.rows = rows
+        self.backs_off = self._account.backs_off
+
+    def offer(self, row: RowBudget, likely: NDArray[np.float64], context: int, send: Send) -> None:
+        """Note the candidates of a row, as likely as they have turned out to be; `send` sends the first of them."""
+        self._offers.append((row, likely, send))
+        self._context = max(self._context, context)
+
+    def wants_more(self, likely: NDArray[np.float64]) -> bool:
+        """Whether candidates of a row less likely than these may be sent."""
+        if self._nodes is not None:
+            return len(likely) < self._nodes - 1
+        return bool(likely[-1] > self._least) if len(likely) else False
+
+    def share_out(self, trees: Sequence[TokenTree]) -> None:
+        """Choose among all that was offered, and have it sent.
+
+        Args:
+            trees: Those of the step, with roots and pending tokens alone.
+        """
+        if not self._offers:
+            return
+        sizes = [len(likely) for _, likely, _ in self._offers]
+        owners = np.repeat(np.arange(len(sizes)), sizes)
+        likely = np.concatenate([likely for _, likely, _ in self._offers])
+        order = np.argsort(-likely, kind="stable")
+        sent = self._affordable(
+            likely[order], sum(map(len, trees)), sum(tree.needs_logits[tree.root] for tree in trees)
+        )
+        counts = np.bincount(owners[order[:sent]], minlength=len(sizes)).tolist()
+        if sent:
+            self._least = max(NO_LESS * float(likely[order[sent - 1]]), LEAST_LIKELY)
+        for (row, _, send), count in zip(self._offers, counts, strict=True):
+            row.chosen = count
+            send(count)
+        self._offers.clear()
+
+    def _affordable(self, likely: NDArray[np.float64], base: int, rows: int) -> int:
+        """How many candidates are sent beside `base` nodes of `rows` rows."""
+        if self._nodes is not None:
+            return min(max(self._nodes - base, 0), len(likely))
+        assert self._account is not None
+        seconds = self._account.costs.step_time(base + np.arange(len(likely) + 1), self._context)
+        rates = (rows + np.concatenate([[0.0], np.cumsum(likely)])) / seconds
+        rates[0] *= WORTHWHILE / self._account.idle_cost
+        return int(rates.argmax())
+
+    def book(self, step: StepTime) -> None:
+        """Note what a step took and brought; see `DraftAccount.book`."""
+        if self._account is not None:
+            self._account.book(step)
 
 
 class RowBudget:
     """What one row takes of a `SharedBudget`; a `StepBudget`."""
 
-    def __init__(self, shared: SharedBudget) -> None:
+    left = 0
+
+    def __init__(self, shared: SharedBudget, calibration: Calibration) -> None:
         self._shared = shared
-        self._nodes = shared.share
+        self._calibration = calibration
+        self._offered: NDArray[np.float64] = np.empty(0)
+        self._likely = self._offered
+        self._context = 1
         self.chosen = 0
 
     @property
     def backs_off(self) -> bool:
         """See `StepBudget`."""
-        return self._shared.share == 1
+        return self._shared.backs_off
 
     def begin(self) -> None:
         """See `StepBudget`."""
-        self._nodes = self._shared.share
         self.chosen = 0
 
     def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """See `StepBudget`."""
-        self.chosen = min(len(probabilities), self._nodes - 1)
-        return self.left > 0
+        self._offered = probabilities[: MOST_CHOSEN_NODES - 1]
+        self._likely = self._calibration.correct(self._offered)
+        self._context = context
+        return len(self._likely) < MOST_CHOSEN_NODES - 1 and self._shared.wants_more(self._likely)
 
-    @property
-    def left(self) -> int:
-        """See `StepBudget`."""
-        return self._nodes - 1 - self.chosen
+    def when_chosen(self, send: Send) -> None:
+        """See `StepBudget`: when all rows have offered theirs."""
+        self._shared.offer(self, self._likely, self._context, send)
 
     def learn(self, accepted: Sequence[int]) -> None:
         """See `StepBudget`."""
+        if self.chosen:
+            self._calibration.learn(self._offered[: self.chosen], accepted)

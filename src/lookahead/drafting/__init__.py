@@ -11,13 +11,13 @@ from lookahead.core.chain_budget import ChainBudget
 from lookahead.core.draft_account import DraftAccount
 from lookahead.core.drafter import Drafter
 from lookahead.core.outputs import StepResult
-from lookahead.core.shared_budget import RowBudget, SharedBudget
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.context_matches import ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
 from lookahead.drafting.auto.ngram_memory import NGramMemory
+from lookahead.drafting.auto.predicted_text import PredictedText
 from lookahead.drafting.auto.scorer import feature_names
 from lookahead.drafting.auto.source import CheckedSource, Source, TokenPaths
 from lookahead.drafting.chain import ChainDrafter
@@ -43,6 +43,7 @@ __all__ = [
     "NGramPool",
     "NoDrafter",
     "PaperDrafter",
+    "PredictedText",
     "Source",
     "StepResult",
     "ThroughputBudget",
@@ -89,7 +90,8 @@ def build_drafter(
     warm_up: int = 0,
     most: int = MAX_NODES_PER_STEP,
     vocabulary: int | None = None,
-    shared: SharedBudget | None = None,
+    budget: StepBudget | None = None,
+    predicted: PredictedText | None = None,
 ) -> Drafter:
     """The drafter that `config.preset` names, with the sizes of `config`. One serves one sequence.
 
@@ -103,7 +105,8 @@ def build_drafter(
         warm_up: How many of the last tokens of the prompt `"auto"` has the model's predictions read of.
         most: Nodes of a step at most, the root included, whatever the configuration or the costs allow.
         vocabulary: Tokens that the model knows, which drafters and sources of a user's own are held to.
-        shared: What the nodes of `"auto"` come from, if rows of many requests share them.
+        budget: Chooses the nodes of `"auto"`, instead of the configuration and the account.
+        predicted: A text that is expected, which `"auto"` drafts from as well.
     """
     if config.drafter is not None:
         return CheckedDrafter(config.drafter, min(config.max_nodes, most), vocabulary)
@@ -114,20 +117,19 @@ def build_drafter(
         compile_loops()  # now: a step that compiled would say nothing of what steps cost
         if config.preset == "context_matches":
             return AutoDrafter(None, ContextMatches(), None, fixed, explore=False)
-        budget: int | StepBudget = fixed
-        if account is not None and config.step_budget is None:
-            budget = ThroughputBudget(account, min(most, MOST_CHOSEN_NODES))
-        if shared is not None:
-            budget = RowBudget(shared)
+        chooses: int | StepBudget = fixed if budget is None else budget
+        if budget is None and account is not None and config.step_budget is None:
+            chooses = ThroughputBudget(account, min(most, MOST_CHOSEN_NODES))
         known = memory or DraftMemory()
-        own = _own_sources(config, known, vocabulary)
+        own: list[Source] = [*_own_sources(config, known, vocabulary), *([] if predicted is None else [predicted])]
 
         def make_auto() -> AutoDrafter:
-            parts = (known, ContextMatches(), None, budget)
+            matches = ContextMatches(before=() if predicted is None else predicted.tokens)
+            parts = (known, matches, None, chooses)
             return AutoDrafter(*parts, warm_up=warm_up, neighbours=neighbours, sources=own)
 
         # User-defined sources observe every step.
-        return make_auto() if own or isinstance(budget, int) else DeferredDrafter(make_auto, budget)
+        return make_auto() if own or isinstance(chooses, int) else DeferredDrafter(make_auto, chooses)
     if config.preset == "autoregressive":
         return NoDrafter()
     if config.preset == "jacobi":

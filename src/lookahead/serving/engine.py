@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from threading import Condition, RLock, Thread
 from types import TracebackType
 from typing import Any
@@ -15,8 +16,10 @@ from transformers import PreTrainedModel
 from lookahead.api.arguments import check_config
 from lookahead.api.gguf.model import GGUFModel
 from lookahead.backends.transformers import equivalence
+from lookahead.backends.transformers.model_state import draft_account
 from lookahead.backends.transformers.packed_rows import PackedRowsRunner
 from lookahead.backends.transformers.packed_rows.model import packed_rows_model
+from lookahead.backends.transformers.step_clock import step_clock
 from lookahead.config import LookaheadConfig
 from lookahead.core.decoder import Batch, step, verify
 from lookahead.core.shared_budget import SharedBudget
@@ -25,30 +28,10 @@ from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import Walk
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.serving.handle import RequestHandle
-from lookahead.serving.request import Prepared, Request, check_room
+from lookahead.serving.kv_memory import KVMemory
+from lookahead.serving.request import Extras, Prepared, Request, check_room
 from lookahead.serving.scheduler import Scheduler, urgency
-
-NODES = 64
-"""Nodes of a step over all rows, where the configuration gives no number."""
-
-
-@dataclass
-class EngineStatistics:
-    """Counts of an engine.
-
-    Attributes:
-        steps: Forward passes.
-        tokens: Tokens generated.
-        nodes: Nodes sent, prompt tokens not counted.
-        rows: Rows served, over all steps.
-        preempted: How often a running request had to wait again for want of memory.
-    """
-
-    steps: int = 0
-    tokens: int = 0
-    nodes: int = 0
-    rows: int = 0
-    preempted: int = 0
+from lookahead.serving.statistics import EngineLoad, EngineStatistics
 
 
 class Engine:
@@ -60,14 +43,17 @@ class Engine:
 
     Args:
         model: A causal language model of transformers whose attention is `"sdpa"`.
-        config: How to draft; the default configuration if not given. `step_budget` is the number of nodes of a step
-            over all its rows, 64 if not given, shared evenly by `preset="auto"`; other methods send theirs for each
+        config: How to draft; if not given, the default configuration with `memory="process"`, so that requests draft
+            from what the model predicted for others. `preset="auto"` sends the likeliest candidates of all rows, as
+            many as pay; with a `step_budget` so many nodes a step over all rows. Other methods send theirs for each
             row. What a drafter of your own raises ends all requests of the step.
         max_rows: Most requests that run at once. At least 1.
-        kv_tokens: Most tokens whose keys and values are held at once, those of trees included; any number if `None`.
-            Buffers grow by half at a time, so that up to one and a half times as much memory may be taken.
+        kv_bytes: Most bytes of keys and values that are held at once, those of trees and of finished texts included;
+            any number if `None`.
         prompt_tokens: Most tokens of prompts in one step, so that a long prompt does not hold up the others. At
             least 1.
+        prefix_cache: Keep keys and values of finished texts, up to 1 GiB or what `kv_bytes` leaves, and let requests
+            begin with those of the text, finished or running, that has most in common with theirs.
 
     Attributes:
         statistics: Counts since the engine was made.
@@ -84,10 +70,11 @@ class Engine:
         config: LookaheadConfig | None = None,
         *,
         max_rows: int = 16,
-        kv_tokens: int | None = None,
+        kv_bytes: int | None = None,
         prompt_tokens: int = 512,
+        prefix_cache: bool = True,
     ) -> None:
-        for name, value in (("max_rows", max_rows), ("prompt_tokens", prompt_tokens), ("kv_tokens", kv_tokens)):
+        for name, value in (("max_rows", max_rows), ("prompt_tokens", prompt_tokens), ("kv_bytes", kv_bytes)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise InvalidArgumentError(f"{name}={value!r} must be a whole number, at least 1")
         if not isinstance(model, PreTrainedModel):
@@ -95,12 +82,14 @@ class Engine:
         if isinstance(model, GGUFModel):
             raise UnsupportedModelError(f"model={type(model).__name__} is run by llama.cpp; use lookahead.generate")
         self._model = model
-        self._config = _check_engine_config(config)
-        self._kv_tokens = kv_tokens
+        self._config = _check_engine_config(LookaheadConfig(memory="process") if config is None else config)
         clone = packed_rows_model(model, self._config.pack_weights)
         self._runner = PackedRowsRunner(clone, equivalence(model).positions_end)
-        self._shared = SharedBudget(self._config.step_budget or NODES)
-        self._scheduler: Scheduler[Request] = Scheduler(max_rows, kv_tokens, prompt_tokens)
+        self._clock = step_clock(model.device)
+        accounts = partial(draft_account, clone, self._config, temperature=0.0)
+        self._shared = SharedBudget(accounts, self._config.step_budget)
+        self._memory = memory = KVMemory(self._runner.token_bytes(), kv_bytes, prefix_cache)
+        self._scheduler: Scheduler[Request] = Scheduler(max_rows, memory.tokens, prompt_tokens, memory.begin)
         self._arrivals: deque[Request] = deque()
         self._submitted = 0
         self._changed = Condition()  # held for the arrivals, and by who waits for some
@@ -115,6 +104,8 @@ class Engine:
         *,
         seed: int | None = None,
         priority: int = 0,
+        logprobs: int | None = None,
+        prediction: torch.Tensor | Sequence[int] | None = None,
         lookahead_config: LookaheadConfig | None = None,
         on_step: OnStep | None = None,
         **kwargs: Any,
@@ -127,6 +118,10 @@ class Engine:
                 whatever other requests there are. Drawn from torch's default generator if not given.
             priority: Requests of a larger one are served first. A request waits for those of the next priority that
                 come up to 1,000 steps after it, and for no later ones.
+            logprobs: Tell with each token how likely the model thought it, and so many of the likeliest tokens; see
+                `RequestHandle.events`. At least 0.
+            prediction: Token ids of a text that is expected to come, such as a file of which a part is to be edited.
+                It is drafted from, and changes nothing but the number of steps.
             lookahead_config: How to draft for this request; the engine's configuration if not given. Only the method
                 counts: nodes, weights and `tie_margin` are the engine's.
             on_step: Called after each step with a `StepRecord`, in the thread that runs the steps.
@@ -138,16 +133,21 @@ class Engine:
         """
         if self._closing:
             raise InvalidArgumentError("this Engine is closed; make another one")
+        if logprobs is not None and (not isinstance(logprobs, int) or logprobs < 0):
+            raise InvalidArgumentError(f"logprobs={logprobs!r} must be a whole number, at least 0")
         ids = torch.as_tensor(input_ids, device=self._model.device)
         prepared = Prepared(self._model, ids[None] if ids.dim() == 1 else ids, kwargs)
         config = self._config if lookahead_config is None else _check_engine_config(lookahead_config)
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
+        extras = Extras(seed, logprobs, None if prediction is None else self._known_tokens("prediction", prediction))
         handle = RequestHandle(self)
         with self._changed:
             place = urgency(priority, self.statistics.steps, self._submitted)
             self._submitted += 1
-        request = Request(self._model, self._runner, prepared, config, self._shared, handle, place, seed)
-        check_room(prepared, self._runner, self._kv_tokens, request.most_nodes)
+        request = Request(
+            self._model, self._runner, self._memory, prepared, extras, config, self._shared, handle, place
+        )
+        check_room(prepared, self._runner, self._memory, request.most_nodes)
         request.listen(on_step)
         with self._changed:
             self._arrivals.append(request)
@@ -166,7 +166,9 @@ class Engine:
         with self._stepping, torch.no_grad():
             self._take_arrivals()
             requests = self._scheduler.plan()
+            self._memory.settle(self._scheduler.running)
             self.statistics.preempted = self._scheduler.preempted
+            self.statistics.prompt_tokens, self.statistics.reused_tokens = self._memory.asked, self._memory.reused
             if requests:
                 self._run(requests)
             return self._unfinished
@@ -215,10 +217,27 @@ class Engine:
         thread = self._thread
         return thread is not None and thread.is_alive()
 
+    @property
+    def load(self) -> EngineLoad:
+        """What there is to do at the moment."""
+        running, size = list(self._scheduler.running), self._memory.token_bytes
+        waiting = len(self._arrivals) + len(self._scheduler.waiting)
+        held = sum(request.row.capacity for request in running)
+        return EngineLoad(waiting, len(running), held * size, self._memory.kept * size)
+
     def wake(self) -> None:
         """Let the thread look at what has changed."""
         with self._changed:
             self._changed.notify_all()
+
+    def _known_tokens(self, name: str, tokens: torch.Tensor | Sequence[int]) -> list[int]:
+        """Token ids of a text, given as a list or a tensor."""
+        ids = torch.as_tensor(tokens)
+        known = self._model.get_input_embeddings().num_embeddings
+        whole = ids.numel() == 0 or not (ids.is_floating_point() or ids.is_complex())
+        if ids.numel() != (ids.shape[-1] if ids.dim() else 0) or not whole or ((ids < 0) | (ids >= known)).any():
+            raise InvalidArgumentError(f"{name} must be the token ids of one text, whole numbers from 0 to {known - 1}")
+        return [int(token) for token in ids.flatten().tolist()]
 
     @property
     def _unfinished(self) -> int:
@@ -253,10 +272,17 @@ class Engine:
 
     def _run(self, requests: list[Request]) -> None:
         self._runner.rows = [request.row for request in requests]
-        self._shared.rows = len(requests)
+        self._shared.begin(len(requests))
         counts = Statistics()
         batch = Batch(
-            [request.sequence for request in requests], counts, self._config.tie_margin, verify=_Verification(requests)
+            [request.sequence for request in requests],
+            counts,
+            self._config.tie_margin,
+            self._shared,
+            self._clock,
+            _Verification(requests),
+            self._shared.share_out,
+            packed=True,
         )
         try:
             step(self._runner, batch)
@@ -264,16 +290,15 @@ class Engine:
             for request in requests:
                 self._leave(request, error)
             raise
-        self.statistics.steps += 1
-        self.statistics.tokens += counts.tokens
-        self.statistics.nodes += sum(counts.nodes_per_step)
-        self.statistics.rows += len(requests)
+        self.statistics.count(len(requests), sum(counts.nodes_per_step), counts.tokens)
         for request in requests:
             if request.sequence.finished or request.error is not None:
                 self._leave(request)
 
     def _leave(self, request: Request, error: BaseException | None = None) -> None:
         self._scheduler.remove(request)
+        if error is None:
+            self._memory.keep(request, self._scheduler.running)
         request.end(error)
 
 

@@ -5,15 +5,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError
+from dataclasses import dataclass
 from threading import Condition
 from typing import Protocol
 
 import torch
 
 from lookahead.api.output import LookaheadOutput
-from lookahead.core.statistics import Statistics
+from lookahead.serving.statistics import RequestStatistics
 
 Output = torch.Tensor | LookaheadOutput
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A token of a request.
+
+    Attributes:
+        token: Its id.
+        logprob: Natural logarithm of its probability, as the model gave it, before processors and sampling settings;
+            `None` if the request did not ask for `logprobs`.
+        top: The likeliest tokens in its place with theirs, likeliest first.
+    """
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class Driver(Protocol):
@@ -33,38 +50,46 @@ class Driver(Protocol):
 class RequestHandle:
     """A request that was submitted to an `Engine`.
 
-    `for token in handle` and `async for token in handle` give the new token ids as they come, `result()` waits for all
-    of them. Where the engine has no thread of its own, these run its steps. Any number of readers may read, each from
-    the first token on.
+    `for token in handle` and `async for token in handle` give the new token ids as they come, `events()` gives
+    them with log-probabilities in the same two ways, `result()` waits for all of them, and so does `await
+    handle.wait()`. Where the engine has no thread of its own, these run its steps. Any number of readers may read,
+    each from the first token on.
 
     Args:
         engine: Who runs the steps.
 
     Attributes:
-        statistics: Counts of this request: steps, tokens, nodes.
+        statistics: Counts and times of this request.
     """
 
     def __init__(self, engine: Driver) -> None:
         self._engine = engine
         self._changed = Condition()
-        self._tokens: list[int] = []
+        self._events: list[TokenEvent] = []
         self._output: Output | None = None
         self._error: BaseException | None = None
         self._done = False
         self._cancelled = False
         self._listeners: set[Callable[[], None]] = set()
-        self.statistics = Statistics()
+        self._reason: str | None = None
+        self.statistics = RequestStatistics()
 
     @property
     def tokens(self) -> list[int]:
         """The new token ids so far."""
         with self._changed:
-            return list(self._tokens)
+            return [event.token for event in self._events]
 
     @property
     def done(self) -> bool:
         """Whether it is finished, failed or cancelled."""
         return self._done
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it is done: `"stop"` (a token, a text or a criterion that ends it), `"length"`, `"cancelled"`, `"error"`;
+        `None` before."""
+        return self._reason
 
     @property
     def cancelled(self) -> bool:
@@ -91,18 +116,39 @@ class RequestHandle:
         self._wait(None)
         return self._outcome()
 
+    async def wait(self) -> Output:
+        """`result()` for asyncio: other tasks run meanwhile."""
+        async for _ in self.events():
+            pass
+        return self._outcome()
+
+    def events(self) -> TokenEvents:
+        """The new tokens as they come, for `for` and for `async for`."""
+        return TokenEvents(self)
+
     def __iter__(self) -> Iterator[int]:
+        return (event.token for event in self.events())
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        async for event in self.events():
+            yield event.token
+
+    def _new(self, seen: int) -> list[TokenEvent]:
+        with self._changed:
+            return self._events[seen:]
+
+    def _read(self) -> Iterator[TokenEvent]:
         seen = 0
         while True:
             self._wait(seen)
-            new = self.tokens[seen:]
+            new = self._new(seen)
             yield from new
             seen += len(new)
             if not new:
                 self._outcome()
                 return
 
-    async def __aiter__(self) -> AsyncIterator[int]:
+    async def _read_async(self) -> AsyncIterator[TokenEvent]:
         seen, loop, event = 0, asyncio.get_running_loop(), asyncio.Event()
 
         def notify() -> None:
@@ -112,9 +158,9 @@ class RequestHandle:
         try:
             while True:
                 event.clear()
-                done, new = self._done, self.tokens[seen:]  # in this order, so that no token is missed
-                for token in new:
-                    yield token
+                done, new = self._done, self._new(seen)  # in this order, so that no token is missed
+                for event_of_token in new:
+                    yield event_of_token
                 seen += len(new)
                 if new:
                     continue
@@ -132,7 +178,7 @@ class RequestHandle:
         """Wait for more than `seen` tokens, or for the end."""
         while True:
             with self._changed:
-                if self._done or (seen is not None and len(self._tokens) > seen):
+                if self._done or (seen is not None and len(self._events) > seen):
                     return
                 if self._engine.started:
                     self._changed.wait()
@@ -145,18 +191,19 @@ class RequestHandle:
         assert self._output is not None
         return self._output
 
-    def add(self, tokens: list[int]) -> None:
+    def add(self, events: list[TokenEvent]) -> None:
         """For the engine: there are new tokens."""
         with self._changed:
-            self._tokens += tokens
+            self._events += events
             self._changed.notify_all()
         self._notify()
 
-    def end(self, output: Output | None, error: BaseException | None = None) -> None:
+    def end(self, output: Output | None, error: BaseException | None, reason: str) -> None:
         """For the engine: the request is done."""
         with self._changed:
             self._output = output
             self._error = CancelledError() if output is None and error is None else error
+            self._reason = reason
             self._done = True
             self._changed.notify_all()
         self._notify()
@@ -167,3 +214,16 @@ class RequestHandle:
                 listener()
             except RuntimeError:  # its event loop is closed
                 self._listeners.discard(listener)
+
+
+class TokenEvents:
+    """The tokens of a request, for `for` and for `async for`; each loop begins with the first one."""
+
+    def __init__(self, handle: RequestHandle) -> None:
+        self._handle = handle
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        return self._handle._read()
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        return self._handle._read_async()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
@@ -18,14 +21,33 @@ from lookahead.api.stopping import StopRule, last_lengths
 from lookahead.api.streaming import StreamFeeder
 from lookahead.api.text_limits import check_length
 from lookahead.backends.transformers.model_state import draft_memory, keep_memory, neighbours
-from lookahead.backends.transformers.packed_rows import PackedRowsRunner, Row
+from lookahead.backends.transformers.packed_rows import PackedRowsRunner
+from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
-from lookahead.config import MOST_CHOSEN_NODES, LookaheadConfig
+from lookahead.config import LookaheadConfig
 from lookahead.core.shared_budget import SharedBudget
 from lookahead.core.statistics import OnStep, StepRecord
-from lookahead.drafting import build_drafter
+from lookahead.drafting import PredictedText, build_drafter
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
-from lookahead.serving.handle import Output, RequestHandle
+from lookahead.serving.handle import Output, RequestHandle, TokenEvent
+from lookahead.serving.kv_memory import KVMemory
+from lookahead.serving.logprobs import LogprobSampler
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a request may want beside the arguments of `generate`.
+
+    Attributes:
+        seed: Of its random draws.
+        logprobs: How many of the likeliest tokens to tell with the log-probabilities of each token; neither these nor
+            those if `None`.
+        prediction: Token ids of the text that is expected.
+    """
+
+    seed: int
+    logprobs: int | None = None
+    prediction: Sequence[int] | None = None
 
 
 class Prepared:
@@ -94,12 +116,13 @@ class Request:
     Args:
         model: The model.
         runner: Runs it.
+        memory: Where its keys and values go.
         prepared: Its arguments.
+        extras: What it wants besides.
         config: How to draft.
         shared: Which nodes it may send.
         handle: What the caller has of it.
         urgency: See `scheduler.urgency`.
-        seed: Of its random draws.
 
     Attributes:
         row: Its keys and values.
@@ -110,25 +133,32 @@ class Request:
         self,
         model: PreTrainedModel,
         runner: PackedRowsRunner,
+        memory: KVMemory,
         prepared: Prepared,
+        extras: Extras,
         config: LookaheadConfig,
         shared: SharedBudget,
         handle: RequestHandle,
         urgency: tuple[int, int],
-        seed: int,
     ) -> None:
         prompts = prepared.prompts
         check_length(runner, type(model).__name__, prompts, prepared.longest - prompts.width)
         self.handle, self.urgency = handle, urgency
-        self.row = Row()
+        self.row = memory.new_row()
         self.error: BaseException | None = None
+        self._kv_memory, self._submitted = memory, perf_counter()
         self._model, self._config, self._prepared = model, config, prepared
         shares = config.preset == "auto"
-        self.most_nodes = min(shared.nodes, MOST_CHOSEN_NODES) if shares else config.max_nodes
+        self.most_nodes = config.max_nodes
         rule = StopRule(prepared.criteria)
-        generator = torch.Generator(prompts.input_ids.device).manual_seed(seed)
+        generator = torch.Generator(prompts.input_ids.device).manual_seed(extras.seed)
+        sampler = make_sampler(prepared.processors, prepared.config, generator)
+        self._logprobs = None if extras.logprobs is None else LogprobSampler(sampler, extras.logprobs)
+        self._prediction = PredictedText(extras.prediction) if shares and extras.prediction else None
         self._memory = draft_memory(model, config) if shares else None
         tokens = prompts.tokens[0]
+        sampling = prepared.config
+        temperature = 0.0 if not sampling.do_sample else float(sampling.temperature or 1.0)
         self.sequence = TextSequence(
             prompts.input_ids.long(),
             tokens,
@@ -138,12 +168,15 @@ class Request:
                 neighbours=neighbours(model) if shares else None,
                 vocabulary=getattr(model.get_input_embeddings(), "num_embeddings", None),
                 warm_up=warm_up_tokens(model, len(tokens), config.chooses_nodes),
-                shared=shared if shares else None,
+                budget=shared.row(temperature) if shares else None,
+                predicted=self._prediction,
             ),
-            make_sampler(prepared.processors, prepared.config, generator),
+            cast(TextSampler, self._logprobs or sampler),
             rule,
             last_lengths(runner.last_length, prompts, rule.has_eos)[0],
         )
+        handle.statistics.prompt_tokens = len(tokens)
+        self._rule = rule
         self._feeder = None if prepared.streamer is None else StreamFeeder(prepared.streamer, 1, None)
 
     @property
@@ -156,13 +189,18 @@ class Request:
         """How many of them have keys and values."""
         return self.row.length
 
+    @property
+    def reserved(self) -> int:
+        """Tokens that its keys and values may take in the coming step."""
+        return self._kv_memory.reserved(self.length + self.most_nodes)
+
     def send(self, tokens: int) -> None:
         """Send so many of the tokens that are not cached with the coming step."""
         self.row.most_pending = tokens
 
     def drop(self) -> None:
         """Forget keys and values; they will be computed anew."""
-        self.row = Row()
+        self.row = self._kv_memory.new_row()
 
     def listen(self, on_step: OnStep | None) -> None:
         """Tell handle, `on_step` and streamer of each step. What these raise is an error of this request alone."""
@@ -170,9 +208,12 @@ class Request:
             self._feeder.start(self._prepared.prompts.input_ids)
 
         def tell(record: StepRecord) -> None:
-            self.handle.statistics.steps += 1
-            self.handle.statistics.record(record)
-            self.handle.add(record.tokens)
+            statistics = self.handle.statistics
+            statistics.steps += 1
+            statistics.record(record)
+            if statistics.first_token_seconds is None:
+                statistics.first_token_seconds = perf_counter() - self._submitted
+            self.handle.add(self._events(record.tokens))
             try:
                 if on_step is not None:
                     on_step(record)
@@ -182,6 +223,12 @@ class Request:
                 self.error = error
 
         self.sequence.on_step = tell
+
+    def _events(self, tokens: list[int]) -> list[TokenEvent]:
+        if self._logprobs is None:
+            return [TokenEvent(token) for token in tokens]
+        noted, self._logprobs.noted = self._logprobs.noted, []
+        return [TokenEvent(token, one.logprob, one.top) for token, one in zip(tokens, noted, strict=True)]
 
     def end(self, error: BaseException | None = None) -> None:
         """Tell the handle how it ended: complete, with an error, or cancelled."""
@@ -194,7 +241,13 @@ class Request:
         except Exception as raised:
             error = error or raised
         complete = self.sequence.finished and error is None and not self.handle.cancelled
-        self.handle.end(self._output() if complete else None, error)
+        statistics = self.handle.statistics
+        statistics.total_seconds = perf_counter() - self._submitted
+        statistics.predicted_tokens = 0 if self._prediction is None else self._prediction.accepted
+        reason = "error" if error is not None else "cancelled"
+        if complete:
+            reason = "length" if self._rule.ends_by_length(self.sequence) else "stop"
+        self.handle.end(self._output() if complete else None, error, reason)
 
     def _output(self) -> Output:
         sequence = self.sequence
@@ -209,7 +262,7 @@ class Request:
         )
 
 
-def check_room(prepared: Prepared, runner: PackedRowsRunner, kv_tokens: int | None, nodes: int) -> None:
+def check_room(prepared: Prepared, runner: PackedRowsRunner, memory: KVMemory, nodes: int) -> None:
     """Refuse a text for which there is not room enough, or that is read otherwise beside others.
 
     Raises:
@@ -217,10 +270,10 @@ def check_room(prepared: Prepared, runner: PackedRowsRunner, kv_tokens: int | No
         UnsupportedArgumentError: It may come to where its positions depend on the other rows.
     """
     longest = prepared.longest
-    if kv_tokens is not None and longest + nodes > kv_tokens:
+    if memory.tokens is not None and memory.reserved(longest + nodes) > memory.tokens:
         raise InvalidArgumentError(
-            f"input_ids and max_new_tokens may come to {longest} tokens, and a step to {nodes} more, but kv_tokens="
-            f"{kv_tokens}; choose a smaller max_new_tokens, or an Engine with more kv_tokens"
+            f"input_ids and max_new_tokens may come to {longest} tokens, and a step to {nodes} more, but kv_bytes has "
+            f"room for {memory.tokens} tokens; choose a smaller max_new_tokens, or an Engine with more kv_bytes"
         )
     if runner.changes_after is not None and longest - 1 > runner.changes_after:
         raise UnsupportedArgumentError(

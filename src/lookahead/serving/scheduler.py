@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 PATIENCE = 1000
@@ -18,17 +18,19 @@ class Schedulable(Protocol):
         urgency: The smaller, the sooner; see `urgency`.
         length: Tokens of its text so far.
         cached: How many of them have keys and values.
-        most_nodes: Nodes that a step may send beyond its text.
+        reserved: Tokens that its keys and values may take in the coming step.
     """
 
     urgency: tuple[int, int]
-    most_nodes: int
 
     @property
     def length(self) -> int: ...
 
     @property
     def cached(self) -> int: ...
+
+    @property
+    def reserved(self) -> int: ...
 
     def send(self, tokens: int) -> None:
         """Send so many of the tokens that are not cached with the coming step."""
@@ -38,6 +40,8 @@ class Schedulable(Protocol):
 
 
 Served = TypeVar("Served", bound=Schedulable)
+
+Begin = Callable[[Served, Sequence[Served]], bool]
 
 
 def urgency(priority: int, step: int, number: int) -> tuple[int, int]:
@@ -58,6 +62,8 @@ class Scheduler(Generic[Served]):
         max_rows: Most requests that run at once.
         kv_tokens: Most tokens, those of trees included, whose keys and values are held at once; any number if `None`.
         prompt_tokens: Most tokens of prompts in one step, so that a long prompt does not hold up the others.
+        begin: Called with a request that has no keys and values, and with all that run, before it takes part in a step;
+            says whether it does.
 
     Attributes:
         waiting: In the order in which they will run.
@@ -65,10 +71,11 @@ class Scheduler(Generic[Served]):
         preempted: How often a running request had to wait again.
     """
 
-    def __init__(self, max_rows: int, kv_tokens: int | None, prompt_tokens: int) -> None:
+    def __init__(self, max_rows: int, kv_tokens: int | None, prompt_tokens: int, begin: Begin[Served]) -> None:
         self._max_rows = max_rows
         self._kv_tokens = kv_tokens
         self._prompt_tokens = prompt_tokens
+        self._begin = begin
         self.waiting: list[Served] = []
         self.running: list[Served] = []
         self.preempted = 0
@@ -98,13 +105,15 @@ class Scheduler(Generic[Served]):
         return self._share_out()
 
     def _fits(self, requests: Sequence[Served]) -> bool:
-        held = sum(request.length + request.most_nodes for request in requests)
+        held = sum(request.reserved for request in requests)
         return self._kv_tokens is None or held <= self._kv_tokens
 
     def _share_out(self) -> list[Served]:
         """Who takes part: all that go on from their last token, and prompts as far as the tokens for them go."""
         served, left = [], self._prompt_tokens
         for request in self.running:
+            if not request.cached and not (left and self._begin(request, self.running)):
+                continue
             pending = request.length - request.cached
             tokens = pending if pending == 1 else min(pending, left)
             if tokens:

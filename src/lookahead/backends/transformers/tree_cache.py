@@ -25,6 +25,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         keys: `[batch, heads, capacity, head_dim]`; `values` likewise.
         lengths: Tokens kept, per row; empty before the first pass.
         keeps_all: Whether `update` keeps what it writes, without a `commit`.
+        block: Tokens by which it grows; by half of what it has, if `None`.
     """
 
     is_sliding = False
@@ -34,6 +35,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.lengths: list[int] = []
         self.keeps_all = True
+        self.block: int | None = None
 
     @property
     def longest(self) -> int:
@@ -139,7 +141,10 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _grow(self, needed: int) -> None:
         """Get room for at least `needed` tokens; by a constant factor, so that growing costs little per token."""
-        capacity = max(needed, _FIRST_CAPACITY, self.keys.shape[2] * 3 // 2)
+        if self.block is None:
+            capacity = max(needed, _FIRST_CAPACITY, self.keys.shape[2] * 3 // 2)
+        else:
+            capacity = whole_blocks(needed, self.block)
         keys = self.keys.new_empty((*self.keys.shape[:2], capacity, self.keys.shape[3]))
         values = self.values.new_empty((*self.values.shape[:2], capacity, self.values.shape[3]))
         kept = self.longest
@@ -148,12 +153,22 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         self.keys, self.values = keys, values
 
 
-class TreeCache(Cache):  # type: ignore[misc]
-    """The cache of a whole model: a `TreeLayer` for each layer, made as the model comes to it."""
+def whole_blocks(tokens: int, block: int) -> int:
+    """Tokens that there is room for in as many blocks as `tokens` need."""
+    return -(-tokens // block) * block
 
-    def __init__(self) -> None:
+
+class TreeCache(Cache):  # type: ignore[misc]
+    """The cache of a whole model: a `TreeLayer` for each layer, made as the model comes to it.
+
+    Args:
+        block: See `TreeLayer.block`.
+    """
+
+    def __init__(self, block: int | None = None) -> None:
         super().__init__(layer_class_to_replicate=TreeLayer)
         self._keeps_all = True
+        self._block = block
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -161,7 +176,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         """Write the states of one layer; see `TreeLayer.update`."""
         while len(self.layers) <= layer_idx:
             self.layers.append(TreeLayer())
-            self.layers[-1].keeps_all = self._keeps_all
+            self.layers[-1].keeps_all, self.layers[-1].block = self._keeps_all, self._block
         keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         return keys, values
 
@@ -190,6 +205,23 @@ class TreeCache(Cache):  # type: ignore[misc]
         """Tokens kept, per row."""
         filled = self._filled
         return list(filled[0].lengths) if filled else [0] * batch_size
+
+    @property
+    def allocated(self) -> int:
+        """Tokens that there is room for, in each row."""
+        return max((layer.keys.shape[2] for layer in self._filled), default=0)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token takes, in each row."""
+        parts = [part for layer in self._filled for part in (layer.keys, layer.values)]
+        return sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts)
+
+    def copy_start(self, other: TreeCache, tokens: int) -> None:
+        """Begin with the first `tokens` tokens of another one, which has that many in each of its rows."""
+        for index, layer in enumerate(other.layers):
+            if layer.is_initialized:
+                self.update(layer.keys.narrow(2, 0, tokens), layer.values.narrow(2, 0, tokens), index)
 
     def commit(self, slots: Sequence[Sequence[int]]) -> None:
         """Keep the states of `slots[row]` in every layer; see `TreeLayer.commit`."""

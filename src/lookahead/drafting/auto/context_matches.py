@@ -203,15 +203,17 @@ class ContextMatches:
 
     Args:
         memory: Tokens that stay within reach, at least; 16 or more.
+        before: Tokens that are searched as if they stood before each prompt.
 
     Raises:
         InvalidArgumentError: `memory` is too small.
     """
 
-    def __init__(self, memory: int = 1 << 16) -> None:
+    def __init__(self, memory: int = 1 << 16, before: Sequence[int] = ()) -> None:
         if memory < 16:
             raise InvalidArgumentError(f"memory={memory} is out of range; it must be at least 16 tokens")
         self.memory = memory
+        self._before = np.array(before, dtype=np.int64)
         self.tokens = np.zeros(0, dtype=np.int64)
         self.length = 0
         self.newest = np.full((len(RUNS), 1 << _BUCKET_BITS), -1, dtype=np.int32)
@@ -227,16 +229,19 @@ class ContextMatches:
 
     def start(self, prompt: Sequence[int] | NDArray[np.int64]) -> None:
         """Begin a text."""
+        self._restart(np.concatenate([self._before, np.asarray(prompt, dtype=np.int64)]))
+
+    def _restart(self, text: NDArray[np.int64]) -> None:
         self.length = 0
         self.newest.fill(-1)
-        self.extend(prompt)
+        self.extend(text)
 
     def extend(self, tokens: Sequence[int] | NDArray[np.int64]) -> None:
         """The text goes on."""
         new = np.asarray(tokens, dtype=np.int64)
         if self.length + len(new) > 2 * self.memory:
             kept = np.concatenate([self.text, new])[-self.memory :]
-            self.start(kept)
+            self._restart(kept)
             return
         begin, self.length = self.length, self.length + len(new)
         self._make_room()

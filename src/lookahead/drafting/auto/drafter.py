@@ -141,7 +141,9 @@ class AutoDrafter:
             if not more or limit == self._most or count < limit:
                 break
             limit = min(2 * limit, self._most)
-        chosen = min(self.budget.chosen, count)
+        self.budget.when_chosen(lambda chosen: self._send(tree, min(chosen, count)))
+
+    def _send(self, tree: TokenTree, chosen: int) -> None:
         self._wanted = chosen + chosen // 4 + _LEAST_GROWN
         self._search.add_to(tree, chosen)
         self._sent = chosen

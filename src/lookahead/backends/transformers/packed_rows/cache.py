@@ -14,20 +14,36 @@ from lookahead.backends.transformers.tree_cache import TreeCache, TreeLayer
 class Row:
     """One text on a model: its keys and values. It belongs to no runner.
 
+    Args:
+        block: Tokens by which its room grows; see `TreeLayer.block`.
+
     Attributes:
         cache: The keys and values.
         most_pending: How many tokens of a text that is not cached yet the coming step sends at most; any number if
             `None`.
     """
 
-    def __init__(self) -> None:
-        self.cache = TreeCache()
+    def __init__(self, block: int | None = None) -> None:
+        self.cache = TreeCache(block)
         self.most_pending: int | None = None
 
     @property
     def length(self) -> int:
         """Tokens whose keys and values are kept."""
         return self.cache.lengths(1)[0]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return self.cache.allocated
+
+    def copy_start(self, other: Row, tokens: int) -> None:
+        """Begin with the first `tokens` tokens of another row, which has them."""
+        self.cache.copy_start(other.cache, tokens)
+
+    def crop(self, tokens: int) -> None:
+        """Forget all behind the first `tokens` tokens."""
+        self.cache.restore([tokens])
 
 
 States = list[tuple[torch.Tensor, torch.Tensor]]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.forward_result import ForwardResult, forward_result
+from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.packed_rows.attention import PackedStep
@@ -47,6 +47,12 @@ class PackedRowsRunner:
         self._layouts: list[Layout] = []
         self._idle = TokenTree([0])
         self._idle.needs_logits[0] = False
+
+    def token_bytes(self) -> int:
+        """Bytes that keys and values of a token take, found by running one."""
+        self.rows = [Row(1)]
+        self.forward([TokenTree([0])])
+        return self.rows.pop().cache.token_bytes
 
     def idle_tree(self) -> TokenTree:
         """What a row sends that stays although its text is complete: a token that nobody reads, at position 0."""
@@ -98,11 +104,8 @@ class PackedRowsRunner:
             ).logits[0]
         # transformers chooses tokens from float32 logits whatever the model's own type
         logits = (logits if self._keeps_logits else logits[keep]).float()  # [reads of all rows, vocabulary]
-        each = logits.split([len(layout.read_slots) for layout in self._layouts])
-        return [
-            forward_result(len(layout.order), layout.order[layout.read_slots], own, top_k)
-            for layout, own in zip(self._layouts, each, strict=True)
-        ]
+        lengths = [len(layout.order) for layout in self._layouts]
+        return forward_results(lengths, [layout.order[layout.read_slots] for layout in self._layouts], logits, top_k)
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Keep the keys and values of `kept`, for each row a path of nodes from its tree's first one downwards, and

@@ -1,0 +1,109 @@
+"""Keys and values of finished texts, for requests that begin alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.backends.transformers.packed_rows import Row
+
+LEAST = 16
+"""Tokens that two texts must begin with in common, or nothing is reused."""
+
+
+@dataclass(eq=False)
+class Prefix:
+    """A text that is kept.
+
+    Attributes:
+        tokens: Its token ids.
+        row: Their keys and values.
+    """
+
+    tokens: NDArray[np.int64]
+    row: Row
+
+
+Text = Sequence[int] | NDArray[np.int64]
+
+
+def common_start(text: Text, other: Text) -> int:
+    """How many tokens two texts begin with in common; 0 where these are fewer than `LEAST`."""
+    if len(text) < LEAST or len(other) < LEAST or list(text[:LEAST]) != list(other[:LEAST]):
+        return 0
+    size = min(len(text), len(other))
+    differ = np.flatnonzero(np.asarray(text[:size]) != np.asarray(other[:size]))
+    return int(differ[0]) if len(differ) else size
+
+
+class PrefixCache:
+    """Finished texts with their keys and values, the least recently used first.
+
+    A request that begins like one of them copies what they have in common. So do requests that begin like one that
+    runs; that is for the caller to look up.
+
+    Args:
+        block: Tokens by which the room of rows grows.
+    """
+
+    def __init__(self, block: int) -> None:
+        self._block = block
+        self._kept: list[Prefix] = []
+
+    @property
+    def held(self) -> int:
+        """Tokens that the rows in here have room for."""
+        return sum(prefix.row.capacity for prefix in self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, text: Sequence[int]) -> tuple[Prefix | None, int]:
+        """The text in here that has most in common with the beginning of `text`, and how many tokens that is."""
+        best, most = None, 0
+        for prefix in self._kept:
+            common = common_start(text, prefix.tokens)
+            if common >= most and common:
+                best, most = prefix, common
+        if best is not None:  # the one used last goes last
+            self._kept.remove(best)
+            self._kept.append(best)
+        return best, most
+
+    def keep(self, text: Sequence[int], row: Row, room: int) -> None:
+        """Keep the keys and values of a text that is finished, as long as there is room.
+
+        Args:
+            text: Its tokens; those behind the end of the row have none.
+            row: Its keys and values.
+            room: Most tokens to hold from now on.
+        """
+        tokens = np.array(text[: row.length], dtype=np.int64)
+        if len(tokens) < LEAST or row.capacity > room:
+            return
+        for prefix in list(self._kept):
+            common = common_start(tokens, prefix.tokens)
+            if common == len(tokens):
+                return  # it has all of this one
+            if common == len(prefix.tokens):
+                self._kept.remove(prefix)  # this one has all of it
+        self._kept.append(Prefix(tokens, row))
+        self.shrink(room)
+
+    def shrink(self, room: int, but: Prefix | None = None) -> None:
+        """Forget the least recently used texts until no more than `room` tokens are held, but not `but`."""
+        held = self.held
+        for prefix in list(self._kept):
+            if held <= room:
+                return
+            if prefix is not but:
+                self._kept.remove(prefix)
+                held -= prefix.row.capacity
+
+    def remove(self, prefix: Prefix) -> None:
+        """Forget one, if it is still there."""
+        if prefix in self._kept:
+            self._kept.remove(prefix)
