@@ -44,7 +44,7 @@ test-gguf: build/gguf  ## The tests that need llama-cpp-python, which is compile
 		tests/backends/test_llama_runner.py tests/bench/test_gguf_probe.py tests/cli/test_cli_gguf.py \
 		tests/tools/test_convert_to_gguf.py
 
-test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled and 300 batched random cases, and 500 schedules of many requests, against transformers' own generate
+test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled and 300 batched random cases, and 500 schedules of many requests, against transformers' own generate; and all tests marked exact
 	$(BIN)/python tests/support/run_exactness.py --cases 1000 --seed 0
 	$(BIN)/python tests/support/run_exactness.py --cases 200 --seed 1 --engine static
 	$(BIN)/python tests/support/run_sampling.py --cases 500 --seed 0

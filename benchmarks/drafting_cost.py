@@ -145,7 +145,7 @@ class ChosenBudget:
     backs_off = False
 
     def __init__(self, nodes: int) -> None:
-        self._paying = ThroughputBudget(DraftAccount(CostModel.prior()))
+        self._throughput = ThroughputBudget(DraftAccount(CostModel.prior()))
         self._nodes = nodes
         self.chosen = 0
         self.left = 0
@@ -155,13 +155,13 @@ class ChosenBudget:
 
     def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """See `StepBudget`."""
-        self._paying.offer(probabilities, context)
-        self.chosen = self._paying.chosen = min(len(probabilities), self._nodes - 1)  # it learns from what is sent
+        self._throughput.offer(probabilities, context)
+        self.chosen = self._throughput.chosen = min(len(probabilities), self._nodes - 1)  # it learns from what is sent
         return False
 
     def learn(self, accepted: Sequence[int]) -> None:
         """See `StepBudget`."""
-        self._paying.learn(accepted)
+        self._throughput.learn(accepted)
 
 
 class PartTimes:

@@ -560,6 +560,7 @@ def test_compiled_without_breaks_and_once_for_each_size() -> None:
     assert counter.frame_count == steps.recordings == len(steps._inputs) > 1
 
 
+@pytest.mark.exact  # the compiler takes ten seconds
 def test_compiled_with_inductor(llama: PreTrainedModel) -> None:
     steps = static_steps(llama, compiler="inductor")
     steps.sizes = (32,)

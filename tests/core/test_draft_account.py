@@ -99,7 +99,7 @@ def test_drafting_is_taken_up_again_when_it_begins_to_pay() -> None:
 
 def test_without_a_clock_the_same_tokens_are_the_same_steps() -> None:
     def steps(seconds: float) -> list[bool]:
-        account, rests = DraftAccount(CostModel.prior(), clocked=False), []
+        account, rests = DraftAccount(CostModel.prior(), adaptive=False), []
         for _ in range(2000):
             rests.append(account.backs_off)
             account.book(StepTime(1 if rests[-1] else 64, 100, seconds, 1, 1, not rests[-1]))

@@ -78,6 +78,7 @@ def test_a_signal_ends_ranks_that_start(name: str) -> None:
 
 
 @posix
+@pytest.mark.exact  # three processes load a model
 def test_an_interrupt_keeps_what_was_generated() -> None:
     """What Ctrl-C sends to all processes of a terminal."""
     processes = start(GENERATE)

@@ -6,6 +6,7 @@ its own: `TRITON_INTERPRET=1 python -m pytest tests/support/interpreted_tree_att
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,8 +49,7 @@ def interpreter() -> Iterator[None]:
 
 
 # Splits are put together by a program for each row and head, which are what takes the interpreter its time.
-@settings(max_examples=30, deadline=None)
-@given(
+cases = given(
     step=steps(max_batch=2),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     heads=st.sampled_from([(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2)]),  # of keys, and queries for each of them
@@ -59,7 +59,22 @@ def interpreter() -> Iterator[None]:
     tiling=st.sampled_from([None, (16, 16, 1), (16, 16, 2), (32, 16, 4), (64, 32, 2), (16, 64, 8)]),
     seed=st.integers(0, 2**31),
 )
-def test_kernel_is_attention_by_its_definition(
+
+
+@settings(max_examples=10, deadline=None)
+@cases
+def test_kernel_is_attention_by_its_definition(**case: Any) -> None:
+    assert_attention(**case)
+
+
+@pytest.mark.exact
+@settings(max_examples=60, deadline=None)
+@cases
+def test_kernel_is_attention_by_its_definition_in_many_cases(**case: Any) -> None:
+    assert_attention(**case)
+
+
+def assert_attention(
     step: Step,
     dtype: torch.dtype,
     heads: tuple[int, int],
@@ -124,6 +139,16 @@ def one_split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(kernel, "_PROGRAMS", 1)
 
 
+# The interpreter takes seconds for a model: all of them are for `make test-exact`.
+ARCHITECTURES = [
+    "llama",
+    "gemma2",
+    *(
+        pytest.param(name, marks=pytest.mark.exact)
+        for name in ("mistral_sliding", "qwen2_mixed_sliding", "deepseek_v3", "llama4_chunked")
+    ),
+]
+
 TEXTS = [[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6, 5], [7, 7, 9, 1, 3, 3]]
 
 
@@ -137,9 +162,7 @@ def trees(runner: ModelRunner) -> list[TokenTree]:
 
 
 @pytest.mark.usefixtures("one_split")
-@pytest.mark.parametrize(
-    "name", ["llama", "mistral_sliding", "qwen2_mixed_sliding", "gemma2", "deepseek_v3", "llama4_chunked"]
-)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.inference_mode()
 def test_models_give_the_logits_of_eager_attention_with_dense_masks(name: str) -> None:
     register()
@@ -188,9 +211,7 @@ def packed_forward(model: PreTrainedModel, cache: object, step: list[TokenTree])
 
 
 @pytest.mark.usefixtures("one_split")
-@pytest.mark.parametrize(
-    "name", ["llama", "mistral_sliding", "qwen2_mixed_sliding", "gemma2", "deepseek_v3", "llama4_chunked"]
-)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.no_grad()
 def test_both_engines_with_the_kernel(name: str) -> None:
     """The kernel reads nothing that is not text, whatever lies in a static cache."""
@@ -207,6 +228,7 @@ def test_both_engines_with_the_kernel(name: str) -> None:
         torch.testing.assert_close(check_logits(ModelRunner(model, 1, steps=steps)), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.exact
 @pytest.mark.usefixtures("one_split")
 def test_static_engine_with_the_kernel_writes_the_same_text(prompt: torch.Tensor) -> None:
     register()

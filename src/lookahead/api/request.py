@@ -170,7 +170,7 @@ class Request:
         if sampling.do_sample and rows > 1:
             # The rows share one generator, and which of them samples first depends on the nodes of the steps. So that
             # a seed gives the same texts again, these must not depend on the clock, nor on other calls.
-            return DraftAccount(CostModel.prior(), rows, clocked=False)
+            return DraftAccount(CostModel.prior(), rows, adaptive=False)
         temperature = 0.0 if not sampling.do_sample else float(sampling.temperature or 1.0)
         return draft_account(self._model, self._config, rows, temperature)
 
@@ -179,9 +179,9 @@ class Request:
         if pool is None and config.share_pool:
             pool = NGramPool(config.ngram_size, config.guess_set_size)
         nearest = neighbours(self._model) if self._memory is not None else None
-        clocked = account is not None and account.clocked
+        adaptive = account is not None and account.adaptive
         backs_off = account is not None and account.backs_off
-        read = [0 if backs_off else warm_up_tokens(self._model, len(row), clocked) for row in self._prompts.tokens]
+        read = [0 if backs_off else warm_up_tokens(self._model, len(row), adaptive) for row in self._prompts.tokens]
         known = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
         if self._resources.chains:
             return [build_chain_drafter(config, self._memory, account, nearest, tokens, known) for tokens in read]

@@ -23,7 +23,7 @@ _COLORS = {"lookahead, auto": "#1f5fa8", "lookahead, other methods": "#8db8e0", 
 """Whose method a bar is."""
 
 _PANEL_WIDTH, _BAR_HEIGHT, _MOST_COLUMNS = 4.2, 0.34, 3
-"""In inches; and panels side by side."""
+"""Width of a panel and height of a bar in inches; most panels side by side."""
 
 
 def check_plots(folder: Path) -> None:

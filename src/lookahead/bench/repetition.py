@@ -1,4 +1,4 @@
-"""How much of a text goes round in circles.
+"""How much of a text repeats itself in cycles.
 
 Greedy text of small models often ends in a cycle: the same line again and again. Inside a cycle every method
 that drafts from n-grams looks excellent, so a measured step compression means little without the share of the

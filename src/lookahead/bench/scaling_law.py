@@ -27,7 +27,7 @@ def expected_tokens(alpha: float, length: int, guesses: int = 1) -> float:
     """Expected number of tokens that a step adds when it verifies several guesses: Eq. 5.
 
     `(gamma + 1) - sum over i = 1..gamma of (1 - alpha^i)^b`, with gamma = `length` and b = `guesses`. The longest
-    accepted beginning counts, and the token that the model names after it.
+    accepted beginning counts, and the token that the model selects after it.
 
     Args:
         alpha: Probability that a token of a guess passes, given that those before it did; from 0 to 1.

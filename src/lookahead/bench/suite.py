@@ -46,12 +46,12 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """How tokens are drawn.
+    """How tokens are sampled.
 
     Attributes:
         temperature: Divides the logits.
-        top_k: Draw from this many of the likeliest tokens, 0 for all.
-        top_p: Draw from the likeliest tokens that together are at least this probable.
+        top_k: Sample from this many of the likeliest tokens, 0 for all.
+        top_p: Sample from the likeliest tokens that together are at least this probable.
         repetition_penalty: Divides the logits of tokens that the text has already, 1 for none.
         seed: The draws after the prompt number n of a task, counted from 0, are those of seed + n.
     """
@@ -82,7 +82,7 @@ class TaskSpec:
         max_new_tokens: Most tokens to generate.
         max_prompt_tokens: Cut longer prompts, `None` for what the model has room for.
         keep: Which part of a prompt that is cut stays, `"end"` or `"beginning"`.
-        sampling: How tokens are drawn, `None` for greedy decoding.
+        sampling: How tokens are sampled, `None` for greedy decoding.
         models: Names of the models to measure on, `None` for all.
     """
 

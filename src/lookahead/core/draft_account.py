@@ -72,20 +72,20 @@ class DraftAccount:
     Args:
         costs: What steps cost. It is told of them.
         rows: Sequences that share each step.
-        clocked: Go by the clock. Else go by `costs`, which then stays as it is, so that the same calls take the same
+        adaptive: Go by the clock. Else go by `costs`, which then stays as it is, so that the same calls take the same
             steps.
 
     Attributes:
-        clocked: Whether it goes by the clock.
+        adaptive: Whether it goes by the clock.
         calibration: How far the probabilities of drafts are to be believed.
     """
 
-    def __init__(self, costs: CostModel, rows: int = 1, clocked: bool = True) -> None:
+    def __init__(self, costs: CostModel, rows: int = 1, adaptive: bool = True) -> None:
         self.costs = costs
         self.rows = rows
         self.calibration = Calibration()
         self._plain_surprise, self._draft_surprise, self._idle = _Surprise(), _Surprise(), _Surprise(1.05)
-        self.clocked = clocked
+        self.adaptive = adaptive
         self._credit = FIRST_CREDIT
         self._backs_off = False
         self._drafted = 0  # steps since the last plain one
@@ -96,7 +96,7 @@ class DraftAccount:
     @property
     def backs_off(self) -> bool:
         """Whether the coming step goes without a draft."""
-        return self._backs_off or (self.clocked and self._drafted >= self._interval)
+        return self._backs_off or (self.adaptive and self._drafted >= self._interval)
 
     def book(self, step: StepTime) -> None:
         """Note a step that carried no prompt."""
@@ -107,7 +107,7 @@ class DraftAccount:
 
     def _book_plain(self, step: StepTime) -> None:
         # Plain steps are all the same: booking some of them is enough, and costs less.
-        if self.clocked and (not self._backs_off or self._plain % 4 == 0):
+        if self.adaptive and (not self._backs_off or self._plain % 4 == 0):
             self.costs.observe(step.nodes, step.context, step.seconds)
             usual = self.costs.step_time(step.nodes, step.context)
             self._plain_surprise.add(step.seconds / usual)
@@ -124,14 +124,14 @@ class DraftAccount:
         self._drafted += 1
         plain = self.costs.step_time(self.rows, step.context)
         if step.nodes > self.rows:
-            if self.clocked:
+            if self.adaptive:
                 self.costs.observe(step.nodes, step.context, step.seconds)
             usual = self.costs.step_time(step.nodes, step.context)
-            if self.clocked:
+            if self.adaptive:
                 self._draft_surprise.add(step.seconds / usual)
             cost = usual / plain * self._draft_surprise.mean / self._plain_surprise.mean
         else:
-            if self.clocked:
+            if self.adaptive:
                 self._idle.add(step.seconds / plain)
             cost = self.idle_cost
         saved = step.tokens / step.rows - cost

@@ -1,4 +1,4 @@
-"""A model is believed only after it is tried: trees against plain decoding, on this build of llama.cpp."""
+"""Compares token trees with plain decoding, for each model and on this build of llama.cpp, before they are used."""
 
 from __future__ import annotations
 

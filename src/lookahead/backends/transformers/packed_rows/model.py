@@ -21,7 +21,7 @@ from lookahead.core.token_tree import TokenTree
 from lookahead.errors import UnsupportedModelError
 
 _TEXTS = ((5, 11, 7, 3, 13, 2), (17, 19, 23), (29, 5, 31, 37))
-"""Short texts that share a pass in a trial."""
+"""Short texts that share a pass in the equivalence check."""
 
 
 def packed_rows_model(model: PreTrainedModel, pack_weights: bool = False) -> PreTrainedModel:
