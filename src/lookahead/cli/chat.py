@@ -9,8 +9,8 @@ from typing import Any
 
 from lookahead.cli import process
 from lookahead.cli.conversation import Answer, Conversation, choose_format, read_template
-from lookahead.cli.generate import run_report, seed_draws
-from lookahead.cli.inputs import Prompt, checked, decoded
+from lookahead.cli.generate import Prompt, run_report, seed_draws
+from lookahead.cli.inputs import checked, decoded
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json
 from lookahead.cli.settings import ChatSettings

@@ -15,15 +15,17 @@ from lookahead.bench.comparison import first_difference
 from lookahead.bench.repetition import repeated_cycle_share
 from lookahead.cli import process
 from lookahead.cli.generate import (
+    Prompt,
     Recording,
     decode_plainly,
     decode_with_lookahead,
+    encode_prompt,
     request_report,
     run_report,
     seed_draws,
     text_options,
 )
-from lookahead.cli.inputs import Prompt, encode_prompt, is_gguf
+from lookahead.cli.inputs import is_gguf
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.rendering import Consoles, StepPrinter, Tokenizer, decode, measuring_progress, print_json, visible
 from lookahead.cli.settings import CompareSettings

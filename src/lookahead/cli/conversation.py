@@ -15,8 +15,8 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
-from lookahead.cli.generate import Recording, decode_with_lookahead, text_options
-from lookahead.cli.inputs import Prompt, checked, read_text
+from lookahead.cli.generate import Prompt, Recording, decode_with_lookahead, text_options
+from lookahead.cli.inputs import checked, read_text
 from lookahead.cli.loading import LoadedModel, summary
 from lookahead.cli.rendering import decode
 from lookahead.cli.settings import ChatSettings, Sampling

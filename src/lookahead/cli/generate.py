@@ -13,12 +13,13 @@ from rich.console import Console
 
 from lookahead.api.generation import generate
 from lookahead.cli import process
-from lookahead.cli.inputs import Prompt, encode_prompt, is_gguf
+from lookahead.cli.inputs import is_gguf
 from lookahead.cli.loading import LoadedModel, load_for_decoding, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, StepPrinter, Tokenizer, decode, print_json
 from lookahead.cli.settings import DecodingSettings, GenerateSettings, Sampling
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import Statistics, StepRecord
+from lookahead.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
@@ -71,6 +72,43 @@ def print_statistics(notes: Console, recording: Recording) -> None:
 
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as text and as the model's input.
+
+    Attributes:
+        text: The prompt, exactly as it was given.
+        input_ids: Its tokens on the model's device. Shape [1, S].
+        max_new_tokens: Most tokens to generate after it, within the model's context.
+    """
+
+    text: str
+    input_ids: torch.Tensor
+    max_new_tokens: int
+
+
+def encode_prompt(loaded: LoadedModel, text: str, max_new_tokens: int, notes: Console) -> Prompt:
+    """Tokenize the prompt and clip `max_new_tokens` to what the model's context has left."""
+    encoded = loaded.tokenizer(text, return_tensors="pt", verbose=False)
+    input_ids: torch.Tensor = encoded["input_ids"].to(loaded.model.device)  # [1, S]
+    length = input_ids.shape[1]
+    if length == 0:
+        raise InvalidArgumentError("the prompt has no tokens for this model's tokenizer; give a longer one")
+    room = None if loaded.context_length is None else loaded.context_length - length
+    if room is None or room >= max_new_tokens:
+        return Prompt(text, input_ids, max_new_tokens)
+    if room < 1:
+        raise InvalidArgumentError(
+            f"the prompt has {length} tokens, but the model's context is {loaded.context_length}: "
+            "shorten the prompt so that at least one more token fits"
+        )
+    notes.print(
+        f"note: --max-new-tokens {max_new_tokens} clipped to {room}: the prompt has {length} tokens "
+        f"and the model's context is {loaded.context_length}"
+    )
+    return Prompt(text, input_ids, room)
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,29 +11,9 @@ from lookahead.demo import demo_model_path
 from lookahead.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    import torch
-    from rich.console import Console
-
-    from lookahead.cli.loading import LoadedModel
     from lookahead.cli.settings import PromptSource
 
-
 _STDIN = "-"
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt as text and as the model's input.
-
-    Attributes:
-        text: The prompt, exactly as it was given.
-        input_ids: Its tokens on the model's device. Shape [1, S].
-        max_new_tokens: Most tokens to generate after it, within the model's context.
-    """
-
-    text: str
-    input_ids: torch.Tensor
-    max_new_tokens: int
 
 
 def read_prompt(settings: PromptSource) -> str:
@@ -93,28 +72,6 @@ def checked(text: str, what: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidArgumentError(f"{what} is not valid UTF-8; write it in UTF-8") from error
     return text
-
-
-def encode_prompt(loaded: LoadedModel, text: str, max_new_tokens: int, notes: Console) -> Prompt:
-    """Tokenize the prompt and clip `max_new_tokens` to what the model's context has left."""
-    encoded = loaded.tokenizer(text, return_tensors="pt", verbose=False)
-    input_ids: torch.Tensor = encoded["input_ids"].to(loaded.model.device)  # [1, S]
-    length = input_ids.shape[1]
-    if length == 0:
-        raise InvalidArgumentError("the prompt has no tokens for this model's tokenizer; give a longer one")
-    room = None if loaded.context_length is None else loaded.context_length - length
-    if room is None or room >= max_new_tokens:
-        return Prompt(text, input_ids, max_new_tokens)
-    if room < 1:
-        raise InvalidArgumentError(
-            f"the prompt has {length} tokens, but the model's context is {loaded.context_length}: "
-            "shorten the prompt so that at least one more token fits"
-        )
-    notes.print(
-        f"note: --max-new-tokens {max_new_tokens} clipped to {room}: the prompt has {length} tokens "
-        f"and the model's context is {loaded.context_length}"
-    )
-    return Prompt(text, input_ids, room)
 
 
 def _given_prompt(settings: PromptSource) -> tuple[str | None, str]:
