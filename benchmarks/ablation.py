@@ -28,6 +28,7 @@ from lookahead.bench.prompts import Prompt, encode, read_prompts
 from lookahead.bench.rows import Request, Row, build_row
 from lookahead.bench.suite import MethodSpec, TaskSpec
 from lookahead.cli import process
+from lookahead.core.budget import Send
 from lookahead.core.decoder import Batch, decode
 from lookahead.core.statistics import Statistics
 from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, EmbeddingNeighbours, JacobiWindow, NGramMemory
@@ -133,6 +134,10 @@ class ReservingBudget:
         most = max(self._nodes - 1 - self._reserved, 0)
         self.chosen = min(len(probabilities), most)
         return self.chosen < most
+
+    def when_chosen(self, send: Send) -> None:
+        """See `StepBudget`."""
+        send(self.chosen)
 
     @property
     def left(self) -> int:

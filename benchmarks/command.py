@@ -37,6 +37,8 @@ PROBES = {
     "ablation": 'steps of preset="auto" without one source, rule or memory in turn',
     "growth": "how CPU time per token and resident memory grow with the text",
     "gguf_models": "texts, steps and CPU time of GGUF models, beside llama-cpp-python",
+    "serving": "many requests at once: tokens per second of CPU time at several loads",
+    "soak": "random traffic on an engine: texts, memory, requests that are lost",
     "precision": "how often texts of 16-bit models differ, and what tie_margin brings",
     "parallel": "what several ranks run and send; start it with torchrun, and once without",
 }

@@ -23,6 +23,7 @@ from lookahead.backends.transformers.tuning import Stopwatch
 from lookahead.bench.machine import resident_bytes
 from lookahead.bench.rows import Row
 from lookahead.config import MOST_CHOSEN_NODES
+from lookahead.core.budget import Send
 from lookahead.core.cost_model import CostModel
 from lookahead.core.draft_account import DraftAccount
 from lookahead.core.token_tree import TokenTree
@@ -158,6 +159,10 @@ class ChosenBudget:
         self._throughput.offer(probabilities, context)
         self.chosen = self._throughput.chosen = min(len(probabilities), self._nodes - 1)  # it learns from what is sent
         return False
+
+    def when_chosen(self, send: Send) -> None:
+        """See `StepBudget`."""
+        send(self.chosen)
 
     def learn(self, accepted: Sequence[int]) -> None:
         """See `StepBudget`."""

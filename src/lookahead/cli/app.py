@@ -17,6 +17,7 @@ from lookahead.cli import process
 from lookahead.cli.inputs import is_gguf, model_folder, read_prompt, read_prompt_or
 from lookahead.cli.options import command
 from lookahead.cli.settings import (
+    BatchSettings,
     BenchSettings,
     ChatSettings,
     CompareSettings,
@@ -158,6 +159,20 @@ def chat(settings: ChatSettings) -> int:
     """
     model_folder(settings.model)
     from lookahead.cli.chat import run  # late, as in `generate`
+
+    return run(settings)
+
+
+@command(app, BatchSettings)
+def batch(settings: BatchSettings) -> int:
+    """Answer a file of prompts, many at once.
+
+    Each gets the text that it would get alone. A line is written as soon as an answer is complete; the same command
+    goes on where an earlier one was stopped. The exit code is 1 if a prompt could not be answered.
+    """
+    if is_gguf(model_folder(settings.model)):
+        raise InvalidArgumentError(f"--model {settings.model}: GGUF files have no batches; give a model folder")
+    from lookahead.cli.batch import run  # late, as in `generate`
 
     return run(settings)
 

@@ -238,6 +238,40 @@ class ChatSettings(DecodingSettings):
         return LookaheadConfig.from_dict(defaults.get(config.preset, {}) | _given(options))
 
 
+def _max_rows() -> Any:
+    return option("--max-rows", RUN, "Most answers that are made at once.", positive_whole_number, 16)
+
+
+def _kv_bytes() -> Any:
+    about = "Most bytes of keys and values that are held at once."
+    return option("--kv-bytes", RUN, about, positive_whole_number, shown="any number")
+
+
+def _shared_memory(options: Mapping[str, Any]) -> LookaheadConfig:
+    """How to draft where requests learn from each other, unless a memory is given."""
+    given = _given(options)
+    config = LookaheadConfig.from_dict(given)
+    if config.preset == "auto" and "memory" not in given:
+        return LookaheadConfig.from_dict({**given, "memory": "process"})
+    return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSettings(DecodingSettings):
+    """Settings of `lookahead batch`."""
+
+    prompts: Path = argument("PROMPTS", "JSON lines with an `id`, and a text in `prompt`.")
+    output: Path = option("--output -o PATH", OUTPUT, "JSON lines, one for each prompt.", default=...)
+    restart: bool = option("--restart", OUTPUT, "Throw the answers of an existing file away.", default=False)
+    max_rows: int = _max_rows()
+    kv_bytes: int | None = _kv_bytes()
+
+    @classmethod
+    def configuration(cls, options: Mapping[str, Any]) -> LookaheadConfig:
+        """How to draft."""
+        return _shared_memory(options)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(Settings):
     """Settings of `lookahead serve`."""
@@ -265,14 +299,8 @@ class ServeSettings(Settings):
     max_body_bytes: int = option(
         "--max-body-bytes", LIMITS, "Most bytes of a request.", positive_whole_number, 8 * 2**20
     )
-    max_rows: int = option("--max-rows", RUN, "Most answers that are made at once.", positive_whole_number, 16)
-    kv_bytes: int | None = option(
-        "--kv-bytes",
-        RUN,
-        "Most bytes of keys and values that are held at once.",
-        positive_whole_number,
-        shown="any number",
-    )
+    max_rows: int = _max_rows()
+    kv_bytes: int | None = _kv_bytes()
     prompt_tokens: int = option(
         "--prompt-tokens", RUN, "Most tokens of prompts in one step.", positive_whole_number, 512
     )
@@ -284,11 +312,7 @@ class ServeSettings(Settings):
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Any:
         """Settings from the values of all options; requests learn from each other unless a memory is given."""
-        given = _given(options)
-        config = LookaheadConfig.from_dict(given)
-        if config.preset == "auto" and "memory" not in given:
-            config = LookaheadConfig.from_dict({**given, "memory": "process"})
-        return super().of({**options, "config": config})
+        return super().of({**options, "config": _shared_memory(options)})
 
 
 @dataclass(frozen=True, kw_only=True)

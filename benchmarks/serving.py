@@ -1,0 +1,172 @@
+"""Measure how many tokens an engine makes in a second of CPU time, with so many requests at once.
+
+For each load and repeat the methods take turns on the same prompts, in one process:
+
+- `drafts`: an `Engine` as it comes; its n-gram memory is empty at the beginning of each run;
+- `plain`: an `Engine` with `preset="autoregressive"`;
+- `4 drafts`, `8 drafts`: an `Engine` whose requests draft for themselves, so many nodes a step.
+
+Before the first repeat of a load `drafts` and `plain` run once unmeasured, as an engine learns what steps cost from the
+first ones. Beside them `generate`, each prompt by itself, with whose texts all are compared, and once for each of
+`--batch-loads` `generate_batch`, transformers' continuous batching. Time is CPU time of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from lookahead import Engine, LookaheadConfig
+from lookahead.backends.transformers.model_state import neighbours, state_of
+from lookahead.bench.rows import Row
+from lookahead.drafting import DraftMemory, build_drafter
+from probe import Probe, Unit, generate, load_model, option, prompts_of, token_ids
+
+Texts = list[list[int]]
+
+LEAST_REQUESTS = 8
+"""Requests of a run, at least; at small loads they follow each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure."""
+
+    prompts: str = option("../shared/data/humaneval.jsonl", "JSON lines with `id`, and `prompt` or `turns`")
+    model: str = option("demo", "`demo`, `random`, or the folder of a model")
+    dtype: str = option("float32", "number type of the weights")
+    loads: tuple[int, ...] = option((1, 4, 16, 64), "requests at once")
+    repeats: int = option(3, "runs of each method at each load")
+    max_new_tokens: int = option(64, "tokens to generate at most")
+    temperature: float = option(0.0, "of sampling with a seed; 0 for greedy decoding")
+    methods: tuple[str, ...] = option(("drafts", "plain", "4 drafts", "8 drafts"), "what is measured")
+    batch_loads: tuple[int, ...] = option((4, 16), "requests at once of generate_batch")
+
+
+class Serving:
+    """One model, and every way of serving requests with it."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        loaded = load_model(options.model, options.dtype)
+        self._model: Any = loaded.model
+        most = max([LEAST_REQUESTS, *options.loads])
+        prompts = prompts_of(Path(options.prompts), most)
+        self._ids = [token_ids(loaded.tokenizer, self._model, prompt.text)[0] for prompt in prompts]
+        self._expected: dict[int, tuple[list[int], float]] = {}
+        self._warm: set[int] = set()
+
+    def alone(self) -> Iterator[Row]:
+        """Each prompt by itself."""
+        for load in self._options.loads:
+            chosen = range(self._requests(load))
+            seconds = sum(self._reference(number)[1] for number in chosen)
+            tokens = sum(len(self._reference(number)[0]) for number in chosen)
+            yield {"kind": "serving", "load": load, "method": "generate", "rate": tokens / seconds, "tokens": tokens}
+
+    def rows(self, load: int, repeat: int) -> Iterator[Row]:
+        """All methods at a load."""
+        methods = {name: self._method(name) for name in self._options.methods}
+        if load not in self._warm:
+            self._warm.add(load)
+            for name in ("drafts", "plain"):
+                if name in methods:
+                    methods[name](load)
+        names = list(methods)
+        plain: float | None = None
+        rows: list[Row] = []
+        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+            state_of(self._model).memory = None
+            rows.append({**self._row(name, load, methods[name]), "repeat": repeat})
+            plain = rows[-1]["rate"] if name == "plain" else plain
+        for row in rows:
+            wrong = row["differ"] and self._options.dtype == "float32"
+            error = {"error": f"{row['method']} at {load}: {row['differ']} texts differ"} if wrong else {}
+            yield {**row, "over_plain": row["rate"] / plain if plain else None, **error}
+
+    def continuous_batching(self, load: int) -> Iterator[Row]:
+        """`generate_batch` at a load."""
+        yield self._row("generate_batch", load, self._generate_batch)
+
+    def _row(self, name: str, load: int, method: Callable[[int], tuple[Texts, Row]]) -> Row:
+        begin = process_time()
+        texts, more = method(load)
+        seconds = process_time() - begin
+        expected = [self._reference(number)[0] for number in range(len(texts))]
+        tokens = sum(map(len, texts))
+        row = {"kind": "serving", "load": load, "method": name, "rate": tokens / seconds, "tokens": tokens}
+        row["differ"] = sum(own != other for own, other in zip(texts, expected, strict=True))
+        return row | {"seconds": seconds, "requests": len(texts), **more}
+
+    def _requests(self, load: int) -> int:
+        return min(max(load, LEAST_REQUESTS), len(self._ids))
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        temperature = self._options.temperature
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        return {"max_new_tokens": self._options.max_new_tokens, **sampling}
+
+    def _reference(self, number: int) -> tuple[list[int], float]:
+        """The text that `generate` gives, and its CPU time."""
+        if number not in self._expected:
+            torch.manual_seed(number)
+            begin = process_time()
+            tokens, _ = generate(self._model, self._ids[number][None], None, **self._arguments)
+            self._expected[number] = tokens, process_time() - begin
+        return self._expected[number]
+
+    def _method(self, name: str) -> Callable[[int], tuple[Texts, Row]]:
+        if name == "drafts":
+            return partial(self._engine, LookaheadConfig(memory="process"))
+        if name == "plain":
+            return partial(self._engine, LookaheadConfig(preset="autoregressive"))
+        nodes = int(name.split()[0]) + 1
+
+        def serve(load: int) -> tuple[Texts, Row]:
+            drafting = LookaheadConfig(step_budget=nodes)
+            make = partial(build_drafter, drafting, memory=DraftMemory(), neighbours=neighbours(self._model))
+            return self._engine(LookaheadConfig(drafter=make, step_budget=nodes), load)
+
+        return serve
+
+    def _engine(self, config: LookaheadConfig, load: int) -> tuple[Texts, Row]:
+        engine = Engine(self._model, config, max_rows=load)
+        chosen = self._ids[: self._requests(load)]
+        handles = [engine.submit(ids, seed=number, **self._arguments) for number, ids in enumerate(chosen)]
+        engine.run()
+        counts = engine.statistics
+        waits = sorted(handle.statistics.first_token_seconds or 0.0 for handle in handles)
+        more = {"steps": counts.steps, "nodes_per_row": counts.nodes / counts.rows}
+        more |= {"tokens_per_row": counts.tokens / counts.rows, "first_token_seconds": waits[len(waits) // 2]}
+        more |= {"by_load": {rows: [own.nodes, own.rows] for rows, own in counts.by_load.items()}}
+        return [handle.tokens for handle in handles], more
+
+    def _generate_batch(self, load: int) -> tuple[Texts, Row]:
+        settings = GenerationConfig.from_dict({**self._model.generation_config.to_dict(), **self._arguments})
+        texts: Texts = []
+        chosen: Sequence[torch.Tensor] = self._ids[: self._requests(load)]
+        for begin in range(0, len(chosen), load):
+            part = [ids.tolist() for ids in chosen[begin : begin + load]]
+            found = self._model.generate_batch(inputs=part, generation_config=settings, progress_bar=False)
+            texts += [found[f"req_{number}"].generated_tokens for number in range(len(part))]
+        return texts, {}
+
+
+def probe(options: Options) -> Probe:
+    """A unit for each load and repeat."""
+    serving = Serving(options)
+    units = [Unit("generate", serving.alone)]
+    for repeat in range(options.repeats):
+        for load in options.loads:
+            units.append(Unit(f"{load} requests, run {repeat + 1}", partial(serving.rows, load, repeat)))
+    for load in options.batch_loads:
+        units.append(Unit(f"generate_batch, {load} requests", partial(serving.continuous_batching, load)))
+    return Probe(units, {"model": options.model, "dtype": options.dtype, "temperature": options.temperature})

@@ -1,0 +1,144 @@
+"""`lookahead batch`: answer a file of prompts, many at once, and go on where an earlier run stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lookahead.bench.prompts import Prompt, read_prompts
+from lookahead.bench.results_file import RowsFile, read_lines
+from lookahead.bench.suite import TaskSpec
+from lookahead.cli import process
+from lookahead.cli.generate import text_options
+from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
+from lookahead.cli.rendering import Consoles, decode
+from lookahead.cli.settings import BatchSettings
+from lookahead.errors import InvalidArgumentError, LookaheadError
+from lookahead.serving import Engine, RequestHandle
+
+AHEAD = 2
+"""Requests that wait, for each that runs, so that prompts need not all be in memory."""
+
+
+def run(settings: BatchSettings) -> int:
+    """Answer what the file lacks, and return the exit code."""
+    consoles = Consoles.create(no_color=settings.no_color)
+    prompts = read_prompts(TaskSpec(settings.prompts.stem, settings.prompts))
+    kept = [] if settings.restart or not settings.output.exists() else read_lines(settings.output)
+    asked = {prompt.id: _fingerprint(settings, prompt) for prompt in prompts}
+    _check_kept(settings, kept, asked)
+    with quiet_libraries():
+        loaded = load_for_decoding(settings, consoles.notes)
+        with RowsFile(settings.output, kept, lambda row: row["id"]) as file:
+            missing = [prompt for prompt in prompts if prompt.id not in file]
+            try:
+                _answer(settings, loaded, file, missing, asked, consoles.notes)
+            except KeyboardInterrupt:
+                consoles.notes.print(f"interrupted; {settings.output} has what was finished, the same command goes on")
+                return process.INTERRUPTED
+            failed = [row for row in file.rows if "error" in row]
+    if failed:
+        consoles.notes.print(f"{len(failed)} of {len(prompts)} prompts were not answered; their lines say why")
+    return process.DIFFERENT if failed else process.OK
+
+
+def _answer(
+    settings: BatchSettings,
+    loaded: LoadedModel,
+    file: RowsFile,
+    missing: list[Prompt],
+    asked: dict[str, str],
+    notes: Console,
+) -> None:
+    """Answer prompts; a line is written as soon as an answer is complete."""
+    engine = Engine(loaded.model, settings.config, max_rows=settings.max_rows, kv_bytes=settings.kv_bytes)
+    options = text_options(loaded, settings.sampling, settings.repetition_penalty, settings.stop)
+    options |= {"tokenizer": loaded.tokenizer} if settings.stop else {}
+    seed = None if settings.sampling is None else settings.sampling.seed
+    left, open_requests = iter(missing), dict[str, RequestHandle]()
+
+    def submit() -> Iterator[dict[str, Any]]:
+        while len(open_requests) < (1 + AHEAD) * settings.max_rows and (prompt := next(left, None)) is not None:
+            try:
+                open_requests[prompt.id] = _submit(settings, loaded, engine, prompt, seed=seed, **options)
+            except LookaheadError as error:
+                yield {"id": prompt.id, "error": str(error), "request": asked[prompt.id]}
+
+    with _progress(notes) as bar:
+        task = bar.add_task("answers", total=len(missing))
+        while True:
+            rows = [*submit(), *_finished(loaded, open_requests, asked)]
+            file.append(*rows)
+            bar.update(task, advance=len(rows))
+            if not open_requests and not rows:
+                return
+            engine.step()
+
+
+def _submit(
+    settings: BatchSettings, loaded: LoadedModel, engine: Engine, prompt: Prompt, **options: Any
+) -> RequestHandle:
+    ids = loaded.tokenizer(prompt.text, return_tensors="pt", verbose=False).input_ids
+    if not ids.shape[1]:
+        raise InvalidArgumentError("the prompt has no tokens for this model's tokenizer")
+    room = settings.max_new_tokens
+    if loaded.context_length is not None:
+        room = min(room, loaded.context_length - ids.shape[1])
+    if room < 1:
+        raise InvalidArgumentError(
+            f"the prompt has {ids.shape[1]} tokens, but the model's context is {loaded.context_length}"
+        )
+    settled = {"do_sample": False, "max_new_tokens": room, "attention_mask": ids.new_ones(ids.shape)}
+    return engine.submit(ids, **settled | options)
+
+
+def _finished(
+    loaded: LoadedModel, open_requests: dict[str, RequestHandle], asked: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    """The lines of requests that are done, which leave."""
+    for name in [name for name, handle in open_requests.items() if handle.done]:
+        handle = open_requests.pop(name)
+        row: dict[str, Any] = {"id": name}
+        try:
+            handle.result()
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {error}"
+        else:
+            statistics = handle.statistics
+            row |= {"text": decode(loaded.tokenizer, handle.tokens), "finish_reason": handle.finish_reason}
+            row |= {"prompt_tokens": statistics.prompt_tokens, "tokens": statistics.tokens, "steps": statistics.steps}
+        yield {**row, "request": asked[name]}
+
+
+def _fingerprint(settings: BatchSettings, prompt: Prompt) -> str:
+    """Tells answers to a prompt from those of other models and settings, as far as these decide about the text."""
+    sampling = None if settings.sampling is None else asdict(settings.sampling)
+    told = [str(settings.model), settings.dtype, settings.max_new_tokens, settings.stop, settings.repetition_penalty]
+    return hashlib.sha256(json.dumps([*told, sampling, prompt.text]).encode()).hexdigest()[:16]
+
+
+def _check_kept(settings: BatchSettings, kept: list[dict[str, Any]], asked: dict[str, str]) -> None:
+    """Refuse to go on with answers to something else.
+
+    Raises:
+        InvalidArgumentError: The file has some.
+    """
+    for row in kept:
+        if "id" not in row or "request" not in row:
+            raise InvalidArgumentError(f"{settings.output} holds something else than answers; choose another --output")
+        if row["request"] != asked.get(row["id"]):
+            raise InvalidArgumentError(
+                f"{settings.output} has an answer to {row['id']!r} of another prompt, model or setting; choose another "
+                "--output, or begin anew with --restart"
+            )
+
+
+def _progress(notes: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal)

@@ -1,0 +1,90 @@
+"""`lookahead batch`: every answer that of `generate`, files that grow line by line, and runs that go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lookahead.cli import main
+from lookahead.serving import Engine
+from word_model import WORDS, save_word_model
+
+NEW_TOKENS = 12
+PROMPTS = {f"p{number}": " ".join(WORDS[number : 3 * number + 2]) for number in range(1, 9)}
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    save_word_model(tmp_path / "model", max_position_embeddings=64)
+    lines = [json.dumps({"id": name, "prompt": text}) for name, text in PROMPTS.items()]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    files = [str(tmp_path / "prompts.jsonl"), "-o", str(tmp_path / "answers.jsonl")]
+    return ["batch", *files, "--model", str(tmp_path / "model"), "--device", "cpu", "-n", str(NEW_TOKENS)]
+
+
+def answers(tmp_path: Path) -> dict[str, Any]:
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert len({row["id"] for row in rows}) == len(rows)
+    return {row["id"]: row.get("text") for row in rows}
+
+
+def expected(tmp_path: Path, **sampling: Any) -> dict[str, str]:
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True)
+    texts = {}
+    for name, prompt in PROMPTS.items():
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        torch.manual_seed(5)
+        mask = torch.ones_like(ids)
+        output = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, **{"do_sample": False} | sampling)
+        texts[name] = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    return texts
+
+
+def test_answers_are_those_of_generate(arguments: list[str], tmp_path: Path) -> None:
+    assert main(arguments) == 0
+    assert answers(tmp_path) == expected(tmp_path)
+    before = (tmp_path / "answers.jsonl").read_bytes()
+    assert main(arguments) == 0
+    assert (tmp_path / "answers.jsonl").read_bytes() == before
+    assert main([*arguments, "--restart", "--sample", "--sampling-seed", "5", "--temperature", "0.8"]) == 0
+    assert answers(tmp_path) == expected(tmp_path, do_sample=True, temperature=0.8)
+
+
+def test_an_interrupted_run_goes_on(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, step = [], Engine.step
+
+    def interrupted(engine: Engine) -> int:
+        steps.append(1)
+        if len(steps) == NEW_TOKENS + 3:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    few = [*arguments, "--max-rows", "2", "--preset", "autoregressive"]
+    monkeypatch.setattr(Engine, "step", interrupted)
+    assert main(few) == 130
+    done = answers(tmp_path)
+    assert 2 <= len(done) < len(PROMPTS)
+    assert main(few) == 0
+    assert answers(tmp_path) == expected(tmp_path)
+    assert len(steps) < 5 * NEW_TOKENS + 3 + 2
+
+
+def test_other_settings_do_not_mix(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    assert main([*arguments, "-n", "13"]) == 2
+    assert "--restart" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_too_long_has_a_line(arguments: list[str], tmp_path: Path) -> None:
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"id": "long", "prompt": "w1 " * 80}))
+    assert main(arguments) == 1
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert "context is 64" in next(row["error"] for row in rows if row["id"] == "long")
+    assert answers(tmp_path) == expected(tmp_path) | {"long": None}
