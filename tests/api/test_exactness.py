@@ -27,7 +27,6 @@ from model_zoo import (
     SLIDING_WINDOW,
     VOCAB_SIZE,
     build,
-    greedy,
     position_limit,
 )
 
@@ -208,7 +207,7 @@ def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
     # Where RoPE depends on the length, hardly anything is drafted, so hardly anything can go wrong.
     chosen = [name for name in names if name not in LENGTH_SCALED]
     options = {"preset": "paper", "ngram_size": 4, "guess_set_size": 12, "pool_from_prompt": True, "eos_at": ()}
-    cases = [replace(random_case(Random(place), name), **options) for place, name in enumerate(chosen)][-18:]
+    cases = [replace(random_case(Random(place), name), **options) for place, name in enumerate(chosen)][-9:]
     for case in cases:
         check(case)  # the library has now tried each model, and believes it
     monkeypatch.setattr(owner, method, broken)
@@ -226,8 +225,10 @@ def test_zoo_text_is_varied_and_depends_on_what_lies_far_back(name: str) -> None
     model = build(name, 0, ARCHITECTURES[name].attention[0])
     random = Random(name)
     prompts = [tuple(random.choices(range(VOCAB_SIZE), k=SLIDING_WINDOW + 2)) for _ in range(4)]
-    texts = [greedy(model, prompt, 30) for prompt in prompts]
-    changed = [greedy(model, ((prompt[0] + 1) % VOCAB_SIZE, *prompt[1:]), 30) for prompt in prompts]
+    prompts += [((prompt[0] + 1) % VOCAB_SIZE, *prompt[1:]) for prompt in prompts]
+    ids = torch.tensor(prompts)
+    whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False)
+    texts, changed = whole[:, len(prompts[0]) :].view(2, 4, 30).tolist()
     assert len({token for text in texts for token in text}) > VOCAB_SIZE / 6
     assert sum(text != other for text, other in zip(texts, changed, strict=True)) >= 2
     with torch.inference_mode():

@@ -116,12 +116,6 @@ class LlamaModel:
         return self.trained_context if self._library.llama_model_rope_type(self.handle) == _NO_ROPE else None
 
     @property
-    def layer_weights(self) -> int:
-        """Weights of all layers, about: without those that know the vocabulary."""
-        width = int(self._library.llama_model_n_embd(self.handle))
-        return max(0, int(self._library.llama_model_n_params(self.handle)) - len(self.vocabulary) * width)
-
-    @property
     def width(self) -> int:
         """Size of the hidden state."""
         return int(self._library.llama_model_n_embd(self.handle))
