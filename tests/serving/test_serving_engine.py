@@ -137,6 +137,12 @@ def test_what_a_processor_raises_ends_its_own_request() -> None:
         broken.result()
     expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=16, do_sample=False)
     assert torch.equal(other.result(), expected)
+    calls.clear()
+    engine = Engine(model)  # whose steps are held against the clock
+    alone = engine.submit(PROMPT, max_new_tokens=16, do_sample=False, logits_processor=[fails])
+    engine.run()
+    with pytest.raises(ArithmeticError, match="fifth"):
+        alone.result()
 
 
 def test_stop_strings_scores_and_streamers(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:

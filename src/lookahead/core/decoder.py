@@ -97,7 +97,7 @@ def step(backend: Backend, batch: Batch) -> None:
         if walk is not None
     ]
     seconds.add("draft", now)
-    if batch.times is not None and not _carries_prompts(batch, trees):
+    if batch.times is not None and records and not _carries_prompts(batch, trees):
         nodes = sum(map(len, trees)) if batch.packed else max(map(len, trees)) * len(trees)
         tokens = sum(len(record.tokens) for _, record in records)
         batch.times.book(StepTime(nodes, context, batch.clock() - start, tokens, len(records), top_k > 0))
