@@ -12,6 +12,8 @@ from lookahead.server.plan import Plan
 from lookahead.server.processors import TokenLogprobs
 from lookahead.server.requests import ChatRequest, CompletionRequest, TextRequest
 from lookahead.server.served_model import ServedModel
+from lookahead.server.structure import callable_tools
+from lookahead.server.tools import CallSplitter
 from lookahead.version import __version__
 
 
@@ -155,14 +157,26 @@ class ChatForm(Form):
     chunk_object = "chat.completion.chunk"
     _request: ChatRequest
 
+    def __init__(self, served: ServedModel, request: ChatRequest, plans: Sequence[Plan]) -> None:
+        super().__init__(served, request, plans)
+        self._splitters = {index: CallSplitter() for index in range(request.n)} if callable_tools(request) else {}
+
     def choice(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
         """See `Form`."""
         entries = [entry for piece in pieces for entry in piece.logprobs]
+        text = "".join(piece.text for piece in pieces)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        calls: list[dict[str, Any]] = []
+        if self._splitters:
+            before = self._splitters[answer.index].add(text)
+            rest, calls = self._splitters[answer.index].finish()
+            message["content"] = before + rest or None
+            message |= {"tool_calls": calls} if calls else {}
         return {
             "index": answer.index,
-            "message": {"role": "assistant", "content": "".join(piece.text for piece in pieces), "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(entries) if self._request.logprobs else None,
-            "finish_reason": answer.finish_reason,
+            "finish_reason": "tool_calls" if calls else answer.finish_reason,
         }
 
     def opening(self, generation: Generation) -> list[dict[str, Any]]:
@@ -179,12 +193,27 @@ class ChatForm(Form):
 
     def delta(self, answer: Answer, piece: Piece | None) -> dict[str, Any]:
         """See `Form`."""
+        if piece is None:
+            return self._last(answer)
+        splitter = self._splitters.get(answer.index)
         return {
             "index": answer.index,
-            "delta": {} if piece is None else {"content": piece.text},
-            "logprobs": self._logprobs(piece.logprobs) if piece is not None and self._request.logprobs else None,
-            "finish_reason": answer.finish_reason if piece is None else None,
+            "delta": {"content": piece.text if splitter is None else splitter.add(piece.text)},
+            "logprobs": self._logprobs(piece.logprobs) if self._request.logprobs else None,
+            "finish_reason": None,
         }
+
+    def _last(self, answer: Answer) -> dict[str, Any]:
+        """How an answer ends: with its calls, which come whole."""
+        delta: dict[str, Any] = {}
+        reason = answer.finish_reason
+        if answer.index in self._splitters:
+            rest, calls = self._splitters[answer.index].finish()
+            delta |= {"content": rest} if rest else {}
+            if calls:
+                delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+                reason = "tool_calls"
+        return {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         def told(token: int, logprob: float) -> dict[str, Any]:

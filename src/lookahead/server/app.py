@@ -20,13 +20,15 @@ from lookahead.server.answers import ChatForm, CompletionForm, Form
 from lookahead.server.delivery import deliver
 from lookahead.server.errors import ApiError
 from lookahead.server.generation import Generation
+from lookahead.server.grammar import check_grammar
 from lookahead.server.guard import Guard, log_line
 from lookahead.server.load import Load
 from lookahead.server.metrics import Metrics, RequestClock
-from lookahead.server.plan import Plan, make_plan
+from lookahead.server.plan import Grammar, Plan, make_plan
 from lookahead.server.requests import ChatRequest, CompletionRequest, TextRequest, TokenizeRequest
 from lookahead.server.served_model import ServedModel
 from lookahead.server.settings import ServerSettings
+from lookahead.server.structure import callable_tools, grammar_of
 from lookahead.version import __version__
 
 COMPLETION_TOKENS = 16
@@ -74,7 +76,8 @@ def create_app(served: ServedModel, settings: ServerSettings) -> FastAPI:
         running.add(generation)
 
         def prepare() -> list[Plan]:
-            plans = [make_plan(served, request, prompt, settings.limits, default) for prompt in prompts()]
+            grammar = _grammar(served, request)
+            plans = [make_plan(served, request, prompt, settings.limits, default, grammar) for prompt in prompts()]
             generation.submit(plans, request.n, loop)
             return plans
 
@@ -115,7 +118,7 @@ def create_app(served: ServedModel, settings: ServerSettings) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, http: Request) -> Response:
         """Continue a conversation."""
-        return await answer(request, http, ChatForm, lambda: [served.encode_chat(request.messages)], 1)
+        return await answer(request, http, ChatForm, lambda: [_chat_prompt(served, request)], 1)
 
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
@@ -166,6 +169,21 @@ def _card(served: ServedModel) -> dict[str, Any]:
 
 def _prompts(served: ServedModel, request: CompletionRequest) -> list[list[int]]:
     return [served.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts]
+
+
+def _chat_prompt(served: ServedModel, request: ChatRequest) -> list[int]:
+    return served.encode_chat(request.messages, callable_tools(request))
+
+
+def _grammar(served: ServedModel, request: TextRequest) -> Grammar | None:
+    asked = grammar_of(request) if isinstance(request, ChatRequest) else None
+    if asked is None:
+        return None
+    grammar, field = asked
+    if not served.end_tokens:
+        raise errors.refused(field, f"{field} needs a model with an end-of-sequence token, which this one lacks")
+    check_grammar(grammar, served.grammar_tokenizer, field)
+    return served.grammar_tokenizer, grammar
 
 
 def _check_stream_options(request: TextRequest) -> None:

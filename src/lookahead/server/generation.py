@@ -64,13 +64,13 @@ class Answer:
         self._builder = TextBuilder(served.tokenizer, plan.prompt, plan.stops)
         self._recorder = recorder(plan)
         self._tell = tell
-        processors = plan.processors()
+        processors, config = plan.steer()
         if self._recorder is not None:
             processors.insert(0, self._recorder)
         self.handle: RequestHandle = served.engine.submit(
             plan.prompt,
             seed=seed,
-            lookahead_config=plan.config,
+            lookahead_config=config,
             on_step=self._on_step,
             attention_mask=torch.ones((1, len(plan.prompt)), dtype=torch.long),
             logits_processor=processors,

@@ -7,15 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from llguidance import LLTokenizer
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import refused
+from lookahead.server.grammar import GrammarProcessor, GrammarSource, GrammarState
 from lookahead.server.processors import LogitBias, LogprobRecorder, OccurrencePenalty
 from lookahead.server.requests import ChatRequest, CompletionRequest, LookaheadOptions, TextRequest
 from lookahead.server.served_model import ServedModel, prompt_room
 
 _LEAST_TEMPERATURE = 0.01
+
+
+Grammar = tuple[LLTokenizer, str]
+"""The tokens of the model as grammars see them, and a grammar."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class Plan:
         logprobs: How many rivals of each token to tell; nothing if `None`.
         processors: Makes the logits processors of one answer.
         config: How to draft.
+        grammar: The grammar that answers follow, if any.
     """
 
     prompt: list[int]
@@ -52,10 +59,26 @@ class Plan:
     logprobs: int | None
     processors: Callable[[], LogitsProcessorList]
     config: LookaheadConfig
+    grammar: Grammar | None = None
+
+    def steer(self) -> tuple[LogitsProcessorList, LookaheadConfig]:
+        """Logits processors of one answer, and how it drafts."""
+        processors, config = self.processors(), self.config
+        if self.grammar is not None:
+            state = GrammarState(*self.grammar)
+            processors.append(GrammarProcessor(state, len(self.prompt)))
+            if config.preset == "auto":
+                config = replace(config, sources=(*config.sources, lambda: GrammarSource(state)))
+        return processors, config
 
 
 def make_plan(
-    served: ServedModel, request: TextRequest, prompt: list[int], limits: Limits, default_tokens: int | None
+    served: ServedModel,
+    request: TextRequest,
+    prompt: list[int],
+    limits: Limits,
+    default_tokens: int | None,
+    grammar: Grammar | None = None,
 ) -> Plan:
     """Check what a request asks for.
 
@@ -65,6 +88,7 @@ def make_plan(
         prompt: Token ids of its prompt, or of one of them.
         limits: What it may ask for.
         default_tokens: Most tokens of the answer if the request names no number; as many as fit if `None`.
+        grammar: The grammar that its answers follow, if any.
 
     Raises:
         ApiError: It cannot be met.
@@ -82,6 +106,7 @@ def make_plan(
         logprobs=_rivals(request),
         processors=lambda: _processors(served, request, len(prompt)),
         config=_config(served.config, request.lookahead),
+        grammar=grammar,
     )
 
 

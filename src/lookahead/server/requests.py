@@ -139,6 +139,73 @@ class Message(Fields):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
+class Function(Fields):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = Field(default=True, description="arguments always follow the schema")
+
+    @property
+    def schema_or_any(self) -> dict[str, Any]:
+        """The JSON schema of its arguments."""
+        return self.parameters or {"type": "object"}
+
+
+class FunctionTool(Fields):
+    """A tool of the one type that there is."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Fields):
+    """A function, by name."""
+
+    name: str = Field(max_length=64)
+
+
+class NamedTool(Fields):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchema(Fields):
+    """The schema of an answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+
+    name: str = Field(max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool = Field(default=True, description="answers always follow the schema")
+
+
+class TextFormat(Fields):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Fields):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Fields):
+    """A JSON value that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
 class ChatRequest(TextRequest):
     """`POST /v1/chat/completions`."""
 
@@ -146,6 +213,10 @@ class ChatRequest(TextRequest):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    response_format: ResponseFormat | None = None
+    tools: list[FunctionTool] = Field(default_factory=list, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
 
     @property
     def length_fields(self) -> dict[str, int | None]:

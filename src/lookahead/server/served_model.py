@@ -9,12 +9,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from llguidance import LLTokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError
-from lookahead.server.errors import ApiError
-from lookahead.server.requests import Message
+from lookahead.server.errors import ApiError, refused
+from lookahead.server.grammar import grammar_tokenizer
+from lookahead.server.requests import FunctionTool, Message
 from lookahead.server.token_bytes import token_bytes
 from lookahead.serving import Engine
 
@@ -62,6 +64,16 @@ class ServedModel:
             )
 
     @cached_property
+    def grammar_tokenizer(self) -> LLTokenizer:
+        """Its tokens as grammars see them."""
+        return grammar_tokenizer(self.tokenizer, self.vocabulary, self.end_tokens)
+
+    @property
+    def tells_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        return "tools" in str(self.tokenizer.chat_template or "")
+
+    @cached_property
     def longest_token(self) -> int:
         """Characters of the longest token."""
         return max(map(len, self.tokenizer.get_vocab()))
@@ -82,17 +94,23 @@ class ServedModel:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return ids
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[FunctionTool] = ()) -> list[int]:
         """Token ids of a conversation, up to where the answer begins.
 
         By the tokenizer's chat template. Where there is none, every message begins on a new line.
+
+        Raises:
+            ApiError: The template refuses it, or has no place for tools.
         """
+        if tools and not self.tells_tools:
+            raise refused("tools", "the chat template of this model has no place for tools")
         if not self.tokenizer.chat_template:
             return self.encode(_plain(messages))
+        told = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
         turns = [_turn(message) for message in messages]
         try:
             text = self.tokenizer.apply_chat_template(
-                turns, tools=list(tools) if tools else None, add_generation_prompt=True, tokenize=False
+                turns, tools=told or None, add_generation_prompt=True, tokenize=False
             )
         except Exception as error:  # templates raise what they like, to refuse a system message for example
             raise ApiError(

@@ -1,0 +1,181 @@
+"""Answers that follow a schema, and calls of functions; texts are those of plain decoding with the same grammar."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import jsonschema
+import llguidance
+import llguidance.hf
+import pytest
+import torch
+from openai import BadRequestError, OpenAI
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from lookahead.server.text_builder import TextBuilder
+from lookahead.server.tools import CallSplitter
+from random_schemas import random_schema
+
+TURN = [{"role": "user", "content": "def add(a, b):"}]
+TURN_TEXT = "# user\ndef add(a, b):\n# assistant\n"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a place.",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string", "maxLength": 8}, "unit": {"enum": ["C", "F"]}},
+            "required": ["place", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+
+
+class Masked(LogitsProcessor):
+    """A grammar for plain decoding: anew from the whole answer for each token."""
+
+    def __init__(self, tokenizer: Any, schema: Any, prompt: int) -> None:
+        options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        self._grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, options)
+        self._tokenizer, self._prompt = tokenizer, prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        matcher = llguidance.LLMatcher(self._tokenizer, self._grammar)
+        assert matcher.consume_tokens(input_ids[0, self._prompt :].tolist())
+        bias = torch.tensor(list(matcher.compute_logit_bias()))[: scores.shape[1]]
+        return scores.masked_fill(bias == 0, -torch.inf)
+
+
+@pytest.mark.parametrize("case", [*range(4), *(pytest.param(case, marks=pytest.mark.exact) for case in range(4, 100))])
+def test_answers_follow_random_schemas(client: OpenAI, demo: Any, case: int) -> None:
+    model, tokenizer = demo
+    schema = random_schema(Random(case))
+    ids = tokenizer(TURN_TEXT, return_tensors="pt")["input_ids"]
+    grammar = Masked(llguidance.hf.from_tokenizer(tokenizer), schema, ids.shape[1])
+    options: dict[str, Any] = {"do_sample": bool(case % 2)} | ({"temperature": 0.9, "top_k": 0} if case % 2 else {})
+    torch.manual_seed(case)
+    plain = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=300,
+        logits_processor=LogitsProcessorList([grammar]),
+        pad_token_id=0,
+        **options,
+    )
+    answer = client.chat.completions.create(
+        model="chatty",
+        messages=TURN,
+        seed=case,
+        temperature=0.9 if case % 2 else 0,
+        max_tokens=300,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        extra_body={"lookahead": {"statistics": True}},
+    )
+    text = answer.choices[0].message.content
+    assert text == tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)
+    assert answer.choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(text), schema)
+
+
+def test_a_json_object(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="chatty",
+        messages=TURN,
+        temperature=0,
+        max_tokens=60,
+        response_format={"type": "json_object"},
+        logit_bias={str(token): -100 for token in range(200, 300)},
+    )
+    assert answer.choices[0].message.content.startswith("{")
+
+
+def call(client: OpenAI, **options: Any) -> Any:
+    options = {"model": "chatty", "messages": TURN, "temperature": 0, "max_tokens": 120} | options
+    return client.chat.completions.create(**options)
+
+
+def test_functions_are_called(client: OpenAI) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    answer = call(client, tools=[WEATHER, CLOCK], tool_choice=named)
+    (made,) = answer.choices[0].message.tool_calls
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert made.function.name == "weather"
+    jsonschema.validate(json.loads(made.function.arguments), WEATHER["function"]["parameters"])
+    streamed: list[Any] = []
+    reasons = []
+    for chunk in call(client, tools=[WEATHER, CLOCK], tool_choice=named, stream=True):
+        streamed += chunk.choices[0].delta.tool_calls or []
+        reasons.append(chunk.choices[0].finish_reason)
+        assert not chunk.choices[0].delta.content
+    assert [each.function for each in streamed] == [
+        type(streamed[0].function)(name="weather", arguments=made.function.arguments)
+    ]
+    assert reasons[-1] == "tool_calls"
+    required = call(client, tools=[CLOCK], tool_choice="required", parallel_tool_calls=False)
+    assert [each.function.name for each in required.choices[0].message.tool_calls] == ["clock"]
+    history = [
+        *TURN,
+        {"role": "assistant", "content": None, "tool_calls": [made.model_dump()]},
+        {"role": "tool", "tool_call_id": made.id, "content": "12 C"},
+    ]
+    assert call(client, messages=history, tools=[WEATHER], tool_choice="none", max_tokens=4).choices[0].message.content
+    assert call(client, tools=[WEATHER], max_tokens=8).choices[0].finish_reason in ("length", "stop", "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        (
+            "response_format",
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "(?=a)b"}},
+                }
+            },
+        ),
+        ("response_format", {"response_format": {"type": "xml"}}),
+        ("response_format", {"response_format": {"type": "json_object"}, "tools": [CLOCK]}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("tool_choice", {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "x"}}}),
+        ("tools", {"tools": [CLOCK, CLOCK]}),
+    ],
+)
+def test_grammars_that_cannot_be_met_are_refused(client: OpenAI, field: str, options: Any) -> None:
+    with pytest.raises(BadRequestError) as raised:
+        call(client, **options)
+    assert raised.value.param.startswith(field)
+
+
+def test_calls_are_told_from_text() -> None:
+    text = 'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call>"}}\n</tool_call>\n'
+    for size in (1, 3, 100):
+        splitter = CallSplitter()
+        shown = "".join(splitter.add(text[place : place + size]) for place in range(0, len(text), size))
+        rest, calls = splitter.finish()
+        assert (shown, rest) == ("Let me see.\n", "")
+        assert json.loads(calls[0]["function"]["arguments"]) == {"a": "</tool_call>"}
+    splitter = CallSplitter()
+    assert splitter.add("a <b> <tool") == "a <b> "
+    assert splitter.finish() == ("<tool", [])
+
+
+def test_text_is_whole_whatever_the_tokens(demo: Any) -> None:
+    tokenizer = demo[1]
+    text = "naïve — 日本語 🙂🙃 x = '\u0301'\n\tend"
+    tokens = tokenizer(text)["input_ids"]
+    builder = TextBuilder(tokenizer, tokenizer("# ")["input_ids"], [])
+    pieces = []
+    for token in tokens:
+        builder.add(token)
+        pieces.append(builder.take())
+    assert "".join(pieces) + builder.finish() == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    builder = TextBuilder(tokenizer, [], ["本語", "🙃"])
+    assert any(builder.add(token) for token in tokens)
+    assert builder.take() + builder.finish() == text[: text.index("本語")]
