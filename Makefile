@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # never touches thread settings.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quantized test-gguf test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
+.PHONY: help demo test test-quantized test-gguf test-page test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -43,6 +43,16 @@ test-gguf: build/gguf  ## The tests that need llama-cpp-python, which is compile
 	PYTHONPATH=build/gguf $(BIN)/python -m pytest tests/api/test_gguf_generate.py tests/backends/test_llama_branches.py \
 		tests/backends/test_llama_runner.py tests/bench/test_gguf_probe.py tests/cli/test_cli_gguf.py \
 		tests/tools/test_convert_to_gguf.py
+
+# In a folder of its own: it brings a runtime of 130 MB. The browser is the system's.
+build/playwright: constraints.txt | $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ playwright
+	touch $@
+
+test-page: build/playwright  ## The server's page in Chromium, which has to be installed; makes the pictures of docs/server.md
+	PYTHONPATH=build/playwright $(BIN)/python -m pytest tests/server/test_server_page.py
+	mkdir -p docs/images/server
+	cp build/page/page-light.png build/page/page-dark.png docs/images/server
 
 test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled and 300 batched random cases, and 500 schedules of many requests, against transformers' own generate; and all tests marked exact
 	$(BIN)/python tests/support/run_exactness.py --cases 1000 --seed 0

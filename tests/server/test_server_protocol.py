@@ -167,6 +167,50 @@ def test_drafting_changes_steps_alone(client: OpenAI) -> None:
         assert complete(client, lookahead={"preset": preset}).choices[0].text == plain.choices[0].text
 
 
+def test_a_step_budget_bounds_the_nodes_of_each_step(client: OpenAI) -> None:
+    stream = complete(client, lookahead={"step_budget": 3, "steps": True}, stream=True)
+    nodes = [chunk.lookahead["nodes"] for chunk in stream if getattr(chunk, "lookahead", None)]
+    assert 1 < max(nodes) <= 3
+
+
+def test_a_predicted_text_saves_steps_alone(client: OpenAI) -> None:
+    asked = {"max_completion_tokens": 48, "temperature": 0.7, "seed": 5, "lookahead": {"statistics": True}}
+    plain = chat(client, **asked)
+    text = plain.choices[0].message.content
+    predicted = chat(client, **asked, prediction={"type": "content", "content": text})
+    assert predicted.choices[0].message.content == text
+    details = predicted.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens >= 40
+    assert predicted.lookahead["steps"] < plain.lookahead["steps"]
+    wrong = chat(client, **asked, prediction={"type": "content", "content": [{"type": "text", "text": "No. " * 9}]})
+    assert wrong.choices[0].message.content == text
+    assert wrong.usage.completion_tokens_details.rejected_prediction_tokens > 0
+
+
+def test_responses(client: OpenAI, demo: Any) -> None:
+    asked = {"model": MODEL, "input": "def add(a, b):", "max_output_tokens": 16, "temperature": 0}
+    expected = text_of(demo, reference(demo, TURN_TEXT))
+    answer = client.responses.create(**asked)
+    assert answer.output_text == expected
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert answer.usage.output_tokens == 16
+    events = list(client.responses.create(**asked, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected
+    assert events[0].type == "response.created"
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.output_text == expected
+    told = client.responses.create(**asked | {"input": TURN}, instructions="Be brief.")
+    assert told.usage.input_tokens > answer.usage.input_tokens
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    form = {"format": {"type": "json_schema", "name": "x", "schema": schema | {"additionalProperties": False}}}
+    assert client.responses.create(**asked, text=form).output_text in ('{"a": true}', '{"a": false}')
+    for field, value in (("store", True), ("previous_response_id", "resp_1"), ("input", [])):
+        with pytest.raises(BadRequestError) as raised:
+            client.responses.create(**asked | {field: value})
+        assert raised.value.param == field
+
+
 def test_requests_at_once_are_those_of_generate(client: OpenAI, demo: Any) -> None:
     expected = [
         text_of(demo, reference(demo, PROMPT, seed, do_sample=True, temperature=0.9, top_k=0, max_new_tokens=12))

@@ -126,7 +126,8 @@ def build_drafter(
         def make_auto() -> AutoDrafter:
             matches = ContextMatches(before=() if predicted is None else predicted.tokens)
             parts = (known, matches, None, chooses)
-            return AutoDrafter(*parts, warm_up=warm_up, neighbours=neighbours, sources=own)
+            cap = min(most, MOST_CHOSEN_NODES)
+            return AutoDrafter(*parts, cap, warm_up=warm_up, neighbours=neighbours, sources=own)
 
         # User-defined sources observe every step.
         return make_auto() if own or isinstance(chooses, int) else DeferredDrafter(make_auto, chooses)

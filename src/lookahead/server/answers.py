@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from lookahead.server.errors import ApiError
 from lookahead.server.generation import Answer, Generation, Piece
 from lookahead.server.plan import Plan
 from lookahead.server.processors import TokenLogprobs
@@ -29,6 +30,7 @@ class Form:
     prefix: str
     object: str
     chunk_object: str
+    last_event = b"data: [DONE]\n\n"
 
     def __init__(self, served: ServedModel, request: TextRequest, plans: Sequence[Plan]) -> None:
         self._served, self._request, self._plans = served, request, plans
@@ -53,14 +55,25 @@ class Form:
         """Chunks that come before all others."""
         return []
 
-    def chunk(self, answer: Answer, piece: Piece | None) -> dict[str, Any] | None:
-        """The chunk for a piece, or for the end of an answer; `None` if there is nothing to tell yet."""
+    def chunks(self, answer: Answer, piece: Piece | None) -> list[dict[str, Any]]:
+        """The chunks for a piece, or for the end of an answer; none if there is nothing to tell yet."""
         if piece is not None and not (piece.text or piece.logprobs or self._request.lookahead.steps):
-            return None
+            return []
         chunk = {**self._head, "object": self.chunk_object, "choices": [self.delta(answer, piece)]}
         if piece is not None and self._request.lookahead.steps:
-            chunk["lookahead"] = {"tokens": len(piece.tokens), "nodes": piece.nodes}
-        return chunk
+            chunk["lookahead"] = self._step(piece)
+        return [chunk]
+
+    def _step(self, piece: Piece) -> dict[str, Any]:
+        told: dict[str, Any] = {"tokens": len(piece.tokens), "nodes": piece.nodes}
+        if piece.tree is not None:
+            texts = [self._served.text_of(token) for token in piece.tree.tokens]
+            told["tree"] = {"tokens": texts, "parents": piece.tree.parents, "path": piece.tree.path}
+        return told
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """The chunk that tells of an error."""
+        return error.body()
 
     def closing(self, generation: Generation) -> list[dict[str, Any]]:
         """Chunks that come after all others."""
@@ -81,8 +94,15 @@ class Form:
                 "prompt_tokens": prompt,
                 "completion_tokens": completion,
                 "total_tokens": prompt + completion,
+                "prompt_tokens_details": {"cached_tokens": self._reused(generation)},
             }
         }
+        if any(plan.prediction is not None for plan in self._plans):
+            accepted, rejected = (
+                sum(counts) for counts in zip(*(each.predicted for each in generation.answers), strict=True)
+            )
+            details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+            told["usage"]["completion_tokens_details"] = details
         if self._request.lookahead.statistics:
             steps, nodes = (sum(getattr(answer, name) for answer in generation.answers) for name in ("steps", "nodes"))
             told["lookahead"] = {
@@ -91,6 +111,11 @@ class Form:
                 "tokens_per_step": completion / steps if steps else 0.0,
             }
         return told
+
+    def _reused(self, generation: Generation) -> int:
+        """Prompt tokens that another text had: each prompt counts once, however many answers it gets."""
+        first = generation.answers[:: self._request.n]
+        return sum(answer.handle.statistics.reused_tokens for answer in first)
 
     def choice(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
         """One answer, complete."""

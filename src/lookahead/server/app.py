@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
@@ -25,11 +27,16 @@ from lookahead.server.guard import Guard, log_line
 from lookahead.server.load import Load
 from lookahead.server.metrics import Metrics, RequestClock
 from lookahead.server.plan import Grammar, Plan, make_plan
-from lookahead.server.requests import ChatRequest, CompletionRequest, TextRequest, TokenizeRequest
+from lookahead.server.requests import ChatRequest, CompletionRequest, ResponsesRequest, TextRequest, TokenizeRequest
+from lookahead.server.responses import ResponsesForm
 from lookahead.server.served_model import ServedModel
 from lookahead.server.settings import ServerSettings
 from lookahead.server.structure import callable_tools, grammar_of
+from lookahead.serving import Engine
 from lookahead.version import __version__
+
+PAGE = Path(__file__).parent / "page"
+PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'"}
 
 COMPLETION_TOKENS = 16
 """Most tokens of an answer of `/v1/completions` that names no number, as in OpenAI's API."""
@@ -51,8 +58,7 @@ def create_app(served: ServedModel, settings: ServerSettings) -> FastAPI:
     app = FastAPI(title="lookahead", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     _add_errors(app)
     metrics, load = Metrics(served.name), Load(settings.rows + settings.queue)
-    running: set[Generation] = set()
-    _add_gauges(metrics, running)
+    _add_gauges(metrics, served.engine)
     app.add_middleware(Guard, settings=settings, refused=metrics.refused, log=log_line)
 
     async def prepared(make: Callable[[], Any]) -> Any:
@@ -69,11 +75,10 @@ def create_app(served: ServedModel, settings: ServerSettings) -> FastAPI:
 
         def ended() -> None:
             load.give_back(count)
-            running.discard(generation)
+            metrics.reuse(generation.answers[:: request.n])
             http.state.notes.update(_notes(request, generation))
 
         generation = Generation(served, RequestClock(metrics), settings.timeout, ended)
-        running.add(generation)
 
         def prepare() -> list[Plan]:
             grammar = _grammar(served, request)
@@ -93,6 +98,13 @@ def create_app(served: ServedModel, settings: ServerSettings) -> FastAPI:
     async def health() -> dict[str, str]:
         """Whether the server is there."""
         return {"status": "ok"}
+
+    @app.get("/load")
+    async def told_load() -> dict[str, int]:
+        """How much there is to do at the moment."""
+        now = served.engine.load
+        counts = {"server_load": now.running + now.waiting, "running": now.running, "waiting": now.waiting}
+        return {**counts, "kv_bytes": now.kv_bytes, "prefix_bytes": now.prefix_bytes}
 
     @app.get("/metrics")
     async def told_metrics() -> Response:
@@ -120,6 +132,12 @@ def create_app(served: ServedModel, settings: ServerSettings) -> FastAPI:
         """Continue a conversation."""
         return await answer(request, http, ChatForm, lambda: [_chat_prompt(served, request)], 1)
 
+    @app.post("/v1/responses")
+    async def responses(request: ResponsesRequest, http: Request) -> Response:
+        """Answer a text or a conversation."""
+        chat = request.as_chat()
+        return await answer(chat, http, ResponsesForm, lambda: [_chat_prompt(served, chat)], 1)
+
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a text, or of a conversation."""
@@ -133,6 +151,12 @@ def create_app(served: ServedModel, settings: ServerSettings) -> FastAPI:
             tokens = await prepared(lambda: served.encode_chat(messages or []))
         return {"count": len(tokens), "max_model_len": served.context_length, "tokens": tokens}
 
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        """A chat that shows what lookahead decoding does."""
+        return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
+
+    app.mount("/page", StaticFiles(directory=PAGE))
     return app
 
 
@@ -148,13 +172,11 @@ def _notes(request: TextRequest, generation: Generation) -> dict[str, Any]:
     }
 
 
-def _add_gauges(metrics: Metrics, running: set[Generation]) -> None:
-    def count(waiting: bool) -> int:
-        answers = [answer for generation in list(running) for answer in generation.answers]
-        return sum(answer.finish_reason is None and (answer.steps == 0) is waiting for answer in answers)
-
-    metrics.gauge("vllm:num_requests_running", "Answers that are being made.", lambda: count(False))
-    metrics.gauge("vllm:num_requests_waiting", "Answers that have no token yet.", lambda: count(True))
+def _add_gauges(metrics: Metrics, engine: Engine) -> None:
+    metrics.gauge("vllm:num_requests_running", "Answers that are being made.", lambda: engine.load.running)
+    metrics.gauge("vllm:num_requests_waiting", "Answers that wait for their turn.", lambda: engine.load.waiting)
+    metrics.gauge("lookahead:kv_bytes", "Keys and values of running answers.", lambda: engine.load.kv_bytes)
+    metrics.gauge("lookahead:prefix_bytes", "Keys and values that are kept.", lambda: engine.load.prefix_bytes)
 
 
 def _card(served: ServedModel) -> dict[str, Any]:

@@ -63,14 +63,13 @@ async def _events(form: Form, generation: Generation) -> AsyncIterator[bytes]:
         for chunk in form.opening(generation):
             yield _event(chunk)
         async for answer, piece in generation:
-            told = form.chunk(answer, piece)
-            if told is not None:
-                yield _event(told)
+            for chunk in form.chunks(answer, piece):
+                yield _event(chunk)
         for chunk in form.closing(generation):
             yield _event(chunk)
     except Exception as error:  # the status is sent already, so that it can only be told here
-        yield _event(as_api_error(error).body())
-    yield b"data: [DONE]\n\n"
+        yield _event(form.failure(as_api_error(error)))
+    yield form.last_event
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -83,7 +82,8 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    name = f"event: {data['type']}\n".encode() if "type" in data else b""
+    return name + b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def _disconnected(http: Request) -> None:

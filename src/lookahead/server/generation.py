@@ -18,6 +18,7 @@ from lookahead.server.metrics import RequestClock
 from lookahead.server.plan import Plan, recorder
 from lookahead.server.processors import TokenLogprobs
 from lookahead.server.served_model import ServedModel
+from lookahead.server.step_watcher import StepTree, StepWatcher
 from lookahead.server.text_builder import TextBuilder
 from lookahead.serving import RequestHandle
 
@@ -31,12 +32,14 @@ class Piece:
         tokens: Its tokens.
         nodes: Nodes that the step sent.
         logprobs: What there is to say of the tokens, if that was asked for.
+        tree: What the step proposed, likewise.
     """
 
     text: str
     tokens: list[int] = field(default_factory=list)
     nodes: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    tree: StepTree | None = None
 
 
 class Answer:
@@ -63,8 +66,9 @@ class Answer:
         self._ends = served.end_tokens
         self._builder = TextBuilder(served.tokenizer, plan.prompt, plan.stops)
         self._recorder = recorder(plan)
+        self._watcher = StepWatcher()
         self._tell = tell
-        processors, config = plan.steer()
+        processors, config = plan.steer(self._watcher)
         if self._recorder is not None:
             processors.insert(0, self._recorder)
         self.handle: RequestHandle = served.engine.submit(
@@ -72,6 +76,7 @@ class Answer:
             seed=seed,
             lookahead_config=config,
             on_step=self._on_step,
+            prediction=plan.prediction,
             attention_mask=torch.ones((1, len(plan.prompt)), dtype=torch.long),
             logits_processor=processors,
             stopping_criteria=StoppingCriteriaList([_StopText(self._builder)]),
@@ -79,6 +84,13 @@ class Answer:
             pad_token_id=next(iter(self._ends), 0),
             **plan.options,
         )
+
+    @property
+    def predicted(self) -> tuple[int, int]:
+        """How many tokens of the predicted text came, and how many did not."""
+        expected = len(self.plan.prediction or ())
+        came = min(self.handle.statistics.predicted_tokens, expected)
+        return came, expected - came
 
     def _on_step(self, record: StepRecord) -> None:
         self.tokens += len(record.tokens)
@@ -90,7 +102,7 @@ class Answer:
         if record.finished:
             ended = self._builder.stopped or record.tokens[-1] in self._ends
             self.finish_reason = "stop" if ended else "length"
-        self._tell(Piece(text, record.tokens, record.nodes, logprobs))
+        self._tell(Piece(text, record.tokens, record.nodes, logprobs, self._watcher.tree))
 
 
 class _StopText(StoppingCriteria):  # type: ignore[misc]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from lookahead.server.generation import Answer
 
 FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
@@ -25,6 +29,8 @@ class Metrics:
         self.drafts = self._counter("vllm:spec_decode_num_drafts", "Steps of a request that carried a draft.")
         self.draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted: nodes but the root.")
         self.accepted_tokens = self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.")
+        self._asked = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
+        self._reused = self._counter("vllm:prefix_cache_hits", "Prompt tokens that another text had.")
         self.steps = self._counter("lookahead:steps", "Steps, counted for each request by itself.")
         self.disconnected = self._counter("lookahead:disconnected_requests", "Requests whose client went away.")
         self._accepted_per_position = self._labelled_counter(
@@ -51,6 +57,12 @@ class Metrics:
             self.accepted_tokens.inc(max(tokens - 1, 0))
             for position in range(tokens - 1):
                 self._accepted_per_position.labels(self._model, str(position)).inc()
+
+    def reuse(self, answers: Sequence[Answer]) -> None:
+        """Count the prompts of answers that are through."""
+        for answer in answers:
+            self._asked.inc(len(answer.plan.prompt))
+            self._reused.inc(answer.handle.statistics.reused_tokens)
 
     def finished(self, reason: str) -> None:
         """Count an answer."""

@@ -14,8 +14,9 @@ from lookahead.config import LookaheadConfig
 from lookahead.server.errors import refused
 from lookahead.server.grammar import GrammarProcessor, GrammarSource, GrammarState
 from lookahead.server.processors import LogitBias, LogprobRecorder, OccurrencePenalty
-from lookahead.server.requests import ChatRequest, CompletionRequest, LookaheadOptions, TextRequest
+from lookahead.server.requests import ChatRequest, CompletionRequest, LookaheadOptions, TextRequest, joined
 from lookahead.server.served_model import ServedModel, prompt_room
+from lookahead.server.step_watcher import StepWatcher
 
 _LEAST_TEMPERATURE = 0.01
 
@@ -50,6 +51,8 @@ class Plan:
         processors: Makes the logits processors of one answer.
         config: How to draft.
         grammar: The grammar that answers follow, if any.
+        prediction: Token ids of the text that is expected, if one is.
+        watches: Whether the tree of each step is kept.
     """
 
     prompt: list[int]
@@ -60,15 +63,21 @@ class Plan:
     processors: Callable[[], LogitsProcessorList]
     config: LookaheadConfig
     grammar: Grammar | None = None
+    prediction: list[int] | None = None
+    watches: bool = False
 
-    def steer(self) -> tuple[LogitsProcessorList, LookaheadConfig]:
-        """Logits processors of one answer, and how it drafts."""
+    def steer(self, watcher: StepWatcher) -> tuple[LogitsProcessorList, LookaheadConfig]:
+        """Logits processors of one answer, and how it drafts; `watcher` is told of each step if that is wanted."""
         processors, config = self.processors(), self.config
+        sources: list[Callable[[], Any]] = []
         if self.grammar is not None:
             state = GrammarState(*self.grammar)
             processors.append(GrammarProcessor(state, len(self.prompt)))
-            if config.preset == "auto":
-                config = replace(config, sources=(*config.sources, lambda: GrammarSource(state)))
+            sources.append(lambda: GrammarSource(state))
+        if self.watches:
+            sources.append(lambda: watcher)
+        if config.preset == "auto":
+            config = replace(config, sources=(*config.sources, *sources))
         return processors, config
 
 
@@ -107,6 +116,8 @@ def make_plan(
         processors=lambda: _processors(served, request, len(prompt)),
         config=_config(served.config, request.lookahead),
         grammar=grammar,
+        prediction=_prediction(served, request),
+        watches=request.lookahead.steps,
     )
 
 
@@ -117,6 +128,12 @@ def _rivals(request: TextRequest) -> int | None:
             raise refused("top_logprobs", "top_logprobs needs logprobs=true")
         return (request.top_logprobs or 0) if request.logprobs else None
     return request.logprobs if isinstance(request, CompletionRequest) else None
+
+
+def _prediction(served: ServedModel, request: TextRequest) -> list[int] | None:
+    if not isinstance(request, ChatRequest) or request.prediction is None:
+        return None
+    return served.encode(joined(request.prediction.content), special=False) or None
 
 
 def _length(request: TextRequest, room: int | None, limits: Limits, default: int | None) -> int:

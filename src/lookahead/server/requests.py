@@ -136,7 +136,12 @@ class Message(Fields):
     @property
     def text(self) -> str:
         """All of its text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return joined(self.content)
+
+
+def joined(content: str | list[TextPart]) -> str:
+    """The text of a content that may come in parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class Function(Fields):
@@ -206,6 +211,13 @@ class JsonSchemaFormat(Fields):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
+class Prediction(Fields):
+    """A text that is expected, such as a file of which a part is to be edited."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
 class ChatRequest(TextRequest):
     """`POST /v1/chat/completions`."""
 
@@ -217,11 +229,81 @@ class ChatRequest(TextRequest):
     tools: list[FunctionTool] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
+    prediction: Prediction | None = None
 
     @property
     def length_fields(self) -> dict[str, int | None]:
         """See `TextRequest`."""
         return {"max_tokens": self.max_tokens, "max_completion_tokens": self.max_completion_tokens}
+
+
+class InputMessage(Fields):
+    """A message of the input of `/v1/responses`."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+
+class SchemaFormat(Fields):
+    """A JSON value that follows a schema, as `/v1/responses` asks for it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+
+    type: Literal["json_schema"]
+    name: str = Field(max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool = True
+
+
+class TextOptions(Fields):
+    """The form of the answer."""
+
+    format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] = Field(
+        default_factory=lambda: TextFormat(type="text")
+    )
+
+
+class ResponsesRequest(Fields):
+    """`POST /v1/responses`, for text."""
+
+    model: str = Field(max_length=512)
+    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=4095)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    text: TextOptions = Field(default_factory=TextOptions)
+    stream: bool = False
+    store: Literal[False] = Field(default=False, description="answers are never stored")
+    user: str | None = Field(default=None, max_length=512)
+    lookahead: LookaheadOptions = Field(default_factory=LookaheadOptions)
+
+    def as_chat(self) -> ChatRequest:
+        """The same request for a chat completion."""
+        messages = (
+            [Message(role="user", content=self.input)]
+            if isinstance(self.input, str)
+            else [Message(role=message.role, content=message.content) for message in self.input]
+        )
+        if self.instructions is not None:
+            messages.insert(0, Message(role="system", content=self.instructions))
+        asked = self.text.format
+        if isinstance(asked, SchemaFormat):
+            schema = JsonSchema(name=asked.name, schema=asked.schema_)
+            format_: ResponseFormat = JsonSchemaFormat(type="json_schema", json_schema=schema)
+        else:
+            format_ = asked
+        same = {name: getattr(self, name) for name in ("model", "temperature", "top_p", "seed", "stream", "user")}
+        return ChatRequest(
+            messages=messages,
+            max_tokens=self.max_output_tokens,
+            response_format=format_,
+            lookahead=self.lookahead,
+            **same,
+        )
 
 
 class TokenizeRequest(Fields):

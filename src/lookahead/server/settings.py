@@ -33,7 +33,7 @@ class ServerSettings:
     timeout: float = 600.0
     read_timeout: float = 30.0
     rows: int = 16
-    open_paths: tuple[str, ...] = ("/health",)
+    open_paths: tuple[str, ...] = ("/health", "/", "/page/page.js", "/page/page.css")
 
     @property
     def is_local(self) -> bool:

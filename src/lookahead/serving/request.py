@@ -168,6 +168,7 @@ class Request:
                 neighbours=neighbours(model) if shares else None,
                 vocabulary=getattr(model.get_input_embeddings(), "num_embeddings", None),
                 warm_up=warm_up_tokens(model, len(tokens), config.chooses_nodes),
+                most=config.max_nodes,
                 budget=shared.row(temperature) if shares else None,
                 predicted=self._prediction,
             ),

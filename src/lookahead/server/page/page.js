@@ -1,0 +1,194 @@
+"use strict";
+
+const at = (id) => document.getElementById(id);
+const SVG = "http://www.w3.org/2000/svg";
+let model = null;
+let messages = [];
+let running = null; // the AbortController of the answer that is being made
+
+function headers() {
+  const key = at("key").value.trim();
+  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+}
+
+function say(text, isError = false) {
+  at("status").textContent = text;
+  at("status").classList.toggle("error", isError);
+}
+
+async function ask(path, options = {}) {
+  const answer = await fetch(path, { ...options, headers: headers() });
+  if (answer.ok) return answer;
+  const body = await answer.json().catch(() => null);
+  throw new Error(body?.error?.message ?? `the server answered with status ${answer.status}`);
+}
+
+function explain(error) {
+  if (error.name === "AbortError") return "Stopped.";
+  if (error instanceof TypeError) return "The server went away. Start it again and send once more.";
+  return error.message;
+}
+
+async function lookAround() {
+  try {
+    if (model === null) {
+      model = (await (await ask("v1/models")).json()).data[0].id;
+      at("model").textContent = model;
+      if (at("status").classList.contains("error")) say("");
+    }
+    const load = await (await ask("load")).json();
+    at("load").textContent = `${load.running} running, ${load.waiting} waiting, ${(load.kv_bytes / 2 ** 20).toFixed(1)} MiB of keys and values`;
+  } catch (error) {
+    at("load").textContent = "load unknown";
+    if (model === null) say(explain(error), true);
+  }
+}
+
+function turn(parent, title) {
+  const box = parent.appendChild(document.createElement("div"));
+  box.className = "turn";
+  box.appendChild(document.createElement("h2")).textContent = title;
+  return box.appendChild(document.createElement("pre"));
+}
+
+async function* events(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const data = part.replace(/^data: /, "");
+      if (data !== "[DONE]") yield JSON.parse(data);
+    }
+  }
+}
+
+async function stream(place, enabled, row) {
+  const started = performance.now();
+  let tokens = 0, steps = 0, text = "";
+  const answer = await ask("v1/chat/completions", {
+    method: "POST",
+    signal: running.signal,
+    body: JSON.stringify({
+      model, messages, stream: true, temperature: Number(at("temperature").value), max_tokens: Number(at("most").value),
+      lookahead: { enabled, steps: true },
+    }),
+  });
+  for await (const event of events(answer)) {
+    if (event.error) throw new Error(event.error.message);
+    const piece = event.choices[0]?.delta.content ?? "";
+    if (event.lookahead) {
+      tokens += event.lookahead.tokens;
+      steps += 1;
+      if (enabled && event.lookahead.tree) draw(event.lookahead.tree, steps);
+    }
+    if (piece) {
+      const span = place.appendChild(document.createElement("span"));
+      span.className = `step${steps % 4}`;
+      span.textContent = piece;
+      text += piece;
+      at("log").scrollTop = at("log").scrollHeight;
+    }
+    if (steps) {
+      const seconds = (performance.now() - started) / 1000;
+      show(row, (tokens / seconds).toFixed(1), (tokens / steps).toFixed(2), steps);
+    }
+  }
+  return text;
+}
+
+function show(row, ...values) {
+  [...at(row).querySelectorAll("td")].forEach((cell, place) => { cell.textContent = values[place] ?? "–"; });
+}
+
+function visible(token) {
+  const shown = token.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "·");
+  return shown.length > 10 ? shown.slice(0, 9) + "…" : shown;
+}
+
+function draw(tree, step) {
+  const taken = new Set([0, ...tree.path]);
+  const children = tree.tokens.map(() => []);
+  const depth = tree.parents.map(() => 0);
+  tree.parents.forEach((parent, node) => {
+    if (node) { children[parent].push(node); depth[node] = depth[parent] + 1; }
+  });
+  const height = [];
+  let leaves = 0;
+  const place = (node) => {
+    children[node].forEach(place);
+    const [first, last] = [children[node][0], children[node].at(-1)];
+    height[node] = first === undefined ? leaves++ : (height[first] + height[last]) / 2;
+  };
+  place(0);
+  const wide = Math.max(...depth) + 1, x = (node) => 12 + depth[node] * 84, y = (node) => 16 + height[node] * 22;
+  const svg = at("tree");
+  svg.setAttribute("width", Math.max(wide * 84 + 12, 240));
+  svg.setAttribute("height", Math.max(leaves * 22 + 12, 60));
+  const made = (name, attributes) => {
+    const element = document.createElementNS(SVG, name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    return element;
+  };
+  const lines = [], marks = [];
+  tree.tokens.forEach((token, node) => {
+    const kind = taken.has(node) ? "taken" : "";
+    if (node) lines.push(made("line", { x1: x(tree.parents[node]), y1: y(tree.parents[node]), x2: x(node), y2: y(node), class: kind }));
+    marks.push(made("circle", { cx: x(node), cy: y(node), r: 5, class: kind }));
+    const label = made("text", { x: x(node) + 7, y: y(node) + 4 });
+    label.textContent = visible(token);
+    marks.push(label);
+  });
+  svg.replaceChildren(...lines, ...marks);
+  at("caption").textContent = `Step ${step}: ${tree.tokens.length - 1} tokens drafted, ${tree.path.length} accepted.`;
+}
+
+async function send() {
+  const text = at("text").value;
+  if (!text.trim() || running) return;
+  if (model === null) await lookAround();
+  if (model === null) return;
+  running = new AbortController();
+  at("send").disabled = true;
+  at("stop").disabled = false;
+  say("Answering…");
+  show("with");
+  show("without");
+  turn(at("log"), "You").textContent = text;
+  messages.push({ role: "user", content: text });
+  at("text").value = "";
+  const compare = at("compare").checked;
+  const sides = at("log").appendChild(document.createElement("div"));
+  sides.className = "sides";
+  const place = turn(sides, compare ? "Answer, with lookahead" : "Answer");
+  const plain = compare ? turn(sides, "Without lookahead") : null;
+  try {
+    const answer = await stream(place, true, "with");
+    if (plain) await stream(plain, false, "without"); // afterwards, so that they share no step
+    messages.push({ role: "assistant", content: answer });
+    say("Done.");
+  } catch (error) {
+    messages.pop();
+    if (error.name !== "AbortError") at("text").value = text;
+    say(explain(error), error.name !== "AbortError");
+  } finally {
+    running = null;
+    at("send").disabled = false;
+    at("stop").disabled = true;
+    at("text").focus();
+  }
+}
+
+at("form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
+at("text").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
+});
+at("stop").addEventListener("click", () => running?.abort());
+at("clear").addEventListener("click", () => { messages = []; at("log").replaceChildren(); say(""); });
+at("key").addEventListener("change", () => { model = null; lookAround(); });
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") running?.abort(); });
+lookAround();
+setInterval(lookAround, 2000);

@@ -1,0 +1,124 @@
+"""The page in a real browser: send, stream, compare, stop, a narrow screen, a server that goes away."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server_process import ServerProcess
+
+pytest.importorskip("playwright")
+from playwright.sync_api import Page, expect, sync_playwright
+
+CHROMIUM = shutil.which("chromium")
+SCREENSHOTS = Path("build/page")
+PROMPT = "class Stack:\n    def push(self, item):"
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, server: ServerProcess) -> Iterator[Page]:
+    page = browser.new_page(viewport={"width": 1200, "height": 860})
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.set_default_timeout(90_000)
+    expect.set_options(timeout=90_000)
+    page.goto(server.url)
+    enter_key(page)
+    yield page
+    page.close()
+    assert not errors
+
+
+def enter_key(page: Page) -> None:
+    expect(page.locator("#status")).to_contain_text("API key")
+    page.get_by_text("Settings").click()
+    page.get_by_label("API key").fill("a-key")
+    page.get_by_label("Most tokens").fill("48")
+    expect(page.locator("#model")).to_have_text("chatty")
+    page.get_by_text("Settings").click()
+
+
+def send(page: Page, text: str = PROMPT) -> None:
+    page.get_by_label("Message").fill(text)
+    page.keyboard.press("Enter")
+
+
+def test_an_answer_streams_with_its_steps(page: Page) -> None:
+    send(page)
+    expect(page.get_by_role("status")).to_have_text("Done.")
+    steps = page.locator("#with td").nth(2).inner_text()
+    assert 0 < int(steps) < 48
+    assert page.locator("#log pre span").count() > 1
+    assert page.locator("#tree circle").count() >= 1
+    expect(page.locator("#caption")).to_contain_text(f"Step {steps}:")
+    expect(page.locator("#load")).to_contain_text("running")
+    expect(page.get_by_label("Message")).to_be_focused()
+
+
+def test_both_ways_side_by_side(page: Page) -> None:
+    page.get_by_label("Also without lookahead").check()
+    send(page)
+    expect(page.get_by_role("status")).to_have_text("Done.")
+    assert page.locator("#without td").nth(1).inner_text() == "1.00"
+    answers = page.locator(".sides pre")
+    assert answers.nth(0).inner_text() == answers.nth(1).inner_text()
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / "page-light.png")
+    page.emulate_media(color_scheme="dark")
+    page.screenshot(path=SCREENSHOTS / "page-dark.png")
+
+
+def test_stop_with_the_keyboard(page: Page) -> None:
+    page.get_by_text("Settings").click()
+    page.get_by_label("Most tokens").fill("1500")
+    send(page)
+    expect(page.locator("#log pre span").first).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("status")).to_have_text("Stopped.")
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
+
+
+def test_a_narrow_screen_has_one_column(page: Page) -> None:
+    page.set_viewport_size({"width": 360, "height": 800})
+    send(page)
+    expect(page.get_by_role("status")).to_have_text("Done.")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    talk, numbers = (page.locator(name).bounding_box() for name in ("#talk", "#numbers"))
+    assert talk is not None
+    assert numbers is not None
+    assert numbers["y"] >= talk["y"] + talk["height"]
+
+
+def test_every_control_has_a_name_and_is_reached_by_tab(page: Page) -> None:
+    page.locator("h1").click()
+    reached = set()
+    for _ in range(14):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+    assert {"text", "send", "clear", "compare", "SUMMARY"} <= reached
+    unnamed = "[...document.querySelectorAll('input, textarea')].filter((each) => !each.labels.length).length"
+    assert page.evaluate(unnamed) == 0
+
+
+def test_a_server_that_goes_away(page: Page) -> None:
+    page.route("**/v1/chat/completions", lambda route: route.abort("connectionrefused"))
+    send(page, "hello")
+    expect(page.get_by_role("status")).to_contain_text("went away")
+    expect(page.get_by_label("Message")).to_have_value("hello")
+    page.unroute("**/v1/chat/completions")
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_role("status")).to_have_text("Done.")
