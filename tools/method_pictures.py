@@ -39,7 +39,7 @@ SHOWN_STEPS = 6
 # Colours that are told apart by most colour-blind readers; those of the window's rows are Fig. 2's, oldest first.
 ROOT, CANDIDATE, ACCEPTED, UNSEEN = "#56b4e9", "#cdb4db", "#1b7f3b", "#f2f2f2"
 ROWS = ("#f4b860", "#8fd3a8", "#ee8f7a", "#ffffff")
-NAMED = (ROWS[-1], "named by the model in this step")
+PREDICTED = (ROWS[-1], "predicted by the model in this step")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Step:
 
     @property
     def new_row(self) -> list[int]:
-        """What the model named at the end of each column."""
+        """What the model predicted at the end of each column."""
         if len(self.rows) < NGRAM_SIZE - 1:
             return []
         return [int(self.result.predictions[node]) for node in self.window_rows()[-1]]
@@ -260,7 +260,7 @@ def draw_tree(path: Path, step: Step, name: Callable[[int], str]) -> None:
     canvas.text(-1.2, (1 + top) / 2, "verification\nbranch", weight="bold")
     canvas.text(-1.2, 0, "cached text …", color="#555555", style="italic")
     canvas.text(-1.2, -(1 + WINDOW_SIZE) / 2, "lookahead\nbranch", weight="bold")
-    handles = patches(NAMED, (CANDIDATE, "accepted (green)"))
+    handles = patches(PREDICTED, (CANDIDATE, "accepted (green)"))
     place = {"loc": "lower left", "bbox_to_anchor": (0.62, 0.02) if top > 3 else (0.0, -0.02)}
     count = len(tree) - tree.root
     title = f"One step: {count} nodes sent, {len(step.result.tokens)} tokens decided (W={WINDOW_SIZE}, N={NGRAM_SIZE})"
@@ -328,7 +328,7 @@ def draw_window(path: Path, steps: Sequence[Step], life: Life, name: Callable[[i
     shown = f"Steps {first + 1} to {first + SHOWN_STEPS} (W={WINDOW_SIZE}, N={NGRAM_SIZE})"
     title = f"{shown}, and the life of the n-gram  {spelled}"
     handles = patches(
-        NAMED, (CANDIDATE, "accepted candidate (green)"), (ROWS[-1], "the n-gram that is followed (black)")
+        PREDICTED, (CANDIDATE, "accepted candidate (green)"), (ROWS[-1], "the n-gram that is followed (black)")
     )
     limits = (-2.2, right + 3.6, -SHOWN_STEPS * height + 0.7, 0.7)
     canvas.save(path, title, limits, handles=handles, loc="upper center", bbox_to_anchor=(0.45, 0.01), ncol=4)
