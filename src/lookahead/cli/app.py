@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from lookahead.bench.suite_file import read_suite
-from lookahead.cli import process
+from lookahead.cli import process, remote
 from lookahead.cli.inputs import is_gguf, model_folder, read_prompt, read_prompt_or
 from lookahead.cli.options import command
 from lookahead.cli.settings import (
@@ -120,6 +120,8 @@ def generate(settings: GenerateSettings) -> int:
     The prompt comes from the argument, from --file or from standard input. On a terminal the tokens of one
     step share a colour. The text goes to standard output, statistics go to standard error.
     """
+    if settings.server is not None:
+        return remote.generate(settings, read_prompt(settings))
     model_folder(settings.model)
     parallel, sampling = settings.parallel or 1, settings.sampling
     if sampling is not None and sampling.seed is None and (parallel > 1 or process.started_together()):
@@ -157,6 +159,10 @@ def chat(settings: ChatSettings) -> int:
     Ctrl-D ends. Ctrl-C stops an answer, and the conversation goes on from there; at the prompt, or where turns are
     piped in, it ends the chat. Nothing that is in the cache already is computed again.
     """
+    if settings.server is not None:
+        from lookahead.cli.chat import lines  # late, as in `generate`
+
+        return remote.chat(settings, lines(settings))
     model_folder(settings.model)
     from lookahead.cli.chat import run  # late, as in `generate`
 

@@ -174,6 +174,19 @@ def stdin_is_terminal() -> bool:
     return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
 
 
+def lines(settings: ChatSettings) -> Iterator[str]:
+    """All lines, typed or piped in.
+
+    Raises:
+        InvalidArgumentError: One from a pipe is not valid UTF-8.
+    """
+    if stdin_is_terminal():
+        consoles = Consoles.create(no_color=settings.no_color)
+        yield from typed_lines(consoles, marker_on_out=not settings.json)
+    else:
+        yield from (decoded_line(number, content) for number, content in piped_lines())
+
+
 def typed_lines(consoles: Consoles, *, marker_on_out: bool) -> Iterator[str]:
     """Lines from the keyboard, with a marker before each; where there is `readline` they can be edited.
 

@@ -67,6 +67,15 @@ def _repeats(default: int, about: str) -> Any:
     return option("--repeats", RUN, about, positive_whole_number, default)
 
 
+def _server() -> Any:
+    about = "Speak to this `lookahead serve`, such as http://127.0.0.1:8000, instead of loading a model."
+    return option("--server URL", SOURCE, about, shown=False)
+
+
+def _api_key_file() -> Any:
+    return option("--api-key-file FILE", SOURCE, "Key for --server, in the first line.", shown=False)
+
+
 def _json(about: str = "Print one JSON object and nothing else.") -> Any:
     return option("--json", OUTPUT, about, default=False)
 
@@ -180,6 +189,8 @@ class PromptSource:
 class GenerateSettings(DecodingSettings, PromptSource):
     """Settings of `lookahead generate`."""
 
+    server: str | None = _server()
+    api_key_file: Path | None = _api_key_file()
     parallel: int | None = option(
         "--parallel",
         RUN,
@@ -215,6 +226,8 @@ _POOL_OF_A_CONVERSATION = {
 class ChatSettings(DecodingSettings):
     """Settings of `lookahead chat`."""
 
+    server: str | None = _server()
+    api_key_file: Path | None = _api_key_file()
     system: str | None = option("--system TEXT", CONVERSATION, "What the model is told before the first turn.")
     template: Path | None = option(
         "--template FILE", CONVERSATION, "Chat template in Jinja, instead of the one that comes with the tokenizer."

@@ -1,0 +1,197 @@
+"""`generate` and `chat` with a model that `lookahead serve` serves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, fields, replace
+from http.client import HTTPException
+from time import perf_counter
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from lookahead.cli import process
+from lookahead.cli.rendering import STEP_STYLES, Consoles, print_json, visible
+from lookahead.cli.settings import ChatSettings, DecodingSettings, GenerateSettings
+from lookahead.config import LookaheadConfig
+from lookahead.errors import InvalidArgumentError, LookaheadError
+
+_SENT = (
+    *("argv", "server", "api_key_file", "prompt", "file", "system", "json", "no_color", "config"),
+    *("sample", "sampling", "repetition_penalty", "stop", "max_new_tokens"),
+)
+"""Settings that mean something to a server, or to what is printed."""
+
+
+@dataclass
+class RemoteAnswer:
+    """What came of a request.
+
+    Attributes:
+        text: The text so far.
+        steps: Steps so far.
+        tokens: Tokens so far.
+        seconds: Wall time.
+        complete: Whether it came to its end.
+    """
+
+    text: str = ""
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    complete: bool = False
+
+    def report(self) -> dict[str, Any]:
+        """All of it, ready for JSON."""
+        speed = self.tokens / self.seconds if self.seconds else 0.0
+        compression = self.tokens / self.steps if self.steps else 0.0
+        return {**asdict(self), "step_compression": compression, "tokens_per_second": speed}
+
+    def line(self) -> str:
+        """One line about it."""
+        told = self.report()
+        line = (
+            f"{self.tokens} tokens in {self.steps} steps, step compression {told['step_compression']:.2f}, "
+            f"{told['tokens_per_second']:.1f} tokens/s, {self.seconds:.2f} s"
+        )
+        return line if self.complete else f"interrupted: {line}"
+
+
+class Remote:
+    """A server.
+
+    Args:
+        url: Where it is, such as `http://127.0.0.1:8000`.
+        key: The API key that it asks for, if it does.
+    """
+
+    def __init__(self, url: str, key: str | None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise InvalidArgumentError(f"--server {url}: must begin with http:// or https://")
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self.model = str(json.load(self._open("/v1/models", None))["data"][0]["id"])
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of an answer as they come."""
+        answer = self._open(path, json.dumps(body | {"model": self.model, "stream": True}).encode())
+        with closing(answer):
+            try:
+                for line in answer:
+                    data = line.removeprefix(b"data: ").strip()
+                    if line.startswith(b"data: ") and data != b"[DONE]":
+                        event = json.loads(data)
+                        if "error" in event:
+                            raise InvalidArgumentError(f"--server {self._url}: {event['error']['message']}")
+                        yield event
+            except (OSError, HTTPException) as error:
+                raise RemoteError(f"--server {self._url}: the server went away: {error}") from error
+
+    def _open(self, path: str, body: bytes | None) -> Any:
+        try:
+            return urlopen(Request(self._url + path, body, self._headers))
+        except HTTPError as error:
+            raise InvalidArgumentError(f"--server {self._url}: {_message(error)}") from error
+        except (URLError, HTTPException, OSError) as error:
+            raise RemoteError(f"--server {self._url}: cannot be reached: {getattr(error, 'reason', error)}") from error
+
+
+class RemoteError(LookaheadError):
+    """A server that cannot be reached, or went away."""
+
+
+def _message(error: HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"answered with status {error.code}"
+
+
+def connect(settings: GenerateSettings | ChatSettings) -> Remote:
+    """The server that the settings name; refuses options that are about this machine."""
+    for each in fields(settings):
+        if each.name not in _SENT and getattr(settings, each.name) != each.default:
+            name = each.metadata.get("name", each.name).replace("_", "-")
+            raise InvalidArgumentError(f"--{name} is about a model on this machine; leave it out with --server")
+    config = settings.config
+    plain = LookaheadConfig(config.preset, config.step_budget)
+    if replace(config, memory=plain.memory) != plain or config.memory not in ("request", "process"):
+        raise InvalidArgumentError(
+            "with --server only --preset and --step-budget say how to draft; leave the others out"
+        )
+    key = None
+    if settings.api_key_file is not None:
+        lines = settings.api_key_file.read_text(encoding="utf-8").split()
+        key = lines[0] if lines else None
+    return Remote(settings.server or "", key)
+
+
+def request_body(settings: DecodingSettings) -> dict[str, Any]:
+    """What the settings ask a server for."""
+    config, sampling = settings.config, settings.sampling
+    drafting = {"preset": config.preset} | ({"step_budget": config.step_budget} if config.step_budget else {})
+    body: dict[str, Any] = {"temperature": 0} if sampling is None else asdict(sampling)
+    body |= {"repetition_penalty": settings.repetition_penalty, "stop": settings.stop}
+    body = {name: value for name, value in body.items() if value is not None}
+    return body | {"max_tokens": settings.max_new_tokens, "lookahead": drafting | {"steps": True}}
+
+
+def answer(remote: Remote, path: str, body: dict[str, Any], consoles: Consoles | None) -> RemoteAnswer:
+    """Ask, and print the answer as it comes unless there are no consoles. Ctrl-C ends it."""
+    made, start = RemoteAnswer(), perf_counter()
+    try:
+        for event in remote.stream(path, body):
+            made.steps += "lookahead" in event
+            made.tokens += event.get("lookahead", {}).get("tokens", 0)
+            for choice in event["choices"]:
+                piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+                made.text += piece
+                if piece and consoles is not None:
+                    consoles.out.print(visible(piece), style=STEP_STYLES[made.steps % 2], end="")
+                made.complete |= choice["finish_reason"] is not None
+    except KeyboardInterrupt:
+        made.complete = False
+    made.seconds = perf_counter() - start
+    if consoles is not None:
+        consoles.out.print()
+        consoles.notes.print(made.line(), style="dim")
+    return made
+
+
+def generate(settings: GenerateSettings, text: str) -> int:
+    """`lookahead generate --server`."""
+    consoles = Consoles.create(no_color=settings.no_color)
+    remote = connect(settings)
+    process.raise_on_interrupt()
+    body = request_body(settings) | {"prompt": text}
+    made = answer(remote, "/v1/completions", body, None if settings.json else consoles)
+    if settings.json:
+        print_json(consoles.out, {"prompt": text, "server": settings.server, "model": remote.model} | made.report())
+    return process.OK if made.complete else process.INTERRUPTED
+
+
+def chat(settings: ChatSettings, lines: Iterator[str]) -> int:
+    """`lookahead chat --server`, with the turns in `lines`."""
+    consoles = Consoles.create(no_color=settings.no_color)
+    remote = connect(settings)
+    process.raise_on_interrupt()
+    begin = [] if settings.system is None else [{"role": "system", "content": settings.system}]
+    messages, code = list(begin), process.OK
+    for line in lines:
+        if line.strip() == "/exit":
+            break
+        if line.strip() == "/reset":
+            messages = list(begin)
+        elif line.startswith("/"):
+            consoles.notes.print("error: with --server the commands are /reset and /exit")
+        elif line.strip():
+            turn = {"role": "user", "content": line}
+            body = request_body(settings) | {"messages": [*messages, turn]}
+            made = answer(remote, "/v1/chat/completions", body, None if settings.json else consoles)
+            messages += [turn, {"role": "assistant", "content": made.text}]
+            if settings.json:
+                print_json(consoles.out, {"prompt": line} | made.report())
+            code = process.OK if made.complete else process.INTERRUPTED
+    return code

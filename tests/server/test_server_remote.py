@@ -1,0 +1,72 @@
+"""`generate` and `chat` with a server: the same texts as with the model itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lookahead.cli import main
+from server_process import ServerProcess
+
+PROMPT = "def add(a, b):"
+
+
+@pytest.fixture
+def connection(server: ServerProcess, tmp_path: Path) -> list[str]:
+    (tmp_path / "key").write_text("a-key\n")
+    return ["--server", server.url, "--api-key-file", str(tmp_path / "key"), "--max-new-tokens", "12"]
+
+
+def reference(demo: Any, text: str) -> str:
+    model, tokenizer = demo
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    ids_after = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
+    )
+    return tokenizer.decode(ids_after[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_generate(connection: list[str], demo: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *connection, PROMPT]) == 0
+    said = capsys.readouterr()
+    assert said.out == reference(demo, PROMPT) + "\n"
+    assert "12 tokens in" in said.err
+    assert main(["generate", *connection, "--json", "--preset", "autoregressive", PROMPT]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["text"], report["steps"], report["tokens"]) == (reference(demo, PROMPT), 12, 12)
+
+
+def test_chat(
+    connection: list[str], demo: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(f"{PROMPT}\nagain\n/reset\n{PROMPT}\n/exit\nnever\n".encode()))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert main(["chat", *connection, "--json"]) == 0
+    first, second, third = (json.loads(line)["text"] for line in capsys.readouterr().out.splitlines())
+    turn = f"# user\n{PROMPT}\n# assistant\n"
+    assert first == third == reference(demo, turn)
+    assert second == reference(demo, f"{turn}{first}\n# user\nagain\n# assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--dtype", "float16"], "--dtype"),
+        (["-W", "3"], "--preset and --step-budget"),
+        (["--memory", "./m.bin"], "--preset and --step-budget"),
+        (["--max-new-tokens", "99999"], "max_tokens=99999"),
+        (["--server", "http://127.0.0.1:1"], "cannot be reached"),
+        (["--server", "ftp://x"], "http://"),
+    ],
+)
+def test_what_cannot_be_met(
+    connection: list[str], options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", *connection, *options, PROMPT]) == 2
+    assert said in capsys.readouterr().err
