@@ -37,11 +37,23 @@ def test_argmax_of_what_is_not_a_number_is_torchs_own(place):
     rows=st.integers(1, 5),
     vocabulary=st.sampled_from([8, 512, 4096, 4097, 32000]),
     count=st.integers(1, 8),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    spread=st.sampled_from([0.01, 4.0, 40.0]),
     seed=st.integers(0, 10**6),
 )
-def test_top_predictions_are_torchs_own(rows, vocabulary, count, seed):
-    logits = 4 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed))
+def test_top_predictions_are_those_of_a_softmax(rows, vocabulary, count, dtype, spread, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (spread * torch.randn(rows, vocabulary, generator=generator)).to(dtype)
+    logits[:, vocabulary // 2 : vocabulary // 2 + vocabulary // 8] = -torch.inf
     ids, probabilities = top_predictions(logits, count)
-    expected = logits.softmax(dim=-1).topk(count, dim=-1)
-    assert torch.equal(ids, expected.indices)
-    assert torch.allclose(probabilities, expected.values)
+    softmax = logits.float().softmax(dim=-1)
+    expected = softmax.topk(count, dim=-1).values
+    assert torch.allclose(probabilities, expected, rtol=1e-3)
+    assert torch.allclose(softmax.gather(1, ids), expected), "tokens may differ among equally likely ones"
+    assert all(len(set(row)) == count for row in ids.tolist())
+
+
+def test_of_equal_logits_the_first_is_the_likeliest():
+    logits = torch.zeros(2, 5000)
+    logits[1, [4990, 700, 30]] = 1.0
+    assert [row[:3] for row in top_predictions(logits, 8)[0].tolist()] == [[0, 1, 2], [30, 700, 4990]]

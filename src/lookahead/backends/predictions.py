@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+
+from lookahead.drafting.compiled import IS_COMPILED
+from lookahead.drafting.likeliest import BLOCK, list_likeliest, list_likeliest_bits
 
 _CHUNK = 128
 _CHUNKED_FROM = 4096
@@ -38,27 +42,32 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 def top_predictions(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` likeliest tokens of each row and their probabilities, likeliest first.
 
+    On CPUs a compiled loop reads each row once, without a softmax of all of it.
+
     Args:
-        logits: `[rows, vocabulary]` float32.
+        logits: `[rows, vocabulary]`, float32 or bfloat16.
         count: How many; at most the vocabulary.
 
     Returns:
-        Token ids `[rows, count]` int64 and probabilities `[rows, count]` float32 (softmax over the vocabulary).
+        Token ids `[rows, count]` int64 and probabilities `[rows, count]` float32 (softmax over the vocabulary). On CPUs
+        those of large vocabularies are exact to three digits: drafts need no more.
     """
+    vocabulary = logits.shape[1]
+    is_listed = IS_COMPILED and logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
+    if is_listed and vocabulary >= max(_CHUNKED_FROM, count * BLOCK) and not torch.compiler.is_compiling():
+        return _listed(logits, count)
+    ids = logits.topk(count, dim=-1).indices
+    return ids, torch.softmax(logits.float(), dim=-1).gather(1, ids)
+
+
+def _listed(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows, vocabulary = logits.shape
-    chunks = vocabulary // _CHUNK
-    if vocabulary < _CHUNKED_FROM or chunks < count or logits.is_cuda:
-        ids = logits.topk(count, dim=-1).indices
+    ids, probabilities = np.empty((rows, count), dtype=np.int64), np.empty((rows, count), dtype=np.float32)
+    maxima, values = (np.empty(size, dtype=np.float32) for size in (vocabulary // BLOCK, count))
+    room = maxima, np.empty(count, dtype=np.int64), values, ids, probabilities
+    logits = logits.detach().contiguous()
+    if logits.dtype == torch.float32:
+        list_likeliest(logits.numpy(), *room)
     else:
-        # The likeliest tokens lie in the chunks with the largest maxima; the rest of the vocabulary, less than a
-        # chunk, is looked at as it is.
-        whole = chunks * _CHUNK
-        view = logits[:, :whole].view(rows, chunks, _CHUNK)
-        best_chunks = view.amax(dim=-1).topk(count, dim=-1).indices  # [rows, count]
-        offsets = torch.arange(_CHUNK, device=logits.device)
-        places = (best_chunks[:, :, None] * _CHUNK + offsets).flatten(1)
-        if whole < vocabulary:
-            tail = torch.arange(whole, vocabulary, device=logits.device).expand(rows, -1)
-            places = torch.cat([places, tail], dim=1)
-        ids = places.gather(1, logits.gather(1, places).topk(count, dim=-1).indices)
-    return ids, torch.softmax(logits, dim=-1).gather(1, ids)
+        list_likeliest_bits(logits.view(torch.int16).numpy(), np.empty(vocabulary, dtype=np.float32), *room)
+    return torch.from_numpy(ids), torch.from_numpy(probabilities)

@@ -37,23 +37,34 @@ def loop_tuple(arrays: Arrays) -> Arrays:
     return type(arrays)(*views)
 
 
-def compiled(function: Function, releases_gil: bool = False, makes_arrays: bool = False) -> Function:
+_VECTORIZED = frozenset({"nnan", "nsz", "reassoc", "contract"})
+"""What LLVM may suppose where loops over many numbers are to be vectorised."""
+
+
+def compiled(
+    function: Function, releases_gil: bool = False, makes_arrays: bool = False, vectorizes: bool = False
+) -> Function:
     """Compile `function` at its first call, if numba is there. It keeps to loops over numpy arrays and numbers.
 
     Args:
         function: The loop.
         releases_gil: Let other threads run meanwhile: only for loops over arrays that no other thread writes to.
         makes_arrays: Whether it makes arrays, or calls what does. Those have to be counted, which takes time.
+        vectorizes: Take sums and maxima in any order, supposing that all are numbers (none is NaN).
     """
-    return _compile(function, {"nogil": releases_gil}, makes_arrays)
+    return _compile(function, {"nogil": releases_gil, **_fast(vectorizes)}, makes_arrays)
 
 
-def inner(function: Function) -> Function:
+def inner(function: Function, vectorizes: bool = False) -> Function:
     """Like `compiled`, for what only compiled loops call: it becomes part of them, and Python must not call it."""
-    return _compile(function, {"no_cpython_wrapper": True, "forceinline": True})
+    return _compile(function, {"no_cpython_wrapper": True, "forceinline": True, **_fast(vectorizes)})
 
 
-def _compile(function: Function, options: dict[str, bool], makes_arrays: bool = False) -> Function:
+def _fast(vectorizes: bool) -> dict[str, Any]:
+    return {"fastmath": set(_VECTORIZED)} if vectorizes else {}
+
+
+def _compile(function: Function, options: dict[str, Any], makes_arrays: bool = False) -> Function:
     if _numba is None:
         return function
     options = {"no_cfunc_wrapper": True} | options

@@ -14,6 +14,7 @@ from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
 from lookahead.drafting.auto.ngram_memory import NGramMemory
 from lookahead.drafting.compiled import IS_COMPILED
+from lookahead.drafting.likeliest import BLOCK, list_likeliest
 
 _VOCABULARY = 16
 _NODES = 8
@@ -28,6 +29,9 @@ def compile_loops() -> None:
     """
     if not IS_COMPILED:
         return
+    room = np.empty(1, dtype=np.float32), np.empty(1, dtype=np.int64), np.empty(1, dtype=np.float32)
+    listed = np.empty((1, 1), dtype=np.int64), np.empty((1, 1), dtype=np.float32)
+    list_likeliest(np.zeros((1, BLOCK), dtype=np.float32), *room, *listed)
     memory = DraftMemory(NGramMemory(16, 2, 4))
     embedding = np.eye(_VOCABULARY, dtype=np.float32)
     drafter = AutoDrafter(memory, ContextMatches(16), None, _NODES, neighbours=EmbeddingNeighbours(embedding))

@@ -192,7 +192,7 @@ def run_pass(
     rows = logits.flatten(0, 1)
     results = [argmax(rows).int()[:, None]]
     if top_k:
-        ids, probabilities = top_predictions(rows.float(), min(top_k, rows.shape[-1]))
+        ids, probabilities = top_predictions(rows, min(top_k, rows.shape[-1]))
         results += [ids.int(), probabilities.view(torch.int32)]
     return logits, torch.cat(results, dim=-1).view(*logits.shape[:2], -1)
 
