@@ -39,6 +39,7 @@ PROBES = {
     "gguf_models": "texts, steps and CPU time of GGUF models, beside llama-cpp-python",
     "serving": "many requests at once: tokens per second of CPU time at several loads",
     "soak": "random traffic on an engine: texts, memory, requests that are lost",
+    "forced_text": "texts that a processor forces: steps and CPU time beside prompt lookup",
     "precision": "how often texts of 16-bit models differ, and what tie_margin brings",
     "parallel": "what several ranks run and send; start it with torchrun, and once without",
 }

@@ -100,7 +100,9 @@ def step(backend: Backend, batch: Batch) -> None:
     if batch.times is not None and records and not _carries_prompts(batch, trees):
         nodes = sum(map(len, trees)) if batch.packed else max(map(len, trees)) * len(trees)
         tokens = sum(len(record.tokens) for _, record in records)
-        batch.times.book(StepTime(nodes, context, batch.clock() - start, tokens, len(records), top_k > 0))
+        # A drafter that has lost its trust in predictions wants none listed.
+        drafted = top_k > 0 or any(len(tree) > tree.root + 1 for tree in trees)
+        batch.times.book(StepTime(nodes, context, batch.clock() - start, tokens, len(records), drafted))
     for sequence, record in records:
         batch.statistics.record(record)
         if sequence.on_step is not None:
@@ -158,7 +160,7 @@ def _settle(sequence: SequenceState, outputs: NodeOutputs, walk: Walk) -> StepRe
     tree = walk.tree
     sequence.steps += 1
     sequence.finished, sequence.undecided = walk.stopped, walk.declined
-    sequence.drafter.observe(
-        StepResult(tree, outputs.predictions, walk.path, walk.tokens, outputs.top_ids, outputs.top_probabilities)
-    )
+    shaping = sequence.sampler.shaping if sequence.sampler.samples else None
+    listed = outputs.top_ids, outputs.top_probabilities
+    sequence.drafter.observe(StepResult(tree, outputs.predictions, walk.path, walk.tokens, *listed, shaping))
     return StepRecord(sequence.index, sequence.steps, walk.tokens, len(tree) - tree.root, sequence.finished)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.core.shaping import Shaping
 from lookahead.core.token_tree import TokenTree
 
 
@@ -47,6 +48,7 @@ class StepResult:
             the prediction was not read. `top_k` is the largest of the drafters of the batch.
         top_probabilities: Their probabilities (softmax of the unprocessed logits), `[nodes, top_k]` float32; 0
             where the prediction was not read.
+        shaping: What sampling makes of these probabilities; `None` where the likeliest tokens are selected.
     """
 
     tree: TokenTree
@@ -55,3 +57,21 @@ class StepResult:
     tokens: list[int]
     top_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
     top_probabilities: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), dtype=np.float32))
+    shaping: Shaping | None = None
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are sampled, instead of selecting the likeliest."""
+        return self.shaping is not None
+
+    def shaped(self) -> StepResult:
+        """The same with the probabilities that tokens are sampled with; -1 and 0 for those that are not sampled."""
+        if self.shaping is None or not self.shaping.changes:
+            return self
+        ids, probabilities = self.shaping.apply(self.top_ids, self.top_probabilities)
+        return replace(self, top_ids=ids, top_probabilities=probabilities)
+
+    @property
+    def selected_after(self) -> list[int]:
+        """The nodes after which `tokens` were selected: the root, and those of the path."""
+        return [self.tree.root, *self.path][: len(self.tokens)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from lookahead.core.outputs import NodeOutputs
+from lookahead.core.shaping import Shaping
 
 
 class Sampler(Protocol):
@@ -13,6 +14,10 @@ class Sampler(Protocol):
     @property
     def samples(self) -> bool:
         """Whether tokens are sampled, instead of taking the likeliest ones."""
+
+    @property
+    def shaping(self) -> Shaping:
+        """What sampling makes of the model's distribution, as far as it is known without the text."""
 
     @property
     def needs_logits(self) -> bool:

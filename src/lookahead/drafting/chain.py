@@ -112,6 +112,7 @@ class ChainDrafter:
             result.tokens,
             spread(result.top_ids, -1),
             spread(result.top_probabilities, 0),
+            result.shaping,
         )
 
 

@@ -21,11 +21,16 @@ from lookahead.drafting.auto.recent_predictions import RecentPredictions
 from lookahead.drafting.auto.rejected_siblings import RejectedSiblings
 from lookahead.drafting.auto.search import TreeSearch
 from lookahead.drafting.auto.source import Source
+from lookahead.drafting.auto.trust import Trust, believed
 from lookahead.drafting.compiled import loop_arrays
 from lookahead.drafting.window import JacobiWindow
 
 _LEAST_GROWN = 8
-_FOLLOWING = 0.03
+_LEAST_UNTRUSTED = 0.05
+"""How likely a node must be to be sent where the model's predictions after it teach nothing."""
+
+_RECALLED = 512
+"""Last tokens of a text that the memory learns when the model's predictions turn out not to be what is selected."""
 
 
 class AutoDrafter:
@@ -90,13 +95,15 @@ class AutoDrafter:
         self._length = 0
         self._tree: TokenTree | None = None  # this step's
         self._sent = 0  # how many of the nodes found it has
-        self._strayed = self._uncertainty = 0.0  # moving averages, a token each
+        self._trust = Trust()
+        self._recalled = False  # whether the memory has learned the text itself
         self._wanted = self._most  # how many nodes are searched before the budget is asked
 
     @property
     def top_k(self) -> int:
-        """How many of the likeliest next tokens `observe` wants of each node; none while drafting backs off."""
-        return 0 if self.budget.backs_off else self._top_k
+        """How many of the likeliest next tokens `observe` wants of each node; none while drafting backs off, and while
+        what the model says is not what is selected."""
+        return 0 if self.budget.backs_off or self._trust.is_lost else self._top_k
 
     @property
     def path_probabilities(self) -> NDArray[np.float64]:
@@ -113,7 +120,8 @@ class AutoDrafter:
             self.matches.start(prompt)
         if self.window is not None:
             self.window.start(prompt)
-        self._strayed, self._uncertainty = 0.0, 0.2
+        self._trust.start()
+        self._recalled = False
         for source in self._sources:
             source.start(prompt)
         self._tree = None
@@ -132,15 +140,19 @@ class AutoDrafter:
             tree.needs_logits[node] = True
         matches = self._no_text if self.matches is None else self.matches
         paths = [source.propose() for source in self._sources]
-        sources = self._search.ask(matches, paths, self._recent.arrays())
+        sources = self._search.ask(matches, paths, self._recent.arrays(tries=not self._trust.is_lost))
         # Nodes that the budget will not take need not be searched; the last step shows how many that is.
         limit = min(self._wanted, self._most)
         while True:
-            count = self._search.search(self._text, limit, tree.room, sources)
-            more = self.budget.offer(self._search.path_probabilities, self._length)
-            if not more or limit == self._most or count < limit:
+            self._search.search(self._text, limit, tree.room, sources)
+            likely = self._search.path_probabilities
+            if self._trust.is_lost:
+                likely = likely[: np.count_nonzero(likely >= _LEAST_UNTRUSTED)]
+            more = self.budget.offer(likely, self._length)
+            if not more or limit == self._most or len(likely) < limit:
                 break
             limit = min(2 * limit, self._most)
+        count = len(likely)
         self.budget.when_chosen(lambda chosen: self._send(tree, min(chosen, count)))
 
     def _send(self, tree: TokenTree, chosen: int) -> None:
@@ -166,20 +178,23 @@ class AutoDrafter:
         tree = result.tree
         if self.window is not None:
             self.window.observe(result)
-        learns = self._top_k > 0 and result.top_ids.shape[1] > 0
+        learns = self._top_k > 0 and (result.top_ids.shape[1] > 0 or self._trust.is_lost)
         if learns:
-            self._follow(result)
+            shaped = result.shaped()
+            self._trust.note(shaped)
+            told = believed(shaped, self._trust.share)
             if tree is self._tree:
-                self._learn(result)
+                self._learn(shaped, *told)
                 if self._takes_continuations:
                     before = result.path[-1] - tree.root if result.path else 0
                     first = self._search.root + 1
-                    self._siblings.follow(first - 1 + before, first, *self._told(result))
+                    sent = self._sent_nodes(tree)
+                    self._siblings.follow(first - 1 + before, first, told[0][sent], told[1][sent])
         if tree is self._tree and self._sent:
             self.budget.learn([node - tree.root - 1 for node in result.path if node <= tree.root + self._sent])
         self._tree = None
         if learns:
-            self._remember(result)
+            self._remember(result, *believed(result, self._trust.share))
         self._late += result.tokens
         self._catch_up()
 
@@ -198,29 +213,38 @@ class AutoDrafter:
             self.matches.extend(self._late)
         self._late = []
 
-    def _learn(self, result: StepResult) -> None:
-        counts = np.full(self._sent + 1, self.memory.acceptance.off_path)
+    def _learn(self, result: StepResult, top_ids: NDArray[np.int64], top_probabilities: NDArray[np.float32]) -> None:
+        root, sent = result.tree.root, self._sent_nodes(result.tree)
+        # What the model says beside the path counts as far as it is what is selected on the path.
+        counts = np.full(self._sent + 1, self.memory.acceptance.off_path * self._trust.share**2)
         counts[0] = 1.0
-        counts[[node - result.tree.root for node in result.path]] = 1.0
-        counts[self._told(result)[0][:, 0] < 0] = 0.0  # was not read
-        sampled = min(self._strayed / self._uncertainty, 1.0)
-        self._search.teach(self.memory.acceptance, *self._told(result), counts, sampled)
+        counts[[node - root for node in result.path]] = 1.0
+        counts[top_ids[sent, 0] < 0] = 0.0  # was not read
+        selected = np.full(self._sent + 1, -1, dtype=np.int64)
+        selected[[node - root for node in result.selected_after]] = result.tokens
+        told = top_ids[sent], top_probabilities[sent], counts, selected
+        self._search.teach(self.memory.acceptance, *told, result.samples)
 
-    def _follow(self, result: StepResult) -> None:
-        """Note how often the target strays from the likeliest token, and how often it would if it drew from the
-        model's distribution: their ratio is 0 for greedy decoding and about 1 for sampling."""
-        selected_after = [result.tree.root, *result.path][: len(result.tokens)]
-        for node, token in zip(selected_after, result.tokens, strict=True):
-            self._strayed += _FOLLOWING * (float(token != result.predictions[node]) - self._strayed)
-            self._uncertainty += _FOLLOWING * (1 - float(result.top_probabilities[node, 0]) - self._uncertainty)
+    def _sent_nodes(self, tree: TokenTree) -> slice:
+        """The root and each node found that was sent; these stand together in the tree."""
+        return slice(tree.root, tree.root + self._sent + 1)
 
-    def _told(self, result: StepResult) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """What the model says after the root and each node found that was sent; these stand together in the tree."""
-        sent = slice(result.tree.root, result.tree.root + self._sent + 1)
-        return result.top_ids[sent], result.top_probabilities[sent]
+    def _recall(self) -> None:
+        """Learn what followed in the text itself, instead of what the model predicted there."""
+        self._recalled = True
+        if self.matches is None:
+            return
+        text = self.matches.text[-_RECALLED:]
+        orders = self.memory.ngrams.orders
+        contexts = np.full((max(len(text) - 1, 0), orders), -1, dtype=np.int64)
+        for back in range(min(orders, len(contexts))):
+            contexts[back:, back] = text[: len(contexts) - back]
+        self.memory.ngrams.insert(contexts, text[1:, None], np.ones((len(contexts), 1), dtype=np.float32))
 
-    def _remember(self, result: StepResult) -> None:
+    def _remember(self, result: StepResult, top_ids: NDArray[np.int64], top_probabilities: NDArray[np.float32]) -> None:
         """Put the predictions of the step into the memory; those in real text last, so that they count."""
+        if self._trust.is_lost and not self._recalled:
+            self._recall()
         tree, orders = result.tree, self.memory.ngrams.orders
         before = self._text[: max(len(self._text) - tree.root - 1, 0)][-orders:]
         real = np.ones(len(tree), dtype=np.int64)
@@ -228,12 +252,12 @@ class AutoDrafter:
             real[np.array(tree.kinds) == NodeKind.WINDOW] = 0
         real[: tree.root + 1] = 2
         real[result.path] = 2
-        read = np.flatnonzero(result.predictions >= 0)
+        read = np.flatnonzero(top_ids[:, 0] >= 0)
         read = read[np.argsort(real[read], kind="stable")]
         contexts = np.empty((len(read), orders), dtype=np.int64)
         texts = (np.array(before, dtype=np.int64), np.array(tree.tokens), np.array(tree.parents))
         write_contexts(*loop_arrays(*texts, read, contexts))
-        top_ids = result.top_ids[read]
-        self.memory.ngrams.insert(contexts, top_ids, result.top_probabilities[read])
+        self.memory.ngrams.insert(contexts, top_ids[read], top_probabilities[read])
         if self._notes_predictions:
-            self._recent.note(top_ids[:, :2].T.ravel().tolist())
+            likeliest = top_ids[read, :2].T.ravel()
+            self._recent.note(likeliest[likeliest >= 0].tolist())

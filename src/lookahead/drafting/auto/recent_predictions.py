@@ -47,9 +47,10 @@ class RecentPredictions:
         """Put the tokens, the latest first, before all others."""
         self._tokens = list(dict.fromkeys([*tokens, *self._tokens]))[:_LATEST]
 
-    def arrays(self) -> RecentArrays:
-        """What compiled loops read."""
-        return RecentArrays(np.array(self._tokens, dtype=np.int64), self._probabilities)
+    def arrays(self, tries: bool = True) -> RecentArrays:
+        """What compiled loops read; without tries, none are given to follow the root."""
+        probabilities = self._probabilities if tries else self._probabilities[:0]
+        return RecentArrays(np.array(self._tokens, dtype=np.int64), probabilities)
 
 
 @inner

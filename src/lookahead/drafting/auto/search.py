@@ -32,6 +32,7 @@ from lookahead.drafting.auto.proposals import (
 from lookahead.drafting.auto.recent_predictions import MOST_TRIED, RecentArrays, probability_of
 from lookahead.drafting.auto.scorer import MATCHES, NEIGHBOURS, Acceptance, Lessons, context_name, estimate
 from lookahead.drafting.auto.source import TokenPaths
+from lookahead.drafting.auto.worth import Evidence, Worth, allocate_worth, kind_of, settle
 from lookahead.drafting.compiled import compiled, inner, loop_arrays, loop_tuple
 
 _LEAST_ASKING = 0.3
@@ -39,12 +40,8 @@ _LEAST_ASKING = 0.3
 for less likely nodes did not help."""
 
 
-class Columns(NamedTuple):
-    """The first feature of each source that has a fixed one."""
-
-    memory: int
-    matches: int
-    neighbours: int
+_SUREST = 0.999
+"""Highest probability of a proposal, whatever it has been worth."""
 
 
 class Sources(NamedTuple):
@@ -55,7 +52,8 @@ class Sources(NamedTuple):
     neighbours: NeighbourArrays
     listed: ListedArrays
     recent: RecentArrays
-    columns: Columns
+    columns: Evidence
+    worth: Worth
 
 
 class TreeSearch:
@@ -82,7 +80,8 @@ class TreeSearch:
         self._size = LONGEST + nodes + 1
         columns = [acceptance.column(name) for name in listed]
         first = context_name(1), MATCHES[0], NEIGHBOURS
-        self._columns = Columns(*(acceptance.column(name) for name in first))
+        self._columns = Evidence(*(acceptance.column(name) for name in first))
+        self._worth = allocate_worth(self._columns, len(acceptance.names))
         at_a_node = ngrams.orders * ngrams.top_k + SEARCHED + (1 + len(listed)) * MOST_LISTED
         proposals = (nodes + 1) * at_a_node + MOST_TRIED
         self.nodes = allocate_nodes(self._size)
@@ -109,7 +108,8 @@ class TreeSearch:
             recent: What the model predicted lately.
         """
         found = matches.arrays(self._size)
-        return Sources(self._entries, found, self._neighbours, self._listed.fill(paths), recent, self._columns)
+        listed = self._listed.fill(paths)
+        return Sources(self._entries, found, self._neighbours, listed, recent, self._columns, self._worth)
 
     def search(self, text: Sequence[int], most: int, room: int, sources: Sources) -> int:
         """Search a new tree, the most probable continuation first.
@@ -145,7 +145,8 @@ class TreeSearch:
         top_ids: NDArray[np.int64],
         top_probabilities: NDArray[np.float32],
         counts: NDArray[np.float64],
-        sampled: float,
+        selected: NDArray[np.int64],
+        samples: bool,
     ) -> None:
         """Let `acceptance` learn from the outcomes of the proposals.
 
@@ -154,14 +155,22 @@ class TreeSearch:
             top_ids: The likeliest tokens after the root and each of the nodes that were sent, `[1 + sent, top_k]`.
             top_probabilities: Their probabilities, likewise.
             counts: How much each of these nodes counts, `[1 + sent]`.
-            sampled: How far tokens are sampled from these probabilities instead of selecting the likeliest, 0 to 1.
+            selected: The token that was selected after each of them, -1 where none was, `[1 + sent]`.
+            samples: Whether tokens are sampled from these probabilities, instead of selecting the likeliest.
         """
         starts = self.nodes.starts[self.root : self.root + len(counts) + 1]
         asked = np.flatnonzero(np.diff(starts))
         begin, end = starts[0], starts[-1]
         outcomes = np.empty(end - begin)
         proposed = (self._proposals.tokens[begin:end], self._proposals.nodes[begin:end])
-        _compare(self.root, sampled, *loop_arrays(*proposed, top_ids, top_probabilities, outcomes))
+        _compare(self.root, samples, *loop_arrays(*proposed, top_ids, top_probabilities, selected, outcomes))
+        expected, came = np.zeros((2, len(self._worth.factors)))
+        kinds = self._proposals.kinds[begin:end]
+        _count(
+            self.root,
+            *loop_arrays(selected, proposed[1], kinds, self._proposals.estimates[begin:end], outcomes, expected, came),
+        )
+        settle(self._worth, expected, came)
         features, estimates = self._proposals.features[begin:end], self._proposals.estimates[begin:end]
         known = self.nodes.known[self.root + asked]
         acceptance.learn(Lessons(features, estimates, outcomes, starts[asked] - begin, known, counts[asked]))
@@ -170,25 +179,45 @@ class TreeSearch:
 @compiled
 def _compare(
     root: int,
-    sampled: float,
+    samples: bool,
     proposed: NDArray[np.int64],
     nodes: NDArray[np.int64],
     top_ids: NDArray[np.int64],
     top_probabilities: NDArray[np.float32],
+    selected: NDArray[np.int64],
     outcomes: NDArray[np.float64],
 ) -> None:
     """Write the probability that each proposal turned out to have to `outcomes`; see `TreeSearch.teach`."""
     for proposal in range(len(proposed)):
         node = nodes[proposal] - root
-        outcome = 1.0 if top_ids[node, 0] == proposed[proposal] else 0.0
-        if sampled > 0:
-            share = 0.0
+        outcome = 0.0
+        if samples:
             for rank in range(top_ids.shape[1]):
                 if top_ids[node, rank] == proposed[proposal]:
-                    share = top_probabilities[node, rank]
+                    outcome = float(top_probabilities[node, rank])
                     break
-            outcome += sampled * (share - outcome)
+        else:
+            chosen = selected[node] if selected[node] >= 0 else top_ids[node, 0]
+            outcome = 1.0 if chosen == proposed[proposal] else 0.0
         outcomes[proposal] = outcome
+
+
+@compiled
+def _count(
+    root: int,
+    selected: NDArray[np.int64],
+    nodes: NDArray[np.int64],
+    kinds: NDArray[np.int64],
+    estimates: NDArray[np.float64],
+    outcomes: NDArray[np.float64],
+    expected: NDArray[np.float64],
+    came: NDArray[np.float64],
+) -> None:
+    """Add up the estimates and the outcomes of each kind of proposals on the walked path."""
+    for proposal in range(len(nodes)):
+        if selected[nodes[proposal] - root] >= 0:
+            expected[kinds[proposal]] += estimates[proposal]
+            came[kinds[proposal]] += outcomes[proposal]
 
 
 @inner
@@ -213,7 +242,7 @@ def _propose(node: int, nodes: Nodes, proposals: Proposals, sources: Sources, co
     known = propose_known(node, context, size, proposals, sources.entries, sources.columns.memory)
     propose_matches(node, context, size, nodes, proposals, sources.matches, sources.columns.matches)
     if known == 0 and nodes.probabilities[node] >= _LEAST_ASKING:
-        known_tokens, column = sources.recent.tokens, sources.columns.neighbours
+        known_tokens, column = sources.recent.tokens, sources.columns.others
         propose_neighbours(node, known_tokens, nodes, proposals, sources.neighbours, sources.entries, column)
     propose_listed(node, nodes, proposals, sources.listed)
     return known
@@ -272,7 +301,10 @@ def _search_tree(
         nodes.starts[node + 1] = end
         estimate(begin, end, nodes.known[node], weights, proposals)
         for row in range(begin, end):
-            probability = nodes.probabilities[node] * proposals.estimates[row]
+            kind = kind_of(row, proposals, sources.columns)
+            proposals.kinds[row] = kind
+            worth = proposals.estimates[row] * sources.worth.factors[kind]
+            probability = nodes.probabilities[node] * min(worth, _SUREST)
             if is_useful(probability, most, queue):
                 push(row, probability, queue)
         if node == root and open_below:
