@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from lookahead.backends.transformers import ModelRunner
 from lookahead.backends.transformers.model_runner import LONGEST_DRAFTED_PREFILL
@@ -113,3 +113,14 @@ def test_trees_do_not_reach_across_a_change_of_rope() -> None:
     dynamic = PositionLimit(LlamaConfig(**sizes, max_position_embeddings=32, rope_parameters=rope))
     assert dynamic.deepest(10) == 30  # a pass that comes to the last place keeps the frequencies of a longer text
     assert dynamic.deepest(40) == 40, "the frequencies change with every position: one at a time"
+
+
+def test_rope_may_change_at_a_place_of_its_own_in_each_kind_of_layers() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 32}
+    ropes = {
+        "full_attention": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
+        "sliding_attention": {"rope_type": "longrope", "rope_theta": 10_000.0, **factors},
+    }
+    limit = PositionLimit(Gemma3TextConfig(head_dim=16, max_position_embeddings=64, rope_parameters=ropes))
+    assert [limit.deepest(position) for position in (10, 31, 32, 61, 62, 70)] == [31, 31, 62, 62, 62, 70]
+    assert limit.changes_after == 32

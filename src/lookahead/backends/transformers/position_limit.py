@@ -41,20 +41,17 @@ class PositionLimit:
         text_config = config.get_text_config(decoder=True)
         contexts = (getattr(text_config, name, None) for name in _CONTEXTS)
         self.context: int | None = next((size for size in contexts if isinstance(size, int) and size > 0), None)
-        rope = _rope_parameters(text_config)
+        ropes = _rope_parameters(text_config)
         # The token that ends such a text has no position to be read at.
-        ends = self.context is not None and not rope and positions_end
+        ends = self.context is not None and not any(ropes) and positions_end
         self.last_length: int | None = self.context + 1 if self.context is not None and ends else None
-        self._rope_type = str(rope.get("rope_type", "default"))
-        original = rope.get("original_max_position_embeddings")
-        original = original or getattr(text_config, "original_max_position_embeddings", None) or self.context
-        if "dynamic" in self._rope_type:
-            original = self.context  # where transformers begins to scale, whatever the settings call original
-        self._original: int | None = original if isinstance(original, int) else None
-        self.changes_after: int | None = self._original if _changes(self._rope_type) else None
+        originals = [(str(rope.get("rope_type", "default")), self._original(rope, text_config)) for rope in ropes]
+        self._changes = [(kind, end) for kind, end in originals if _changes(kind) and end is not None]
+        self.changes_after: int | None = min((end for _, end in self._changes), default=None)
+        original = next((end for _, end in self._changes or originals), None)
         recomputes = config.model_type in _RECOMPUTING and hasattr(config, "original_max_position_embeddings")
-        self.recompute_at: int | None = self._original + 1 if recomputes and self._original is not None else None
-        self.broken_after: int | None = self._original if config.model_type in _BROKEN else None
+        self.recompute_at: int | None = original + 1 if recomputes and original is not None else None
+        self.broken_after: int | None = original if config.model_type in _BROKEN else None
 
     def deepest(self, root_position: int) -> int | None:
         """Largest position id in a tree whose root is at `root_position`; `None` for any.
@@ -62,25 +59,31 @@ class PositionLimit:
         Beyond its context a model is on its own, as in transformers; a table of positions fails there.
         """
         limits = [self.context - 1] if self.context is not None and root_position < self.context else []
-        if self._original is not None and _changes(self._rope_type):
+        for kind, original in self._changes:
             # A longer text leaves its frequencies behind; a pass with dynamic RoPE takes the first ones again if its
             # last position lies before the last one of the context.
-            last = self._original - 1 if self._rope_type == "longrope" else self._original - 2
+            last = original - 1 if kind == "longrope" else original - 2
             if root_position <= last:
                 limits.append(last)
-            elif self._rope_type != "longrope":
+            elif kind != "longrope":
                 limits.append(root_position)
         return min(limits) if limits else None
 
+    def _original(self, rope: dict[str, object], text_config: PreTrainedConfig) -> int | None:
+        """Where a kind of RoPE changes, if it does."""
+        if "dynamic" in str(rope.get("rope_type")):
+            return self.context  # where transformers begins to scale, whatever the settings call original
+        original = rope.get("original_max_position_embeddings")
+        original = original or getattr(text_config, "original_max_position_embeddings", None) or self.context
+        return original if isinstance(original, int) else None
 
-def _changes(rope_type: object) -> bool:
-    return rope_type == "longrope" or "dynamic" in str(rope_type)
+
+def _changes(rope_type: str) -> bool:
+    return rope_type == "longrope" or "dynamic" in rope_type
 
 
-def _rope_parameters(text_config: PreTrainedConfig) -> dict[str, object]:
-    """The rotary settings; of a model with several kinds of layers, those of the kind that changes with length."""
+def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, object]]:
+    """The rotary settings of each kind of layers, which may be nested; one for a model that has one kind alone."""
     rope = getattr(text_config, "rope_parameters", None) or {}
-    kinds = [value for value in rope.values() if isinstance(value, dict)]
-    if kinds:
-        return next((kind for kind in kinds if _changes(kind.get("rope_type"))), kinds[0])
-    return dict(rope)
+    kinds = [dict(value) for value in rope.values() if isinstance(value, dict)]
+    return kinds or [dict(rope)]
