@@ -13,7 +13,7 @@ from transformers import (
 )
 
 import lookahead
-from lookahead import LookaheadConfig, UnsupportedArgumentError
+from lookahead import LookaheadConfig
 
 TEXT = {
     "vocab_size": 97,
@@ -64,11 +64,3 @@ def test_text_alone(maker, rows: int) -> None:  # type: ignore[no-untyped-def]
     assert len(set(expected[0].tolist())) > 8
     for config in (LookaheadConfig(), LookaheadConfig(preset="paper")):
         assert torch.equal(lookahead.generate(model, ids, lookahead_config=config, **options), expected)
-
-
-def test_images_are_refused_until_they_are_sent_along() -> None:
-    model = gemma3().eval()
-    pixels = torch.rand(1, 3, 28, 28)
-    ids = torch.tensor([[5, 96, 96, 96, 96, 7]])
-    with pytest.raises(UnsupportedArgumentError, match="mm_encoder_outputs|pixel_values|token_type_ids"):
-        lookahead.generate(model, ids, pixel_values=pixels, max_new_tokens=4)

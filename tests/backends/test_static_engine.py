@@ -320,8 +320,8 @@ def test_no_node_sees_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     clean = logits_of_steps(ModelRunner(model, 2, steps=static_steps(model, batch=2)), batch=2)
     stage, random = StaticInputs.stage, np.random.default_rng(0)
 
-    def stage_and_fill(self: StaticInputs, layouts: Any, lengths: Any) -> None:
-        stage(self, layouts, lengths)
+    def stage_and_fill(self: StaticInputs, layouts: Any, *others: Any) -> None:
+        stage(self, layouts, *others)
         for row, layout in enumerate(layouts):
             padding = self._tokens[row, len(layout.order) :]
             padding[:] = random.integers(VOCAB_SIZE, size=padding.shape)
@@ -361,7 +361,7 @@ def test_staged_masks_are_those_of_the_dynamic_engine(name: str) -> None:
         layouts = [lay_out(tree) for tree in trees]
         most = max(map(len, trees))
         inputs = staged[next(nodes for nodes in staged if nodes >= most)]
-        inputs.stage(layouts, lengths)
+        inputs.stage(layouts, lengths, [0] * len(lengths))
         positions, ancestors = np.zeros((2, inputs.nodes), dtype=np.int64), np.zeros((2, *[inputs.nodes] * 2), bool)
         for row, layout in enumerate(layouts):
             own = len(layout.order)

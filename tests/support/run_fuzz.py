@@ -4,6 +4,7 @@
     python tests/support/run_fuzz.py --seed 123              # one of them again, in words
     python tests/support/run_fuzz.py --family qwen3 --cases 50
     python tests/support/run_fuzz.py --running-states --cases 500
+    python tests/support/run_fuzz.py --images --cases 200
 
 A case is made from one number alone. The last lines count what came of the cases; the exit code is 1 if any was wrong.
 Interrupted with Ctrl-C, the report is about what was run so far.
@@ -22,7 +23,7 @@ import torch
 from transformers.utils import logging
 
 from fuzz.case import Case, draw_case
-from fuzz.families import family_names, keeps_running_state
+from fuzz.families import family_names, image_families, keeps_running_state
 from fuzz.outcome import NOT_BUILT, REFUSED, WRONG, Outcome, run_case
 from fuzz.report import describe, report
 from fuzz.shrink import shrink
@@ -34,14 +35,14 @@ SAME_REASON = 2
 def main() -> int:
     """Run the cases that the command line asks for."""
     arguments = _parse()
-    families = family_names()
+    families = image_families() if arguments.images else family_names()
     if arguments.seed is not None:
-        outcome = run_case(draw_case(arguments.seed, families))
+        outcome = run_case(draw_case(arguments.seed, families, arguments.images))
         print("\n".join(describe(outcome)))
         if arguments.shrink and outcome.kind == WRONG:
             print("\n".join(["simplified:", *describe(shrink(outcome))]))
         return 1 if outcome.kind == WRONG else 0
-    cases = draw_cases(arguments.seed_start, families, arguments.family)
+    cases = draw_cases(arguments.seed_start, families, arguments.family, arguments.images)
     if arguments.running_states:
         cases = (case for case in cases if keeps_running_state(case.family))
     outcomes: list[Outcome] = []
@@ -53,9 +54,9 @@ def main() -> int:
     return 1 if any(outcome.kind == WRONG for outcome in outcomes) else 0
 
 
-def draw_cases(start: int, families: list[str], family: str | None = None) -> Iterator[Case]:
+def draw_cases(start: int, families: list[str], family: str | None = None, images: bool = False) -> Iterator[Case]:
     """The cases from number `start` on; those of `family` alone if given."""
-    cases = (draw_case(seed, families) for seed in count(start))
+    cases = (draw_case(seed, families, images) for seed in count(start))
     return (case for case in cases if family is None or case.family == family)
 
 
@@ -95,6 +96,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--shrink", action="store_true", help="with --seed: look for a simpler case that fails")
     parser.add_argument("--family", choices=family_names(), metavar="NAME", help="only cases with this family")
     parser.add_argument("--running-states", action="store_true", help="only cases of families with running states")
+    parser.add_argument("--images", action="store_true", help="only prompts with images, of classes that see them")
     return parser.parse_args()
 
 

@@ -25,6 +25,12 @@ _CONSUMED = (
 )
 """Model inputs that `generate` prepares and the engine makes for itself."""
 
+_NOT_OF_PROMPTS = (
+    *("inputs_embeds", "per_layer_inputs", "encoder_outputs", "encoder_hidden_states", "encoder_attention_mask"),
+    *("labels", "output_router_logits", "return_dict"),
+)
+"""Model inputs that take the place of tokens, are read at each step, or ask for other outputs."""
+
 _OWN_CACHE = "a token tree needs a cache that can take back what was not accepted; leave it unset"
 
 _OTHER_MODES = {
@@ -154,26 +160,43 @@ def check_mode(config: GenerationConfig) -> None:
         raise InvalidArgumentError("use_cache=False leaves nothing for prefill_chunk_size to fill; drop one of them")
 
 
-def check_model_inputs(model_kwargs: dict[str, Any], use_cache: bool) -> None:
-    """Refuse inputs of the model that a token tree could not carry along.
+def check_model_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any], use_cache: bool) -> None:
+    """Refuse inputs of the model that are no part of a prompt.
 
     Raises:
         InvalidArgumentError: A cache is given, but is not to be used.
         UnsupportedArgumentError: There is such an input; the message names it.
     """
-    for name, value in model_kwargs.items():
-        # To a class that could see images transformers passes what it encoded of them, even where there are none.
-        if name == "mm_encoder_outputs" and isinstance(value, Mapping) and not any(map(_given, value.values())):
-            continue
-        if name == "cache_params" and getattr(value, "_is_user_defined", False):
-            raise _unsupported(name, type(value).__name__, "it says of no text how long it is; give the whole text")
-        if name not in _CONSUMED and value is not None:
-            raise _unsupported(name, type(value).__name__, "it sends the model token ids alone; leave it out")
+    cache = model_kwargs.get("cache_params")
+    if getattr(cache, "_is_user_defined", False):
+        raise _unsupported("cache_params", type(cache).__name__, "it says of no text how long it is; give all of it")
+    modalities = model.input_modalities
+    reads_text_alone = modalities == "text" or set(modalities) == {"text"}
+    for name in inputs_beside_tokens(model_kwargs):
+        if reads_text_alone or name in _NOT_OF_PROMPTS:
+            kind = type(model_kwargs[name]).__name__
+            raise _unsupported(name, kind, "steps send the model token ids alone; leave it out")
+        if not use_cache:
+            raise _unsupported("use_cache", False, f"the model would read {name} anew at each step; leave it unset")
     if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False) and not use_cache:
         raise InvalidArgumentError(
             "use_cache=False, as given or as the model's generation configuration has it, contradicts past_key_values; "
             "pass use_cache=True, or leave the cache out"
         )
+
+
+def counts_tokens(positions: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether position ids are the usual ones; arguments as for `check_positions`."""
+    usual = mask.long().cumsum(-1) - 1
+    if positions.shape[-1] != usual.shape[-1]:
+        return False
+    kinds = positions.to(usual.device) if positions.dim() == 3 else positions.to(usual.device)[None]
+    return all(torch.equal(kind.expand_as(usual)[mask], usual[mask]) for kind in kinds)
+
+
+def inputs_beside_tokens(model_kwargs: dict[str, Any]) -> list[str]:
+    """Names of what a model is to read of a prompt beside its tokens, such as images."""
+    return [name for name, value in model_kwargs.items() if name not in _CONSUMED and _given(value)]
 
 
 def check_pool(pool: NGramPool | None, config: LookaheadConfig) -> None:
@@ -232,19 +255,18 @@ def check_positions(positions: torch.Tensor | None, mask: torch.Tensor) -> None:
     Raises:
         UnsupportedArgumentError: They do not count the tokens of the whole text.
     """
-    if positions is None:
+    if positions is None or counts_tokens(positions, mask):
         return
-    usual = mask.long().cumsum(-1) - 1
-    if positions.shape[-1] == usual.shape[-1]:
-        kinds = positions.to(usual.device) if positions.dim() == 3 else positions.to(usual.device)[None]
-        if all(torch.equal(kind.expand_as(usual)[mask], usual[mask]) for kind in kinds):
-            return
     raise UnsupportedArgumentError(
         "position_ids that do not count the tokens 0, 1, 2, ... are not supported by lookahead decoding; leave them out"
     )
 
 
 def _given(value: object) -> bool:
+    """Whether there is something. To a class that could see images transformers passes what it encoded of them, even
+    where there are none."""
+    if isinstance(value, Mapping):
+        return any(map(_given, value.values()))
     return value is not None
 
 

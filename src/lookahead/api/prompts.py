@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lookahead.api.arguments import check_positions, prompt_tokens
+from lookahead.api.arguments import check_positions, counts_tokens, inputs_beside_tokens, prompt_tokens
 from lookahead.errors import InvalidArgumentError
 
 
@@ -24,6 +24,8 @@ class Prompts:
         tokens: The tokens of each row of `input_ids` that count.
         before: How many tokens that count come before them, per row.
         cache: What the caller passed to go on from, if anything.
+        inputs: What transformers would hand to the model, if that is more than tokens: images, say, or positions that
+            follow an image. Then the prompt is read by the model's own prefill.
     """
 
     input_ids: torch.Tensor
@@ -31,6 +33,7 @@ class Prompts:
     tokens: list[list[int]]
     before: list[int]
     cache: Cache | None
+    inputs: dict[str, Any] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -69,12 +72,21 @@ def read_prompts(
         UnsupportedArgumentError: Positions that do not count the tokens.
     """
     mask = _whole_mask(input_ids, model_kwargs.get("attention_mask"), config)
-    check_positions(model_kwargs.get("position_ids"), mask)
+    positions = model_kwargs.get("position_ids")
+    own_prefill = bool(inputs_beside_tokens(model_kwargs)) or _follows_image(positions, mask)
+    if not own_prefill:
+        check_positions(positions, mask)
     tokens = prompt_tokens(model, input_ids, mask[:, -input_ids.shape[1] :])
     # transformers marks the cache that the caller passed, and makes an empty one where there is none
     cache: Cache | None = model_kwargs.get("past_key_values")
     cache = cache if getattr(cache, "_is_user_defined", False) else None
-    return Prompts(input_ids, mask, tokens, _tokens_before(cache, mask, input_ids), cache)
+    inputs = model_kwargs if own_prefill else {}
+    return Prompts(input_ids, mask, tokens, _tokens_before(cache, mask, input_ids), cache, inputs)
+
+
+def _follows_image(positions: torch.Tensor | None, mask: torch.Tensor) -> bool:
+    """Whether positions of several kinds say that an image came before the prompt."""
+    return positions is not None and positions.dim() == 3 and not counts_tokens(positions, mask)
 
 
 def _whole_mask(

@@ -11,18 +11,20 @@ from transformers.generation.streamers import BaseStreamer
 
 from lookahead.api.arguments import check_devices, check_mode, check_model_inputs, check_prompt_ids
 from lookahead.api.output import LookaheadOutput, padded_texts, stack_collected, stack_texts
+from lookahead.api.own_prefill import check_own_prefill
 from lookahead.api.processors import row_processors
 from lookahead.api.prompt_warm_up import warm_up_tokens
 from lookahead.api.prompts import Prompts, read_prompts
 from lookahead.api.resources import acquire
 from lookahead.api.stopping import StopRule, last_lengths
 from lookahead.api.streaming import StreamFeeder
+from lookahead.backends.transformers import PromptPass
 from lookahead.backends.transformers.model_state import draft_account, draft_memory, keep_memory, neighbours
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.config import LookaheadConfig
 from lookahead.core.cost_model import CostModel
-from lookahead.core.decoder import Batch, decode
+from lookahead.core.decoder import Batch, decode, step
 from lookahead.core.draft_account import DraftAccount
 from lookahead.core.statistics import OnStep, StepRecord
 from lookahead.drafting import Drafter, NGramPool, build_chain_drafter, build_drafter
@@ -54,11 +56,14 @@ def decode_request(
     check_devices(model, model_kwargs.pop("synced_gpus", False))
     check_mode(generation_config)
     check_prompt_ids(input_ids)
-    check_model_inputs(model_kwargs, generation_config.use_cache)
+    check_model_inputs(model, model_kwargs, generation_config.use_cache)
     ranks = parallel or Alone()
+    prompts = read_prompts(model, input_ids, model_kwargs, generation_config)
+    if prompts.inputs:
+        check_own_prefill(model, prompts, config, generation_config, parallel is not None)
     request = Request(
         model,
-        read_prompts(model, input_ids, model_kwargs, generation_config),
+        prompts,
         ranks.drafting(config),
         generation_config,
         ranks,
@@ -195,8 +200,13 @@ class Request:
         backend = self._ranks.backend(self._resources.runner, batch, self._rule.asks_others)
         if self._feeder is not None:
             self._feeder.start(self._prompts.input_ids)
-        chunk_size = self._generation_config.prefill_chunk_size
-        batch.statistics.prefill_passes = backend.prefill(self._prompts.tokens, chunk_size)
+        prompts, chunk_size = self._prompts, self._generation_config.prefill_chunk_size
+        if prompts.inputs:
+            step(
+                PromptPass(self._resources.runner, self._model, prompts.input_ids, prompts.mask, prompts.inputs), batch
+            )
+        else:
+            batch.statistics.prefill_passes = backend.prefill(prompts.tokens, chunk_size)
         decode(backend, batch)
         if not self._rule.has_eos:
             self._lengthen()

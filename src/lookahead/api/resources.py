@@ -99,13 +99,16 @@ class Resources:
         engine = engine_model(model, config.pack_weights, config.engine != "dynamic", config.invariant)
         kind = equivalence(model)
         self._prompts = prompts
-        self._cache = TreeCache() if prompts.cache is None else adopt_cache(prompts.cache, prompts.mask)
-        self._lengths = self._cache.lengths(prompts.rows)
+        cache: TreeCache | None = None
+        if prompts.cache is not None:
+            cache = adopt_cache(prompts.cache, prompts.mask)
+        elif not bool(prompts.mask.all()):  # hidden tokens are laid out again in the cache that the caller gets
+            cache = TreeCache()
         self._buffers = _static_buffers(engine, config, prompts, generation_config)
         self.runner = ModelRunner(
             engine,
             prompts.rows,
-            self._cache,
+            cache,
             prompts.before,
             prompts.padding,
             prompts.input_ids.device,
@@ -113,13 +116,15 @@ class Resources:
             most_nodes=config.max_nodes,
             positions_end=kind.positions_end,
         )
+        self._cache = self.runner.prompt_cache
+        self._lengths, self._saved = self._cache.lengths(prompts.rows), self._cache.saved()
         self.clock = step_clock(model.device)
         self.keeps_cache = bool(prompts.mask.all()) or kind.padded_caches
         check_text(self.runner, kind, type(model).__name__, prompts, generation_config)
 
     def restore(self) -> None:
         """Leave the caller's cache as it was before the call, which failed."""
-        self._cache.restore(self._lengths)
+        self._cache.restore(self._lengths, self._saved)
 
     def release(self, keep_cache: bool) -> Cache | None:
         """Release the buffers; returns the caller's cache, if it is to be kept."""

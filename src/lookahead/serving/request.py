@@ -11,7 +11,13 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from lookahead.api.arguments import check_devices, check_mode, check_model_inputs, check_prompt_ids
+from lookahead.api.arguments import (
+    check_devices,
+    check_mode,
+    check_model_inputs,
+    check_prompt_ids,
+    inputs_beside_tokens,
+)
 from lookahead.api.generation import hand_over
 from lookahead.api.output import LookaheadOutput, stack_collected
 from lookahead.api.prompt_warm_up import warm_up_tokens
@@ -98,10 +104,16 @@ class Prepared:
         check_devices(model, model_kwargs.pop("synced_gpus", False))
         check_mode(generation_config)
         check_prompt_ids(input_ids)
-        check_model_inputs(model_kwargs, generation_config.use_cache)
+        check_model_inputs(model, model_kwargs, generation_config.use_cache)
         self.streamer, self.config = streamer, generation_config
         self.processors, self.criteria = logits_processor, stopping_criteria
         self.prompts = read_prompts(model, input_ids, model_kwargs, generation_config)
+        if self.prompts.inputs:
+            names = ", ".join(inputs_beside_tokens(model_kwargs))
+            raise UnsupportedArgumentError(
+                f"{names or 'position_ids'} is not supported by an Engine, which sends prompts in parts; use "
+                "lookahead.generate"
+            )
         return input_ids
 
     @property

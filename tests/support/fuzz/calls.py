@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import lookahead
 from fuzz.case import Turn
+from fuzz.images import with_images
 from fuzz.settings import PAD_TOKEN, Recorder, arguments
 
 
@@ -57,6 +58,9 @@ def call(
     """
     ids, mask = _prompt(turn, earlier)
     values = arguments(turn.settings) | (changes or {})
+    if turn.images:
+        ids, mask, read = with_images(model, ids, mask, seed=sum(turn.prompts[0]))
+        values |= read
     given = ids
     if turn.cache == "empty":
         values["past_key_values"] = DynamicCache(config=model.config) if len(turn.prompts) % 2 else DynamicCache()

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from fuzz.families import keeps_running_state
+from fuzz.images import IMAGE_TOKEN
 from fuzz.settings import draw_settings
 from fuzz.variant import Variant, draw_variant
 from lookahead.backends.transformers.miniature.sizes import VOCABULARY
@@ -25,6 +26,7 @@ class Turn:
         drafting: Arguments of `LookaheadConfig`.
         cache: What cache is handed over: `""` none, `"empty"` a new one, `"whole"` that of the turn before with the
             whole text, `"tail"` the same with only those tokens that are not in it.
+        images: Whether each row has an image behind its first token.
     """
 
     ours: bool
@@ -34,6 +36,7 @@ class Turn:
     settings: dict[str, Any] = field(default_factory=dict)
     drafting: dict[str, Any] = field(default_factory=dict)
     cache: str = ""
+    images: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,14 @@ class Case:
 _OTHER_PRESETS = ("jacobi", "token_recycling", "context_matches", "autoregressive")
 
 
-def draw_case(seed: int, families: list[str]) -> Case:
-    """The case number `seed`; it depends on `families` as well, of which it takes one."""
+def draw_case(seed: int, families: list[str], images: bool = False) -> Case:
+    """The case number `seed`; it depends on `families` as well, of which it takes one.
+
+    Args:
+        seed: Its number.
+        families: Names of families.
+        images: Whether its prompts have images.
+    """
     random = Random(f"fuzz {seed}")
     family = random.choice(families)
     variant = draw_variant(random)
@@ -80,6 +89,8 @@ def draw_case(seed: int, families: list[str]) -> Case:
     # Most of what is drawn for others is refused where there are running states, and would say nothing of them.
     if keeps_running_state(family) and random.random() < 0.9:
         turns = tuple(map(_for_running_states, turns))
+    if images:
+        turns = tuple(map(_with_images, turns))
     return Case(seed, family, variant, attention, double, turns)
 
 
@@ -91,6 +102,15 @@ def _for_running_states(turn: Turn) -> Turn:
         drafting = {"preset": "auto"}
     prompt = max(turn.prompts, key=len)
     return replace(turn, prompts=(prompt,), padding=(0,), holes=(), settings=settings, drafting=drafting)
+
+
+def _with_images(turn: Turn) -> Turn:
+    """The turn with images, unless it goes on from a cache, and without what is refused for them."""
+    settings = {name: value for name, value in turn.settings.items() if name not in ("use_cache", "prefill_chunk_size")}
+    if turn.cache:
+        settings["use_cache"] = True
+    prompts = tuple(tuple(token if token != IMAGE_TOKEN else 1 for token in row) for row in turn.prompts)
+    return replace(turn, prompts=prompts, holes=(), settings=settings, images=turn.cache in ("", "empty"))
 
 
 def _draw_turns(random: Random) -> list[Turn]:
@@ -192,6 +212,7 @@ def _described(turn: Turn) -> str:
     words += [f"padding={list(turn.padding)}"] if any(turn.padding) else []
     words += [f"holes={list(turn.holes)}"] if turn.holes else []
     words += [f"cache={turn.cache}"] if turn.cache else []
+    words += ["images"] if turn.images else []
     return " ".join([*words, _listed(turn.settings), f"[{_listed(turn.drafting)}]" if turn.ours else ""])
 
 

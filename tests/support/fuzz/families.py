@@ -43,6 +43,13 @@ def family_names() -> list[str]:
     return sorted([*causal, *both])
 
 
+def image_families() -> list[str]:
+    """Names of the families whose class may see images, sorted."""
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()
+    return sorted(kind if causal.get(kind) == name else kind + MULTIMODAL for kind, name in names)
+
+
 def keeps_running_state(family: str) -> bool:
     """Whether the models of a family keep something else of the text than keys and values of each token."""
     kind = family.removesuffix(MULTIMODAL)

@@ -87,6 +87,8 @@ def compare(case: Case, model: PreTrainedModel, reference: PreTrainedModel) -> t
         failure: Exception | None = None
         try:
             ours = call(model, turn, ours, turn.ours)
+        except CannotBuild as missing:
+            return Outcome(case, NOT_BUILT, str(missing)), False
         except (UnsupportedModelError, UnsupportedArgumentError) as refusal:
             return Outcome(case, REFUSED, _reason(refusal), tokens), False
         except Exception as raised:

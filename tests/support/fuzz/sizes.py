@@ -27,6 +27,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots3_note_audio_encoder": {"adapter_input_size": HIDDEN},
     "falcon_h1": {"mamba_d_head": 16},
     "fun_asr_nano_adaptor": {"intermediate_size": HIDDEN // 4},
+    "gemma3": {"mm_tokens_per_image": 4},
     "gemma3n_text": {**_SHARED_KEYS, "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0], "intermediate_size": 96},
     "gemma4_assistant": {"for default": {"text_config": {"hidden_size_per_layer_input": 0}}},
     "glm5_next_text": {"index_kpool": 4, "index_topk": 16, "qk_rope_head_dim": 0},

@@ -10,6 +10,7 @@ from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.equivalence import Equivalence, equivalence
 from lookahead.backends.transformers.model_check import check_adapters, check_model
 from lookahead.backends.transformers.model_runner import ModelRunner
+from lookahead.backends.transformers.prompt_pass import PromptPass
 from lookahead.backends.transformers.saved_state import SavedState
 from lookahead.backends.transformers.static_engine import StaticBuffers
 from lookahead.backends.transformers.tree_cache import TreeCache
@@ -20,6 +21,7 @@ __all__ = [
     "Equivalence",
     "ForwardResult",
     "ModelRunner",
+    "PromptPass",
     "SavedState",
     "StaticBuffers",
     "TreeCache",

@@ -41,7 +41,7 @@ def adopt_cache(cache: Cache, mask: torch.Tensor) -> TreeCache:
         )
     length = cache.get_seq_length()
     if length == 0:
-        return cache if isinstance(cache, TreeCache) else TreeCache()
+        return cache if isinstance(cache, TreeCache) else TreeCache([_window(layer) for layer in cache.layers])
     held = mask[:, :length].cpu()
     filled = [layer for layer in cache.layers if layer.is_initialized and not isinstance(layer, DummyLayer)]
     if len(held) != filled[0].keys.shape[0]:
@@ -49,8 +49,9 @@ def adopt_cache(cache: Cache, mask: torch.Tensor) -> TreeCache:
             f"past_key_values holds {filled[0].keys.shape[0]} rows, but input_ids has {len(held)}; they must be the "
             "same texts"
         )
-    _check_states(filled[0].keys[:, :, :length], held)  # there may be room behind
-    adopted = cache if isinstance(cache, TreeCache) else TreeCache()
+    first = filled[0]
+    _check_states(first.keys[:, :, : length - getattr(first, "dropped", 0)], held)  # there may be room behind
+    adopted = cache if isinstance(cache, TreeCache) else TreeCache([_window(layer) for layer in cache.layers])
     if adopted is not cache:
         adopted.layers = [_adopt_layer(layer) for layer in cache.layers]
     return adopted if bool(held.all()) else _without_hidden(adopted, held)
@@ -83,8 +84,15 @@ def return_cache(decoded: TreeCache, cache: Cache | None, mask: torch.Tensor) ->
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = end
             start = max(0, end - layer.sliding_window + 1)
+        start, end = start - own.dropped, end - own.dropped
         layer.keys, layer.values = own.keys[:, :, start:end].clone(), own.values[:, :, start:end].clone()
     return cache
+
+
+def leave_out_hidden(cache: TreeCache, mask: torch.Tensor) -> None:
+    """Make each row of `cache` contiguous from its start; `mask` `[batch, columns]` bool says which of them count."""
+    if not bool(mask.all()):
+        cache.layers = _without_hidden(cache, mask.cpu()).layers
 
 
 def _check_states(keys: torch.Tensor, held: torch.Tensor) -> None:
@@ -123,7 +131,8 @@ def _moved(cache: TreeCache, sources: list[torch.Tensor], targets: list[torch.Te
         own.lazy_initialization(layer.keys, layer.values)
         own.lengths = list(lengths)
         for name in ("keys", "values"):
-            states = getattr(layer, name)
+            # Zeros for what a sliding layer has forgotten: its window hides them.
+            states = torch.nn.functional.pad(getattr(layer, name), (0, 0, layer.dropped, 0))
             moved = states.new_full((*states.shape[:2], max(lengths), states.shape[3]), fill)
             for row, (source, target) in enumerate(zip(sources, targets, strict=True)):
                 moved[row][:, target.to(states.device)] = states[row][:, source.to(states.device)]
@@ -137,16 +146,17 @@ def _columns(mine: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([counted, torch.arange(len(mine), len(mine) + max(length - len(counted), 0))])[:length]
 
 
+def _window(layer: DynamicLayer | DummyLayer) -> int | None:
+    return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+
+
 def _adopt_layer(layer: DynamicLayer | DummyLayer) -> TreeLayer:
-    own = TreeLayer()
+    own = TreeLayer(_window(layer))
     if isinstance(layer, DummyLayer) or not layer.is_initialized:
         return own
     own.lazy_initialization(layer.keys, layer.values)
     length = layer.get_seq_length()
-    # A sliding layer has dropped what no later token can see; the mask hides the zeros in its place.
-    missing = length - layer.keys.shape[2]
-    own.keys, own.values = (
-        torch.nn.functional.pad(states, (0, 0, missing, 0)) for states in (layer.keys, layer.values)
-    )
+    own.dropped = length - layer.keys.shape[2]
+    own.keys, own.values = layer.keys.clone(), layer.values.clone()
     own.lengths = [length] * layer.keys.shape[0]
     return own

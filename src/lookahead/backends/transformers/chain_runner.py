@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -11,6 +12,7 @@ from lookahead.backends.forward_result import ForwardResult, forward_result
 from lookahead.backends.transformers.chain_cache import ChainCache
 from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.position_limit import PositionLimit
+from lookahead.backends.transformers.saved_state import SavedState
 from lookahead.core.token_tree import TokenTree, lay_out
 from lookahead.errors import InvalidArgumentError
 
@@ -60,6 +62,7 @@ class ChainRunner:
         self._keeps_logits = "logits_to_keep" in arguments
         self._takes_positions = "position_ids" in arguments
         self._sent = 0
+        self._shift = 0
 
     @property
     def last_length(self) -> int | None:
@@ -91,10 +94,10 @@ class ChainRunner:
         There is no room below a prompt, whose states would have to be computed again, nor below many pending tokens.
         """
         pending = text[self.cache.length - self._before :]
-        deepest = self._limit.deepest(self._before + len(text) - 1)
+        deepest = self._limit.deepest(self._before + len(text) - 1 + self._shift)
         if self.cache.length == 0 or len(pending) > MOST_PENDING:
             return TokenTree(pending, len(pending) - 1)
-        return TokenTree(pending, None if deepest is None else deepest - self.cache.length)
+        return TokenTree(pending, None if deepest is None else deepest - self._shift - self.cache.length)
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """Drafters are always asked; where nothing may be drafted, `tree` has no room."""
@@ -120,8 +123,8 @@ class ChainRunner:
         keep = layout.read_slots
         inputs: dict[str, object] = {"input_ids": torch.from_numpy(layout.tokens)[None].to(self._device)}
         if self._takes_positions:
-            positions = torch.arange(self.cache.length, self.cache.length + len(tree), device=self._device)
-            inputs["position_ids"] = positions[None]
+            first = self.cache.length + self._shift
+            inputs["position_ids"] = torch.arange(first, first + len(tree), device=self._device)[None]
         if self._keeps_logits:
             # A number keeps the last ones, without the copy that picking them takes.
             tail = len(keep) > 0 and len(tree) - int(keep[0]) == len(keep)
@@ -141,6 +144,31 @@ class ChainRunner:
             self.cache.length += self._sent
         else:
             self.cache.restore()
+
+    @property
+    def prompt_cache(self) -> Any:
+        """See `PromptReader`."""
+        return self.cache.content
+
+    def plain_step(self, model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
+        """See `PromptReader`."""
+        saved = SavedState(inputs[self.cache.name], [])
+        logits: torch.Tensor = model(**inputs, return_dict=True).logits[:, -1].float()
+        saved.restore()
+        return logits
+
+    def try_step(self, tokens: Sequence[int]) -> torch.Tensor:
+        """See `PromptReader`."""
+        self.cache.save()
+        result = self.forward([TokenTree(tokens)])[0]
+        self.cache.restore()
+        return result.logits_after(0)
+
+    def take_prompt(self, outputs: object, mask: torch.Tensor, shifts: Sequence[int]) -> None:
+        """See `PromptReader`."""
+        self.cache.keep(outputs)
+        self.cache.length = mask.shape[1]
+        (self._shift,) = shifts
 
     def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
         """Send a long text ahead in chunks of `chunk_size` tokens, if given; returns how many passes that took."""

@@ -61,6 +61,7 @@ class MaskBuilder:
         key_positions: NDArray[np.int64],
         dtype: torch.dtype,
         device: torch.device,
+        dropped: int = 0,
     ) -> Any:
         """The masks of one step.
 
@@ -70,16 +71,16 @@ class MaskBuilder:
             key_positions: Position ids of the keys, `[batch, keys]`.
             dtype: Number type of the model; masked keys get its lowest number, the others 0.
             device: Where the masks go.
+            dropped: How many of the first keys the sliding layers have forgotten.
 
         Returns:
             A mask `[batch, 1, queries, keys]`, or a dict of one for each kind of layer.
         """
-        return self.arrange(
-            {
-                kind: self.additive(self.seen(kind, visible, query_positions, key_positions), dtype, device)
-                for kind in self.kinds
-            }
-        )
+        masks = {}
+        for kind in self.kinds:
+            seen = self.seen(kind, visible, query_positions, key_positions)
+            masks[kind] = self.additive(seen[:, :, dropped if kind == SLIDING else 0 :], dtype, device)
+        return self.arrange(masks)
 
     def seen(
         self,
@@ -125,6 +126,12 @@ class MaskBuilder:
             window, chunk = self.reach(kind)
             masks[kind] = pack(ancestors, lengths, positions, window=window, chunk=chunk).to(device)
         return self.arrange(masks)
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The window of each layer, if it has one; one entry stands for all layers of a model that does not list
+        them."""
+        return [self._sliding_window if kind == SLIDING else None for kind in self.layers]
 
     def reach(self, kind: str) -> tuple[int | None, int | None]:
         """How far layers of this kind see: the window of a sliding one, and the chunk size of a chunked one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from lookahead.backends.forward_result import ForwardResult, forward_result
+from lookahead.backends.transformers.cache_exchange import leave_out_hidden
 from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.invariant.attention import LEAST_NODES
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
@@ -33,7 +35,8 @@ class ModelRunner:
     Args:
         model: Any transformers causal language model that `check_model` accepts.
         batch_size: Sequences that run together.
-        cache: Keys and values of the beginning of each text; an empty cache if not given.
+        cache: Keys and values of the beginning of each text; an empty cache if not given, whose sliding layers forget
+            what no later token sees.
         before: Per sequence, how many tokens of the cache come before the text that `begin_tree` will be given.
         padding: Per sequence, how many padding tokens its prompt had; they count where transformers counts them.
         device: Where inputs go if the model cannot say, because its weights are loaded when they are needed.
@@ -59,17 +62,23 @@ class ModelRunner:
         positions_end: bool = True,
     ) -> None:
         self.model = model
-        self.cache = TreeCache() if cache is None else cache
+        self._masks = MaskBuilder(model.config)
+        if cache is None:
+            # Packed masks and static buffers are of all columns.
+            keeps_all = steps is not None or model.config._attn_implementation in (TREE_ATTENTION, INVARIANT)
+            cache = TreeCache(() if keeps_all else self._masks.windows)
+        self.cache = cache
+        self._own_cache = self.cache
         self._steps = steps
         if steps is not None:
             steps.begin(self.cache)
             self.cache = steps.cache
+        self._shifts = [0] * batch_size
         self._batch_size = batch_size
         self.before = list(before) if before is not None else [0] * batch_size
         self._padding = list(padding) if padding is not None else [0] * batch_size
         on_meta = model.device.type == "meta"
         self._device = (device or torch.device("cpu")) if on_meta else model.device
-        self._masks = MaskBuilder(model.config)
         self._limit = PositionLimit(model.config, positions_end)
         self.context, self.last_length = self._limit.context, self._limit.last_length
         self.broken_after = self._limit.broken_after
@@ -121,8 +130,9 @@ class ModelRunner:
             if cached < recompute_at <= len(text):
                 self.cache.forget(row)
                 cached = 0
-        deepest = self._limit.deepest(before + len(text) - 1)
-        return TokenTree(text[cached - before :], None if deepest is None else deepest - cached)
+        shift = self._shifts[row]
+        deepest = self._limit.deepest(before + len(text) - 1 + shift)
+        return TokenTree(text[cached - before :], None if deepest is None else deepest - shift - cached)
 
     def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
         """Send long texts ahead in chunks, so that the first step has few pending tokens.
@@ -168,6 +178,29 @@ class ModelRunner:
         self.forward(trees)
         self.commit([range(len(tree) if kept else 0) for tree, kept in zip(trees, keep, strict=True)])
 
+    @property
+    def prompt_cache(self) -> TreeCache:
+        """See `PromptReader`."""
+        return self._own_cache
+
+    def plain_step(self, model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
+        """See `PromptReader`."""
+        logits: torch.Tensor = model(**inputs, return_dict=True).logits[:, -1].float()
+        self._own_cache.crop(-1)
+        return logits
+
+    def try_step(self, tokens: Sequence[int]) -> torch.Tensor:
+        """See `PromptReader`."""
+        results = self.forward([TokenTree([token]) for token in tokens])
+        return torch.cat([result.logits_after(0) for result in results])
+
+    def take_prompt(self, outputs: object, mask: torch.Tensor, shifts: Sequence[int]) -> None:
+        """See `PromptReader`."""
+        leave_out_hidden(self._own_cache, mask)
+        if self._steps is not None:
+            self._steps.begin(self._own_cache)
+        self._shifts = list(shifts)
+
     def wants_draft(self, tree: TokenTree) -> bool:
         """Whether anything should be drafted onto `tree`.
 
@@ -185,12 +218,13 @@ class ModelRunner:
         """
         self._layouts = [lay_out(tree) for tree in trees]
         if self._steps is not None:
-            results = self._steps.forward(self.model, self._layouts, top_k)
+            results = self._steps.forward(self.model, self._layouts, top_k, self._shifts)
             if results is not None:
                 return results
         # Trees of a batch are padded to the largest; reads are the union over its rows.
         reads = [layout.read_slots for layout in self._layouts]
         keep = reads[0] if len(reads) == 1 else np.unique(np.concatenate(reads))
+        self.cache.drop()  # before the masks are made
         inputs = self._inputs(trees)
         if self._keeps_logits:
             nodes = self._nodes
@@ -200,7 +234,7 @@ class ModelRunner:
         with self.cache.scratch():
             logits = self.model(**inputs, use_cache=True, return_dict=True).logits  # [batch, keep or nodes, vocabulary]
         if not self._keeps_logits:
-            logits = logits[:, torch.from_numpy(keep).to(logits.device)]
+            logits = logits[:, torch.from_numpy(keep.copy()).to(logits.device)]
         # transformers chooses tokens from float32 logits whatever the model's own type
         logits = logits.float()
         return [_result(layout, logits[row], keep, top_k) for row, layout in enumerate(self._layouts)]
@@ -232,7 +266,14 @@ class ModelRunner:
         # Plain decoding of one sequence needs no mask of ours: transformers' own fast path applies.
         if len(trees) > 1 or not trees[0].is_chain or self.is_invariant:
             inputs["attention_mask"] = self._mask(lengths, positions)
+        if any(self._shifts):
+            shifted = positions + np.array([self._shift(row) for row in range(len(layouts))])[:, None]
+            inputs["position_ids"] = torch.from_numpy(shifted).to(device)
         return inputs
+
+    def _shift(self, row: int) -> int:
+        """What is added to places in the text to have positions; an idle row has none."""
+        return self._shifts[row] if len(self._layouts[row].read_slots) else 0
 
     def _mask(self, lengths: list[int], positions: NDArray[np.int64]) -> object:
         batch, nodes = positions.shape
@@ -251,7 +292,7 @@ class ModelRunner:
             visible[row, :own, scratch : scratch + own] = layout.ancestor_mask()
         cached = np.broadcast_to(np.arange(scratch), (batch, scratch))
         keys = np.concatenate([cached, positions], axis=1)
-        return self._masks.build(visible, positions, keys, self.model.dtype, self._device)
+        return self._masks.build(visible, positions, keys, self.model.dtype, self._device, self.cache.dropped)
 
 
 def _result(layout: Layout, logits: torch.Tensor, keep: NDArray[np.int64], top_k: int) -> ForwardResult:

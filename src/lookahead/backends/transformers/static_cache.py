@@ -143,8 +143,9 @@ class StaticTreeCache(TreeCache):
         longest = max(lengths)
         for layer, own in zip(cache.layers, self.layers, strict=False):
             if layer.is_initialized:
-                own.keys[:, :, :longest] = layer.keys[:, :, :longest]
-                own.values[:, :, :longest] = layer.values[:, :, :longest]
+                # What a sliding layer has forgotten is hidden by its window.
+                own.keys[:, :, layer.dropped : longest] = layer.keys[:, :, : longest - layer.dropped]
+                own.values[:, :, layer.dropped : longest] = layer.values[:, :, : longest - layer.dropped]
         self._set_lengths(lengths)
 
     def copy_to(self, cache: TreeCache) -> None:

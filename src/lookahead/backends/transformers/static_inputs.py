@@ -66,12 +66,13 @@ class StaticInputs:
         self._alone = np.packbits(bits, axis=1, bitorder="little").view("<i4")
         self._offsets = np.arange(nodes, dtype=np.int32)
 
-    def stage(self, layouts: Sequence[Layout], lengths: Sequence[int]) -> None:
+    def stage(self, layouts: Sequence[Layout], lengths: Sequence[int], shifts: Sequence[int]) -> None:
         """Bring one step to the device.
 
         Args:
             layouts: The trees, of at most `nodes` nodes, one for each row.
             lengths: Cached tokens of each row.
+            shifts: What is added to places in the text to have positions, for each row.
         """
         scratch = max(lengths)
         np.add(self._offsets, scratch, out=self._columns)
@@ -79,17 +80,18 @@ class StaticInputs:
             packed[:, 0, :, VISIBLE : FIRST + 1] = 0
             packed[:, 0, :, SCRATCH] = scratch
             packed[:, 0, :, BITS:] = self._alone
-        for row, (layout, length) in enumerate(zip(layouts, lengths, strict=True)):
-            self._stage_row(row, layout, length)
+        for row, (layout, length, shift) in enumerate(zip(layouts, lengths, shifts, strict=True)):
+            self._stage_row(row, layout, length, shift)
         if self._staged is not self._host:
             self._staged.copy_(self._host, non_blocking=True)
 
-    def _stage_row(self, row: int, layout: Layout, length: int) -> None:
+    def _stage_row(self, row: int, layout: Layout, length: int, shift: int) -> None:
         own = len(layout.order)
         self._tokens[row, :own], self._tokens[row, own:] = layout.tokens, 0
         # A finished row has no position; behind its text the model might have no position.
-        positions = (length if len(layout.read_slots) else 0) + layout.depths
-        self._positions[row, :own], self._positions[row, own:] = positions, 0
+        has_position = len(layout.read_slots) > 0
+        positions = (length if has_position else 0) + layout.depths
+        self._positions[row, :own], self._positions[row, own:] = positions + (shift if has_position else 0), 0
         ancestors = layout.ancestor_mask()
         for kind, packed in zip(self._masks.kinds, self._packed, strict=True):
             own_rows = packed[row, 0, :own]

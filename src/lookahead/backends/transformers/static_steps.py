@@ -90,13 +90,16 @@ class StaticSteps:
             self._grow(longest)
         self.cache.adopt(cache)
 
-    def forward(self, model: PreTrainedModel, layouts: Sequence[Layout], top_k: int) -> list[ForwardResult] | None:
+    def forward(
+        self, model: PreTrainedModel, layouts: Sequence[Layout], top_k: int, shifts: Sequence[int]
+    ) -> list[ForwardResult] | None:
         """Run one step, if it is of a size that there are passes for.
 
         Args:
             model: The module that this was made for.
             layouts: The trees, one for each row.
             top_k: How many of the likeliest tokens after each node are wanted, with probabilities.
+            shifts: What is added to places in the text to have positions, for each row.
 
         Returns:
             A result for each row; `None` if the trees are too large. Then, too, there is room for them in the cache.
@@ -110,7 +113,7 @@ class StaticSteps:
             return None
         if size not in self._inputs:
             self._inputs[size] = StaticInputs(self._masks, self.cache.batch, size, self._device)
-        self._inputs[size].stage(layouts, self.cache.lengths(self.cache.batch))
+        self._inputs[size].stage(layouts, self.cache.lengths(self.cache.batch), shifts)
         key = (size, top_k)
         if key not in self._passes:
             self._passes[key] = self._recorder.record(self._pass(model, self._inputs[size], top_k))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -11,6 +12,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from lookahead.errors import InvalidArgumentError
 
 _FIRST_CAPACITY = 256
+_SCRATCH = 64
+"""Columns that a layer with a window has room for beside those that later tokens see."""
+_SLACK = 16
+"""A layer with a window forgets columns when they are so many times fewer than the window; it copies the others."""
+_GROWTH = 64
+"""A layer gets room for so many times fewer columns than it holds, so that memory is near to what is needed."""
 
 
 class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -21,21 +28,34 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     rest. Rows may have different lengths; what lies behind the end of a row is hidden from it by the
     attention mask. At other times the layer works as any cache of transformers: what is written is kept.
 
+    A layer with a window forgets columns that no later token of any row sees, once there are some.
+
+    Args:
+        window: Tokens that a token sees, itself included; all if not given.
+
     Attributes:
         keys: `[batch, heads, capacity, head_dim]`; `values` likewise.
-        lengths: Tokens kept, per row; empty before the first pass.
+        lengths: Tokens of each row, those that were forgotten included; empty before the first pass.
         keeps_all: Whether `update` keeps what it writes, without a `commit`.
-        block: Tokens by which it grows; by half of what it has, if `None`.
+        block: Tokens by which it grows; if `None`, by a part of what it has.
+        window: As above.
+        dropped: Columns that were forgotten: the first one in `keys` is that of token number `dropped`.
     """
 
-    is_sliding = False
     is_croppable = True
 
-    def __init__(self) -> None:
+    def __init__(self, window: int | None = None) -> None:
         super().__init__()
         self.lengths: list[int] = []
         self.keeps_all = True
         self.block: int | None = None
+        self.window = window
+        self.dropped = 0
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether columns are forgotten."""
+        return self.window is not None
 
     @property
     def longest(self) -> int:
@@ -58,9 +78,9 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         """Write states `[batch, heads, nodes, head_dim]` behind the longest row; return all keys and values so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start = self.longest
+        start = self.longest - self.dropped
         end = start + key_states.shape[2]
-        if self.keeps_all and min(self.lengths) < start:
+        if self.keeps_all and min(self.lengths) < self.longest:
             raise InvalidArgumentError(
                 f"past_key_values holds {self.lengths} tokens in its rows; only lookahead decoding can go on from "
                 "rows of different lengths"
@@ -69,20 +89,42 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         if end > self.keys.shape[2] or (self.keeps_all and self._is_read_only()):
             self._grow(end)
         if self.keeps_all:
-            self.lengths = [end] * len(self.lengths)
+            self.lengths = [end + self.dropped] * len(self.lengths)
         # `narrow` does what a slice does, in a third of the time
         self.keys.narrow(2, start, end - start).copy_(key_states)
         self.values.narrow(2, start, end - start).copy_(value_states)
-        return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
+        seen = self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
+        if self.window is not None and self.keeps_all:
+            self.drop()
+        return seen
+
+    def drop(self) -> None:
+        """Forget the columns that no later token sees, if there are some; one more is kept, for `crop`.
+
+        Others go to new tensors, so that whoever kept the old ones has what they held.
+        """
+        if self.window is None or not self.is_initialized:
+            return
+        unseen = min(self.lengths) - self.window - self.dropped
+        if unseen <= self.window // _SLACK:
+            return
+        kept = self.longest - self.dropped - unseen
+        capacity = max(kept, self.window + self.window // _SLACK) + _SCRATCH
+        for name in ("keys", "values"):
+            states = getattr(self, name)
+            moved = states.new_zeros((*states.shape[:2], capacity, states.shape[3]))
+            moved[:, :, :kept] = states[:, :, unseen : unseen + kept]
+            setattr(self, name, moved)
+        self.dropped += unseen
 
     def commit(self, slots: Sequence[Sequence[int]]) -> None:
         """Keep the states of `slots[row]`, ascending places in the scratch, behind each row's text.
 
         Only states that lie in the wrong place are copied, so an accepted path that is contiguous costs nothing.
         """
-        scratch = self.longest
+        scratch = self.longest - self.dropped
         for row, kept in enumerate(slots):
-            target = self.lengths[row]
+            target = self.lengths[row] - self.dropped
             settled = 0
             while settled < len(kept) and scratch + kept[settled] == target + settled:
                 settled += 1
@@ -100,15 +142,28 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that a query of `query_length` tokens sees, and where they begin."""
-        return self.longest + query_length, 0
+        return self.longest - self.dropped + query_length, self.dropped
 
     def get_max_length(self) -> int:
         """There is no maximum."""
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens of every row (a negative number, as in transformers)."""
-        self.lengths = [max(length + min(tokens_to_remove, 0), 0) for length in self.lengths]
+        """Forget the last `-tokens_to_remove` tokens of every row (a negative number, as in transformers).
+
+        Raises:
+            InvalidArgumentError: What would be the last token sees some that were forgotten.
+        """
+        lengths = [max(length + min(tokens_to_remove, 0), 0) for length in self.lengths]
+        if self.lacks(lengths):
+            raise InvalidArgumentError(
+                f"tokens_to_remove={tokens_to_remove} is more than a layer with a window of {self.window} can forget"
+            )
+        self.lengths = lengths
+
+    def lacks(self, lengths: Sequence[int]) -> bool:
+        """Whether texts of `lengths` could not go on, as columns that they see were forgotten."""
+        return self.window is not None and min(lengths) - self.window + 1 < self.dropped
 
     def reset(self) -> None:
         """Forget everything, keep the memory."""
@@ -142,12 +197,13 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     def _grow(self, needed: int) -> None:
         """Get room for at least `needed` tokens; by a constant factor, so that growing costs little per token."""
         if self.block is None:
-            capacity = max(needed, _FIRST_CAPACITY, self.keys.shape[2] * 3 // 2)
+            step = _FIRST_CAPACITY if self.window is None else _SCRATCH
+            capacity = max(needed, step, self.keys.shape[2] + max(step, self.keys.shape[2] // _GROWTH))
         else:
             capacity = whole_blocks(needed, self.block)
         keys = self.keys.new_empty((*self.keys.shape[:2], capacity, self.keys.shape[3]))
         values = self.values.new_empty((*self.values.shape[:2], capacity, self.values.shape[3]))
-        kept = self.longest
+        kept = self.longest - self.dropped
         keys[:, :, :kept] = self.keys[:, :, :kept]
         values[:, :, :kept] = self.values[:, :, :kept]
         self.keys, self.values = keys, values
@@ -162,11 +218,13 @@ class TreeCache(Cache):  # type: ignore[misc]
     """The cache of a whole model: a `TreeLayer` for each layer, made as the model comes to it.
 
     Args:
+        windows: The window of each layer; the last one is that of all that follow. Without any, all keep all.
         block: See `TreeLayer.block`.
     """
 
-    def __init__(self, block: int | None = None) -> None:
+    def __init__(self, windows: Sequence[int | None] = (), block: int | None = None) -> None:
         super().__init__(layer_class_to_replicate=TreeLayer)
+        self._windows = list(windows) or [None]
         self._keeps_all = True
         self._block = block
 
@@ -175,7 +233,7 @@ class TreeCache(Cache):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states of one layer; see `TreeLayer.update`."""
         while len(self.layers) <= layer_idx:
-            self.layers.append(TreeLayer())
+            self.layers.append(TreeLayer(self._windows[min(len(self.layers), len(self._windows) - 1)]))
             self.layers[-1].keeps_all, self.layers[-1].block = self._keeps_all, self._block
         keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         return keys, values
@@ -194,7 +252,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.keeps_all = keeps_all
             if not keeps_all and layer.is_initialized and layer._is_read_only():
-                layer._grow(layer.longest)
+                layer._grow(layer.longest - layer.dropped)
 
     @property
     def _filled(self) -> list[TreeLayer]:
@@ -232,15 +290,40 @@ class TreeCache(Cache):  # type: ignore[misc]
         """Bring all layers to the same lengths, in case an interruption came between two of them."""
         filled = self._filled
         shortest = [min(lengths) for lengths in zip(*(layer.lengths for layer in filled), strict=True)]
+        if any(layer.lacks(shortest) for layer in filled):
+            shortest = [0] * len(shortest)
         for layer in filled:
             layer.lengths = list(shortest)
+            if not any(shortest):
+                layer.dropped = 0
 
-    def restore(self, lengths: Sequence[int]) -> None:
-        """Forget what lies behind `lengths`, one for each row."""
+    @property
+    def dropped(self) -> int:
+        """Columns that the layers with a window have forgotten."""
+        return next((layer.dropped for layer in self._filled if layer.window is not None), 0)
+
+    def drop(self) -> None:
+        """Forget what no later token sees, in the layers with a window."""
+        for layer in self.layers:
+            layer.drop()
+
+    def saved(self) -> list[tuple[TreeLayer, dict[str, Any]]]:
+        """What `restore` needs: of layers with a window all that they hold, which is replaced and not written over."""
+        return [(layer, dict(vars(layer))) for layer in self._filled if layer.window is not None]
+
+    def restore(self, lengths: Sequence[int], saved: Sequence[tuple[TreeLayer, dict[str, Any]]] = ()) -> None:
+        """Forget what lies behind `lengths`, one for each row, and put back what was `saved`."""
+        for layer, attributes in saved:
+            for name, value in attributes.items():
+                setattr(layer, name, value)
         for layer in self._filled:
             layer.lengths = [min(kept, length) for kept, length in zip(layer.lengths, lengths, strict=True)]
+            if not any(layer.lengths):
+                layer.dropped = 0
 
     def forget(self, row: int) -> None:
         """Forget all of one row, so that its text is computed anew."""
         for layer in self._filled:
             layer.lengths[row] = 0
+            if not any(layer.lengths):
+                layer.dropped = 0

@@ -24,7 +24,7 @@ class Row:
     """
 
     def __init__(self, block: int | None = None) -> None:
-        self.cache = TreeCache(block)
+        self.cache = TreeCache(block=block)
         self.most_pending: int | None = None
 
     @property

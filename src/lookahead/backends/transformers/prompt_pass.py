@@ -1,0 +1,202 @@
+"""The pass over a prompt that is more than tokens, such as one with images: the model's own prefill, once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from lookahead.backends.forward_result import ForwardResult, forward_result
+from lookahead.backends.transformers.chain_cache import cache_name
+from lookahead.backends.transformers.forward_arguments import forward_arguments
+from lookahead.backends.transformers.model_state import state_of
+from lookahead.backends.transformers.preserved_state import preserved_state
+from lookahead.core.token_tree import Layout, TokenTree, lay_out
+from lookahead.errors import UnsupportedModelError
+
+_LEAST_TOLERANCE = 1e-3
+"""Of the largest logit. A wrong position or a missing input makes for far more."""
+_TRIALS = 3
+"""A difference counts if it shows after each of so many tokens: near-ties between experts are rounding's."""
+
+
+class PromptReader(Protocol):
+    """What a runner must have so that a prompt can be read for it: `ModelRunner` and `ChainRunner` do."""
+
+    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree: ...
+
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> list[ForwardResult]: ...
+
+    @property
+    def prompt_cache(self) -> Any:
+        """The cache as a pass of the model takes it, before anything was read."""
+
+    def plain_step(self, model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
+        """Logits `[rows, vocabulary]` of a pass of `model` over one token of each row, which leaves no trace."""
+
+    def try_step(self, tokens: Sequence[int]) -> torch.Tensor:
+        """The same by passes as the steps to come will be."""
+
+    def take_prompt(self, outputs: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
+        """Go on from what the model read: mask `[rows, columns]` bool of what counts in it; `shifts` are by how much
+        the position of a token of each row differs from its place in the text."""
+
+
+class PromptPass:
+    """A backend for the first step of a call: the model reads the prompt with all its inputs, as it does by itself.
+
+    Later steps send tokens alone, at the positions that the model counts from there. Whether that is enough for this
+    kind of inputs is tried once for each model: the model's own next step must give the same logits.
+
+    Args:
+        runner: Runs the steps to come.
+        model: The model itself, which the runner may run as a clone.
+        input_ids: The prompts, `[rows, tokens]`, padding included.
+        mask: Which tokens of the whole text count, `[rows, columns]` bool.
+        arguments: What transformers would hand to the model, by name.
+    """
+
+    def __init__(
+        self,
+        runner: PromptReader,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        mask: torch.Tensor,
+        arguments: Mapping[str, Any],
+    ) -> None:
+        self._runner, self._model = runner, model
+        self._ids, self._mask = input_ids, mask
+        self._arguments = dict(arguments)
+
+    def idle_tree(self) -> TokenTree:
+        """No row is finished before its first step."""
+        raise AssertionError("a row was finished before its prompt was read")
+
+    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
+        """The tokens of the prompt, without room for drafts."""
+        pending = self._runner.begin_tree(row, text).tokens
+        return TokenTree(pending, len(pending) - 1)
+
+    def wants_draft(self, tree: TokenTree) -> bool:
+        """Drafters are asked, as they may read the prompt, but `tree` has no room."""
+        return True
+
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> list[ForwardResult]:
+        """Let the model read the prompts; arguments as those of `ModelRunner.forward`."""
+        layouts = [lay_out(tree) for tree in trees]
+        columns = [self._columns(row, layout) for row, layout in enumerate(layouts)]
+        keep = -min(int(places[0]) for places in columns)
+        outputs = self._read(keep)
+        logits = outputs.logits.float()
+        self._go_on(outputs)
+        return [
+            forward_result(
+                len(layout.order), layout.order[layout.read_slots], logits[row], top_k, places + logits.shape[1]
+            )
+            for row, (layout, places) in enumerate(zip(layouts, columns, strict=True))
+        ]
+
+    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+        """All of the prompts was kept when it was read."""
+
+    def _columns(self, row: int, layout: Layout) -> NDArray[np.int64]:
+        """Where the tokens that are read lie in the prompts, counted from their end: -1 is the last column."""
+        width = self._ids.shape[1]
+        counted = self._mask[row, -width:].nonzero()[:, 0].cpu().numpy()[-len(layout.order) :]
+        return np.asarray(counted[layout.read_slots] - width, dtype=np.int64)
+
+    def _read(self, keep: int) -> Any:
+        """What the model gives for the prompts, with the logits of `keep` columns at least."""
+        arguments, cache = self._arguments, self._runner.prompt_cache
+        if "logits_to_keep" in forward_arguments(self._model):
+            arguments["logits_to_keep"] = keep
+        if cache is not None:
+            arguments[cache_name(self._model)] = cache
+        held = 0 if cache is None else cache.get_seq_length()
+        # A mask that is as long as the prompts says that these repeat what the cache holds.
+        new = self._ids.shape[1] - held if held and self._mask.shape[1] == self._ids.shape[1] else None
+        inputs = self._model.prepare_inputs_for_generation(
+            self._ids, next_sequence_length=new, is_first_iteration=True, **arguments
+        )
+        return self._model(**inputs, return_dict=True)
+
+    def _go_on(self, outputs: Any) -> None:
+        """Hand the runner what was read, and the positions of what follows.
+
+        Raises:
+            UnsupportedModelError: Steps of tokens alone are not what the model does.
+        """
+        model, cache = self._model, self._runner.prompt_cache
+        if cache is not None and cache.get_seq_length() != self._mask.shape[1]:
+            raise self._refusal("its cache has other columns than the prompt has tokens")
+        arguments = dict(self._arguments)
+        if "logits_to_keep" in arguments:
+            arguments["logits_to_keep"] = 1
+        arguments = model._update_model_kwargs_for_generation(outputs, arguments)
+        likely = outputs.logits[:, -1].float().topk(min(_TRIALS, outputs.logits.shape[-1])).indices.tolist()
+        tried = ("prompt", *self._names(), model.config._attn_implementation, model.dtype, model.device)
+        state = state_of(model)
+        tries = tried not in state.checked
+        trials = list(zip(*likely, strict=True))[: _TRIALS if tries else 1]
+        steps = [self._step(arguments, tokens) for tokens in trials]
+        shifts = self._shifts(steps[0].get("position_ids"))
+        plain: list[torch.Tensor] = []
+        if tries:
+            with preserved_state(model):
+                plain = [self._runner.plain_step(model, inputs) for inputs in steps]
+        self._runner.take_prompt(outputs, self._mask, shifts)
+        if tries and not any(self._agrees(*trial) for trial in zip(trials, plain, strict=True)):
+            raise self._refusal("steps of tokens alone differ from those that it makes by itself")
+        state.checked.add(tried)
+
+    def _step(self, arguments: dict[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
+        """What transformers would send next."""
+        ids = torch.cat([self._ids, self._ids.new_tensor(tokens)[:, None]], dim=1)
+        inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **arguments)
+        return dict(inputs)
+
+    def _shifts(self, positions: torch.Tensor | None) -> list[int]:
+        """By how much the position of a token of each row differs from its place in the text.
+
+        Args:
+            positions: Those of the next token, `[rows or 1, 1]`, or `[kinds, rows or 1, 1]` of a model that counts
+                time, height and width apart; the first of four kinds is the place in the text.
+
+        Raises:
+            UnsupportedModelError: They differ by more than their kind.
+        """
+        places = self._mask.sum(dim=1).tolist()
+        if positions is None:
+            return [0] * len(places)
+        kinds = positions if positions.dim() == 3 else positions[None]
+        kinds = kinds[1:, :, -1] if len(kinds) == 4 else kinds[:, :, -1]
+        if not bool((kinds == kinds[:1]).all()):
+            raise self._refusal("the prompt ends inside of an image; let text follow it")
+        following = kinds[0].expand(len(places)).tolist()
+        return [int(position) - place for position, place in zip(following, places, strict=True)]
+
+    def _agrees(self, tokens: Sequence[int], plain: torch.Tensor) -> bool:
+        logits = self._runner.try_step(tokens)
+        epsilon = torch.finfo(self._model.dtype).eps
+        tolerance = max(_LEAST_TOLERANCE, 8 * epsilon) * float(plain.abs().max())
+        return float((logits - plain).abs().max()) <= tolerance  # not if they are no numbers
+
+    def _refusal(self, reason: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"model={type(self._model).__name__} cannot be run on a prompt with {', '.join(self._names())}: {reason}. "
+            "Use model.generate"
+        )
+
+    def _names(self) -> list[str]:
+        """What the model reads, by name."""
+        names = []
+        for name, value in sorted(self._arguments.items()):
+            if isinstance(value, Mapping):
+                names += [f"{name}[{key!r}]" for key in sorted(value) if value[key] is not None]
+            elif isinstance(value, torch.Tensor):
+                names.append(name)
+        return names

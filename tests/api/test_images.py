@@ -1,0 +1,197 @@
+"""Prompts with images give what transformers' own generate gives, and what cannot be is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    CLIPImageProcessorPil,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+
+import lookahead
+from fuzz.families import build
+from fuzz.images import IMAGE_TOKEN, image_prompt
+from fuzz.variant import Variant
+from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
+from lookahead.backends.transformers.miniature.sizes import VOCABULARY
+from lookahead.serving import Engine
+
+TREES = ["gemma3", "mistral3/multimodal", "qwen2_5_vl/multimodal", "qwen3_vl/multimodal", "llava/multimodal"]
+CHAINS = ["qwen3_5/multimodal"]
+TEXT = [5, 6, 7, 8, 9, 10, 11, 6, 7, 8, 9, 10]
+
+
+def tiny(family: str) -> PreTrainedModel:
+    return build(family, Variant(window=12), "sdpa")
+
+
+def both(model: PreTrainedModel, inputs: dict[str, Any], config: LookaheadConfig, **options: Any) -> tuple[Any, Any]:
+    """What transformers and what lookahead decoding gives, under the same seed."""
+    torch.manual_seed(3)
+    expected = type(model).generate(model, **inputs, **options)
+    torch.manual_seed(3)
+    return expected, lookahead.generate(model, **inputs, lookahead_config=config, **options)
+
+
+@pytest.mark.parametrize("family", [*TREES, *CHAINS])
+def test_texts_are_those_of_generate(family: str) -> None:
+    model = tiny(family)
+    inputs = image_prompt(model, [TEXT], 0)
+    presets = [LookaheadConfig(), LookaheadConfig(step_budget=16)]
+    if family not in CHAINS:
+        presets += [LookaheadConfig(preset="paper"), LookaheadConfig(step_budget=16, engine="static")]
+    for config in presets:
+        for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9}):
+            expected, output = both(model, inputs, config, max_new_tokens=32, **options)
+            assert torch.equal(output, expected)
+    mirrored = inputs | {"pixel_values": -inputs["pixel_values"]}
+    with torch.no_grad():
+        change = model(**inputs).logits[:, -1] - model(**mirrored).logits[:, -1]
+    assert float(change.abs().max()) > 1e-3  # the model sees the image
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl/multimodal"])
+def test_rows_with_padding(family: str) -> None:
+    model = tiny(family)
+    inputs = image_prompt(model, [TEXT, TEXT[::-1]], 1)
+    for name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
+        if name in inputs:
+            inputs[name] = torch.nn.functional.pad(inputs[name], (4, 0))
+    inputs["attention_mask"][0, 4] = 1
+    inputs["input_ids"][0, 4] = 17
+    inputs["attention_mask"][1, 3] = 1
+    inputs["input_ids"][1, :4] = 19
+    for config in (LookaheadConfig(step_budget=12), LookaheadConfig(step_budget=12, engine="static")):
+        expected, output = both(model, inputs, config, max_new_tokens=24, pad_token_id=0, do_sample=False)
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl/multimodal", "qwen3_5/multimodal"])
+def test_an_image_is_looked_at_once_and_steps_are_saved(family: str) -> None:
+    model = tiny(family)
+    inputs = image_prompt(model, [2 * TEXT], 0)
+    tower = next(module for name, module in model.named_modules() if name.endswith(("vision_tower", "visual")))
+    looks: list[int] = []
+    widths: list[int] = []
+    tower.register_forward_hook(lambda *_: looks.append(1))
+    text_model = model.get_decoder()
+    text_model.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(kwargs["inputs_embeds"].shape[1]), with_kwargs=True
+    )
+    options = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
+    output = lookahead.generate(model, **inputs, lookahead_config=LookaheadConfig(step_budget=4), **options)
+    assert output.statistics.tokens > output.statistics.steps
+    prompt = inputs["input_ids"].shape[1]
+    assert len(looks) == 1
+    assert sum(width >= prompt for width in widths) == 1
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl/multimodal", "qwen3_5/multimodal"])
+@pytest.mark.parametrize("makers", [(True, True), (True, False), (False, True)])
+def test_caches_in_and_out(family: str, makers: tuple[bool, bool]) -> None:
+    """A text about an image, and a second turn that goes on from its cache."""
+    model = tiny(family)
+    inputs = image_prompt(model, [TEXT], 2)
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    texts = []
+    for turns in ((False, False), makers):
+        first, second = (lookahead.generate if ours else type(model).generate for ours in turns)
+        answer = first(model, **inputs, **options)
+        ids = torch.cat([answer.sequences, torch.tensor([TEXT])], dim=1)
+        later = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        texts.append(second(model, **later, past_key_values=answer.past_key_values, **options).sequences)
+    assert torch.equal(*texts)
+
+
+def test_every_entry_point() -> None:
+    model = tiny("llava/multimodal")
+    inputs = image_prompt(model, [TEXT], 0)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, **options, custom_generate=lookahead.generate), expected)
+    pipe = pipeline("image-text-to-text", model=model, processor=processor(model))
+    pixels = numpy.random.default_rng(0).integers(0, 255, (28, 28, 3), dtype=numpy.uint8)
+    call = {"images": Image.fromarray(pixels), "text": "w5 <image> w6 w7 w8 w6 w7", "max_new_tokens": 20}
+    text = pipe(**call)
+    lookahead.attach(model)
+    assert torch.equal(model.generate(**inputs, **options), expected)
+    assert pipe(**call) == text
+    assert len(text[0]["generated_text"].split()) > 20
+
+
+def processor(model: PreTrainedModel) -> LlavaProcessor:
+    """Of words `w0`, `w1`, ... and images as small as the model's."""
+    words = {f"w{token}": token for token in range(VOCABULARY) if token != IMAGE_TOKEN}
+    tokenizer = Tokenizer(models.WordLevel(words | {"<image>": IMAGE_TOKEN}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    size = model.config.vision_config.image_size
+    return LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size}),
+        tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=["<image>"]),
+        patch_size=model.config.vision_config.patch_size,
+        vision_feature_select_strategy=model.config.vision_feature_select_strategy,
+        num_additional_image_tokens=1,
+    )
+
+
+def test_a_prompt_that_ends_inside_of_an_image_is_refused() -> None:
+    model = tiny("qwen2_5_vl/multimodal")
+    inputs = image_prompt(model, [TEXT], 0)
+    end = int((inputs["input_ids"][0] == IMAGE_TOKEN).nonzero()[-1]) + 1
+    shape = inputs["input_ids"].shape
+    cut = {name: value[:, :end] if value.shape == shape else value for name, value in inputs.items()}
+    with pytest.raises(UnsupportedModelError, match="inside of an image"):
+        lookahead.generate(model, **cut, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_cache": False}, "use_cache=False"),
+        ({"prefill_chunk_size": 4}, "prefill_chunk_size"),
+        ({"lookahead_config": LookaheadConfig(invariant=True)}, "invariant=False"),
+    ],
+)
+def test_what_does_not_go_with_images_is_refused(options: dict[str, Any], message: str) -> None:
+    model = tiny("llava/multimodal")
+    with pytest.raises(UnsupportedArgumentError, match=message):
+        lookahead.generate(model, **image_prompt(model, [TEXT], 0), max_new_tokens=4, **options)
+
+
+def test_an_engine_refuses_images() -> None:
+    model = tiny("llava/multimodal")
+    inputs = image_prompt(model, [TEXT], 0)
+    with Engine(model) as engine, pytest.raises(UnsupportedArgumentError, match="Engine"):
+        engine.submit(inputs.pop("input_ids"), **inputs, max_new_tokens=4)
+
+
+class Biased(LlamaForCausalLM):  # type: ignore[misc]
+    """Reads another input at each step, which steps of tokens alone would lack."""
+
+    input_modalities = ("image", "text")
+
+    def forward(self, input_ids: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        outputs = super().forward(input_ids, **kwargs)
+        if bias is not None:
+            outputs.logits = outputs.logits + bias
+        return outputs
+
+
+def test_an_input_that_counts_at_each_step_is_refused() -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=96
+    )
+    model = Biased(config).eval()
+    with pytest.raises(UnsupportedModelError, match="bias: steps of tokens alone differ"):
+        lookahead.generate(model, torch.tensor([TEXT]), bias=torch.randn(96), max_new_tokens=4)

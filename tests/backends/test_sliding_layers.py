@@ -1,0 +1,106 @@
+"""Layers with a window forget what no later token sees, and texts stay those of generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, Gemma3TextConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import Cache
+
+import lookahead
+from fuzz.families import build
+from fuzz.variant import Variant
+from lookahead import InvalidArgumentError, LookaheadConfig
+from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.tree_cache import TreeCache
+
+WINDOW = 24
+CONFIG = LookaheadConfig(step_budget=12)
+OPTIONS: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+
+
+def test_a_long_text_takes_as_much_memory_as_in_transformers() -> None:
+    """32,768 tokens on the layers of Gemma 3: five with a window of 512 to each one that keeps all."""
+    layers, tokens, steps = 12, 32_768, 40
+    config = Gemma3TextConfig(num_hidden_layers=layers, sliding_window=512)
+    ours, plain = TreeCache(MaskBuilder(config).windows), DynamicCache(config=config)
+
+    def send(nodes: int) -> torch.Tensor:
+        return torch.zeros(1, 1, nodes, 4)
+
+    for sent in (tokens, *[20] * steps):
+        ours.drop()
+        with ours.scratch():
+            for layer in range(layers):
+                ours.update(send(sent), send(sent), layer)
+        kept = sent if sent == tokens else 3
+        ours.commit([range(kept)])
+        for layer in range(layers):
+            plain.update(send(kept), send(kept), layer)
+    ours.drop()
+    assert ours.get_seq_length() == plain.get_seq_length() == tokens + 3 * steps
+    assert bytes_of(ours) <= 1.05 * bytes_of(plain)
+
+
+def bytes_of(cache: Cache) -> int:
+    states = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return sum(tensor.untyped_storage().nbytes() for tensor in states)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mistral"])
+@pytest.mark.parametrize("makers", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("given", ["none", "windows", "all"])
+def test_caches_across_the_end_of_the_window(family: str, makers: tuple[bool, bool], given: str) -> None:
+    model = build(family, Variant(window=WINDOW), "sdpa")
+    for length in (5, WINDOW - 1, WINDOW + 1, 40):
+        texts = []
+        for turns in ((False, False), makers):
+            ids = torch.randint(3, 90, (1, length), generator=torch.Generator().manual_seed(length))
+            cache: Cache | None = {"none": None, "windows": DynamicCache(config=model.config)}.get(
+                given, DynamicCache()
+            )
+            for ours in turns:
+                if ours:
+                    answer = lookahead.generate(model, ids, past_key_values=cache, lookahead_config=CONFIG, **OPTIONS)
+                else:
+                    answer = type(model).generate(model, ids, past_key_values=cache, **OPTIONS)
+                cache = answer.past_key_values
+                ids = torch.cat([answer.sequences, torch.tensor([[7, 8, 9]])], dim=1)
+            texts.append(ids)
+            if turns == (True, True) and given == "none":
+                assert 0 < min(layer.keys.shape[2] for layer in cache.layers) < ids.shape[1] + 40
+        assert torch.equal(*texts)
+
+
+def test_what_was_forgotten_is_forgotten() -> None:
+    model = build("mistral", Variant(window=WINDOW), "sdpa")
+    ids = torch.randint(3, 90, (2, 200), generator=torch.Generator().manual_seed(0))
+    answer = lookahead.generate(model, ids, lookahead_config=CONFIG, **OPTIONS)
+    assert torch.equal(answer.sequences, model.generate(ids, **OPTIONS).sequences)
+    for layer in answer.past_key_values.layers:
+        assert layer.dropped > 150
+        assert layer.keys.shape[2] < 120
+    with pytest.raises(InvalidArgumentError, match="window of 24"):
+        answer.past_key_values.crop(-20)
+
+
+class Fails(StoppingCriteria):  # type: ignore[misc]
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        if input_ids.shape[1] > 80:
+            raise RuntimeError("a user's criterion failed")
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_a_call_that_fails_leaves_the_cache_as_it_was() -> None:
+    model = build("gemma3_text", Variant(window=WINDOW), "sdpa")
+    ids = torch.randint(3, 90, (1, 30), generator=torch.Generator().manual_seed(0))
+    first = lookahead.generate(model, ids, lookahead_config=CONFIG, **OPTIONS)
+    cache, later = first.past_key_values, {**OPTIONS, "max_new_tokens": 50}
+    stop = StoppingCriteriaList([Fails()])
+    with pytest.raises(RuntimeError, match="criterion"):
+        lookahead.generate(model, first.sequences, past_key_values=cache, stopping_criteria=stop, **later)
+    assert cache.get_seq_length() == 59
+    second = lookahead.generate(model, first.sequences, past_key_values=cache, **later)
+    assert torch.equal(second.sequences, model.generate(first.sequences, **later).sequences)

@@ -1,0 +1,126 @@
+"""Prompts with images of random pixels, for a tiny model of any class that sees them.
+
+How a class takes its pixels is nowhere declared: the ways that are known are tried, the simplest first, until the
+model's own function makes features of them, which says how many image tokens the prompt needs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fuzz.families import CannotBuild
+from lookahead.backends.transformers.miniature.sizes import VOCABULARY
+
+IMAGE_TOKEN = VOCABULARY - 2
+_TOKEN_NAMES = ("image_token_id", "image_token_index", "image_patch_id")
+_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+def images(model: PreTrainedModel, count: int, seed: int) -> tuple[dict[str, Tensor], int]:
+    """Arguments of `generate` for `count` images, and how many image tokens each of them takes.
+
+    Raises:
+        CannotBuild: The model sees no images, or takes them in a way that is not known here.
+    """
+    features = getattr(model.base_model, "get_image_features", None)
+    if features is None or not any(hasattr(model.config, name) for name in _TOKEN_NAMES):
+        raise CannotBuild("it has no get_image_features, or no image token")
+    for name in _TOKEN_NAMES:
+        if hasattr(model.config, name):
+            with suppress(AttributeError):  # it only returns that of another name
+                setattr(model.config, name, IMAGE_TOKEN)
+    reason = ""
+    for arguments in _ways(model, count, torch.Generator().manual_seed(seed)):
+        taken = {name: value for name, value in arguments.items() if name in inspect.signature(features).parameters}
+        if taken.keys() != arguments.keys():
+            continue
+        try:
+            with torch.no_grad():
+                found = features(**taken, return_dict=True).pooler_output
+            total = sum(part.shape[:-1].numel() for part in (found if isinstance(found, list | tuple) else [found]))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            continue
+        if total % count == 0:
+            return arguments, total // count
+    raise CannotBuild(" ".join(f"its images are not known here ({reason})".split())[:200])
+
+
+def image_prompt(model: PreTrainedModel, rows: list[list[int]], seed: int) -> dict[str, Any]:
+    """Arguments of `generate` for `rows` of tokens, all of one length, each with an image behind its first token.
+
+    Raises:
+        CannotBuild: See `images`.
+    """
+    ids = torch.tensor(rows)
+    ids, mask, read = with_images(model, ids, torch.ones_like(ids), seed)
+    return {"input_ids": ids, "attention_mask": mask, **read}
+
+
+def with_images(model: PreTrainedModel, ids: Tensor, mask: Tensor, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Prompts with an image behind the first token of each row, their mask, and what else the model is to read.
+
+    Args:
+        model: The model; its image token is set.
+        ids: Token ids, `[rows, tokens]`.
+        mask: Which of them count, `[rows, tokens]`; hidden ones come first.
+        seed: For the pixels.
+
+    Raises:
+        CannotBuild: See `images`.
+    """
+    arguments, size = images(model, len(ids), seed)
+    rows = []
+    for row, counted in zip(ids, mask, strict=True):
+        first = int(counted.argmax()) + 1
+        rows.append(torch.cat([row[:first], row.new_full((size,), IMAGE_TOKEN), row[first:]]))
+    whole = torch.stack(rows)
+    read: dict[str, Any] = dict(arguments)
+    for name in _TYPES:
+        if name in inspect.signature(model.forward).parameters:
+            read[name] = (whole == IMAGE_TOKEN).long()
+    hidden = (mask == 0).sum(1)
+    grown = (torch.arange(whole.shape[1]) >= hidden[:, None]).long()
+    return whole, grown, read
+
+
+def _ways(model: PreTrainedModel, count: int, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
+    vision = getattr(model.config, "vision_config", model.config)
+    size, patch = getattr(vision, "image_size", None) or 28, getattr(vision, "patch_size", None) or 14
+    size = size if isinstance(size, int) else size[0]
+    patch = patch if isinstance(patch, int) else patch[0]
+    merge = getattr(vision, "spatial_merge_size", None) or getattr(model.config, "spatial_merge_size", None) or 2
+    channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
+
+    def pixels(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator) * 2 - 1
+
+    height, width = 3 * merge, 2 * merge  # so that rotary positions in three dimensions fall behind the count
+    grid = torch.tensor([[1, height, width]] * count)
+    flat = channels * patch * patch
+    for frames in dict.fromkeys((getattr(vision, "temporal_patch_size", None) or 1, 1)):
+        yield {"pixel_values": pixels(count * height * width, frames * flat), "image_grid_thw": grid}
+    for side in dict.fromkeys((size, 2 * patch * merge, 4 * patch)):
+        square = pixels(count, channels, side, side)
+        sizes = torch.tensor([[side, side]] * count)
+        yield {"pixel_values": square, "image_sizes": sizes}
+        yield {"pixel_values": square}
+        yield {"pixel_values": square[:, None].expand(-1, 3, -1, -1, -1).clone(), "image_sizes": sizes}
+        yield {"pixel_values": square[:, None]}
+    patches = (size // patch) ** 2
+    shapes = torch.tensor([[size // patch] * 2] * count)
+    mask = torch.ones(count, patches, dtype=torch.long)
+    yield {"pixel_values": pixels(count, patches, flat), "spatial_shapes": shapes, "pixel_attention_mask": mask}
+    yield {"pixel_values": pixels(count, patches, flat), "image_position_ids": _places(count, size // patch)}
+
+
+def _places(count: int, side: int) -> Tensor:
+    row = torch.arange(side)
+    return torch.stack(torch.meshgrid(row, row, indexing="xy"), dim=-1).reshape(1, -1, 2).expand(count, -1, -1)
