@@ -13,7 +13,7 @@ from lookahead.errors import InvalidArgumentError
 def accounts(fixed: float, per_node: float) -> dict[int, DraftAccount]:
     """Accounts of loads at which a step takes `fixed` seconds and `per_node` for each node."""
     points = [(nodes, 1, fixed + per_node * nodes) for nodes in (1, 2, 4, 8, 16, 32, 64, 128)]
-    return {load: DraftAccount(CostModel.fit(points), load, clocked=False) for load in (1, 2, 4, 8, 16, 32, 64)}
+    return {load: DraftAccount(CostModel.fit(points), load, adaptive=False) for load in (1, 2, 4, 8, 16, 32, 64)}
 
 
 def chosen(budget: SharedBudget, offers: list[list[float]]) -> list[int]:
