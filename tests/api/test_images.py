@@ -32,8 +32,8 @@ CHAINS = ["qwen3_5/multimodal"]
 TEXT = [5, 6, 7, 8, 9, 10, 11, 6, 7, 8, 9, 10]
 
 
-def tiny(family: str) -> PreTrainedModel:
-    return build(family, Variant(window=12), "sdpa")
+def tiny(family: str, window: int = 12) -> PreTrainedModel:
+    return build(family, Variant(window=window), "sdpa")
 
 
 def both(model: PreTrainedModel, inputs: dict[str, Any], config: LookaheadConfig, **options: Any) -> tuple[Any, Any]:
@@ -59,6 +59,13 @@ def test_texts_are_those_of_generate(family: str) -> None:
     with torch.no_grad():
         change = model(**inputs).logits[:, -1] - model(**mirrored).logits[:, -1]
     assert float(change.abs().max()) > 1e-3  # the model sees the image
+
+
+def test_a_window_longer_than_the_text() -> None:
+    model = tiny("gemma3", window=64)
+    inputs = image_prompt(model, [TEXT], 0)
+    expected, output = both(model, inputs, LookaheadConfig(), max_new_tokens=20, do_sample=False)
+    assert torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl/multimodal"])

@@ -74,6 +74,20 @@ def test_caches_across_the_end_of_the_window(family: str, makers: tuple[bool, bo
         assert torch.equal(*texts)
 
 
+def test_a_text_shorter_than_the_window() -> None:
+    model = build("mistral", Variant(window=WINDOW), "sdpa")
+    ids = torch.tensor([[5, 6, 7]])
+    options = {**OPTIONS, "max_new_tokens": 4}
+    first = lookahead.generate(model, ids, lookahead_config=CONFIG, **options)
+    cache = first.past_key_values
+    cache.settle()  # as when an earlier call was interrupted
+    assert cache.get_seq_length() == 6
+    cache.crop(-1)
+    assert cache.get_seq_length() == 5
+    second = lookahead.generate(model, first.sequences, past_key_values=cache, lookahead_config=CONFIG, **options)
+    assert torch.equal(second.sequences, model.generate(first.sequences, **options).sequences)
+
+
 def test_what_was_forgotten_is_forgotten() -> None:
     model = build("mistral", Variant(window=WINDOW), "sdpa")
     ids = torch.randint(3, 90, (2, 200), generator=torch.Generator().manual_seed(0))

@@ -163,7 +163,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lacks(self, lengths: Sequence[int]) -> bool:
         """Whether texts of `lengths` could not go on, as columns that they see were forgotten."""
-        return self.window is not None and min(lengths) - self.window + 1 < self.dropped
+        return self.window is not None and max(min(lengths) - self.window + 1, 0) < self.dropped
 
     def reset(self) -> None:
         """Forget everything, keep the memory."""
