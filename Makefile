@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # never touches thread settings.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quantized test-gguf test-page test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
+.PHONY: help demo test test-quantized test-gguf test-page test-hostile test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -53,6 +53,13 @@ test-page: build/playwright  ## The server's page in Chromium, which has to be i
 	PYTHONPATH=build/playwright $(BIN)/python -m pytest tests/server/test_server_page.py
 	mkdir -p docs/images/server
 	cp build/page/page-light.png build/page/page-dark.png docs/images/server
+
+build/schemathesis: constraints.txt | $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ schemathesis
+	touch $@
+
+test-hostile: build/schemathesis  ## 2,000 random requests to the server, and hostile ones
+	PYTHONPATH=build/schemathesis $(BIN)/python tests/support/run_hostile.py --cases 2000
 
 test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled and 300 batched random cases, and 500 schedules of many requests, against transformers' own generate; and all tests marked exact
 	$(BIN)/python tests/support/run_exactness.py --cases 1000 --seed 0

@@ -246,13 +246,32 @@ def test_what_is_not_supported_is_named(client: OpenAI, field: str, options: Any
     assert field.split(".")[-1] in raised.value.message
 
 
+def deep(depth: int) -> bytes:
+    """A request whose schema is nested so deep."""
+    schema = b'{"properties": {"a": ' * depth + b"{}" + b"}}" * depth
+    form = b'{"type": "json_schema", "json_schema": {"name": "x", "schema": ' + schema + b"}}"
+    return b'{"model": "chatty", "messages": [{"role": "user", "content": "x"}], "response_format": ' + form + b"}"
+
+
+ODD = (
+    b'{"model": "\\ud800"}',
+    b'{"model": "chatty", "prompt": "x\\udc00"}',
+    b'{"model": "chatty", "prompt": "x", "\\ud800": 1}',
+    b'{"model": "chatty", "prompt": "x", "temperature": NaN}',
+    b'{"model": "chatty", "prompt": "x", "logit_bias": {"1": Infinity}}',
+)
+
+
 def test_other_models_and_bad_bodies(client: OpenAI, http: httpx.Client) -> None:
     with pytest.raises(NotFoundError):
         chat(client, model="gpt-4")
-    for body in (b"", b"{", b"[]", b'{"model": "\xff"}', b"[" * 100_000):
+    for body in (b"", b"{", b"[]", b'{"model": "\xff"}', b"[" * 100_000, *ODD):
         answer = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400
         assert answer.json()["error"]["message"]
+    for depth in (100, 400):
+        answer = http.post("/v1/chat/completions", content=deep(depth), headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400
     assert http.get("/nothing").status_code == 404
     assert http.get("/v1/completions").json()["error"]["type"] == "invalid_request_error"
 

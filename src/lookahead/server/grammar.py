@@ -35,8 +35,15 @@ def grammar_tokenizer(tokenizer: Any, vocabulary: int, ends: Collection[int]) ->
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
-    """The grammar of the JSON values that a schema allows."""
-    return str(LLMatcher.grammar_from_json_schema(schema, _COMPACT))
+    """The grammar of the JSON values that a schema allows.
+
+    Raises:
+        ApiError: The schema cannot be read.
+    """
+    try:
+        return str(LLMatcher.grammar_from_json_schema(schema, _COMPACT))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise refused("response_format", f"response_format: the schema cannot be read: {error}") from error
 
 
 def check_grammar(grammar: str, tokenizer: LLTokenizer, field: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import to_json
 
 from lookahead.config import MAX_NODES_PER_STEP
 
@@ -17,7 +18,7 @@ MOST_LOGPROBS = 20
 class Fields(BaseModel):
     """Base of all that clients send: no further fields, no conversions, and `null` is as good as nothing."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -28,6 +29,19 @@ class Fields(BaseModel):
 
 
 Preset = Literal["auto", "paper", "jacobi", "token_recycling", "context_matches", "autoregressive"]
+
+
+class Body(Fields):
+    """Base of whole requests: all of their text is text."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_alone(cls, values: Any) -> Any:
+        try:
+            to_json(values, fallback=lambda value: None)
+        except ValueError:  # half a surrogate pair, which no tokenizer takes and no answer can repeat
+            raise ValueError("a text holds half of a surrogate pair, which is no character") from None
+        return values
 
 
 class LookaheadOptions(Fields):
@@ -57,7 +71,7 @@ StopStrings = Annotated[
 ]
 
 
-class TextRequest(Fields):
+class TextRequest(Body):
     """What all requests for text share."""
 
     model: str = Field(max_length=512)
@@ -181,7 +195,7 @@ class NamedTool(Fields):
 class JsonSchema(Fields):
     """The schema of an answer."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
 
     name: str = Field(max_length=64)
     description: str | None = None
@@ -248,7 +262,7 @@ class InputMessage(Fields):
 class SchemaFormat(Fields):
     """A JSON value that follows a schema, as `/v1/responses` asks for it."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
 
     type: Literal["json_schema"]
     name: str = Field(max_length=64)
@@ -265,7 +279,7 @@ class TextOptions(Fields):
     )
 
 
-class ResponsesRequest(Fields):
+class ResponsesRequest(Body):
     """`POST /v1/responses`, for text."""
 
     model: str = Field(max_length=512)
@@ -306,7 +320,7 @@ class ResponsesRequest(Fields):
         )
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(Body):
     """`POST /tokenize`: a text, or a conversation as the chat template writes it."""
 
     model: str | None = Field(default=None, max_length=512)

@@ -31,7 +31,10 @@ def grammar_of(request: ChatRequest) -> tuple[str, str] | None:
         raise refused("response_format", "response_format does not go with tools that may be called; leave one out")
     required = request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
     parallel = request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool)
-    return tool_grammar(tools, required, parallel), "tools"
+    try:
+        return tool_grammar(tools, required, parallel), "tools"
+    except (ValueError, TypeError, RecursionError) as error:
+        raise refused("tools", f"tools: the parameters cannot be read: {error}") from error
 
 
 def callable_tools(request: ChatRequest) -> Sequence[FunctionTool]:
