@@ -1,6 +1,8 @@
 """Requests that come and go, each against transformers' own `generate` on its prompt alone."""
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
 from concurrent.futures import CancelledError
 
@@ -256,6 +258,23 @@ def test_a_predicted_text_saves_steps_and_changes_nothing() -> None:
             prediction and 1, sum(map(int.__eq__, text, prediction or []))
         )
     assert max(steps[1:]) < 0.6 * steps[0]
+
+
+def test_what_a_request_held_goes_with_it() -> None:
+    engine = Engine(build("llama"), NODES)
+    gc.collect()
+    gc.disable()
+    try:
+        handle = engine.submit(PROMPT, max_new_tokens=6, do_sample=False)
+        engine.step()
+        (request,) = engine._scheduler.running
+        held = weakref.ref(request), weakref.ref(request.sequence.drafter)
+        del request
+        engine.run()
+        assert handle.done
+        assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_why_a_request_ended() -> None:

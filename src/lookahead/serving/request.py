@@ -245,6 +245,7 @@ class Request:
 
     def end(self, error: BaseException | None = None) -> None:
         """Tell the handle how it ended: complete, with an error, or cancelled."""
+        self.sequence.on_step = None  # which refers to this object: what it holds is to go with it, not some time later
         if self._memory is not None:
             keep_memory(self._model, self._config, self._memory)
         error = error or self.error
