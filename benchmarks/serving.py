@@ -47,7 +47,7 @@ class Options:
     max_new_tokens: int = option(64, "tokens to generate at most")
     temperature: float = option(0.0, "of sampling with a seed; 0 for greedy decoding")
     methods: tuple[str, ...] = option(("drafts", "plain", "4 drafts", "8 drafts"), "what is measured")
-    batch_loads: tuple[int, ...] = option((4, 16), "requests at once of generate_batch")
+    batch_loads: tuple[int, ...] = option((4,), "requests at once of generate_batch")
 
 
 class Serving:
