@@ -134,10 +134,13 @@ def check_devices(model: PreTrainedModel, synced: bool) -> None:
     Raises:
         UnsupportedArgumentError: They are, or the call says so.
     """
-    spread = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if synced or (spread and several and torch.distributed.get_world_size() > 1):
+    if synced or (several and torch.distributed.get_world_size() > 1 and _is_spread(model)):
         raise _synced()
+
+
+def _is_spread(model: PreTrainedModel) -> bool:
+    return bool(is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
 
 
 def check_mode(config: GenerationConfig) -> None:
@@ -229,6 +232,10 @@ def prompt_tokens(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.T
         InvalidArgumentError: The mask hides the end of a row, or a token id is outside the vocabulary.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
+    if mask.all():
+        rows: list[list[int]] = input_ids.tolist()
+        if all(min(row) >= 0 and max(row) < vocabulary for row in rows):
+            return rows
     outside = mask & ((input_ids < 0) | (input_ids >= vocabulary))
     if outside.any():
         raise InvalidArgumentError(

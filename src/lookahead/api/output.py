@@ -27,6 +27,8 @@ class LookaheadOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
 
 def stack_texts(sequences: Sequence[TextSequence], pad_token: int | None) -> torch.Tensor:
     """The texts as one tensor `[batch, tokens]`, those that ended early filled up with `pad_token`."""
+    if len(sequences) == 1:
+        return sequences[0].copy_ids()
     texts = [sequence.ids[0] for sequence in sequences]
     longest = max(len(text) for text in texts)
     if all(len(text) == longest for text in texts):

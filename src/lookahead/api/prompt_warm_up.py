@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from lookahead.backends.transformers.model_state import state_of
+
 MOST_READ = 512
 """Most tokens of a prompt that are read."""
 
@@ -32,5 +34,8 @@ def warm_up_tokens(model: PreTrainedModel, prompt: int, time_decides: bool) -> i
     most = min(MOST_READ, MOST_LOGITS // int(outputs.shape[0]))
     if not time_decides:
         return most
-    layers = sum(weight.numel() for weight in model.parameters() if weight is not inputs and weight is not outputs)
-    return min(most, int(_AFFORDED * prompt * layers / outputs.numel()))
+    state = state_of(model)
+    if state.layer_weights is None:
+        weights = (weight for weight in model.parameters() if weight is not inputs and weight is not outputs)
+        state.layer_weights = sum(weight.numel() for weight in weights)
+    return min(most, int(_AFFORDED * prompt * state.layer_weights / outputs.numel()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ class Prompts:
     before: list[int]
     cache: Cache | None
     inputs: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def all_count(self) -> bool:
+        """Whether no token is hidden, neither of the prompts nor of what is cached."""
+        return bool(self.mask.all())
 
     @property
     def rows(self) -> int:
@@ -101,7 +107,7 @@ def _whole_mask(
     if mask is None:
         # transformers drops a mask of ones, and notes how long it was
         tokens = getattr(generation_config, "_mask_length", None) or tokens
-        mask = torch.ones(rows, tokens)
+        return torch.ones(rows, tokens, dtype=torch.bool, device=input_ids.device)
     if mask.shape[1] < input_ids.shape[1]:
         raise InvalidArgumentError(
             f"attention_mask of shape {tuple(mask.shape)} is shorter than input_ids of shape {tuple(input_ids.shape)}"

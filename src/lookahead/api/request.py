@@ -19,7 +19,13 @@ from lookahead.api.resources import acquire
 from lookahead.api.stopping import StopRule, last_lengths
 from lookahead.api.streaming import StreamFeeder
 from lookahead.backends.transformers import PromptPass
-from lookahead.backends.transformers.model_state import draft_account, draft_memory, keep_memory, neighbours
+from lookahead.backends.transformers.model_state import (
+    draft_account,
+    draft_memory,
+    keep_memory,
+    neighbours,
+    release_memory,
+)
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.config import LookaheadConfig
@@ -125,6 +131,7 @@ class Request:
                 rule,
                 ends[row],
                 index=row,
+                most_tokens=rule.most_tokens(prompts.width, len(prompts.tokens[row])),
             )
             for row in range(prompts.rows)
         ]
@@ -163,7 +170,10 @@ class Request:
                 keep_memory(self._model, self._config, self._memory)
         if self._feeder is not None:
             self._feeder.end()
-        return self._output(self._resources.release(keeps_cache))
+        output = self._output(self._resources.release(keeps_cache))
+        if self._memory is not None:
+            release_memory(self._model, self._config, self._memory)
+        return output
 
     @property
     def _pad_token(self) -> int | None:

@@ -119,7 +119,7 @@ class Resources:
         self._cache = self.runner.prompt_cache
         self._lengths, self._saved = self._cache.lengths(prompts.rows), self._cache.saved()
         self.clock = step_clock(model.device)
-        self.keeps_cache = bool(prompts.mask.all()) or kind.padded_caches
+        self.keeps_cache = prompts.all_count or kind.padded_caches
         check_text(self.runner, kind, type(model).__name__, prompts, generation_config)
 
     def restore(self) -> None:

@@ -51,6 +51,15 @@ class StopRule:
         texts = (criterion for criterion in self._others if isinstance(criterion, StopStringCriteria))
         return not any(_answer(criterion, criterion(sequence.ids, None)) for criterion in texts)
 
+    def most_tokens(self, width: int, tokens: int) -> int | None:
+        """Tokens, padding left out, at which a text is complete at the latest; `None` if that is open.
+
+        Args:
+            width: Length of its prompt, padding included.
+            tokens: Length of its prompt without.
+        """
+        return None if self._max_length is None else self._max_length - width + tokens
+
     def __call__(self, sequence: TextSequence) -> bool:
         """Whether `sequence` is complete with the token it has just got."""
         done = sequence.tokens[-1] in self._eos

@@ -44,7 +44,7 @@ def check_text(
     new_tokens = generation_config.max_length - prompts.width
     check_length(runner, name, prompts, new_tokens)
     _check_changing_positions(runner, prompts, new_tokens, generation_config.use_cache)
-    _check_hidden(runner, prompts.mask, new_tokens)
+    _check_hidden(runner, prompts, new_tokens)
     _check_kind(kind, name, prompts)
 
 
@@ -64,7 +64,7 @@ def check_chain_text(
             "all rows of a pass, while lookahead decoding accepts different numbers of tokens in each; call generate "
             "once for each row"
         )
-    if not bool(prompts.mask.all()):
+    if not prompts.all_count:
         raise UnsupportedArgumentError(
             f"attention_mask hides tokens, and lookahead decoding does not send them; {name} is run on chains, "
             "and they may have a part in its state; leave them out of input_ids, or use the model's own generate"
@@ -121,10 +121,11 @@ def _check_changing_positions(
         )
 
 
-def _check_hidden(runner: ModelRunner, mask: torch.Tensor, new_tokens: int) -> None:
+def _check_hidden(runner: ModelRunner, prompts: Prompts, new_tokens: int) -> None:
     """Refuse hidden tokens where the model counts them: only those that count are sent."""
-    if bool(mask.all()):
+    if prompts.all_count:
         return
+    mask = prompts.mask
     has_hole = _has_holes(mask)
     limit = runner.counts_hidden_after(between=has_hole)
     longest = mask.shape[1] + new_tokens - 1
@@ -138,14 +139,15 @@ def _check_hidden(runner: ModelRunner, mask: torch.Tensor, new_tokens: int) -> N
 
 def _check_kind(kind: Equivalence, name: str, prompts: Prompts) -> None:
     """Refuse batches and hidden tokens where this kind of model reads them otherwise than plain decoding does."""
-    mask = prompts.mask
     if prompts.rows > 1 and not kind.batches:
         what = f"input_ids has {prompts.rows} rows, which"
-    elif not mask.all() and not kind.padding:
+    elif prompts.all_count:
+        return
+    elif not kind.padding:
         what = "attention_mask hides tokens before the prompt, and such rows"
-    elif _has_holes(mask) and not kind.holes:
+    elif _has_holes(prompts.mask) and not kind.holes:
         what = "attention_mask hides tokens between others, and such rows"
-    elif prompts.cache is not None and not mask.all() and not kind.padded_caches:
+    elif prompts.cache is not None and not kind.padded_caches:
         raise UnsupportedArgumentError(
             f"past_key_values of a prompt with hidden tokens is not supported for {name}, whose plain decoding counts "
             "them as positions; give the whole text without a cache"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,54 @@ class ForwardResult:
 
     def margin(self, node: int) -> float:
         """How far the logit of the likeliest token after `node` is above the second one."""
-        first, second = self.logits_after(node)[0].topk(2).values.tolist()
-        return float(first - second)
+        return margin(self.logits_after(node))
+
+
+class OneNodeResult:
+    """What a forward pass gave for one node, a step of plain decoding: nothing is looked up or copied.
+
+    Args:
+        logits: After the node, `[1, vocabulary]` float32.
+        top_k: How many of the likeliest tokens are wanted.
+
+    Attributes:
+        logits, top_ids, top_probabilities: As of `ForwardResult`.
+    """
+
+    def __init__(self, logits: torch.Tensor, top_k: int) -> None:
+        self.logits = logits
+        self.top_ids, self.top_probabilities = _NO_IDS, _NO_PROBABILITIES
+        if top_k:
+            ids, probabilities = top_predictions(logits, min(top_k, logits.shape[-1]))
+            self.top_ids, self.top_probabilities = ids.cpu().numpy(), probabilities.cpu().numpy()
+
+    @cached_property
+    def predictions(self) -> NDArray[np.int64]:
+        """Argmax of `logits`, `[1]` int64."""
+        found: NDArray[np.int64] = argmax(self.logits).cpu().numpy()
+        return found
+
+    def logits_after(self, node: int) -> torch.Tensor:
+        """As of `ForwardResult`."""
+        return self.logits
+
+    def margin(self, node: int) -> float:
+        """As of `ForwardResult`."""
+        return margin(self.logits)
+
+    def as_tree(self) -> ForwardResult:
+        """The same in the form that results of larger trees have."""
+        return ForwardResult(self.logits, self.predictions, self.top_ids, self.top_probabilities, {0: 0})
+
+
+_NO_IDS: NDArray[np.int64] = np.empty((1, 0), dtype=np.int64)
+_NO_PROBABILITIES: NDArray[np.float32] = np.empty((1, 0), dtype=np.float32)
+
+
+def margin(logits: torch.Tensor) -> float:
+    """How far the largest of `logits` `[1, vocabulary]` is above the second one."""
+    first, second = logits[0].topk(2).values.tolist()
+    return float(first - second)
 
 
 def forward_result(

@@ -79,6 +79,7 @@ def step(backend: Backend, batch: Batch) -> None:
     start = batch.clock()
     context = max(len(sequence.tokens) for sequence in batch.sequences)
     seconds, now = batch.statistics.seconds, perf_counter()
+    completes = all(sequence.finished or sequence.is_last_token for sequence in batch.sequences)
     trees = [_draft(backend, batch, row) for row in range(len(batch.sequences))]
     if batch.share_out is not None:
         batch.share_out(trees)
@@ -97,7 +98,8 @@ def step(backend: Backend, batch: Batch) -> None:
         if walk is not None
     ]
     seconds.add("draft", now)
-    if batch.times is not None and records and not _carries_prompts(batch, trees):
+    # A step that completes the text has no draft.
+    if batch.times is not None and records and not (completes or _carries_prompts(batch, trees)):
         nodes = sum(map(len, trees)) if batch.packed else max(map(len, trees)) * len(trees)
         tokens = sum(len(record.tokens) for _, record in records)
         # A drafter that has lost its trust in predictions wants none listed.
@@ -122,7 +124,8 @@ def _draft(backend: Backend, batch: Batch, row: int) -> TokenTree:
     tree = backend.begin_tree(row, sequence.tokens)
     # Who is wary of rounding wants the prompt's keys and values, and the first token, as plain decoding has them.
     plainly = sequence.undecided or (batch.tie_margin > 0 and tree.root > 0)
-    if backend.wants_draft(tree) and not plainly:
+    if not (sequence.is_last_token or plainly) and backend.wants_draft(tree):
+        tree.limit(sequence.most_tokens - len(sequence.tokens) - 1)
         sequence.drafter.propose(tree)
     return tree
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ class SequenceState:
         stop: Ends the text.
         on_step: Called with each step, after the backend has settled.
         index: Which sequence of its call it is, for `on_step`.
+        most_tokens: Length of `tokens` at which the text is complete at the latest, if that is known; no draft reaches
+            further.
 
     Attributes:
         tokens: Token ids of the text so far.
@@ -41,6 +44,7 @@ class SequenceState:
         stop: Stop,
         on_step: OnStep | None = None,
         index: int = 0,
+        most_tokens: int | None = None,
     ) -> None:
         self.tokens = list(tokens)
         self.drafter = drafter
@@ -48,10 +52,16 @@ class SequenceState:
         self.stop = stop
         self.on_step = on_step
         self.index = index
+        self.most_tokens = sys.maxsize if most_tokens is None else most_tokens
         self.finished = False
         self.undecided = False
         self.steps = 0
         drafter.start(self.tokens)
+
+    @property
+    def is_last_token(self) -> bool:
+        """Whether the coming token certainly completes the text, so that there is nothing to draft."""
+        return len(self.tokens) + 1 >= self.most_tokens
 
     def append(self, token: int) -> bool:
         """Add a token to the text; whether the text is complete with it."""

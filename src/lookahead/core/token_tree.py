@@ -75,6 +75,10 @@ class TokenTree:
         """How many levels of nodes fit below the root."""
         return self._max_depth - self.depths[self.root]
 
+    def limit(self, room: int) -> None:
+        """Let no more than `room` levels of nodes fit below the root."""
+        self._max_depth = min(self._max_depth, self.depths[self.root] + room)
+
     @property
     def is_chain(self) -> bool:
         """Whether nothing was drafted, so that the step is plain decoding of the pending tokens."""
@@ -221,6 +225,18 @@ def lay_out(tree: TokenTree) -> Layout:
 
 _ONE_PLACE = np.zeros(1, dtype=np.int64)
 _ONE_PLACE.flags.writeable = False
+
+
+ONE_NODE = Layout(
+    _ONE_PLACE,
+    _ONE_PLACE,
+    tokens=_ONE_PLACE,
+    depths=_ONE_PLACE,
+    read_slots=_ONE_PLACE,
+    _parent_slots=_ONE_PLACE - 1,
+    _pending=1,
+)
+"""The layout of a tree that is its root alone, but for the token."""
 
 
 def _lay_out_chain(tree: TokenTree) -> Layout:

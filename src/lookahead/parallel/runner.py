@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.backends.forward_result import OneNodeResult
 from lookahead.backends.transformers import ForwardResult, ModelRunner
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.errors import ParallelError
@@ -116,7 +117,8 @@ class ParallelRunner:
             self._splits.append(split)
             self._places.append(_grow(own, tree, split, self.rank))
             own_trees.append(own)
-        found = self._local.forward(own_trees, top_k)
+        results = self._local.forward(own_trees, top_k)
+        found = [result.as_tree() if isinstance(result, OneNodeResult) else result for result in results]
         self._results = [
             _spread(result, tree, split, places, self.rank)
             for result, tree, split, places in zip(found, trees, self._splits, self._places, strict=True)

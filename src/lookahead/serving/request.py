@@ -84,7 +84,7 @@ class Prepared:
             )
         if prompts.cache is not None:
             raise UnsupportedArgumentError("past_key_values is not supported by an Engine; give the whole text")
-        if not bool(prompts.mask.all()):
+        if not prompts.all_count:
             raise UnsupportedArgumentError(
                 "attention_mask hides tokens of input_ids, which an Engine does not support; leave them out. Without "
                 "an attention_mask, transformers hides those that are the pad_token_id"

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from lookahead.backends.transformers.chain_cache import has_running_state
 from lookahead.backends.transformers.chain_logits import chain_logits, stepwise_logits
 from lookahead.backends.transformers.equivalence import equivalence
-from lookahead.backends.transformers.model_check import check_kind, check_model
+from lookahead.backends.transformers.model_check import check_equivalence, check_kind, check_model, checked_setting
 from lookahead.backends.transformers.model_state import Setting, state_of
 from lookahead.backends.transformers.preserved_state import preserved_state
 from lookahead.errors import UnsupportedModelError
@@ -33,16 +33,21 @@ def runs_on_chains(model: PreTrainedModel) -> bool:
         UnsupportedModelError: It can be run on neither; the message says why.
     """
     checked = state_of(model).checked
-    if _setting(model) in checked:
+    setting = checked_setting(model)
+    if _on_chains(setting) in checked:
         check_kind(model)
         return True
-    on_trees = _setting(model)[1:] in checked
+    on_trees = setting in checked
     if not on_trees and has_running_state(type(model), model.config):
         check_kind(model)
         _check_chains(model)
         return True
     try:
-        check_model(model)
+        if on_trees:  # this every call asks
+            check_kind(model)
+            check_equivalence(model)
+        else:
+            check_model(model)
     except UnsupportedModelError as refusal:
         check_kind(model)
         try:
@@ -53,9 +58,9 @@ def runs_on_chains(model: PreTrainedModel) -> bool:
     return False
 
 
-def _setting(model: PreTrainedModel) -> Setting:
-    """How the model is set, with a mark before what `check_trees` notes."""
-    return ("chains", model.config._attn_implementation, model.dtype, model.device)
+def _on_chains(setting: Setting) -> Setting:
+    """A setting, with a mark before what `check_trees` notes."""
+    return ("chains", *setting)
 
 
 def _check_chains(model: PreTrainedModel) -> None:
@@ -73,7 +78,7 @@ def _check_chains(model: PreTrainedModel) -> None:
     state = state_of(model)
     with state.lock:
         _try_chains(model)
-        state.checked.add(_setting(model))
+        state.checked.add(_on_chains(checked_setting(model)))
 
 
 def _try_chains(model: PreTrainedModel) -> None:

@@ -11,7 +11,7 @@ from lookahead.backends.transformers.chain_logits import chain_logits
 from lookahead.backends.transformers.check_pass import agree
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.preserved_state import preserved_state
-from lookahead.backends.transformers.shared_clone import SharedClone, can_be_cloned, structure
+from lookahead.backends.transformers.shared_clone import SharedClone, all_modules, can_be_cloned, structure
 
 _CHUNK = 16
 """Tokens of a chunk; a draft and its pending tokens are one or two of them."""
@@ -29,13 +29,14 @@ def chain_engine(model: PreTrainedModel) -> PreTrainedModel:
     state = state_of(model)
     setting = (model.config._attn_implementation, "short chunks", model.dtype, False)
     with state.lock:
-        parts = structure(model, pack_weights=False)
+        modules = all_modules(model)
+        parts = structure(modules, pack_weights=False)
         if setting not in state.clones or state.clones[setting][0] != parts:
             state.clones[setting] = (parts, _tried_clone(model))
         clone = state.clones[setting][1]
         if not isinstance(clone, SharedClone):
             return model
-        clone.refresh(model)
+        clone.refresh(modules)
         _shorten(clone.module)
     return clone.module
 

@@ -19,7 +19,7 @@ from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.packed_linear import check_packing
 from lookahead.backends.transformers.preserved_state import preserved_state
-from lookahead.backends.transformers.shared_clone import SharedClone, can_be_cloned, structure
+from lookahead.backends.transformers.shared_clone import SharedClone, all_modules, can_be_cloned, structure
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
 MakeClone = Callable[[PreTrainedModel, str | None, bool], SharedClone | str]
@@ -50,7 +50,7 @@ def engine_model(
         attention: str | None = INVARIANT
     else:
         attention = _attention_for_trees(model, static)
-        if not pack_weights and (attention is None or not can_be_cloned(model)):
+        if not pack_weights and attention is None:
             return model
     clone = clone_for(model, attention, pack_weights, _tried_clone)
     if isinstance(clone, SharedClone):
@@ -77,11 +77,12 @@ def _clone_for(
 ) -> SharedClone | str | None:
     setting = (model.config._attn_implementation, attention, model.dtype, pack_weights)
     clones = state_of(model).clones
-    parts = structure(model, pack_weights)
+    modules = all_modules(model)
+    parts = structure(modules, pack_weights)
     if setting in clones and clones[setting][0] == parts:
         clone = clones[setting][1]
         if isinstance(clone, SharedClone):
-            clone.refresh(model)
+            clone.refresh(modules)
         return clone
     clones.pop(setting, None)
     if pack_weights:  # packed weights are large: the old ones go before there are new ones
@@ -104,7 +105,7 @@ def _attention_for_trees(model: PreTrainedModel, static: bool) -> str | None:
         return None
     if model.device.type == "cuda":
         return tree_attention.NAME if static and find_spec("triton") is not None else None
-    sizes = config.to_dict()  # as a dict: some configurations refuse to name a size that differs between layers
+    sizes = vars(config)  # as a dict: some configurations refuse to name a size that differs between layers
     heads, shared = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
     folds = model.device.type == "cpu" and isinstance(heads, int) and isinstance(shared, int) and shared < heads
     return FOLDED_SDPA if folds else None
@@ -116,11 +117,6 @@ def _check_packing(model: PreTrainedModel) -> None:
     if model.device.type != "cpu":
         raise UnsupportedArgumentError(
             f"pack_weights=True is for models on the CPU; this {name} is on {model.device}: use pack_weights=False"
-        )
-    if not can_be_cloned(model):
-        raise UnsupportedArgumentError(
-            f"pack_weights=True is not possible for this {name}: it was compiled, or a hook stands in for the forward "
-            "pass of one of its modules; use pack_weights=False"
         )
 
 
@@ -136,6 +132,8 @@ def _check_invariant(model: PreTrainedModel, static: bool) -> None:
 
 def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bool) -> SharedClone | str:
     """A clone that does what the model does; a reason in its place if there is none."""
+    if not can_be_cloned(model):
+        return "it was compiled, or a hook stands in for the forward pass of one of its modules"
     if attention is not None:
         _REGISTER[attention]()
     clone = SharedClone(model, attention, pack_weights)

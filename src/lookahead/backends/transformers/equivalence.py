@@ -22,7 +22,7 @@ from lookahead.backends.transformers.chain_cache import has_running_state
 from lookahead.backends.transformers.chain_logits import chain_logits
 from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet
 from lookahead.backends.transformers.model_runner import ModelRunner
-from lookahead.backends.transformers.model_state import state_of
+from lookahead.backends.transformers.model_state import same_values, state_of
 from lookahead.backends.transformers.packed_rows import PackedRowsRunner, Row
 from lookahead.backends.transformers.packed_rows import attention as packed_attention
 from lookahead.backends.transformers.position_limit import PositionLimit
@@ -138,18 +138,11 @@ def equivalence(model: PreTrainedModel) -> Equivalence:
     if state.equivalence is not None:  # writing out a configuration takes far longer than comparing two
         kept_attention, kept_values, found = state.equivalence
         kept = found()
-        if kept is not None and kept_attention == attention and _equal(kept_values, values):
+        if kept is not None and kept_attention == attention and same_values(kept_values, values):
             return kept
     kept = _look_up(model)
     state.equivalence = (attention, copy.deepcopy(values), ref(kept))
     return kept
-
-
-def _equal(first: dict[str, object], second: dict[str, object]) -> bool:
-    try:
-        return bool(first == second)
-    except (TypeError, ValueError, RuntimeError):  # arrays, say
-        return False
 
 
 def _look_up(model: PreTrainedModel) -> Equivalence:

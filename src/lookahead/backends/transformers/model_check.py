@@ -9,7 +9,7 @@ from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_runner import ModelRunner
-from lookahead.backends.transformers.model_state import state_of
+from lookahead.backends.transformers.model_state import Setting, state_of
 from lookahead.backends.transformers.preserved_state import preserved_state
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import UnsupportedModelError
@@ -29,6 +29,15 @@ def check_model(model: PreTrainedModel) -> None:
         UnsupportedModelError: It cannot; the message says why.
     """
     check_trees(model)
+    check_equivalence(model)
+
+
+def check_equivalence(model: PreTrainedModel) -> None:
+    """The part of `check_model` that goes by the kind of the model.
+
+    Raises:
+        UnsupportedModelError: Trees of that kind do not give what plain decoding gives.
+    """
     if not equivalence(model).trees:
         raise UnsupportedModelError(
             f"model={type(model).__name__} with attn_implementation={model.config._attn_implementation!r} does not "
@@ -44,14 +53,18 @@ def check_trees(model: PreTrainedModel) -> None:
         UnsupportedModelError: It does not; the message says why.
     """
     check_kind(model)
-    _check_inputs(model)
     state = state_of(model)
-    # Another attention implementation is another way to read a mask.
-    setting = (model.config._attn_implementation, model.dtype, model.device)
+    setting = checked_setting(model)
     with state.lock:
         if setting not in state.checked:
+            _check_inputs(model)
             _try_trees(model)
             state.checked.add(setting)
+
+
+def checked_setting(model: PreTrainedModel) -> Setting:
+    """How the model is set when a check passes. Another attention implementation is another way to read a mask."""
+    return (model.config._attn_implementation, model.dtype, model.device)
 
 
 def check_adapters(model: torch.nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,23 +11,35 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from lookahead.backends.forward_result import ForwardResult, forward_result
+from lookahead.backends.forward_result import ForwardResult, OneNodeResult, forward_result
 from lookahead.backends.transformers.cache_exchange import leave_out_hidden
 from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.invariant.attention import LEAST_NODES
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
 from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.model_state import same_values, state_of
 from lookahead.backends.transformers.position_limit import PositionLimit
 from lookahead.backends.transformers.slot_limit import SlotLimit
 from lookahead.backends.transformers.static_steps import StaticSteps
 from lookahead.backends.transformers.tree_attention.interface import NAME as TREE_ATTENTION
 from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.config import MOST_CHOSEN_NODES
-from lookahead.core.token_tree import Layout, TokenTree, lay_out
+from lookahead.core.token_tree import ONE_NODE, Layout, TokenTree, lay_out
 
 LONGEST_DRAFTED_PREFILL = 1024
 """Pending tokens up to which a step may also draft. A longer prompt is sent alone, with no mask of ours, as
 transformers sends it: a dense mask grows with the square of its length."""
+
+
+def _limits(model: PreTrainedModel, positions_end: bool) -> tuple[MaskBuilder, PositionLimit, SlotLimit]:
+    """What the configuration says of masks, positions and places; kept for the next call."""
+    values, state = vars(model.config), state_of(model)
+    kept = state.limits.get(positions_end)
+    if kept is None or not same_values(kept[0], values):
+        config = model.config
+        limits = MaskBuilder(config), PositionLimit(config, positions_end), SlotLimit(config)
+        kept = state.limits[positions_end] = (copy.deepcopy(values), limits)
+    return kept[1]
 
 
 class ModelRunner:
@@ -62,7 +75,7 @@ class ModelRunner:
         positions_end: bool = True,
     ) -> None:
         self.model = model
-        self._masks = MaskBuilder(model.config)
+        self._masks, self._limit, self._slots = _limits(model, positions_end)
         if cache is None:
             # Packed masks and static buffers are of all columns.
             keeps_all = steps is not None or model.config._attn_implementation in (TREE_ATTENTION, INVARIANT)
@@ -79,13 +92,13 @@ class ModelRunner:
         self._padding = list(padding) if padding is not None else [0] * batch_size
         on_meta = model.device.type == "meta"
         self._device = (device or torch.device("cpu")) if on_meta else model.device
-        self._limit = PositionLimit(model.config, positions_end)
+        self._on_cpu = self._device.type == "cpu"
         self.context, self.last_length = self._limit.context, self._limit.last_length
         self.broken_after = self._limit.broken_after
-        self._slots = SlotLimit(model.config)
         self._most_nodes = most_nodes
         self._least_nodes: int = getattr(model, LEAST_NODES, 1)
         self._keeps_logits = "logits_to_keep" in forward_arguments(model)
+        self._is_plain = steps is None and self._keeps_logits and self._least_nodes == 1 and not self.is_invariant
         self._layouts: list[Layout] = []
 
     @property
@@ -209,13 +222,15 @@ class ModelRunner:
         start = max(self.cache.lengths(self._batch_size))
         return tree.root < LONGEST_DRAFTED_PREFILL and self._slots.allows(start, tree.root + self._most_nodes)
 
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> list[ForwardResult]:
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult | OneNodeResult]:
         """Run the model on one tree for each sequence; their keys and values wait in the cache for `commit`.
 
         Args:
             trees: One for each sequence.
             top_k: How many of the likeliest tokens after each node that is read are wanted, with probabilities.
         """
+        if self._runs_alone(trees):
+            return [self._forward_one(trees[0].tokens[0], top_k)]
         self._layouts = [lay_out(tree) for tree in trees]
         if self._steps is not None:
             results = self._steps.forward(self.model, self._layouts, top_k, self._shifts)
@@ -239,9 +254,36 @@ class ModelRunner:
         logits = logits.float()
         return [_result(layout, logits[row], keep, top_k) for row, layout in enumerate(self._layouts)]
 
+    def _runs_alone(self, trees: Sequence[TokenTree]) -> bool:
+        """Whether this is a step of plain decoding of one sequence."""
+        if len(trees) != 1 or len(trees[0]) != 1 or not self._is_plain or self._shifts[0]:
+            return False
+        return trees[0].needs_logits[0]
+
+    def _forward_one(self, token: int, top_k: int) -> OneNodeResult:
+        """`forward` for a step of plain decoding, which has little time for anything beside the pass."""
+        self._layouts = [ONE_NODE]
+        self.cache.drop()
+        place = self.cache.lengths(1)[0]
+        both = torch.tensor([[[token]], [[place]]], device=self._device)
+        positions = both[1]
+        with self.cache.scratch(positions[0] if self._on_cpu else None):
+            logits = self.model(
+                input_ids=both[0],
+                position_ids=positions,
+                past_key_values=self.cache,
+                logits_to_keep=1,
+                use_cache=True,
+                return_dict=True,
+            ).logits  # [1, 1, vocabulary]
+        return OneNodeResult(logits[0].float(), top_k)
+
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Keep the keys and values of `kept`, for each sequence a path of nodes from its tree's first one
         downwards, and forget the other nodes."""
+        if len(kept) == 1 and len(kept[0]) == 1 and self._layouts[0] is ONE_NODE:
+            self.cache.commit_one()
+            return
         slots = [
             (layout.slots[list(nodes)].tolist() if len(nodes) > 1 else [int(layout.slots[nodes[0]])]) if nodes else []
             for nodes, layout in zip(kept, self._layouts, strict=True)

@@ -19,13 +19,16 @@ from lookahead.backends.transformers.memory_file import MemoryFile
 from lookahead.config import MEMORY_SCOPES, LookaheadConfig
 from lookahead.core.cost_model import CostModel
 from lookahead.core.draft_account import DraftAccount
-from lookahead.drafting import DraftMemory, EmbeddingNeighbours
+from lookahead.drafting import DraftMemory, EmbeddingNeighbours, NGramMemory
 from lookahead.drafting.auto.embedding_neighbours import COORDINATES
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 
 if TYPE_CHECKING:
     from lookahead.backends.transformers.equivalence import Equivalence
+    from lookahead.backends.transformers.masks import MaskBuilder
+    from lookahead.backends.transformers.position_limit import PositionLimit
     from lookahead.backends.transformers.shared_clone import SharedClone
+    from lookahead.backends.transformers.slot_limit import SlotLimit
     from lookahead.backends.transformers.static_cache import LayerShape
     from lookahead.backends.transformers.static_steps import StaticSteps
 
@@ -50,8 +53,11 @@ class ModelState:
             serves the next call as well.
         accounts: What its steps cost and its drafts gain, by setting.
         memory: The n-gram memory of `memory="process"`.
+        spare: The n-gram memory of a call that has ended, for the next one to begin anew.
         files: Open memory files, by path.
+        layer_weights: How many weights there are beside the embeddings of tokens, once that was asked for.
         neighbours: Its embedding neighbours, once they were asked for; none or one.
+        limits: What its configuration says of masks, positions and places, and the values that it had.
         equivalence: What was found of its kind lately, and the attention and the configuration that it is about.
     """
 
@@ -62,8 +68,13 @@ class ModelState:
     static_steps: tuple[Setting, StaticSteps] | None = None
     accounts: dict[Setting, DraftAccount] = field(default_factory=dict)
     memory: DraftMemory | None = None
+    spare: NGramMemory | None = None
     files: dict[str, MemoryFile] = field(default_factory=dict)
+    layer_weights: int | None = None
     neighbours: list[EmbeddingNeighbours | None] = field(default_factory=list)
+    limits: dict[bool, tuple[dict[str, object], tuple[MaskBuilder, PositionLimit, SlotLimit]]] = field(
+        default_factory=dict
+    )
     equivalence: tuple[str | None, dict[str, object], ReferenceType[Equivalence]] | None = None
 
 
@@ -73,6 +84,14 @@ _states: WeakKeyDictionary[PreTrainedModel, ModelState] = WeakKeyDictionary()
 def state_of(model: PreTrainedModel) -> ModelState:
     """What is kept for `model`; an empty state on first use."""
     return _states.get(model) or _states.setdefault(model, ModelState())
+
+
+def same_values(first: dict[str, object], second: dict[str, object]) -> bool:
+    """Whether a configuration still has the values that something was made with."""
+    try:
+        return bool(first == second)
+    except (TypeError, ValueError, RuntimeError):  # arrays, say
+        return False
 
 
 def draft_account(model: PreTrainedModel, config: LookaheadConfig, rows: int, temperature: float) -> DraftAccount:
@@ -128,10 +147,13 @@ def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory
         InvalidArgumentError: The file is no memory, or that of another model, or there cannot be one of that name.
         OSError: The file cannot be read.
     """
-    if config.memory == "request":
-        return DraftMemory()
     state = state_of(model)
     with state.lock:
+        if config.memory == "request":
+            spare, state.spare = state.spare, None
+            if spare is not None:
+                spare.clear()
+            return DraftMemory(spare)
         if config.memory == "process":
             state.memory = state.memory or DraftMemory()
             return state.memory
@@ -139,6 +161,12 @@ def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory
         if str(path) not in state.files:
             state.files[str(path)] = MemoryFile(path, model_identity(model))
         return state.files[str(path)].memory
+
+
+def release_memory(model: PreTrainedModel, config: LookaheadConfig, memory: DraftMemory) -> None:
+    """Let a later call have the arrays of a memory that nobody draws on any more, if no other call is to share it."""
+    if config.memory == "request" and memory.is_used:
+        state_of(model).spare = memory.ngrams
 
 
 def keep_memory(model: PreTrainedModel, config: LookaheadConfig, memory: DraftMemory) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from time import get_clock_info, perf_counter, thread_time
 
 import torch
@@ -17,6 +18,9 @@ def step_clock(device: torch.device) -> Callable[[], float]:
     On a CPU the time of the calling thread, which takes part in all of the work and waits for nothing else: what other
     processes take of a busy machine would hide the differences between sizes. Elsewhere it is the wall clock.
     """
-    if device.type == "cpu" and get_clock_info("thread_time").resolution <= _FINE:
-        return thread_time
-    return perf_counter
+    return thread_time if device.type == "cpu" and _thread_time_is_fine() else perf_counter
+
+
+@cache
+def _thread_time_is_fine() -> bool:
+    return get_clock_info("thread_time").resolution <= _FINE

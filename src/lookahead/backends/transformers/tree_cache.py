@@ -78,8 +78,8 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         """Write states `[batch, heads, nodes, head_dim]` behind the longest row; return all keys and values so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start = self.longest - self.dropped
-        end = start + key_states.shape[2]
+        start, count = self.longest - self.dropped, key_states.shape[2]
+        end = start + count
         if self.keeps_all and min(self.lengths) < self.longest:
             raise InvalidArgumentError(
                 f"past_key_values holds {self.lengths} tokens in its rows; only lookahead decoding can go on from "
@@ -90,13 +90,31 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             self._grow(end)
         if self.keeps_all:
             self.lengths = [end + self.dropped] * len(self.lengths)
+        keys, values = self.keys, self.values
         # `narrow` does what a slice does, in a third of the time
-        self.keys.narrow(2, start, end - start).copy_(key_states)
-        self.values.narrow(2, start, end - start).copy_(value_states)
-        seen = self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
+        keys.narrow(2, start, count).copy_(key_states)
+        values.narrow(2, start, count).copy_(value_states)
+        seen = keys.narrow(2, 0, end), values.narrow(2, 0, end)
         if self.window is not None and self.keeps_all:
             self.drop()
         return seen
+
+    def write_one(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, place: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`update` for one token of one row, as scratch, in a layer without a window; in two thirds of the time.
+
+        Args:
+            key_states: `[1, heads, 1, head_dim]`; `value_states` likewise.
+            place: Where they go, `[1]` int64: the length of the row.
+        """
+        end = self.lengths[0] + 1
+        if end > self.keys.shape[2]:
+            self._grow(end)
+        keys, values = self.keys, self.values
+        keys.index_copy_(2, place, key_states)
+        values.index_copy_(2, place, value_states)
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def drop(self) -> None:
         """Forget the columns that no later token sees, if there are some; one more is kept, for `crop`.
@@ -204,8 +222,9 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         keys = self.keys.new_empty((*self.keys.shape[:2], capacity, self.keys.shape[3]))
         values = self.values.new_empty((*self.values.shape[:2], capacity, self.values.shape[3]))
         kept = self.longest - self.dropped
-        keys[:, :, :kept] = self.keys[:, :, :kept]
-        values[:, :, :kept] = self.values[:, :, :kept]
+        if kept:
+            keys[:, :, :kept] = self.keys[:, :, :kept]
+            values[:, :, :kept] = self.values[:, :, :kept]
         self.keys, self.values = keys, values
 
 
@@ -227,32 +246,48 @@ class TreeCache(Cache):  # type: ignore[misc]
         self._windows = list(windows) or [None]
         self._keeps_all = True
         self._block = block
+        self._place: torch.Tensor | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states of one layer; see `TreeLayer.update`."""
-        while len(self.layers) <= layer_idx:
-            self.layers.append(TreeLayer(self._windows[min(len(self.layers), len(self._windows) - 1)]))
-            self.layers[-1].keeps_all, self.layers[-1].block = self._keeps_all, self._block
-        keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
-        return keys, values
+        layers: list[TreeLayer] = self.layers
+        while len(layers) <= layer_idx:
+            layers.append(TreeLayer(self._windows[min(len(layers), len(self._windows) - 1)]))
+            layers[-1].keeps_all, layers[-1].block = self._keeps_all, self._block
+        layer = layers[layer_idx]
+        if self._place is not None and layer.window is None and layer.is_initialized and key_states.is_cpu:
+            return layer.write_one(key_states, value_states, self._place)
+        return layer.update(key_states, value_states)
 
     @contextmanager
-    def scratch(self) -> Iterator[None]:
-        """While a tree is run: what the pass writes is scratch, and stays only if it is committed."""
+    def scratch(self, place: torch.Tensor | None = None) -> Iterator[None]:
+        """While a tree is run: what the pass writes is scratch, and stays only if it is committed.
+
+        Args:
+            place: Length of the only row, `[1]` int64 on the CPU, if the pass is of one token.
+        """
         self._set_keeps_all(False)
+        self._make_writable()
+        self._place = place
         try:
             yield
         finally:
+            self._place = None
             self._set_keeps_all(True)
 
     def _set_keeps_all(self, keeps_all: bool) -> None:
         self._keeps_all = keeps_all
         for layer in self.layers:
             layer.keeps_all = keeps_all
-            if not keeps_all and layer.is_initialized and layer._is_read_only():
-                layer._grow(layer.longest - layer.dropped)
+
+    def _make_writable(self) -> None:
+        """Copy tensors of inference mode, which torch lets nobody write to outside of it."""
+        if not torch.is_inference_mode_enabled():
+            for layer in self.layers:
+                if layer.is_initialized and layer.keys.is_inference():
+                    layer._grow(layer.longest - layer.dropped)
 
     @property
     def _filled(self) -> list[TreeLayer]:
@@ -261,8 +296,10 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     def lengths(self, batch_size: int) -> list[int]:
         """Tokens kept, per row."""
-        filled = self._filled
-        return list(filled[0].lengths) if filled else [0] * batch_size
+        for layer in self.layers:
+            if layer.is_initialized:
+                return list(layer.lengths)
+        return [0] * batch_size
 
     @property
     def allocated(self) -> int:
@@ -285,6 +322,12 @@ class TreeCache(Cache):  # type: ignore[misc]
         """Keep the states of `slots[row]` in every layer; see `TreeLayer.commit`."""
         for layer in self._filled:
             layer.commit(slots)
+
+    def commit_one(self) -> None:
+        """Keep the only state that the last pass wrote, of the only row."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.lengths = [layer.lengths[0] + 1]
 
     def settle(self) -> None:
         """Bring all layers to the same lengths, in case an interruption came between two of them."""

@@ -30,9 +30,30 @@ class DraftMemory:
     """
 
     def __init__(self, ngrams: NGramMemory | None = None, acceptance: Acceptance | None = None) -> None:
-        self.ngrams = NGramMemory() if ngrams is None else ngrams
-        self.acceptance = Acceptance(self.ngrams.orders) if acceptance is None else acceptance
+        # Made when they are first needed: many calls end before they draft.
+        self._ngrams, self._acceptance = ngrams, acceptance
         self.lock = RLock()
+
+    @property
+    def ngrams(self) -> NGramMemory:
+        """The n-gram memory."""
+        if self._ngrams is None:
+            with self.lock:
+                self._ngrams = self._ngrams or NGramMemory()
+        return self._ngrams
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """What was learned about acceptance."""
+        if self._acceptance is None:
+            with self.lock:
+                self._acceptance = self._acceptance or Acceptance(self.ngrams.orders)
+        return self._acceptance
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there are arrays."""
+        return self._ngrams is not None
 
     def copy(self) -> DraftMemory:
         """The same content in arrays of its own, as it is at one moment."""

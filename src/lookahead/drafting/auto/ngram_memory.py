@@ -144,6 +144,15 @@ class NGramMemory:
         self._ways = np.arange(WAYS)
         self._first_sets = np.arange(orders, dtype=np.int64) * self._sets
 
+    def clear(self) -> None:
+        """Forget everything. Takes far less time than arrays of another one, whose pages the system has to fill."""
+        if self._clock:
+            self.tags.fill(0)
+            self._stamps.fill(0)
+            self._clock = 0
+        self.lookups.fill(0)
+        self.hits.fill(0)
+
     @property
     def sets(self) -> int:
         """Sets of each context length; a power of two."""
