@@ -32,6 +32,7 @@ from probe import Probe, instruction_sets
 
 PROBES = {
     "engine": "what a step costs, beside transformers' own step and the memory limit",
+    "calls": "what short calls cost beside model.generate: fixed costs, passes, and the time around them",
     "attention": "ways to compute the attention of a step on a CPU",
     "drafting_cost": 'what the drafting of preset="auto" takes, and what it keeps',
     "ablation": 'steps of preset="auto" without one source, rule or memory in turn',
