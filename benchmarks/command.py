@@ -35,6 +35,7 @@ PROBES = {
     "calls": "what short calls cost beside model.generate: fixed costs, passes, and the time around them",
     "attention": "ways to compute the attention of a step on a CPU",
     "drafting_cost": 'what the drafting of preset="auto" takes, and what it keeps',
+    "listing": "listing the likeliest tokens of a step's logits on a CPU",
     "ablation": 'steps of preset="auto" without one source, rule or memory in turn',
     "growth": "how CPU time per token and resident memory grow with the text",
     "gguf_models": "texts, steps and CPU time of GGUF models, beside llama-cpp-python",

@@ -15,11 +15,8 @@ from time import process_time_ns
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from lookahead.backends.predictions import argmax, top_predictions
-from lookahead.backends.transformers.tuning import Stopwatch
 from lookahead.bench.machine import resident_bytes
 from lookahead.bench.rows import Row
 from lookahead.config import MOST_CHOSEN_NODES
@@ -250,17 +247,6 @@ def microseconds(nanoseconds: Sequence[int]) -> float:
     return round(median(nanoseconds) / 1000, 1)
 
 
-def time_predictions(vocabulary: int, nodes: int, repeats: int) -> Row:
-    """Medians of the microseconds that the engine takes on a CPU to find the likeliest tokens of a step's logits."""
-    logits = torch.randn(nodes, vocabulary, generator=torch.Generator().manual_seed(0))
-    watch = Stopwatch(logits.device)
-    for _ in range(repeats):
-        watch.time("likeliest", partial(argmax, logits))
-        watch.time(f"top_{TOP_K}", partial(top_predictions, logits, TOP_K))
-    times = {name: round(1e6 * watch.seconds(name), 1) for name in watch.timings}
-    return {"kind": "predictions", "nodes": nodes, "vocabulary": vocabulary, "microseconds": times}
-
-
 def array_bytes(*holders: Any) -> int:
     """Bytes of the arrays that the objects hold."""
     return sum(value.nbytes for holder in holders for value in vars(holder).values() if isinstance(value, np.ndarray))
@@ -292,7 +278,7 @@ def serve(
 
 
 def probe(options: Options) -> Probe:
-    """The units: steps by nodes and budget, predictions by nodes, and many requests."""
+    """The units: steps by nodes and budget, and many requests."""
     vocabulary, texts = options.vocabulary, options.texts
     if vocabulary % TOP_K:
         raise InvalidArgumentError(f"--vocabulary {vocabulary} must be a multiple of {TOP_K}")
@@ -300,10 +286,6 @@ def probe(options: Options) -> Probe:
     units = [
         Unit(f"steps, {nodes}, {name}", lambda n=nodes, c=chooses: [time_steps(vocabulary, n, c, texts, neighbours)])
         for name, chooses in (("fixed", False), ("chosen", True))
-        for nodes in (32, 64)
-    ]
-    units += [
-        Unit(f"predictions, {nodes}", lambda n=nodes: [time_predictions(vocabulary, n, 2 * texts + 1)])
         for nodes in (32, 64)
     ]
     served = partial(serve, DraftMemory(), options.requests, vocabulary)

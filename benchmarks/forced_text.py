@@ -177,4 +177,4 @@ def probe(options: Options) -> Probe:
         for case in read_cases(Path(path), loaded.tokenizer, count, options):
             units.append(Unit(f"{task}, {case.id}", partial(bench.rows, task, case)))
     lengths = {"max_prompt_tokens": options.max_prompt_tokens, "max_new_tokens": options.max_new_tokens}
-    return Probe(units, {"model": loaded.settings(), **lengths})
+    return Probe(units, {"model": loaded.settings(), **lengths, "methods": list(methods_of(options))})

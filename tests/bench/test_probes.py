@@ -20,9 +20,9 @@ from model_zoo import VOCAB_SIZE, build, greedy
 from word_model import save_word_tokenizer
 
 command, probe = (importlib.import_module(name) for name in ("command", "probe"))
-ablation, attention, cost, engine, growth, parallel, precision = (
+ablation, attention, cost, listing, engine, growth, parallel, precision = (
     importlib.import_module(name)
-    for name in ("ablation", "attention", "drafting_cost", "engine", "growth", "parallel", "precision")
+    for name in ("ablation", "attention", "drafting_cost", "listing", "engine", "growth", "parallel", "precision")
 )
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
@@ -275,10 +275,39 @@ def test_drafting_cost(measure: Measure, tmp_path: Path) -> None:
     rows = rows_in(tmp_path)[1:]
     assert [row["unit"] for row in rows] == [
         *("steps, 32, fixed", "steps, 64, fixed", "steps, 32, chosen", "steps, 64, chosen"),
-        *("predictions, 32", "predictions, 64", "requests", "requests"),
+        *("requests", "requests"),
     ]
     assert all(set(row["parts"]) == set(cost.PARTS) for row in rows[:4])
     assert [row["requests"] for row in rows if row["kind"] == "requests"] == [1, 10]
+
+
+def test_ways_to_list_the_likeliest_tokens_are_timed(measure: Measure, tmp_path: Path) -> None:
+    assert measure("listing", "--vocabulary", 8192, "--nodes", 2, "--repeats", 1) == 0
+    rows = rows_in(tmp_path)[1:]
+    ways = ("argmax", "softmax", "compiled loop")
+    assert [(row["type"], row["way"]) for row in rows] == [
+        (name, way) for name in ("float32", "bfloat16") for way in ways
+    ]
+    logits = torch.randn(3, 8192)
+    assert torch.equal(listing.by_softmax(logits)[0], logits.topk(8, dim=-1).indices)
+
+
+def test_forced_texts_are_written_by_each_method(measure: Measure, tmp_path: Path) -> None:
+    edit = {
+        "id": 1,
+        "instruction": "Add one.",
+        "input": "def f(x):\n    return x",
+        "output": "def f(x):\n    return x + 1",
+    }
+    step = {"id": 2, "prompt": "bash-$ ls tests\n", "output": "ls tests/unit"}
+    for name, row in (("edits", edit), ("traces", step)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    files = ["--edits", tmp_path / "edits.jsonl", "--traces", tmp_path / "traces.jsonl"]
+    assert measure("forced_text", *files, "--layers", 1, "--hidden-size", 32, "--max-new-tokens", 12) == 0
+    header, *rows = rows_in(tmp_path)
+    assert [row["method"] for row in rows if row["task"] == "edits"] == list(header["methods"])
+    assert all(row["equal"] and row["steps"] <= row["tokens"] for row in rows)
+    assert measure("forced_text", *files, "--layers", 1, "--hidden-size", 32, "--methods", "guessing", "--restart") == 2
 
 
 def drafts(memory: DraftMemory) -> list[tuple[list[int], list[int]]]:

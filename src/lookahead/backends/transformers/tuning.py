@@ -26,6 +26,9 @@ BRANCH = 4
 MOST_READ = 2**31
 """Most bytes that the memory limit is measured with."""
 
+LISTED = 8
+"""Likeliest tokens that a step with a draft lists for each node; one without lists none."""
+
 Progress = Callable[[str], None]
 """Called with what is being timed, before each timing."""
 
@@ -206,7 +209,7 @@ class StepBench:
 
     def step(self, tree: TokenTree) -> None:
         """Lay out, mask, run and commit; the root and the first candidate's first token are accepted."""
-        self._runner.forward([tree])
+        self._runner.forward([tree], LISTED if len(tree) > 1 else 0)
         self._runner.commit([range(min(2, len(tree)))])
 
     def undo(self) -> None:
