@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,33 +17,25 @@ from starlette.exceptions import HTTPException
 
 from lookahead.errors import LookaheadError
 from lookahead.server import errors
-from lookahead.server.answers import ChatForm, CompletionForm, Form
-from lookahead.server.delivery import deliver
+from lookahead.server.answers import ChatForm, CompletionForm
 from lookahead.server.errors import ApiError
-from lookahead.server.generation import Generation
-from lookahead.server.grammar import check_grammar
 from lookahead.server.guard import Guard, log_line
-from lookahead.server.load import Load
-from lookahead.server.metrics import Metrics, RequestClock
-from lookahead.server.plan import Grammar, Plan, make_plan
-from lookahead.server.requests import ChatRequest, CompletionRequest, ResponsesRequest, TextRequest, TokenizeRequest
+from lookahead.server.metrics import Metrics
+from lookahead.server.requests import ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest
 from lookahead.server.responses import ResponsesForm
 from lookahead.server.served_model import ServedModel
+from lookahead.server.service import Service
 from lookahead.server.settings import ServerSettings
-from lookahead.server.structure import callable_tools, grammar_of
+from lookahead.server.structure import callable_tools
 from lookahead.serving import Engine
 from lookahead.version import __version__
 
 PAGE = Path(__file__).parent / "page"
 PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'"}
 
-COMPLETION_TOKENS = 16
-"""Most tokens of an answer of `/v1/completions` that names no number, as in OpenAI's API."""
-
 
 def create_app(served: ServedModel, settings: ServerSettings) -> FastAPI:
     """The application that serves a model. Its engine is started with it, and closed."""
-    preparing = ThreadPoolExecutor(1, "lookahead-prepare")  # tokenizing a long prompt must not hold up the others
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -53,46 +44,28 @@ def create_app(served: ServedModel, settings: ServerSettings) -> FastAPI:
             yield
         finally:
             await asyncio.to_thread(served.engine.close, True)
-            preparing.shutdown()
+            service.close()
 
     app = FastAPI(title="lookahead", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     _add_errors(app)
-    metrics, load = Metrics(served.name), Load(settings.rows + settings.queue)
+    metrics = Metrics(served.name)
+    service = Service(served, settings, metrics)
     _add_gauges(metrics, served.engine)
     app.add_middleware(Guard, settings=settings, refused=metrics.refused, log=log_line)
+    _add_state(app, served, metrics)
+    _add_texts(app, served, service)
 
-    async def prepared(make: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(preparing, make)
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        """A chat that shows what lookahead decoding does."""
+        return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
 
-    async def answer(
-        request: TextRequest, http: Request, form: type[Form], prompts: Callable[[], list[list[int]]], count: int
-    ) -> Response:
-        served.check_name(request.model)
-        _check_stream_options(request)
-        loop, count = asyncio.get_running_loop(), count * request.n
-        default = COMPLETION_TOKENS if form is CompletionForm else None
-        load.take(count)
+    app.mount("/page", StaticFiles(directory=PAGE))
+    return app
 
-        def ended() -> None:
-            load.give_back(count)
-            metrics.reuse(generation.answers[:: request.n])
-            http.state.notes.update(_notes(request, generation))
 
-        generation = Generation(served, RequestClock(metrics), settings.timeout, ended)
-
-        def prepare() -> list[Plan]:
-            grammar = _grammar(served, request)
-            plans = [make_plan(served, request, prompt, settings.limits, default, grammar) for prompt in prompts()]
-            generation.submit(plans, request.n, loop)
-            return plans
-
-        try:
-            plans = await prepared(prepare)
-            metrics.prompt_tokens.inc(sum(len(plan.prompt) for plan in plans))
-            return await deliver(http, form(served, request, plans), generation, request.stream)
-        except BaseException:
-            generation.close()
-            raise
+def _add_state(app: FastAPI, served: ServedModel, metrics: Metrics) -> None:
+    """What is asked about the server and its model."""
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -122,21 +95,27 @@ def create_app(served: ServedModel, settings: ServerSettings) -> FastAPI:
         served.check_name(name)
         return _card(served)
 
+
+def _add_texts(app: FastAPI, served: ServedModel, service: Service) -> None:
+    """What makes texts, or reads them."""
+
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest, http: Request) -> Response:
         """Continue texts."""
-        return await answer(request, http, CompletionForm, lambda: _prompts(served, request), len(request.prompts))
+        return await service.answer(
+            request, http, CompletionForm, lambda: _prompts(served, request), len(request.prompts)
+        )
 
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, http: Request) -> Response:
         """Continue a conversation."""
-        return await answer(request, http, ChatForm, lambda: [_chat_prompt(served, request)], 1)
+        return await service.answer(request, http, ChatForm, lambda: [_chat_prompt(served, request)], 1)
 
     @app.post("/v1/responses")
     async def responses(request: ResponsesRequest, http: Request) -> Response:
         """Answer a text or a conversation."""
         chat = request.as_chat()
-        return await answer(chat, http, ResponsesForm, lambda: [_chat_prompt(served, chat)], 1)
+        return await service.answer(chat, http, ResponsesForm, lambda: [_chat_prompt(served, chat)], 1)
 
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
@@ -146,30 +125,10 @@ def create_app(served: ServedModel, settings: ServerSettings) -> FastAPI:
             raise ApiError(400, "give prompt or messages, one of them", "prompt", "invalid_value")
         prompt, messages = request.prompt, request.messages
         if prompt is not None:
-            tokens = await prepared(lambda: served.encode(prompt, request.add_special_tokens))
+            tokens = await service.prepared(lambda: served.encode(prompt, request.add_special_tokens))
         else:
-            tokens = await prepared(lambda: served.encode_chat(messages or []))
+            tokens = await service.prepared(lambda: served.encode_chat(messages or []))
         return {"count": len(tokens), "max_model_len": served.context_length, "tokens": tokens}
-
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        """A chat that shows what lookahead decoding does."""
-        return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
-
-    app.mount("/page", StaticFiles(directory=PAGE))
-    return app
-
-
-def _notes(request: TextRequest, generation: Generation) -> dict[str, Any]:
-    """What the log says of a request."""
-    answers = generation.answers
-    return {
-        "user": request.user,
-        "prompt_tokens": sum(len(answer.plan.prompt) for answer in answers[:: request.n]),
-        "completion_tokens": sum(answer.tokens for answer in answers),
-        "steps": sum(answer.steps for answer in answers),
-        "finish_reasons": [answer.finish_reason or "abort" for answer in answers],
-    }
 
 
 def _add_gauges(metrics: Metrics, engine: Engine) -> None:
@@ -195,22 +154,6 @@ def _prompts(served: ServedModel, request: CompletionRequest) -> list[list[int]]
 
 def _chat_prompt(served: ServedModel, request: ChatRequest) -> list[int]:
     return served.encode_chat(request.messages, callable_tools(request))
-
-
-def _grammar(served: ServedModel, request: TextRequest) -> Grammar | None:
-    asked = grammar_of(request) if isinstance(request, ChatRequest) else None
-    if asked is None:
-        return None
-    grammar, field = asked
-    if not served.end_tokens:
-        raise errors.refused(field, f"{field} needs a model with an end-of-sequence token, which this one lacks")
-    check_grammar(grammar, served.grammar_tokenizer, field)
-    return served.grammar_tokenizer, grammar
-
-
-def _check_stream_options(request: TextRequest) -> None:
-    if request.stream_options is not None and not request.stream:
-        raise errors.refused("stream_options", "stream_options needs stream=true")
 
 
 def _add_errors(app: FastAPI) -> None:

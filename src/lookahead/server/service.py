@@ -1,0 +1,117 @@
+"""Answers requests: from a checked request to the response, on the engine of a served model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from lookahead.server import errors
+from lookahead.server.answers import CompletionForm, Form
+from lookahead.server.delivery import deliver
+from lookahead.server.generation import Generation
+from lookahead.server.grammar import check_grammar
+from lookahead.server.load import Load
+from lookahead.server.metrics import Metrics, RequestClock
+from lookahead.server.plan import Grammar, Plan, make_plan
+from lookahead.server.requests import ChatRequest, TextRequest
+from lookahead.server.served_model import ServedModel
+from lookahead.server.settings import ServerSettings
+from lookahead.server.structure import grammar_of
+
+COMPLETION_TOKENS = 16
+"""Most tokens of an answer of `/v1/completions` that names no number, as in OpenAI's API."""
+
+
+class Service:
+    """Makes the answers of a server.
+
+    Args:
+        served: The model, its tokenizer and its engine.
+        settings: Limits of the server.
+        metrics: What is told to Prometheus.
+    """
+
+    def __init__(self, served: ServedModel, settings: ServerSettings, metrics: Metrics) -> None:
+        self._served = served
+        self._settings = settings
+        self._metrics = metrics
+        self._load = Load(settings.rows + settings.queue)
+        self._preparing = ThreadPoolExecutor(1, "lookahead-prepare")  # a long prompt must not hold up the others
+
+    def close(self) -> None:
+        """Wait for what is being prepared."""
+        self._preparing.shutdown()
+
+    async def prepared(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns, called in a thread of its own."""
+        return await asyncio.get_running_loop().run_in_executor(self._preparing, make)
+
+    async def answer(
+        self, request: TextRequest, http: Request, form: type[Form], prompts: Callable[[], list[list[int]]], count: int
+    ) -> Response:
+        """Decode `request.n` answers to each of `count` prompts, and write them in the form of the route.
+
+        Raises:
+            ApiError: The request asks for what the server cannot do, or there are too many at the moment.
+        """
+        served, metrics = self._served, self._metrics
+        served.check_name(request.model)
+        _check_stream_options(request)
+        loop, count = asyncio.get_running_loop(), count * request.n
+        default = COMPLETION_TOKENS if form is CompletionForm else None
+        self._load.take(count)
+
+        def ended() -> None:
+            self._load.give_back(count)
+            metrics.reuse(generation.answers[:: request.n])
+            http.state.notes.update(_notes(request, generation))
+
+        generation = Generation(served, RequestClock(metrics), self._settings.timeout, ended)
+
+        def prepare() -> list[Plan]:
+            grammar = _grammar(served, request)
+            limits = self._settings.limits
+            plans = [make_plan(served, request, prompt, limits, default, grammar) for prompt in prompts()]
+            generation.submit(plans, request.n, loop)
+            return plans
+
+        try:
+            plans = await self.prepared(prepare)
+            metrics.prompt_tokens.inc(sum(len(plan.prompt) for plan in plans))
+            return await deliver(http, form(served, request, plans), generation, request.stream)
+        except BaseException:
+            generation.close()
+            raise
+
+
+def _notes(request: TextRequest, generation: Generation) -> dict[str, Any]:
+    """What the log says of a request."""
+    answers = generation.answers
+    return {
+        "user": request.user,
+        "prompt_tokens": sum(len(answer.plan.prompt) for answer in answers[:: request.n]),
+        "completion_tokens": sum(answer.tokens for answer in answers),
+        "steps": sum(answer.steps for answer in answers),
+        "finish_reasons": [answer.finish_reason or "abort" for answer in answers],
+    }
+
+
+def _grammar(served: ServedModel, request: TextRequest) -> Grammar | None:
+    asked = grammar_of(request) if isinstance(request, ChatRequest) else None
+    if asked is None:
+        return None
+    grammar, field = asked
+    if not served.end_tokens:
+        raise errors.refused(field, f"{field} needs a model with an end-of-sequence token, which this one lacks")
+    check_grammar(grammar, served.grammar_tokenizer, field)
+    return served.grammar_tokenizer, grammar
+
+
+def _check_stream_options(request: TextRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise errors.refused("stream_options", "stream_options needs stream=true")
