@@ -42,7 +42,8 @@ PROBES = {
     "serving": "many requests at once: tokens per second of CPU time at several loads",
     "soak": "random traffic on an engine: texts, memory, requests that are lost",
     "forced_text": "texts that a processor forces: steps and CPU time beside prompt lookup",
-    "precision": "how often texts of 16-bit models differ, and what tie_margin brings",
+    "precision": "how often texts of 16-bit models differ from plain decoding's",
+    "invariant": "what a step costs with invariant=True, and without",
     "parallel": "what several ranks run and send; start it with torchrun, and once without",
 }
 

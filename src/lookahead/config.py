@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 from lookahead.errors import InvalidArgumentError
@@ -47,14 +47,6 @@ def _whole_number(name: str, value: Any, about: Mapping[str, Any]) -> int:
         advice = ": choose a smaller one" if too_large else ""
         raise InvalidArgumentError(f"{name}={number} is out of range; it must be {allowed} ({meaning}){advice}")
     return number
-
-
-def _real_number(name: str, value: Any, about: Mapping[str, Any]) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not value >= about["least"]:
-        raise InvalidArgumentError(
-            f"{name}={value!r} must be a number of at least {about['least']}, {about['meaning']}"
-        )
-    return float(value)
 
 
 def _yes_or_no(name: str, value: Any, about: Mapping[str, Any]) -> bool:
@@ -167,9 +159,6 @@ class LookaheadConfig:
         drafter: Makes a drafter of your own, instead of one of the presets; called once for each sequence, so give
             the class, or a function. `step_budget` is the most nodes that it may send, 128 if not given. See
             `docs/extending.md`.
-        tie_margin: Greedy decoding in low precision: name no token from a step with a draft if its logit is
-            less than this above the second; decide with a step without a draft, whose rounding is plain
-            decoding's. 0 is off, and right in float32. See `docs/precision.md` for what it brings and costs.
         pack_weights: On a CPU, run the model with a second copy of its linear layers' weights, in the order in
             which the processor multiplies them. Steps take about half the time (`docs/engine.md`), the weights
             twice the memory. The copy is made at the first call and kept as long as the model.
@@ -182,9 +171,8 @@ class LookaheadConfig:
             `"static"` takes memory for the longest text of the call beforehand (`max_length`, so choose that or
             `max_new_tokens` with care), pads steps to a few sizes, and on CUDA captures a graph of each;
             `"compiled"` sends the static pass through `torch.compile` first, which takes a minute or more. What was
-            made is kept for the next call with the model. Long prompts, models that cannot be run so (with
-            hooks, adapters, or positions that change when a text becomes long), and calls with a
-            `tie_margin`, whose one-token steps must round as plain decoding does, go the dynamic way.
+            made is kept for the next call with the model. Long prompts and models that cannot be run so (with
+            hooks, adapters, or positions that change when a text becomes long) go the dynamic way.
 
     Raises:
         InvalidArgumentError: A value has the wrong type, is out of its range, or is about another preset.
@@ -256,7 +244,6 @@ class LookaheadConfig:
     drafter: Callable[[], Any] | None = _choice(  # noqa: RUF009, it makes a field
         None, _factory, presets=(OWN,)
     )
-    tie_margin: float = _choice(0.0, _real_number, least=0, meaning="a difference of logits")
     pack_weights: bool = _choice(
         *(False, _yes_or_no),
         help="On a CPU, keep a second copy of the weights in the order that is fastest to multiply.",

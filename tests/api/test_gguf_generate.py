@@ -91,13 +91,6 @@ def test_processors_and_collected_scores(model: Any, prompt: torch.Tensor) -> No
     torch.testing.assert_close(torch.cat(output.scores), torch.cat(expected.scores), atol=1e-3, rtol=1e-3)
 
 
-def test_a_wary_call_puts_close_choices_off(model: Any, prompt: torch.Tensor) -> None:
-    config = LookaheadConfig(step_budget=16, tie_margin=3.0)
-    options = {"max_new_tokens": 40, "do_sample": False}
-    expected = build("llama").generate(prompt, **options)
-    assert lookahead.generate(model, prompt, lookahead_config=config, **options).tolist() == expected.tolist()
-
-
 def test_calls_in_threads(model: Any) -> None:
     prompts = [torch.randint(1, 72, (1, 9), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     expected = [build("llama").generate(each, max_new_tokens=40, do_sample=False).tolist() for each in prompts]

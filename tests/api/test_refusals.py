@@ -49,7 +49,6 @@ from model_zoo import MAX_POSITIONS, build
         ),
         ({"seed": np.float64(3)}, "seed=.*3.0.* whole number"),
         ({"window_size": np.bool_(True)}, "window_size=.*True.* whole number"),
-        ({"tie_margin": float("nan")}, "tie_margin=nan"),
         ({"memory": "proces"}, "memory='proces' is neither \"request\" nor \"process\".*'./proces'"),
         ({"memory": "Request"}, "memory='Request'"),
         ({"preset": "auto", "window_size": 3}, "window_size=3 .*'paper'.* 'auto'"),
@@ -74,7 +73,6 @@ def test_numbers_of_numpy(kind: type) -> None:
     assert config == LookaheadConfig(window_size=3, ngram_size=4, guess_set_size=5, seed=6)
     assert {type(getattr(config, name)) for name in ("window_size", "ngram_size", "guess_set_size", "seed")} == {int}
     assert type(LookaheadConfig(step_budget=kind(16)).step_budget) is int
-    assert type(LookaheadConfig(tie_margin=np.float32(0.5)).tie_margin) is float
 
 
 @pytest.mark.parametrize("memory", ["./proces", "memory.npz", "~/memory", Path("proces"), "process", "request"])
@@ -86,7 +84,7 @@ def test_names_of_memories(memory: str | Path) -> None:
 def test_a_configuration_can_be_written_down_and_changed(preset: str) -> None:
     config = LookaheadConfig(preset=preset)
     assert LookaheadConfig.from_dict(asdict(config)) == config
-    assert replace(config, tie_margin=1.0).preset == preset
+    assert replace(config, pack_weights=True).preset == preset
 
 
 def test_configuration_from_a_dictionary() -> None:

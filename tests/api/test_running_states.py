@@ -146,7 +146,6 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was() -> None:
         ({"preset": "paper"}, {}, "preset='paper'"),
         ({"pack_weights": True}, {}, "pack_weights=True"),
         ({"invariant": True}, {}, "invariant=True"),
-        ({"tie_margin": 0.1}, {}, "tie_margin=0.1"),
         ({}, {"use_cache": False}, "use_cache=False"),
     ],
 )

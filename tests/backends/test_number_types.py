@@ -67,31 +67,3 @@ def test_drafted_steps_select_likely_tokens_in_every_type(name: str, dtype: torc
         chosen = logits[output.sequences[0, different[0]]]
         # a few units in the last place of a logit of this size
         assert float(logits.max() - chosen) <= 16 * torch.finfo(dtype).eps * float(logits.abs().max())
-
-
-def decode_with_margin(margin: float) -> tuple[torch.Tensor, list[int], list[int]]:
-    """The text, and for each step the tokens it added and the nodes it sent."""
-    config = LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=5, pool_from_prompt=True, tie_margin=margin)
-    output = lookahead.generate(build("llama"), PROMPT, lookahead_config=config, **GREEDY)
-    return output.sequences, output.statistics.accepted_lengths, output.statistics.nodes_per_step
-
-
-def test_tie_margin_decides_by_one_token_steps() -> None:
-    text, lengths, _ = decode_with_margin(0.0)
-    assert 0 not in lengths
-    for margin in (1.0, 1e9):
-        cautious, lengths, nodes = decode_with_margin(margin)
-        assert torch.equal(cautious, text), "in float32 it changes nothing but the steps"
-        assert sum(lengths) == 24
-        one_token_steps = [step for step in range(1, len(nodes)) if nodes[step] == 1]
-        assert one_token_steps, "no near-tie: the test shows nothing"
-        assert all(lengths[step] == 1 for step in one_token_steps)
-        # A step that names nothing is followed by one without a draft, which does.
-        assert all(nodes[step + 1] == 1 for step, length in enumerate(lengths) if length == 0)
-    assert [length for length, sent in zip(lengths, nodes, strict=True) if sent > 1] == [0] * lengths.count(0)
-
-
-@pytest.mark.parametrize("margin", [-0.1, "much", True])
-def test_tie_margin_out_of_range(margin: object) -> None:
-    with pytest.raises(lookahead.InvalidArgumentError, match="tie_margin"):
-        LookaheadConfig(tie_margin=margin)  # type: ignore[arg-type]

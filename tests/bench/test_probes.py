@@ -238,7 +238,7 @@ def test_growth_compares_outputs(
 
 
 def test_precision(measure: Measure, model_folder: Path, prompts: Path, tmp_path: Path) -> None:
-    arguments = ["--model", model_folder, "--prompts", prompts, "--margins", 0, 0.5, "--max-new-tokens", 8]
+    arguments = ["--model", model_folder, "--prompts", prompts, "--max-new-tokens", 8]
     assert measure("precision", *arguments, "--limit", 1) == 0
     early = rows_in(tmp_path)
     assert measure("precision", *arguments) == 0, "the rest is measured, and the early rows stay"
@@ -248,7 +248,7 @@ def test_precision(measure: Measure, model_folder: Path, prompts: Path, tmp_path
     assert 0 <= single["attention"] <= 1
     references = {row["prompt"]: row for row in rows if row["kind"] == "reference"}
     measured = [row for row in rows if row["kind"] == "measurement"]
-    methods = ["autoregressive", "margin 0", "margin 0.5", "copies", "batch", "float32"]
+    methods = [*precision.CONFIGS, "copies", "batch", "float32"]
     assert [(row["prompt"], row["method"]) for row in measured] == [(id, one) for id in "14" for one in methods]
     for row in measured:
         reference = references[row["prompt"]]

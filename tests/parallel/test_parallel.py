@@ -120,14 +120,6 @@ def _fresh(group: ParallelGroup, timeout: float = 60.0) -> ParallelGroup:
 # --- the choices of a configuration ---------------------------------------------------------------------------
 
 
-def test_close_choices_are_put_off_as_in_one_process(team: Team) -> None:
-    config = replace(CONFIG, tie_margin=1.0)
-    wanted = _run(None, config, {})
-    assert wanted["steps"] > _run(None, CONFIG, {})["steps"]
-    for got in team.run(RANKS, _run, config, {}):
-        assert got == wanted
-
-
 def test_the_static_engine(team: Team) -> None:
     config = replace(CONFIG, engine="static")
     wanted = _run(None, CONFIG, {})

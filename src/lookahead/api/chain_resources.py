@@ -70,8 +70,3 @@ def _check_settings(model: PreTrainedModel, config: LookaheadConfig) -> None:
             raise UnsupportedArgumentError(
                 f"{setting}=True is not possible for {name}, which keeps a running state; use {setting}=False"
             )
-    if config.tie_margin > 0:
-        raise UnsupportedArgumentError(
-            f"tie_margin={config.tie_margin} cannot be kept for {name}: its running state is rounded as the steps "
-            "went, also before a step without a draft; use tie_margin=0"
-        )

@@ -135,12 +135,7 @@ class Request:
             )
             for row in range(prompts.rows)
         ]
-        self._batch = Batch(
-            self._sequences,
-            tie_margin=config.tie_margin,
-            times=account,
-            clock=self._resources.clock,
-        )
+        self._batch = Batch(self._sequences, times=account, clock=self._resources.clock)
 
     def listen(self, on_step: OnStep | None, streamer: BaseStreamer | None) -> None:
         """Tell `on_step` of every step, and `streamer` of every token."""

@@ -139,7 +139,7 @@ def _static_buffers(
     engine: PreTrainedModel, config: LookaheadConfig, prompts: Prompts, generation_config: GenerationConfig
 ) -> StaticBuffers | None:
     """The buffers of a static engine; `None` for the dynamic one."""
-    if config.engine == "dynamic" or config.tie_margin > 0:
+    if config.engine == "dynamic":
         return None
     longest = max(prompts.before) + generation_config.max_length
     compiler = "inductor" if config.engine == "compiled" else None

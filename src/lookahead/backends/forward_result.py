@@ -39,10 +39,6 @@ class ForwardResult:
         logits = self.logits[row : row + 1]
         return logits.to(torch.float32, copy=True) if self._borrowed else logits
 
-    def margin(self, node: int) -> float:
-        """How far the logit of the likeliest token after `node` is above the second one."""
-        return margin(self.logits_after(node))
-
 
 class OneNodeResult:
     """What a forward pass gave for one node, a step of plain decoding: nothing is looked up or copied.
@@ -72,10 +68,6 @@ class OneNodeResult:
         """As of `ForwardResult`."""
         return self.logits
 
-    def margin(self, node: int) -> float:
-        """As of `ForwardResult`."""
-        return margin(self.logits)
-
     def as_tree(self) -> ForwardResult:
         """The same in the form that results of larger trees have."""
         return ForwardResult(self.logits, self.predictions, self.top_ids, self.top_probabilities, {0: 0})
@@ -83,13 +75,6 @@ class OneNodeResult:
 
 _NO_IDS: NDArray[np.int64] = np.empty((1, 0), dtype=np.int64)
 _NO_PROBABILITIES: NDArray[np.float32] = np.empty((1, 0), dtype=np.float32)
-
-
-def margin(logits: torch.Tensor) -> float:
-    """How far the largest of `logits` `[1, vocabulary]` is above the second one."""
-    first, second = logits[0].topk(2).values.tolist()
-    return float(first - second)
-
 
 def forward_result(
     length: int,

@@ -33,7 +33,7 @@ def verify(batch: Batch, trees: Sequence[TokenTree], outputs: Sequence[NodeOutpu
     """Walk the tree of each sequence, which grows by the tokens selected; `None` for one that is finished, or of which
     the step carried a part of the text alone."""
     rows = zip(batch.sequences, trees, outputs, strict=True)
-    return [_walk(batch, *row) if not row[0].finished and row[1].needs_logits[row[1].root] else None for row in rows]
+    return [_walk(*row) if not row[0].finished and row[1].needs_logits[row[1].root] else None for row in rows]
 
 
 @dataclass
@@ -44,8 +44,6 @@ class Batch:
         sequences: One for each row of the backend. Between two steps others may take their place, or they may become
             more or fewer, as the backend's rows do.
         statistics: Counts and times are added to it.
-        tie_margin: Greedy decoding selects no token from a step with a draft whose logit is less than this above the
-            second; the next step decides, without a draft. See `LookaheadConfig.tie_margin`.
         times: Told of each step that carried no prompt.
         clock: Says by what seconds `times` goes.
         verify: Walks the trees of a step.
@@ -55,7 +53,6 @@ class Batch:
 
     sequences: Sequence[SequenceState]
     statistics: Statistics = field(default_factory=Statistics)
-    tie_margin: float = 0.0
     times: StepTimes | None = None
     clock: Callable[[], float] = perf_counter
     verify: Verify = verify
@@ -122,28 +119,18 @@ def _draft(backend: Backend, batch: Batch, row: int) -> TokenTree:
     if sequence.finished:
         return backend.idle_tree()
     tree = backend.begin_tree(row, sequence.tokens)
-    # Who is wary of rounding wants the prompt's keys and values, and the first token, as plain decoding has them.
-    plainly = sequence.undecided or (batch.tie_margin > 0 and tree.root > 0)
-    if not (sequence.is_last_token or plainly) and backend.wants_draft(tree):
+    if not sequence.is_last_token and backend.wants_draft(tree):
         tree.limit(sequence.most_tokens - len(sequence.tokens) - 1)
         sequence.drafter.propose(tree)
     return tree
 
 
-def _walk(batch: Batch, sequence: SequenceState, tree: TokenTree, outputs: NodeOutputs) -> Walk:
-    def select(node: int) -> int | None:
-        return select_token(sequence, tree, outputs, node, batch.tie_margin)
-
-    return follow(tree, select, sequence.append)
+def _walk(sequence: SequenceState, tree: TokenTree, outputs: NodeOutputs) -> Walk:
+    return follow(tree, lambda node: select_token(sequence, outputs, node), sequence.append)
 
 
-def select_token(
-    sequence: SequenceState, tree: TokenTree, outputs: NodeOutputs, node: int, tie_margin: float
-) -> int | None:
-    """The token selected after `node`; `None` where it is too close a choice, see `Batch.tie_margin`."""
-    wary = tie_margin > 0 and not tree.is_chain and not sequence.sampler.samples
-    if wary and outputs.margin(node) < tie_margin:
-        return None
+def select_token(sequence: SequenceState, outputs: NodeOutputs, node: int) -> int:
+    """The token selected after `node`."""
     if not sequence.sampler.needs_logits:
         return int(outputs.predictions[node])
     return sequence.sampler.select(sequence, outputs, node)
@@ -154,15 +141,14 @@ def _kept(sequence: SequenceState, tree: TokenTree, walk: Walk | None) -> list[i
     after them, which the next step sends as its root."""
     if walk is None:
         return [] if sequence.finished else list(range(len(tree)))
-    kept = [*range(tree.root + 1), *walk.path]
-    return kept[:-1] if walk.declined else kept
+    return [*range(tree.root + 1), *walk.path]
 
 
 def _settle(sequence: SequenceState, outputs: NodeOutputs, walk: Walk) -> StepRecord:
     """Let the sequence and its drafter know what the step came to."""
     tree = walk.tree
     sequence.steps += 1
-    sequence.finished, sequence.undecided = walk.stopped, walk.declined
+    sequence.finished = walk.stopped
     shaping = sequence.sampler.shaping if sequence.sampler.samples else None
     listed = outputs.top_ids, outputs.top_probabilities
     sequence.drafter.observe(StepResult(tree, outputs.predictions, walk.path, walk.tokens, *listed, shaping))

@@ -30,9 +30,6 @@ class NodeOutputs(Protocol):
     def logits_after(self, node: int) -> Any:
         """Logits of the token after `node`, `[1, vocabulary]` float32, in the backend's own kind of array."""
 
-    def margin(self, node: int) -> float:
-        """How far the logit of the likeliest token after `node` is above the second one."""
-
 
 @dataclass(frozen=True)
 class StepResult:

@@ -32,7 +32,6 @@ class SequenceState:
     Attributes:
         tokens: Token ids of the text so far.
         finished: Whether the text is complete.
-        undecided: Whether the last step deferred its decision to a step without a draft.
         steps: Steps this sequence has taken.
     """
 
@@ -54,7 +53,6 @@ class SequenceState:
         self.index = index
         self.most_tokens = sys.maxsize if most_tokens is None else most_tokens
         self.finished = False
-        self.undecided = False
         self.steps = 0
         drafter.start(self.tokens)
 

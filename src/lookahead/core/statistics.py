@@ -15,8 +15,7 @@ class StepRecord:
     Attributes:
         index: Which sequence of the batch.
         step: Number of the step, from 1; the prefill is step 1.
-        tokens: The token ids that the step added to the text, in order; at least one unless `tie_margin` put
-            the decision off to the next step.
+        tokens: The token ids that the step added to the text, in order; at least one.
         nodes: Nodes of the token tree that the step sent, prompt tokens not counted, the root counted.
         finished: Whether the text is complete with this step.
     """

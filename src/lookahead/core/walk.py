@@ -24,8 +24,7 @@ class Walk:
     Attributes:
         node: The node after which a token is to be selected next.
         path: Accepted candidate nodes, from below the root downwards.
-        tokens: The tokens selected: those of `path`, and one more, the root of the next step. Without the one more if
-            the choice was declined.
+        tokens: The tokens selected: those of `path`, and one more, the root of the next step.
         stopped: Whether the text is complete.
         done: Whether the walk is over.
     """
@@ -38,11 +37,6 @@ class Walk:
         self.stopped = False
         self.done = False
 
-    @property
-    def declined(self) -> bool:
-        """Whether no token was selected after the path."""
-        return len(self.tokens) == len(self.path)
-
     def take(self, token: int, stopped: bool) -> None:
         """Note the token after `node`, and whether the text is complete with it; go on to the child that holds it."""
         self.tokens.append(token)
@@ -54,25 +48,18 @@ class Walk:
             self.path.append(child)
             self.node = child
 
-    def decline(self) -> None:
-        """End the walk without a token after `node`."""
-        self.done = True
 
-
-def follow(tree: TokenTree, select: Callable[[int], int | None], append: Callable[[int], bool]) -> Walk:
+def follow(tree: TokenTree, select: Callable[[int], int], append: Callable[[int], bool]) -> Walk:
     """Walk `tree` to the end.
 
     Args:
         tree: The tree that was sent.
-        select: Gives the token after a node, or `None` to decline, which ends the walk. Called once for each token of
-            the output, in order, each time after the token before it was appended.
+        select: Gives the token after a node. Called once for each token of the output, in order, each time after the
+            token before it was appended.
         append: Adds a token to the text; true when the text is complete with it.
     """
     walk = Walk(tree)
     while not walk.done:
         token = select(walk.node)
-        if token is None:
-            walk.decline()
-        else:
-            walk.take(token, append(token))
+        walk.take(token, append(token))
     return walk

@@ -24,8 +24,8 @@ from lookahead.core.walk import Walk
 from lookahead.parallel.exchange import Exchange
 from lookahead.parallel.runner import ParallelRunner
 
-_NOTHING, _DECLINED = -1, -2
-"""Entries of a message besides tokens; a token is sent as twice its id, plus 1 if the text is complete."""
+_NOTHING = -1
+"""What a message holds behind its tokens; a token is sent as twice its id, plus 1 if the text is complete."""
 
 
 @dataclass
@@ -42,10 +42,10 @@ def walks_alone(batch: Batch, asks_others: bool) -> bool:
     """Whether every rank can select tokens from the predictions alone, without logits.
 
     Args:
-        batch: Whose samplers select the tokens; a tie margin needs logits.
+        batch: Whose samplers select the tokens.
         asks_others: Whether ranks may disagree on when a text is complete, as with a time limit.
     """
-    needs_logits = batch.tie_margin or any(sequence.sampler.needs_logits for sequence in batch.sequences)
+    needs_logits = any(sequence.sampler.needs_logits for sequence in batch.sequences)
     return not asks_others and not needs_logits
 
 
@@ -80,10 +80,10 @@ class SharedVerification:
             for number, (sequence, result, walk) in enumerate(parts)
             if walk is not None
         ]
-        self._walk(rows, batch.tie_margin)
+        self._walk(rows)
         return walks
 
-    def _walk(self, rows: list[_Row], tie_margin: float) -> None:
+    def _walk(self, rows: list[_Row]) -> None:
         room = sum(_most_tokens(row.walk.tree) for row in rows)
         keeps = any(row.sequence.sampler.keeps for row in rows)
         walker, shared = 0, False
@@ -91,7 +91,7 @@ class SharedVerification:
             message = np.full(room, _NOTHING, dtype=np.int32)
             logits: list[torch.Tensor] = []
             if self._runner.rank == walker:
-                codes = self._select(rows, tie_margin, logits)
+                codes = self._select(rows, logits)
                 message[: len(codes)] = codes
             received = (self._runner.tell(message) if shared else self._runner.share(message))[walker]
             shared = True
@@ -103,7 +103,7 @@ class SharedVerification:
             if ahead is not None:
                 walker = self._runner.owner(ahead.number, ahead.walk.node)
 
-    def _select(self, rows: list[_Row], tie_margin: float, logits: list[torch.Tensor]) -> list[int]:
+    def _select(self, rows: list[_Row], logits: list[torch.Tensor]) -> list[int]:
         """Select tokens while this rank has the logits; returns their codes for the other ranks."""
         codes: list[int] = []
         for row in rows:
@@ -114,11 +114,7 @@ class SharedVerification:
                     and self._runner.owner(row.number, row.walk.node) != self._runner.rank
                 ):
                     return codes
-                token = select_token(sequence, row.walk.tree, row.result, row.walk.node, tie_margin)
-                if token is None:
-                    row.walk.decline()
-                    codes.append(_DECLINED)
-                    continue
+                token = select_token(sequence, row.result, row.walk.node)
                 if sequence.sampler.keeps:
                     logits.append(row.result.logits_after(row.walk.node))
                 row.walk.take(token, sequence.append(token))
@@ -129,11 +125,10 @@ class SharedVerification:
         self, logits: list[torch.Tensor], codes: list[int], rows: list[_Row], walker: int
     ) -> torch.Tensor | None:
         """The logits `[tokens, vocabulary]` that the tokens were selected from, for a caller who wants them."""
-        count = sum(code != _DECLINED for code in codes)
-        if not count:
+        if not codes:
             return None
         mine = self._runner.rank == walker
-        given = torch.cat(logits).cpu() if mine else torch.empty(count, rows[0].result.logits.shape[-1])
+        given = torch.cat(logits).cpu() if mine else torch.empty(len(codes), rows[0].result.logits.shape[-1])
         self._exchange.broadcast(given, walker)
         return given
 
@@ -142,13 +137,9 @@ def _repeat(rows: list[_Row], codes: list[int], given: torch.Tensor | None) -> N
     """Repeat the steps of the rank that selected these tokens."""
     unfinished = iter([row for row in rows if not row.walk.done])
     row = next(unfinished)
-    place = 0
-    for code in codes:
+    for place, code in enumerate(codes):
         if row.walk.done:
             row = next(unfinished)
-        if code == _DECLINED:
-            row.walk.decline()
-            continue
         token, stopped = code >> 1, bool(code & 1)
         sampler = row.sequence.sampler
         if sampler.needs_logits:
@@ -158,7 +149,6 @@ def _repeat(rows: list[_Row], codes: list[int], given: torch.Tensor | None) -> N
             sampler.choose(row.sequence.ids, logits[None].to(row.sequence.ids.device))
         row.sequence.append(token)
         row.walk.take(token, stopped)
-        place += 1
 
 
 def _most_tokens(tree: TokenTree) -> int:

@@ -123,7 +123,7 @@ class Engine:
             prediction: Token ids of a text that is expected to come, such as a file of which a part is to be edited.
                 It is drafted from, and changes nothing but the number of steps.
             lookahead_config: How to draft for this request; the engine's configuration if not given. The method counts,
-                and `step_budget` as the most nodes that it sends in a step; weights and `tie_margin` are the engine's.
+                and `step_budget` as the most nodes that it sends in a step; weights are the engine's.
             on_step: Called after each step with a `StepRecord`, in the thread that runs the steps.
             **kwargs: As for `model.generate`: lengths, sampling, processors, stopping criteria, `stop_strings` with
                 `tokenizer`, `streamer`, `return_dict_in_generate`, ...
@@ -277,7 +277,6 @@ class Engine:
         batch = Batch(
             [request.sequence for request in requests],
             counts,
-            self._config.tie_margin,
             self._shared,
             self._clock,
             _Verification(requests),

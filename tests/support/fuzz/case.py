@@ -97,7 +97,7 @@ def draw_case(seed: int, families: list[str], images: bool = False) -> Case:
 def _for_running_states(turn: Turn) -> Turn:
     """The turn with one row, without hidden tokens and settings that need trees."""
     settings = {name: value for name, value in turn.settings.items() if name != "num_return_sequences"}
-    drafting = {name: value for name, value in turn.drafting.items() if name not in ("tie_margin", "pack_weights")}
+    drafting = {name: value for name, value in turn.drafting.items() if name != "pack_weights"}
     if drafting["preset"] == "paper":
         drafting = {"preset": "auto"}
     prompt = max(turn.prompts, key=len)
@@ -202,8 +202,6 @@ def _draw_drafting(random: Random) -> dict[str, Any]:
         values["engine"] = "static"
     if random.random() < 0.1:
         values["pack_weights"] = True
-    if random.random() < 0.05:
-        values["tie_margin"] = 0.01
     return values
 
 
