@@ -44,6 +44,7 @@ PROBES = {
     "forced_text": "texts that a processor forces: steps and CPU time beside prompt lookup",
     "precision": "how often texts of 16-bit models differ from plain decoding's",
     "invariant": "what a step costs with invariant=True, and without",
+    "same_bits": "whether every logit of invariant texts has the bits of plain decoding",
     "parallel": "what several ranks run and send; start it with torchrun, and once without",
 }
 

@@ -92,6 +92,23 @@ def test_sampling_draws_from_the_same_bits(name: str) -> None:
         assert_same_bits(decode(model, PROMPT, LookaheadConfig(invariant=True, **draft), **sampled), plain, draft)
 
 
+def test_rows_of_a_sampled_batch_draw_each_for_itself() -> None:
+    model, sampled = in_type("llama", torch.bfloat16), {"do_sample": True, "temperature": 0.7, "eos_token_id": None}
+    prompts = torch.cat([PROMPT, PROMPT + 5, PROMPT])
+    plain = decode(model, prompts, PLAIN, **sampled)
+    assert not torch.equal(plain.sequences[0], plain.sequences[2]), "the same prompt, and draws of its own"
+    for draft in DRAFTS[1:6:2]:
+        assert_same_bits(decode(model, prompts, LookaheadConfig(invariant=True, **draft), **sampled), plain, draft)
+    assert_same_bits(decode(model, prompts, LookaheadConfig(invariant=True), **sampled), plain, "nodes by the clock")
+
+
+def test_statistics_say_whether_a_text_was_made_so() -> None:
+    model = in_type("llama", torch.bfloat16)
+    assert decode(model, PROMPT, PLAIN).statistics.invariant_rows >= 1
+    output = decode(model, PROMPT, LookaheadConfig(invariant=False))
+    assert output.statistics.to_dict()["invariant_rows"] == 0
+
+
 @pytest.mark.parametrize("pack_weights", [False, True])
 def test_rows_of_a_batch_are_each_as_alone(pack_weights: bool) -> None:
     model = in_type("llama", torch.bfloat16)
@@ -199,13 +216,16 @@ def differing_products() -> Iterator[tuple[rows.Product, rows.RowRule | None]]:
     def bent(changes: Any) -> rows.Product:
         return lambda sample: sample * (2.0 if changes(len(sample)) else 1.0)
 
-    yield bent(lambda count: False), rows.RowRule(2, rows.MOST)
+    yield bent(lambda count: False), rows.RowRule(1, rows.MOST)
     yield bent(lambda count: count == 1), rows.RowRule(2, rows.MOST)
     yield bent(lambda count: count < 4), rows.RowRule(4, rows.MOST)
     yield bent(lambda count: count < 48), rows.RowRule(16, 16)
     yield lambda sample: sample + torch.arange(len(sample))[:, None], None
     # one row in a thousand, as rounding does it
-    yield lambda sample: sample * torch.where((len(sample) == 2) & (sample[:, :1] > 3), 2.0, 1.0), rows.RowRule(4, 512)
+    yield (
+        lambda sample: sample * torch.where((len(sample) == 2) & (sample[:, :1] > 3), 2.0, 1.0),
+        rows.RowRule(4, rows.MOST),
+    )
 
 
 @pytest.mark.parametrize("case", range(6))

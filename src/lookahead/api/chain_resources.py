@@ -33,6 +33,7 @@ class ChainResources:
     chains = True
     keeps_cache = True
     most_nodes = MAX_NODES_PER_STEP
+    invariant_rows = 0
 
     def __init__(
         self, model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig

@@ -121,13 +121,14 @@ class Request:
         account = self._account() if config.chooses_nodes else None
         drafters = self._drafters(pool, account)
         ends = last_lengths(self._resources.runner.last_length, prompts, rule.has_eos)
+        generators = self._generators()
         self._rule = rule
         self._sequences = [
             TextSequence(
                 prompts.input_ids[row : row + 1].long(),  # as the texts that transformers returns
                 prompts.tokens[row],
                 drafters[row],
-                make_sampler(row_processors(processors, row, prompts.rows), self._generation_config),
+                make_sampler(row_processors(processors, row, prompts.rows), self._generation_config, generators[row]),
                 rule,
                 ends[row],
                 index=row,
@@ -175,9 +176,21 @@ class Request:
         token = self._generation_config._pad_token_tensor
         return int(token) if token is not None and self._rule.has_eos else None
 
+    def _generators(self) -> list[torch.Generator | None]:
+        """Who draws for each row; `None` for torch's default generator, which rows share.
+
+        Which of them draws from it first depends on the nodes of the steps. Where passes are invariant nothing may, so
+        that each row of several has a generator of its own, seeded from the shared one.
+        """
+        rows = self._prompts.rows
+        if not (self._config.invariant and self._generation_config.do_sample and rows > 1):
+            return [None] * rows
+        seeds = torch.randint(2**63 - 1, (rows,)).tolist()
+        return [torch.Generator(self._prompts.input_ids.device).manual_seed(seed) for seed in seeds]
+
     def _account(self) -> DraftAccount:
         sampling, rows = self._generation_config, self._prompts.rows
-        if sampling.do_sample and rows > 1:
+        if sampling.do_sample and rows > 1 and not self._config.invariant:
             # The rows share one generator, and which of them samples first depends on the nodes of the steps. So that
             # a seed gives the same texts again, these must not depend on the clock, nor on other calls.
             return DraftAccount(CostModel.prior(), rows, adaptive=False)
@@ -232,6 +245,7 @@ class Request:
         if not self._generation_config.return_dict_in_generate:
             return texts
         self._batch.statistics.state_bytes = self._resources.state_bytes
+        self._batch.statistics.invariant_rows = self._resources.invariant_rows
         self._batch.statistics.sources = [sequence.drafter.statistics() for sequence in self._sequences]
         return LookaheadOutput(
             sequences=texts,

@@ -23,6 +23,7 @@ from lookahead.backends.transformers import (
     return_cache,
     runs_on_chains,
 )
+from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.step_clock import step_clock
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 
@@ -36,6 +37,7 @@ class CallResources(Protocol):
         clock: The clock for its steps, in seconds.
         keeps_cache: Whether the cache that a call leaves can be handed on.
         most_nodes: Nodes that the tree of each row may have.
+        invariant_rows: See `Statistics.invariant_rows`.
     """
 
     runner: Any
@@ -43,6 +45,7 @@ class CallResources(Protocol):
     clock: Callable[[], float]
     keeps_cache: bool
     most_nodes: int
+    invariant_rows: int
 
     @property
     def state_bytes(self) -> int:
@@ -84,6 +87,7 @@ class Resources:
         clock: The clock for its steps.
         keeps_cache: Whether the cache that a call leaves can be handed on; see `Equivalence.padded_caches`.
         most_nodes: Nodes that the tree of each row may have.
+        invariant_rows: See `Statistics.invariant_rows`.
 
     Raises:
         LookaheadError: The model or its settings cannot do what is asked for.
@@ -97,6 +101,7 @@ class Resources:
         self, model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
     ) -> None:
         engine = engine_model(model, config.pack_weights, config.engine != "dynamic", config.invariant)
+        self.invariant_rows = least_rows(engine) if config.invariant else 0
         kind = equivalence(model)
         self._prompts = prompts
         cache: TreeCache | None = None

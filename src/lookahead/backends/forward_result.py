@@ -76,6 +76,7 @@ class OneNodeResult:
 _NO_IDS: NDArray[np.int64] = np.empty((1, 0), dtype=np.int64)
 _NO_PROBABILITIES: NDArray[np.float32] = np.empty((1, 0), dtype=np.float32)
 
+
 def forward_result(
     length: int,
     nodes: NDArray[np.int64],

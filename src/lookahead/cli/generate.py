@@ -182,6 +182,7 @@ def decode_with_lookahead(
         )
         recording.output = output.sequences[0, prompt.input_ids.shape[1] :].tolist()
         recording.statistics.seconds = output.statistics.seconds
+        recording.statistics.invariant_rows = output.statistics.invariant_rows
         return output
 
     return _timed(run, loaded, recording)
@@ -269,6 +270,7 @@ def run_report(tokenizer: Tokenizer, recording: Recording) -> dict[str, Any]:
         "step_compression": statistics.step_compression,
         "nodes_per_step": statistics.nodes_per_step,
         "accepted_lengths": statistics.accepted_lengths,
+        "invariant_rows": statistics.invariant_rows,
         "tokens_per_second": recording.tokens_per_second,
         "seconds": {
             "wall": recording.wall_seconds,

@@ -69,6 +69,8 @@ class Statistics:
         accepted_lengths: Tokens that each step added to one sequence, in the same order.
         seconds: Wall time by part.
         state_bytes: Bytes of running states that were copied, so that they could be put back; 0 for a model without.
+        invariant_rows: Rows that every product had at least, if passes were invariant (`LookaheadConfig.invariant`), so
+            that drafts changed no bit of the text's logits; 0 if they were not.
         sources: What each sequence drafts from at the end: entries, hit rates and so on of the n-gram pool
             (`NGramPool.statistics`) or memory (`MemoryStatistics`); counts go on over calls that share it.
     """
@@ -80,6 +82,7 @@ class Statistics:
     accepted_lengths: list[int] = field(default_factory=list)
     seconds: Seconds = field(default_factory=Seconds)
     state_bytes: int = 0
+    invariant_rows: int = 0
     sources: list[dict[str, Any]] = field(default_factory=list)
 
     def record(self, step: StepRecord) -> None:

@@ -36,6 +36,7 @@ class GGUFResources:
     chains = False
     keeps_cache = False
     state_bytes = 0
+    invariant_rows = 0
     clock = staticmethod(perf_counter)
 
     def __init__(

@@ -12,8 +12,10 @@ from lookahead.backends.transformers import folded_attention, tree_attention
 from lookahead.backends.transformers.check_pass import agree, check_logits
 from lookahead.backends.transformers.folded_attention import FOLDED_SDPA
 from lookahead.backends.transformers.invariant import attention as invariant_attention
+from lookahead.backends.transformers.invariant.attention import LEAST_NODES
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
 from lookahead.backends.transformers.invariant.check import check_invariance, what_is_in_the_way
+from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_check import check_model, check_trees
 from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.backends.transformers.model_state import state_of
@@ -147,6 +149,8 @@ def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bo
             check_logits(ModelRunner(clone.module, 1)), check_logits(ModelRunner(model, 1)), model.dtype
         )
         uneven = same and trees and not check_invariance(clone.module)
+    if trees and least_rows(clone.module) > 1:
+        vars(clone.module)[LEAST_NODES] = 4 if pack_weights else 2
     if not same or clone.keeps_state(model):
         return "a clone of it that shares its weights does not compute what it computes"
     if uneven:

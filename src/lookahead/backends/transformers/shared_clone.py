@@ -105,8 +105,6 @@ class SharedClone:
         self._clones: dict[int, torch.nn.Module] = {}  # by the id of the module that each stands for
         self._configs: dict[int, Any] = {}  # each configuration is copied once, wherever it is referred to
         self.module: PreTrainedModel = self._clone(model)
-        if self._is_invariant:
-            vars(self.module)[LEAST_NODES] = 4 if pack_weights else 2
         self.refresh(all_modules(model))
 
     def refresh(self, modules: Sequence[torch.nn.Module]) -> None:

@@ -22,9 +22,8 @@ NAME = "lookahead_invariant"
 """What `attn_implementation` is called, once it is registered."""
 
 LEAST_NODES = "least_nodes"
-"""The attribute of a model that says how many nodes a pass has at least. A lone row goes through many libraries in a
-way of its own, so that products would have to pad it one by one. Two cost no more, and with packed weights four take
-less time than one."""
+"""The attribute of a model that says how many nodes a pass has at least, where products of a lone row would have to be
+padded one by one. Two cost no more there, and with packed weights four take less time than one."""
 
 _KINDS = {torch.bfloat16: np.int16(0), torch.float16: np.uint16(0), torch.float32: np.float32(0)}
 """What tells the kernel of what type numbers are; see `machine.read`."""

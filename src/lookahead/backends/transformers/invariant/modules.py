@@ -44,6 +44,12 @@ def empty_module(kind: type[torch.nn.Module]) -> torch.nn.Module:
     return module
 
 
+def least_rows(model: torch.nn.Module) -> int:
+    """Rows that every product of `model` has at least, by what its passes have found."""
+    found = [rule for module in model.modules() for rule in vars(module).get(FINDINGS, {}).values()]
+    return max((rule.least for rule in found if isinstance(rule, RowRule)), default=1)
+
+
 @cache
 def _joined(care: Any, kind: Any) -> Any:
     return type(kind.__name__, (care, kind), {})

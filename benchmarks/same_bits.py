@@ -1,0 +1,182 @@
+"""Compare every logit of texts decoded with `invariant=True` with those of plain decoding, bit by bit.
+
+For each prompt: drafts of 1, 7, 16, 33 and 64 nodes, from presets that take turns, greedily; drafts under sampling; a
+beginning that comes as prompt, and as a cache that is handed on; every fourth prompt in a batch of two to eight rows,
+greedy and sampled. Models with random weights read random tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.bench.prompts import read_prompts
+from lookahead.bench.rows import Row
+from lookahead.bench.suite import TaskSpec
+from probe import RANDOM, Probe, Unit, load_model, option
+
+BUDGETS = (1, 7, 16, 33, 64)
+PRESETS = ("auto", "token_recycling", "auto", "context_matches", "auto")
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
+PLAIN = LookaheadConfig(preset="autoregressive", invariant=True)
+
+_TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 211,
+    "max_position_embeddings": 512,
+    "sliding_window": 16,
+    "num_local_experts": 4,
+    **{f"{name}_token_id": None for name in ("bos", "eos", "pad")},
+}
+FAMILIES = {"qwen3": "qwen3", "gemma3": "gemma3_text", "mixtral": "mixtral"}
+"""Families of which a tiny model with random weights is made, and what transformers calls them."""
+
+PROMPTS = {"demo": "humaneval.jsonl", "stories260k": "stories.jsonl"}
+"""What models with trained weights read."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many prompts a model takes in each type, how many tokens of each, and how many it generates."""
+
+    bfloat16: int
+    float16: int
+    tokens: int
+    new_tokens: int
+
+
+SHARES = {
+    "qwen3": Share(16, 14, 24, 16),
+    "gemma3": Share(16, 14, 24, 16),
+    "mixtral": Share(14, 14, 24, 16),
+    "stories260k": Share(50, 30, 24, 24),
+    "demo": Share(20, 10, 24, 16),
+    RANDOM: Share(1, 1, 8, 3),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to compare."""
+
+    data: str = option("../shared/data", "folder of the prompts")
+    models: str = option("../shared/models", "folder of the story model")
+    limit: int = option(50, "prompts of each model in each type at most")
+
+
+@lru_cache(maxsize=2)
+def load(name: str, dtype: str, models: str) -> tuple[Any, Any]:
+    """A model, and its tokenizer if it has one."""
+    if name in FAMILIES:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(FAMILIES[name], **_TINY))
+        return model.to(getattr(torch, dtype)).eval(), None
+    loaded = load_model(name if name in ("demo", RANDOM) else str(Path(models) / name), dtype)
+    return loaded.model, None if name == RANDOM else loaded.tokenizer
+
+
+class Comparison:
+    """What differs from plain decoding, counted.
+
+    Attributes:
+        rows: A row for each way of decoding.
+    """
+
+    def __init__(self, model: Any, ids: torch.Tensor, new_tokens: int) -> None:
+        self._model, self._ids, self._new_tokens = model, ids, new_tokens
+        self._plain: dict[bool, Any] = {}
+        self.rows: list[Row] = []
+
+    def decode(self, config: LookaheadConfig, ids: torch.Tensor, new_tokens: int, **kwargs: Any) -> Any:
+        """One call, seeded."""
+        kwargs = {"do_sample": False, "eos_token_id": None} | kwargs
+        kwargs |= {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": new_tokens}
+        torch.manual_seed(7)
+        return lookahead.generate(
+            self._model, ids, lookahead_config=config, attention_mask=torch.ones_like(ids), **kwargs
+        )
+
+    def plain(self, sampled: bool) -> Any:
+        """Decoding without drafts."""
+        if sampled not in self._plain:
+            self._plain[sampled] = self.decode(PLAIN, self._ids, self._new_tokens, **(SAMPLED if sampled else {}))
+        return self._plain[sampled]
+
+    def add(self, way: str, output: Any, logits: Any, sampled: bool = False) -> None:
+        """Compare what came out in another way, its logits for the last tokens that plain decoding generated."""
+        plain = self.plain(sampled)
+        pairs = list(zip(logits, plain.logits[-len(logits) :], strict=True))
+        other = sum(int((got != wanted).sum()) for got, wanted in pairs)
+        row: Row = {"way": way, "rows": len(output.sequences), "tokens": len(pairs) * len(output.sequences)}
+        row |= {"logits": sum(got.numel() for got, _ in pairs), "other_bits": other}
+        row |= {"other_texts": int(not torch.equal(output.sequences, plain.sequences))}
+        row |= {"steps": output.statistics.steps, "nodes": sum(output.statistics.nodes_per_step)}
+        self.rows.append(row)
+
+    def drafts(self, number: int, budgets: tuple[int, ...], sampled: bool) -> None:
+        """Drafts of so many nodes, from a preset that depends on the number of the prompt."""
+        for budget in budgets:
+            config = LookaheadConfig(preset=PRESETS[number % len(PRESETS)], step_budget=budget, invariant=True)
+            output = self.decode(config, self._ids, self._new_tokens, **(SAMPLED if sampled else {}))
+            self.add(f"{'sampled' if sampled else 'greedy'}, {budget} nodes", output, output.logits, sampled)
+
+    def splits(self) -> None:
+        """What was an answer comes as a prompt, and in a cache."""
+        config, half = LookaheadConfig(step_budget=16, invariant=True), self._new_tokens // 2
+        first = self.decode(config, self._ids, half)
+        rest = self._new_tokens - half
+        again = self.decode(config, first.sequences, rest)
+        self.add("the answer as a prompt", again, again.logits)
+        cached = self.decode(config, first.sequences, rest, past_key_values=first.past_key_values)
+        self.add("the answer as a cache", cached, (*first.logits, *cached.logits))
+
+
+def compare(name: str, dtype: str, number: int, options: Options) -> Iterator[Row]:
+    """Rows of one prompt, and of a batch that begins with it."""
+    share, (model, tokenizer) = SHARES[name], load(name, dtype, options.models)
+    if tokenizer is None:
+        draws = torch.Generator().manual_seed(number)
+        ids = torch.randint(3, 200, (8, share.tokens), generator=draws)
+    else:
+        path = Path(options.data) / PROMPTS[name]
+        prompts = read_prompts(TaskSpec(path.stem, path))
+        texts = [prompts[(number + row) % len(prompts)].text for row in range(8)]
+        ids = torch.stack([tokenizer(text * 9, return_tensors="pt").input_ids[0, : share.tokens] for text in texts])
+    own = Comparison(model, ids[:1], share.new_tokens)
+    own.drafts(number, BUDGETS, sampled=False)
+    if name != RANDOM:
+        own.drafts(number, (BUDGETS[1 + number % 4],), sampled=True)
+        own.splits()
+    batch = Comparison(model, ids[: 2 + number // 4 % 7], share.new_tokens)
+    if number % 4 == 3 and name != RANDOM:
+        for sampled in (False, True):
+            batch.drafts(number, (BUDGETS[1 + number // 4 % 4],), sampled)
+    for row in (*own.rows, *batch.rows):
+        kept: Row = {"model": name, "dtype": dtype, "prompt": number, **row}
+        if row["other_bits"] or row["other_texts"]:
+            kept["error"] = f"{name}, {dtype}, prompt {number}: {row['way']} changed {row['other_bits']} logits"
+        yield kept
+
+
+def probe(options: Options) -> Probe:
+    """The units: each prompt of each model in each type."""
+    units = [
+        Unit(f"{name}, {dtype}, {number}", partial(compare, name, dtype, number, options))
+        for name, share in SHARES.items()
+        for dtype in ("bfloat16", "float16")
+        for number in range(min(getattr(share, dtype), options.limit))
+    ]
+    return Probe(units)
