@@ -5,13 +5,15 @@ import gc
 import weakref
 from collections import Counter
 from concurrent.futures import CancelledError
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
 
+import lookahead
 from lookahead import Engine, InvalidArgumentError, LookaheadConfig, UnsupportedArgumentError
-from model_zoo import build
+from model_zoo import build, in_type
 from schedules import Wanted, run_schedule, token_bytes
 
 NODES = LookaheadConfig(step_budget=24)
@@ -185,12 +187,35 @@ def test_what_cannot_be_served_is_refused() -> None:
         Engine(model, kv_bytes=3)
     with pytest.raises(InvalidArgumentError, match="max_rows=0"):
         Engine(build("llama"), max_rows=0)
-    with pytest.raises(UnsupportedArgumentError, match="invariant"):
-        Engine(build("llama"), LookaheadConfig(invariant=True))
+    with pytest.raises(UnsupportedArgumentError, match="invariant=True"):
+        Engine(build("llama").to(torch.float64), LookaheadConfig(invariant=True))
     scaled = Engine(build("phi3_long_rope"), NODES)
     with pytest.raises(UnsupportedArgumentError, match="positions"):
         scaled.submit(PROMPT, max_new_tokens=100)
     assert engine.step() == 0
+
+
+def test_rows_that_come_and_go_change_no_bit_where_passes_are_invariant() -> None:
+    model, prompts = in_type("llama", torch.bfloat16), ([3, 14, 15, 9, 2, 6] * 2, [40, 3, 14, 7], [5, 5, 9, 5, 5, 9, 5])
+    options = {"max_new_tokens": 14, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
+    ways: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "temperature": 0.8}, {"do_sample": False}]
+    plain = LookaheadConfig(preset="autoregressive", invariant=True)
+    expected = []
+    for prompt, way in zip(prompts, ways, strict=True):
+        torch.manual_seed(4)
+        expected.append(lookahead.generate(model, torch.tensor([prompt]), lookahead_config=plain, **options, **way))
+    engine = Engine(model, LookaheadConfig(step_budget=16, invariant=True), prompt_tokens=5)
+    handles = []
+    for prompt, way in zip(prompts, ways, strict=True):
+        handles.append(engine.submit(prompt, seed=4, **options, **way))
+        engine.step()
+        engine.step()
+    engine.run()
+    for handle, wanted in zip(handles, expected, strict=True):
+        output: Any = handle.result()
+        assert torch.equal(output.sequences, wanted.sequences)
+        assert all(torch.equal(*pair) for pair in zip(output.logits, wanted.logits, strict=True))
+        assert output.statistics.invariant_rows >= 1
 
 
 def test_what_begins_alike_is_computed_once() -> None:

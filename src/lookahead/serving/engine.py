@@ -83,7 +83,7 @@ class Engine:
             raise UnsupportedModelError(f"model={type(model).__name__} is run by llama.cpp; use lookahead.generate")
         self._model = model
         self._config = _check_engine_config(LookaheadConfig(memory="process") if config is None else config)
-        clone = packed_rows_model(model, self._config.pack_weights)
+        clone = packed_rows_model(model, self._config.pack_weights, self._config.invariant)
         self._runner = PackedRowsRunner(clone, equivalence(model).positions_end)
         self._clock = step_clock(model.device)
         accounts = partial(draft_account, clone, self._config, temperature=0.0)
@@ -303,8 +303,6 @@ class Engine:
 
 def _check_engine_config(config: LookaheadConfig | None) -> LookaheadConfig:
     checked = check_config(config)
-    if checked.invariant:
-        raise UnsupportedArgumentError("invariant=True is not supported by an Engine; use lookahead.generate")
     if checked.engine != "dynamic":
         raise UnsupportedArgumentError(f"engine={checked.engine!r} is not supported by an Engine; use engine='dynamic'")
     return checked

@@ -26,6 +26,7 @@ from lookahead.api.request import make_sampler
 from lookahead.api.stopping import StopRule, last_lengths
 from lookahead.api.streaming import StreamFeeder
 from lookahead.api.text_limits import check_length
+from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import draft_memory, keep_memory, neighbours
 from lookahead.backends.transformers.packed_rows import PackedRowsRunner
 from lookahead.backends.transformers.sampler import TextSampler
@@ -189,6 +190,7 @@ class Request:
             last_lengths(runner.last_length, prompts, rule.has_eos)[0],
         )
         handle.statistics.prompt_tokens = len(tokens)
+        handle.statistics.invariant_rows = least_rows(runner.model) if runner.is_invariant else 0
         self._rule = rule
         self._feeder = None if prepared.streamer is None else StreamFeeder(prepared.streamer, 1, None)
 

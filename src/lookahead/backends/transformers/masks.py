@@ -121,11 +121,14 @@ class MaskBuilder:
         Returns:
             As `build`, of `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32.
         """
-        masks = {}
-        for kind in self.kinds:
-            window, chunk = self.reach(kind)
-            masks[kind] = pack(ancestors, lengths, positions, window=window, chunk=chunk).to(device)
-        return self.arrange(masks)
+        return self.arrange({kind: self.packed(kind, ancestors, lengths, positions).to(device) for kind in self.kinds})
+
+    def packed(
+        self, kind: str, ancestors: NDArray[np.bool_], lengths: Sequence[int], positions: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """The packed mask of layers of a kind, on the CPU; arguments as for `pack`."""
+        window, chunk = self.reach(kind)
+        return pack(ancestors, lengths, positions, window=window, chunk=chunk)
 
     @property
     def windows(self) -> list[int | None]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.invariant.attention import LEAST_NODES
+from lookahead.backends.transformers.invariant.attention import LEAST_NODES, PACKED_ROWS
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
 from lookahead.backends.transformers.invariant.modules import FINDINGS, empty_module, invariant_kind
 from lookahead.backends.transformers.packed_linear import PACKED_WEIGHT, PackedLinear, can_pack
@@ -164,7 +164,7 @@ class SharedClone:
 
     @property
     def _is_invariant(self) -> bool:
-        return self._attention == INVARIANT
+        return self._attention in (INVARIANT, PACKED_ROWS)
 
     def _new_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """An empty module to stand for `module`, or `module` itself where that is to be shared."""

@@ -11,6 +11,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lookahead.backends.transformers.folded_attention import folded_sdpa
+from lookahead.backends.transformers.invariant.attention import PACKED_ROWS as INVARIANT
+from lookahead.backends.transformers.invariant.attention import invariant_attention
 from lookahead.backends.transformers.packed_rows.cache import PackedCache
 from lookahead.errors import UnsupportedModelError
 
@@ -25,7 +27,7 @@ class PackedStep:
     Attributes:
         bounds: Where the nodes of each row begin and end.
         masks: For each kind of layer what to add to the scores of each row, `[1, 1, nodes, keys]`, or `None` for
-            nodes of which each sees all that is before it.
+            nodes of which each sees all that is before it. Packed masks in invariant passes.
         kinds: The kind of each layer; one kind stands for all.
         cache: The cache of the step.
     """
@@ -79,7 +81,9 @@ def packed_rows_attention(
             f"{type(module).__name__} attends to other keys than those of its cache, or by a mask of its own"
         )
     # Folding is for CPUs.
-    attend = folded_sdpa if query.device.type == "cpu" else sdpa_attention_forward
+    attend: Any = folded_sdpa if query.device.type == "cpu" else sdpa_attention_forward
+    if module.config._attn_implementation == INVARIANT:  # type: ignore[union-attr]
+        attend = invariant_attention
     outputs = []
     for (start, end), (keys, values), mask in zip(
         packed_rows.bounds, states, packed_rows.masks_of(module), strict=True
@@ -95,3 +99,4 @@ def register() -> None:
     With no function for masks beside it: transformers then makes none.
     """
     AttentionInterface.register(NAME, packed_rows_attention)
+    AttentionInterface.register(INVARIANT, packed_rows_attention)

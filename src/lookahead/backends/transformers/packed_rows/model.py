@@ -8,8 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.check_pass import agree
-from lookahead.backends.transformers.engine_model import clone_for
+from lookahead.backends.transformers.engine_model import clone_for, engine_model
 from lookahead.backends.transformers.equivalence import equivalence
+from lookahead.backends.transformers.invariant.attention import PACKED_ROWS as INVARIANT
 from lookahead.backends.transformers.model_check import check_model
 from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.backends.transformers.packed_rows import attention
@@ -24,14 +25,16 @@ _TEXTS = ((5, 11, 7, 3, 13, 2), (17, 19, 23), (29, 5, 31, 37))
 """Short texts that share a pass in the equivalence check."""
 
 
-def packed_rows_model(model: PreTrainedModel, pack_weights: bool = False) -> PreTrainedModel:
+def packed_rows_model(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> PreTrainedModel:
     """A clone of `model` for `PackedRowsRunner`, with the model's own weights. Made and tried once per model object.
 
     Args:
         model: A causal language model of transformers, whose attention is `"sdpa"`.
         pack_weights: See `LookaheadConfig.pack_weights`.
+        invariant: See `LookaheadConfig.invariant`.
 
     Raises:
+        UnsupportedArgumentError: Passes of the model cannot be invariant.
         UnsupportedModelError: The model cannot be run on token trees, or not with packed rows.
     """
     check_model(model)
@@ -46,7 +49,9 @@ def packed_rows_model(model: PreTrainedModel, pack_weights: bool = False) -> Pre
         raise _unsupported(model, "it was compiled, or a hook stands in for the forward pass of one of its modules")
     if not equivalence(model).packed_rows:
         raise _unsupported(model, "a small copy of it gave other logits for rows that share a pass than for each alone")
-    clone = clone_for(model, attention.NAME, pack_weights, _tried_clone)
+    if invariant:  # refused where passes of one text cannot be
+        engine_model(model, pack_weights, invariant=True)
+    clone = clone_for(model, INVARIANT if invariant else attention.NAME, pack_weights, _tried_clone)
     if not isinstance(clone, SharedClone):
         raise _unsupported(model, str(clone))
     return clone.module
@@ -64,8 +69,11 @@ def _tried_clone(model: PreTrainedModel, name: str | None, pack_weights: bool) -
             found = _logits(packed, texts)
         except UnsupportedModelError as error:
             return str(error)
-        expected = [_logits(ModelRunner(model, 1), [text])[0] for text in texts]
-    same = all(agree(own, other, model.dtype) for own, other in zip(found, expected, strict=True))
+        invariant = name == INVARIANT
+        alone = engine_model(model, pack_weights, invariant=True) if invariant else model
+        expected = [_logits(ModelRunner(alone, 1), [text])[0] for text in texts]
+    pairs = zip(found, expected, strict=True)
+    same = all(torch.equal(*pair) if invariant else agree(*pair, model.dtype) for pair in pairs)
     if not same or clone.keeps_state(model):
         return "its rows gave other logits together than each alone"
     return clone

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.transformers.forward_arguments import forward_arguments
+from lookahead.backends.transformers.invariant.attention import PACKED_ROWS as INVARIANT
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.packed_rows.attention import PackedStep
 from lookahead.backends.transformers.packed_rows.cache import PackedCache, Row
@@ -30,6 +31,7 @@ class PackedRowsRunner:
 
     Attributes:
         rows: The rows of the coming step, one for each sequence of the batch. Between two steps they may become others.
+        is_invariant: Whether the bits of a node depend on its own text alone; see `LookaheadConfig.invariant`.
         context, last_length, broken_after: See `PositionLimit`.
         changes_after: Longest text that is read alike whatever the other rows are; longer ones cannot be run.
     """
@@ -38,6 +40,7 @@ class PackedRowsRunner:
         self.model = model
         self.rows: list[Row] = []
         self._device = model.device
+        self.is_invariant = model.config._attn_implementation == INVARIANT
         self._masks = MaskBuilder(model.config)
         self._limit = limit = PositionLimit(model.config, positions_end)
         self.context, self.last_length, self.broken_after = limit.context, limit.last_length, limit.broken_after
@@ -123,6 +126,9 @@ class PackedRowsRunner:
         """What layers of a kind add to the scores of each row, see `PackedStep.masks`."""
         masks: list[torch.Tensor | None] = []
         for row, layout, own in zip(self.rows, self._layouts, positions, strict=True):
+            if self.is_invariant:
+                masks.append(self._masks.packed(kind, layout.ancestor_mask()[None], [row.length], own[None]))
+                continue
             keys = np.concatenate([np.arange(row.length), own])
             visible = np.ones((len(own), len(keys)), dtype=np.bool_)
             visible[:, row.length :] = layout.ancestor_mask()
