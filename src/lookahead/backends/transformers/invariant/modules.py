@@ -66,7 +66,7 @@ class _ByRule:
         least, most = findings[setting]
         product = super().forward  # type: ignore[misc]
         count = input.numel() // input.shape[-1]
-        if least <= count <= most:
+        if least <= count <= most or not count:
             return product(input)  # type: ignore[no-any-return]
         output = by_rule(product, input.reshape(count, -1), findings[setting])
         return output.view(*input.shape[:-1], -1)
