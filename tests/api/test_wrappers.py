@@ -67,7 +67,7 @@ def test_a_compiled_model_is_compiled_in_whole() -> None:
     )
     assert len(set(output.statistics.nodes_per_step)) > 3
     assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] <= 4
+    assert counters["stats"]["unique_graphs"] <= 5  # a lone token is written another way
 
 
 def test_detaching_from_a_compiled_wrapper() -> None:

@@ -179,8 +179,12 @@ class Conversation:
         if tokens == 0 or min(lengths, default=0) < tokens:
             self._forget_cache()
             return
-        for layer, length in zip(layers, lengths, strict=True):
-            layer.crop(tokens - length)
+        try:
+            for layer, length in zip(layers, lengths, strict=True):
+                layer.crop(tokens - length)
+        except ValueError:  # a layer with a window has forgotten keys that the shorter text sees
+            self._forget_cache()
+            return
         self._cached = self._cached[:tokens]
 
     def _forget_cache(self) -> None:

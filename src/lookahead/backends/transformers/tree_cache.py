@@ -186,6 +186,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget everything, keep the memory."""
         self.lengths = [0] * len(self.lengths)
+        self.dropped = 0
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows, in this order."""
