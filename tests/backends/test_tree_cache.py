@@ -63,14 +63,14 @@ def test_a_contiguous_path_is_not_copied() -> None:
 
 
 def test_memory_grows_seldom() -> None:
-    layer, buffers = scratch_layer(), set()
+    layer, capacities = scratch_layer(), set()
     for token in range(3000):
         layer.update(states([[token]]), states([[token]]))
         layer.commit([[0]])
-        buffers.add(layer.keys.data_ptr())
+        capacities.add(layer.keys.shape[2])
     assert layer.keys[0, 0, :3000, 0].tolist() == list(range(3000))
-    assert len(buffers) < 12
-    assert layer.keys.shape[2] < 3000 * 3 // 2 + 1
+    assert len(capacities) <= 12
+    assert max(capacities) <= 3000 + 256
 
 
 def test_forget_crop_and_reset() -> None:
