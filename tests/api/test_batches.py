@@ -28,6 +28,7 @@ from lookahead.api.streaming import StreamFeeder
 from lookahead.backends.transformers.tree_cache import TreeLayer
 from lookahead.errors import UnsupportedArgumentError
 from model_zoo import ARCHITECTURES, MAX_POSITIONS, ROPE_CONTEXT, build, greedy
+from quick import quickly
 from sampling_exactness import SETTINGS
 
 ZOO = ("llama", "gemma3", "gpt2", "qwen3_moe", "mistral_sliding", "phi", "gpt_neox", "llama4_chunked", "gpt_oss")
@@ -46,7 +47,7 @@ def check(case: BatchCase) -> BatchOutcome:
     return outcome
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", quickly(range(3), [0]))
 @pytest.mark.parametrize("name", ZOO)
 def test_random_cases_match(name: str, number: int) -> None:
     check(random_batch_case(Random(f"sample {name} {number}"), name))
@@ -73,7 +74,7 @@ def test_streamed_columns_are_those_of_transformers(eos: tuple[int, ...], collec
 
 
 @pytest.mark.parametrize("eos", [(), STOPS])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "mixtral"])
+@pytest.mark.parametrize("name", quickly(["llama", "gemma2", "opt", "mixtral"], ["gemma2"]))
 def test_scores_and_logits_are_those_of_transformers(name: str, eos: tuple[int, ...]) -> None:
     check(replace(RAGGED, architecture=name, eos=eos, collected=True, settings={"no_repeat_ngram_size": 2}))
 
@@ -95,7 +96,7 @@ def test_a_row_may_end_with_its_first_token() -> None:
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-@pytest.mark.parametrize("returns", [1, 2])
+@pytest.mark.parametrize("returns", quickly([1, 2], [2]))
 def test_processors_treat_each_row_as_its_own(name: str, returns: int) -> None:
     every_token = tuple(token for prompt in PROMPTS for token in prompt)
     settings = SETTINGS[name].draw(Random(f"row {name}"), every_token, 72)
@@ -128,12 +129,12 @@ def test_what_a_batch_cannot_do_is_refused() -> None:
 def test_a_pool_that_rows_share_changes_no_text(share_pool: bool) -> None:
     # Rows of one prompt find in the pool what another row has just written, and must not take it for their own.
     prompts = (PROMPTS[0], PROMPTS[0][3:], PROMPTS[0][1:], PROMPTS[0][:-1])
-    for preset in ("paper", "jacobi", "autoregressive"):
+    for preset in ("paper", "jacobi"):
         check(replace(RAGGED, prompts=prompts, drafting={**DRAFTING, "preset": preset, "share_pool": share_pool}))
 
 
 @pytest.mark.parametrize("eos", [(), STOPS])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize("name", quickly(["llama", "gpt2", "gemma3"], ["gpt2"]))
 def test_several_sampled_texts_have_the_form_of_those_of_transformers(name: str, eos: tuple[int, ...]) -> None:
     case = replace(RAGGED, architecture=name, returns=3, eos=eos, streamed=True)
     outcome = run_sampled_case(case)
@@ -154,7 +155,7 @@ def test_several_sampled_texts_differ_and_are_repeated_under_the_same_seed() -> 
     assert len({tuple(text) for text in texts[0].tolist()}) == 5
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode", "opt"])
+@pytest.mark.parametrize("name", quickly(["gpt2", "gpt_bigcode", "opt"]))
 @pytest.mark.parametrize("ragged", [False, True])
 def test_rows_to_the_last_learned_position(name: str, ragged: bool) -> None:
     # A row that is through must not stand in the way of the others, which still have positions to go.
@@ -246,9 +247,9 @@ def test_a_wrong_output_is_noticed(name: str, settings: dict[str, Any], monkeypa
 def test_runner_reports_and_exits_by_the_result(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["run_batches.py", "--cases", "4", "--seed", "7", "--architectures", "llama"])
+    monkeypatch.setattr(sys, "argv", ["run_batches.py", "--cases", "3", "--seed", "7", "--architectures", "llama"])
     assert run_batches.main() == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "4 passed, 0 failed"
+    assert capsys.readouterr().out.splitlines()[-1] == "3 passed, 0 failed"
     monkeypatch.setattr(TreeLayer, "commit", _commits_the_first_row)
     assert run_batches.main() == 1
     output = capsys.readouterr().out

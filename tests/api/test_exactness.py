@@ -29,8 +29,9 @@ from model_zoo import (
     build,
     position_limit,
 )
+from quick import quickly
 
-EXAMPLES = 5
+EXAMPLES = 3
 """Drawn cases for each architecture."""
 
 NAMES = sorted(ARCHITECTURES)
@@ -48,7 +49,7 @@ def check(case: Case) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quickly(NAMES))
 @settings(
     max_examples=EXAMPLES,
     derandomize=True,
@@ -61,7 +62,7 @@ def test_random_cases_match(name: str, data: st.DataObject) -> None:
     check(data.draw(cases(name)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quickly(NAMES))
 def test_logits_match(name: str) -> None:
     for attention in ARCHITECTURES[name].attention:
         case = Case(name, (5, 8, 2, 5, 8, 2, 5), 0, attention, continued=8, pool_from_prompt=True)
@@ -70,7 +71,7 @@ def test_logits_match(name: str) -> None:
 
 def test_candidates_are_accepted_in_the_random_cases() -> None:
     # Where nothing is ever accepted, equality says nothing about masks, positions and the cache.
-    cases = [replace(random_case(Random(place), name), preset="paper") for place, name in enumerate(NAMES)]
+    cases = [replace(random_case(Random(place), name), preset="paper") for place, name in enumerate(NAMES[::2])]
     outcomes = [check(case) for case in cases if case.architecture not in LENGTH_SCALED]
     lengths = [length for outcome in outcomes for length in outcome.accepted_lengths]
     assert sum(lengths) / len(lengths) > 1.2
@@ -78,14 +79,14 @@ def test_candidates_are_accepted_in_the_random_cases() -> None:
     assert sum(outcome.step_compression > 1.1 for outcome in outcomes) > len(outcomes) / 2
 
 
-@pytest.mark.parametrize("name", SHORT_SIGHTED)
+@pytest.mark.parametrize("name", quickly(SHORT_SIGHTED))
 def test_text_longer_than_the_sliding_window(name: str) -> None:
     prompt = tuple(range(3)) * SLIDING_WINDOW
     for attention in ARCHITECTURES[name].attention:
         check(Case(name, prompt, attention=attention, max_new_tokens=40, pool_from_prompt=True))
 
 
-@pytest.mark.parametrize("name", SHORT_SIGHTED)
+@pytest.mark.parametrize("name", quickly(SHORT_SIGHTED))
 def test_text_growing_across_the_sliding_window(name: str) -> None:
     for length in (1, SLIDING_WINDOW - 1, SLIDING_WINDOW, SLIDING_WINDOW + 1):
         check(Case(name, tuple(range(length)), max_new_tokens=2 * SLIDING_WINDOW, pool_from_output=True))
@@ -128,7 +129,7 @@ def test_shortest_texts(name: str, preset: str) -> None:
             assert len(outcome.got) == new_tokens
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral_sliding", "gpt2", "opt", "mixtral"])
+@pytest.mark.parametrize("name", quickly(["llama", "mistral_sliding", "gpt2", "opt", "mixtral"], ["llama", "gpt2"]))
 @pytest.mark.parametrize(
     ("window_size", "ngram_size", "guess_set_size"),
     [(1, 2, 1), (1, 8, 1), (16, 2, 16), (60, 3, 1), (1, 5, 60), (40, 6, 20)],
@@ -138,7 +139,9 @@ def test_extreme_sizes(name: str, window_size: int, ngram_size: int, guess_set_s
     check(Case(name, (1, 2, 3, 1, 2, 3, 1), max_new_tokens=40, pool_from_output=True, **sizes))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_neox", "falcon_new", "mixtral"])
+@pytest.mark.parametrize(
+    "name", quickly(["llama", "qwen3", "gemma2", "gpt_neox", "falcon_new", "mixtral"], ["qwen3", "gemma2"])
+)
 def test_stop_token_inside_an_accepted_run(name: str) -> None:
     whole, place = _with_long_run(name)
     outcome = check(replace(whole.case, eos_at=(place,)))
@@ -220,7 +223,7 @@ def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
 # --- the zoo is fit for the purpose -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quickly(NAMES))
 def test_zoo_text_is_varied_and_depends_on_what_lies_far_back(name: str) -> None:
     model = build(name, 0, ARCHITECTURES[name].attention[0])
     random = Random(name)

@@ -45,21 +45,22 @@ def check(case: SamplingCase) -> SamplingOutcome:
 
 @pytest.mark.parametrize("place", range(len(FAMILIES)), ids=FAMILIES)
 def test_random_cases_match(place: int) -> None:
-    # Two models of the zoo for each setting; the demo model, which is slower, for every third.
+    # A model of the zoo for each setting; the demo model, which is slower, for every fifth.
     family = FAMILIES[place]
-    names = [ZOO[place % len(ZOO)], ZOO[(place + 3) % len(ZOO)], *([DEMO] if place % 3 == 0 else [])]
+    names = [ZOO[place % len(ZOO)], *([DEMO] if place % 5 == 0 else [])]
     for name in names:
         check(random_sampling_case(Random(f"sample {family} {name}"), family, name))
 
 
 def test_candidates_are_accepted_in_random_cases() -> None:
     # Where nothing is ever accepted, equality says nothing about the processors' text and the order of draws.
-    outcomes = [check(random_sampling_case(Random(f"accepted {name}"), "temperature", name)) for name in ZOO]
+    outcomes = [check(random_sampling_case(Random(f"accepted {name}"), "temperature", name)) for name in ZOO[::2]]
     lengths = [length for outcome in outcomes for length in outcome.accepted_lengths]
     assert sum(lengths) / len(lengths) > 1.1
     assert sum(max(outcome.accepted_lengths) > 1 for outcome in outcomes) > len(outcomes) / 2
 
 
+@pytest.mark.exact
 def test_settings_change_texts() -> None:
     # A setting that changes nothing tests nothing. These two change scores, but no token.
     for family in sorted({*SETTINGS} - {"remove_invalid_values", "renormalize_logits"}):

@@ -195,6 +195,7 @@ def test_our_sampling_in_batches_has_the_exact_law() -> None:
     assert p_value(texts, exact_law(next_distributions())) > LEVEL
 
 
+@pytest.mark.exact
 def test_our_sampling_text_by_text_has_the_exact_law() -> None:
     torch.manual_seed(1)
     texts, accepted = draw_with_lookahead(1_000, batch=1)

@@ -16,6 +16,7 @@ from lookahead.backends.transformers.packed_linear import PackedLinear, can_pack
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import UnsupportedArgumentError
 from model_zoo import ARCHITECTURES, build
+from quick import quickly
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
@@ -84,7 +85,7 @@ def test_bfloat16_numbers_are_the_same_bits(pack_weights: bool, text_length: int
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", quickly(ARCHITECTURES))
 def test_packed_weights_give_the_same_text(name: str) -> None:
     model = build(name, attention=ARCHITECTURES[name].attention[0])
     expected = model.generate(PROMPT, **GREEDY)

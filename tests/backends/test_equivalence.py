@@ -31,6 +31,7 @@ import lookahead
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.backends.transformers import check_model, equivalence
 from lookahead.backends.transformers.position_limit import PositionLimit
+from quick import quickly
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -93,7 +94,7 @@ def test_doge_is_refused() -> None:
         lookahead.generate(model, prompt(5), max_new_tokens=4)
 
 
-@pytest.mark.parametrize("tokens", [20, 60, 120])
+@pytest.mark.parametrize("tokens", quickly([20, 60, 120], [60]))
 def test_gpt_neo_beyond_its_local_window(tokens: int) -> None:
     """Its local layers cut their masks from a table, by the numbers of the keys."""
     config = GPTNeoConfig(
@@ -125,8 +126,8 @@ def test_gpt_neo_in_batches() -> None:
         lookahead.generate(model, ids, max_new_tokens=40)
 
 
-@pytest.mark.parametrize("attention_chunk_size", [32, 8192])
-@pytest.mark.parametrize("tokens", [10, 30, 60])
+@pytest.mark.parametrize("attention_chunk_size", quickly([32, 8192], [32]))
+@pytest.mark.parametrize("tokens", quickly([10, 30, 60], [10, 60]))
 def test_llama4_temperature_tuning(tokens: int, attention_chunk_size: int) -> None:
     """Queries of layers without RoPE are scaled by their place in the cache, in steps of `floor_scale`."""
     config = AutoConfig.for_model(
@@ -212,7 +213,8 @@ def test_the_end_of_a_table_in_a_padded_batch(end: int | None) -> None:
     assert torch.equal(text[:, :48], expected)
 
 
-@pytest.mark.parametrize(("tokens", "attention"), [*((tokens, "sdpa") for tokens in (40, 46, 47, 48)), (47, "eager")])
+@pytest.mark.parametrize("tokens", quickly([40, 46, 47, 48], [46, 47]))
+@pytest.mark.parametrize("attention", quickly(["sdpa", "eager"], ["sdpa"]))
 def test_dynamic_rope_after_a_longer_text(tokens: int, attention: str) -> None:
     """A pass that ends before the last place of the context forgets the longer text; a draft must not prevent that."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
@@ -241,7 +243,7 @@ def test_without_a_cache_where_keys_are_computed_anew(rope_type: str) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 3, 5, 10])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", quickly(["eager", "sdpa"], ["sdpa"]))
 def test_small_vocabularies(vocabulary: int, attention: str) -> None:
     """The tokens that a model is tried with must differ, however few there are."""
     config = LlamaConfig(**{**SIZES, "vocab_size": vocabulary})

@@ -53,8 +53,7 @@ def assert_same_bits(output: Any, expected: Any, note: object = "") -> None:
 
 BFLOAT, HALF = TYPES
 QUICK = [
-    *(("llama", BFLOAT), ("demo", BFLOAT), ("gemma3", BFLOAT), ("gemma4", HALF), ("gpt2", BFLOAT)),
-    *(("mixtral", BFLOAT), ("mixtral", HALF)),
+    *(("llama", BFLOAT), ("demo", BFLOAT), ("gemma3", BFLOAT), ("mixtral", HALF)),
 ]
 
 
@@ -63,7 +62,7 @@ def test_drafts_change_no_bit(name: str, dtype: torch.dtype) -> None:
     model = in_type(name, dtype)
     plain = decode(model, PROMPT, PLAIN)
     taken = []
-    for draft in DRAFTS if name == "llama" else DRAFTS[2::3]:
+    for draft in DRAFTS[::2] if name == "llama" else DRAFTS[2::3]:
         output = decode(model, PROMPT, LookaheadConfig(invariant=True, **draft))
         assert_same_bits(output, plain, draft)
         taken.append(output.statistics.steps)

@@ -15,6 +15,7 @@ from fuzz.variant import Variant
 from lookahead import InvalidArgumentError, LookaheadConfig
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.tree_cache import TreeCache
+from quick import quickly
 
 WINDOW = 24
 CONFIG = LookaheadConfig(step_budget=12)
@@ -49,12 +50,12 @@ def bytes_of(cache: Cache) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in states)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "mistral"])
-@pytest.mark.parametrize("makers", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("family", quickly(["gemma3_text", "mistral"], ["gemma3_text"]))
+@pytest.mark.parametrize("makers", quickly([(True, True), (True, False), (False, True)], [(True, True), (False, True)]))
 @pytest.mark.parametrize("given", ["none", "windows", "all"])
 def test_caches_across_the_end_of_the_window(family: str, makers: tuple[bool, bool], given: str) -> None:
     model = build(family, Variant(window=WINDOW), "sdpa")
-    for length in (5, WINDOW - 1, WINDOW + 1, 40):
+    for length in (5, WINDOW + 1, 40):
         texts = []
         for turns in ((False, False), makers):
             ids = torch.randint(3, 90, (1, length), generator=torch.Generator().manual_seed(length))

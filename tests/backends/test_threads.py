@@ -21,8 +21,10 @@ from lookahead.backends.transformers.identity import model_identity
 from lookahead.backends.transformers.model_state import draft_account, draft_memory, keep_memory, neighbours
 from lookahead.drafting import DraftMemory
 from model_zoo import VOCAB_SIZE, build
+from quick import quickly
 
 THREADS = 8
+FIRST: list[dict[str, Any]] = [{"pack_weights": True}, {"engine": "static"}]
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def in_threads(work: Callable[[int], Any], tasks: int) -> list[Any]:
 # Greedy alone: seeds of sampling set torch's one generator, from which all threads would draw in turns.
 @pytest.mark.parametrize("scope", ["file", "process"])
 def test_a_memory_shared_by_threads(model: PreTrainedModel, tmp_path: Path, scope: str) -> None:
-    calls = 80 if scope == "file" else 40
+    calls = 24
     texts, path = prompts(calls), tmp_path / "memory.npz"
     options = {"max_new_tokens": 6, "do_sample": False}
     expected = [model.generate(text, **options) for text in texts]
@@ -75,7 +77,7 @@ def test_a_memory_shared_by_threads(model: PreTrainedModel, tmp_path: Path, scop
 
 @pytest.mark.parametrize(
     "config",
-    [{}, {"preset": "paper"}, {"pack_weights": True}, {"engine": "static"}, {"memory": "process"}],
+    quickly([{}, {"preset": "paper"}, {"pack_weights": True}, {"engine": "static"}, {"memory": "process"}], FIRST),
     ids=str,
 )
 def test_first_calls_at_the_same_time(model: PreTrainedModel, config: dict[str, Any]) -> None:

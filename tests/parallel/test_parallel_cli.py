@@ -31,6 +31,7 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
 
 
+@pytest.mark.exact  # three processes load a model
 def test_the_text_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(ARGUMENTS) == 0
     wanted = json.loads(capsys.readouterr().out)

@@ -61,7 +61,7 @@ cases = given(
 )
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @cases
 def test_kernel_is_attention_by_its_definition(**case: Any) -> None:
     assert_attention(**case)
