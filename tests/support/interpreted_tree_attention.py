@@ -29,6 +29,7 @@ from lookahead.backends.transformers.tree_attention.kernel import Tiling, choose
 from lookahead.backends.transformers.tree_attention.reference import dense_attention
 from lookahead.core.token_tree import TokenTree, lay_out
 from model_zoo import SLIDING_WINDOW, build
+from quick import quickly
 from tree_attention_cases import Step, attention_by_definition, states, steps, tolerance
 
 
@@ -61,7 +62,7 @@ cases = given(
 )
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @cases
 def test_kernel_is_attention_by_its_definition(**case: Any) -> None:
     assert_attention(**case)
@@ -211,7 +212,7 @@ def packed_forward(model: PreTrainedModel, cache: object, step: list[TokenTree])
 
 
 @pytest.mark.usefixtures("one_split")
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", quickly(ARCHITECTURES, ["llama"]))
 @torch.no_grad()
 def test_both_engines_with_the_kernel(name: str) -> None:
     """The kernel reads nothing that is not text, whatever lies in a static cache."""
