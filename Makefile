@@ -49,10 +49,11 @@ build/playwright: constraints.txt | $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ playwright
 	touch $@
 
-test-page: build/playwright  ## The server's page in Chromium, which has to be installed; makes the pictures of docs/server.md
-	PYTHONPATH=build/playwright $(BIN)/python -m pytest tests/server/test_server_page.py
-	mkdir -p docs/images/server
+test-page: build/playwright  ## The pages of server and traces in Chromium, which has to be installed; makes pictures of docs/server.md and docs/trace.md
+	PYTHONPATH=build/playwright $(BIN)/python -m pytest tests/server/test_server_page.py tests/trace/test_trace_page.py
+	mkdir -p docs/images/server docs/images/trace
 	cp build/page/page-light.png build/page/page-dark.png docs/images/server
+	cp $(addprefix build/trace/,code-light.png repeat-dark.png sampled-light.png paper-light.png code.html) docs/images/trace
 
 build/schemathesis: constraints.txt | $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ schemathesis

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from lookahead.serving import Engine, RequestHandle, TokenEvent
+    from lookahead.trace import Trace
 
     __version__: str
 
@@ -35,6 +36,7 @@ __all__ = [
     "Statistics",
     "StepRecord",
     "TokenEvent",
+    "Trace",
     "UnsupportedArgumentError",
     "UnsupportedModelError",
     "__version__",
@@ -57,6 +59,7 @@ _HOMES = {
     "Statistics": "core.statistics",
     "StepRecord": "core.statistics",
     "TokenEvent": "serving",
+    "Trace": "trace",
     "UnsupportedArgumentError": "errors",
     "UnsupportedModelError": "errors",
     "attach": "api.generation",

@@ -97,6 +97,14 @@ def _factories(name: str, value: Any, about: Mapping[str, Any]) -> tuple[Callabl
     return tuple(value)
 
 
+def _recorder(name: str, value: Any, about: Mapping[str, Any]) -> Any:
+    if value is not None and not callable(getattr(value, "begin", None)):
+        raise InvalidArgumentError(
+            f"{name}={value!r} records nothing; give a lookahead.Trace, as in LookaheadConfig({name}=lookahead.Trace())"
+        )
+    return value
+
+
 def _choice(default: Any, check: _Check, **about: Any) -> Any:
     """A field, with all that is to be known about it.
 
@@ -173,6 +181,8 @@ class LookaheadConfig:
             `"compiled"` sends the static pass through `torch.compile` first, which takes a minute or more. What was
             made is kept for the next call with the model. Long prompts and models that cannot be run so (with
             hooks, adapters, or positions that change when a text becomes long) go the dynamic way.
+        trace: A `lookahead.Trace`, which keeps what every step sent, where it came from and what became of it; see
+            `docs/trace.md`.
 
     Raises:
         InvalidArgumentError: A value has the wrong type, is out of its range, or is about another preset.
@@ -255,6 +265,7 @@ class LookaheadConfig:
         runs=True,
     )
     engine: str = _choice("dynamic", _one_of_choices, choices=ENGINES)
+    trace: Any = _choice(None, _recorder)  # noqa: RUF009, it makes a field
 
     def __post_init__(self) -> None:
         if self.preset is None:

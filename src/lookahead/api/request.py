@@ -33,6 +33,7 @@ from lookahead.core.cost_model import CostModel
 from lookahead.core.decoder import Batch, decode, step
 from lookahead.core.draft_account import DraftAccount
 from lookahead.core.statistics import OnStep, StepRecord
+from lookahead.core.watching import Recorder
 from lookahead.drafting import Drafter, NGramPool, build_chain_drafter, build_drafter
 from lookahead.parallel.alone import Alone
 
@@ -76,7 +77,7 @@ def decode_request(
     )
     request.prepare(logits_processor, StopRule(stopping_criteria), ngram_pool)
     if ranks.rank == 0:  # which speaks for all
-        request.listen(on_step, streamer)
+        request.listen(on_step, streamer, config.trace)
     return request.run()
 
 
@@ -138,8 +139,8 @@ class Request:
         ]
         self._batch = Batch(self._sequences, times=account, clock=self._resources.clock)
 
-    def listen(self, on_step: OnStep | None, streamer: BaseStreamer | None) -> None:
-        """Tell `on_step` of every step, and `streamer` of every token."""
+    def listen(self, on_step: OnStep | None, streamer: BaseStreamer | None, trace: Recorder | None) -> None:
+        """Tell `on_step` and `trace` of every step, and `streamer` of every token."""
         if streamer is not None:
             self._feeder = feeder = StreamFeeder(streamer, self._prompts.rows, self._pad_token)
 
@@ -151,6 +152,8 @@ class Request:
 
         for sequence in self._sequences:
             sequence.on_step = tell
+            if trace is not None:
+                sequence.watcher = trace.begin(sequence.tokens)
 
     def run(self) -> torch.Tensor | LookaheadOutput:
         """Decode all rows, and give back what `lookahead.generate` returns."""

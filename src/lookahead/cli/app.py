@@ -6,7 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,17 +14,16 @@ import typer
 
 from lookahead.bench.suite_file import read_suite
 from lookahead.cli import process, remote
+from lookahead.cli.bench_settings import BenchSettings, ReportSettings, TablesSettings
 from lookahead.cli.inputs import is_gguf, model_folder, read_prompt, read_prompt_or
 from lookahead.cli.options import command
 from lookahead.cli.settings import (
     BatchSettings,
-    BenchSettings,
     ChatSettings,
     CompareSettings,
     GenerateSettings,
-    ReportSettings,
     ServeSettings,
-    TablesSettings,
+    TraceSettings,
     TuneSettings,
 )
 from lookahead.demo import DEMO_PROMPT
@@ -120,6 +119,7 @@ def generate(settings: GenerateSettings) -> int:
     The prompt comes from the argument, from --file or from standard input. On a terminal the tokens of one
     step share a colour. The text goes to standard output, statistics go to standard error.
     """
+    _check_trace(settings.trace, settings.server)
     if settings.server is not None:
         return remote.generate(settings, read_prompt(settings))
     model_folder(settings.model)
@@ -144,11 +144,39 @@ def compare(settings: CompareSettings) -> int:
     float32 they must be, and so must texts that are sampled under one seed; in shorter types rounding can decide
     between tokens that are nearly equally likely.
     """
+    _check_trace(settings.trace)
     model_folder(settings.model)
     text, is_demo = read_prompt_or(settings, DEMO_PROMPT)
     from lookahead.cli.compare import run  # late, as in `generate`
 
     return run(settings, text, is_demo)
+
+
+@command(app, TraceSettings)
+def trace(settings: TraceSettings) -> int:
+    """Continue a prompt, and write a page that shows every step of it.
+
+    One HTML file, which works without a network: the text, the tree of each step with the source of every node, what
+    was accepted, and where the time went. Without a prompt a built-in one is used. Ctrl-C writes what there is.
+    """
+    _check_trace(settings.output)
+    model_folder(settings.model)
+    text, _ = read_prompt_or(settings, DEMO_PROMPT)
+    from lookahead.cli.generate import run  # late, as in `generate`
+
+    own = {each.name: getattr(settings, each.name) for each in fields(settings) if each.name != "output"}
+    return run(GenerateSettings(**own, trace=settings.output), text)
+
+
+def _check_trace(path: Path | None, server: str | None = None) -> None:
+    """Refuse a page that could not be written, before anything is loaded."""
+    if path is None:
+        return
+    if server is not None:
+        raise InvalidArgumentError(f"--trace {path}: steps of a server cannot be traced; leave --server out")
+    from lookahead.trace.output import check_path
+
+    check_path(path)
 
 
 @command(app, ChatSettings)
@@ -159,6 +187,7 @@ def chat(settings: ChatSettings) -> int:
     Ctrl-D ends. Ctrl-C stops an answer, and the conversation goes on from there; at the prompt, or where turns are
     piped in, it ends the chat. Nothing that is in the cache already is computed again.
     """
+    _check_trace(settings.trace, settings.server)
     if settings.server is not None:
         from lookahead.cli.chat import lines  # late, as in `generate`
 

@@ -20,9 +20,9 @@ from lookahead.bench.suite import Suite
 from lookahead.bench.summary import RunSet, summarise
 from lookahead.bench.tables import NOTHING, TableFile
 from lookahead.cli import process
+from lookahead.cli.bench_settings import BenchSettings, ReportSettings, TablesSettings
 from lookahead.cli.loading import check_device, compile_drafting, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress
-from lookahead.cli.settings import BenchSettings, ReportSettings, TablesSettings
 from lookahead.errors import InvalidArgumentError
 
 MOST_SHOWN = 10

@@ -14,6 +14,7 @@ from lookahead.cli.inputs import checked, decoded
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json
 from lookahead.cli.settings import ChatSettings
+from lookahead.cli.tracing import Tracing
 from lookahead.errors import InvalidArgumentError, LookaheadError
 
 MARKER = "> "
@@ -34,17 +35,18 @@ def run(settings: ChatSettings) -> int:
         loaded = load_for_decoding(settings, consoles.notes)
         turns = choose_format(settings, template, loaded, consoles.notes)
         seed_draws(settings.sampling)
+        traced = Tracing(settings.trace, loaded, consoles.notes)
         conversation = Conversation(
             loaded,
             turns,
-            settings.config,
+            traced.config(settings.config),
             settings.max_new_tokens,
             settings.system,
             settings.sampling,
             settings.repetition_penalty,
             settings.stop,
         )
-        chat = Chat(consoles, loaded, conversation, settings)
+        chat = Chat(consoles, loaded, conversation, settings, traced)
         return chat.by_keyboard() if stdin_is_terminal() else chat.by_pipe()
 
 
@@ -56,15 +58,22 @@ class Chat:
         loaded: The model.
         conversation: Who answers.
         settings: What the user chose.
+        traced: Writes down what the turns did.
     """
 
     def __init__(
-        self, consoles: Consoles, loaded: LoadedModel, conversation: Conversation, settings: ChatSettings
+        self,
+        consoles: Consoles,
+        loaded: LoadedModel,
+        conversation: Conversation,
+        settings: ChatSettings,
+        traced: Tracing,
     ) -> None:
         self._consoles = consoles
         self._loaded = loaded
         self._conversation = conversation
         self._settings = settings
+        self._traced = traced
 
     def by_keyboard(self) -> int:
         """Talk with somebody who types: what goes wrong in one turn is shown, and the next turn can put it right."""
@@ -134,6 +143,7 @@ class Chat:
             answer = self._conversation.answer(prompt, printer.step)
             printer.finish()
             self._note(statistics_line(self._loaded, prompt, answer))
+        self._traced.write()
         return process.INTERRUPTED if answer.interrupted else process.OK
 
     def _note(self, text: str) -> None:

@@ -29,6 +29,8 @@ from lookahead.cli.inputs import is_gguf
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.rendering import Consoles, StepPrinter, Tokenizer, decode, measuring_progress, print_json, visible
 from lookahead.cli.settings import CompareSettings
+from lookahead.cli.tracing import Tracing
+from lookahead.config import LookaheadConfig
 
 WARM_UP_TOKENS = 8
 
@@ -77,9 +79,10 @@ def run(settings: CompareSettings, text: str, is_demo: bool) -> int:
     with quiet_libraries():
         loaded = load_for_decoding(settings, consoles.notes)
         prompt = encode_prompt(loaded, text, settings.max_new_tokens, consoles.notes)
-        comparison = Comparison()
+        comparison, traced = Comparison(), Tracing(settings.trace, loaded, consoles.notes)
         with suppress(KeyboardInterrupt):
-            _run_rounds(loaded, prompt, settings, comparison, consoles.notes)
+            _run_rounds(loaded, prompt, settings, comparison, consoles.notes, traced)
+        traced.write()
     interrupted = comparison.rounds < repeats
     if settings.json:
         report = comparison_report(comparison, loaded.tokenizer) | request_report(settings, loaded, prompt)
@@ -92,20 +95,26 @@ def run(settings: CompareSettings, text: str, is_demo: bool) -> int:
 
 
 def _run_rounds(
-    loaded: LoadedModel, prompt: Prompt, settings: CompareSettings, comparison: Comparison, notes: Console
+    loaded: LoadedModel,
+    prompt: Prompt,
+    settings: CompareSettings,
+    comparison: Comparison,
+    notes: Console,
+    traced: Tracing,
 ) -> None:
-    """Fill `comparison`; the sides take turns, so that a change of the machine's pace meets both."""
+    """Fill `comparison`; the sides take turns, so that a change of the machine's pace meets both. What is traced is a
+    run before these, whose time does not count."""
     options = text_options(loaded, settings.sampling, settings.repetition_penalty, settings.stop)
     repeats = settings.repeats
     seed = seed_draws(settings.sampling)
 
-    def decode_once(side: str, prompt: Prompt) -> Recording:
+    def decode_once(side: str, prompt: Prompt, config: LookaheadConfig) -> Recording:
         if seed is not None:
             torch.manual_seed(seed)  # both sides draw the same
         if side == "plain":
             return decode_plainly(loaded, prompt, **options)
         recording = Recording()
-        decode_with_lookahead(loaded, prompt, settings.config, recording, **options)
+        decode_with_lookahead(loaded, prompt, config, recording, **options)
         return recording
 
     short = replace(prompt, max_new_tokens=min(WARM_UP_TOKENS, prompt.max_new_tokens))
@@ -116,8 +125,10 @@ def _run_rounds(
             for side in ("plain", "lookahead"):
                 what = f"{side} {number}/{repeats}" if number else "warming up"
                 progress.update(task, description=what, refresh=True)
-                runs.append(decode_once(side, prompt if number else short))
+                runs.append(decode_once(side, prompt if number else short, settings.config))
                 progress.update(task, advance=1, refresh=True)
+            if number == 0 and settings.trace is not None:
+                decode_once("lookahead", prompt, traced.config(settings.config))
             if number:
                 comparison.plain.append(runs[0])
                 comparison.lookahead.append(runs[1])

@@ -17,6 +17,7 @@ from lookahead.cli.inputs import is_gguf
 from lookahead.cli.loading import LoadedModel, load_for_decoding, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, StepPrinter, Tokenizer, decode, print_json
 from lookahead.cli.settings import DecodingSettings, GenerateSettings, Sampling
+from lookahead.cli.tracing import Tracing
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import Statistics, StepRecord
 from lookahead.errors import InvalidArgumentError
@@ -43,15 +44,18 @@ def _run(settings: GenerateSettings, text: str, group: ParallelGroup | None) -> 
         on_step = None if printer is None else printer.step
         options = text_options(loaded, settings.sampling, settings.repetition_penalty, settings.stop)
         seed_draws(settings.sampling)
+        traced = Tracing(settings.trace if group is None or group.rank == 0 else None, loaded, consoles.notes)
         # Where it is raised, recording.complete stays False, and what was generated is still printed.
         with suppress(KeyboardInterrupt), process.stopped_by_parent(group):
-            decode_with_lookahead(loaded, prompt, settings.config, recording, on_step, parallel=group, **options)
+            config = traced.config(settings.config)
+            decode_with_lookahead(loaded, prompt, config, recording, on_step, parallel=group, **options)
         if printer is None:
             report = run_report(loaded.tokenizer, recording) | request_report(settings, loaded, prompt)
             print_json(consoles.out, report | {"interrupted": not recording.complete})
         else:
             printer.finish()
             print_statistics(consoles.notes, recording)
+        traced.write()
     return process.OK if recording.complete else process.INTERRUPTED
 
 

@@ -49,7 +49,7 @@ def _gpu_layers() -> Any:
     return option("--gpu-layers", RUN, about, layers, 0)
 
 
-def _device() -> Any:
+def device_option() -> Any:
     """The device to run on, `None` for the best one there is."""
     about = "Device to run on, such as cpu, cuda or cuda:1."
     return option("--device NAME", RUN, about, shown="cuda where there is one, else cpu")
@@ -80,7 +80,12 @@ def _json(about: str = "Print one JSON object and nothing else.") -> Any:
     return option("--json", OUTPUT, about, default=False)
 
 
-def _no_color() -> Any:
+def _trace() -> Any:
+    about = "Write a page that shows every step: its tree, where each node came from, what was accepted."
+    return option("--trace FILE", OUTPUT, about, shown=False)
+
+
+def no_color_option() -> Any:
     return option("--no-color", OUTPUT, "Print without colours.", default=False)
 
 
@@ -141,7 +146,7 @@ class DecodingSettings(Settings):
     )
     max_new_tokens: int = _max_new_tokens(128)
     dtype: str = _dtype("auto")
-    device: str | None = _device()
+    device: str | None = device_option()
     gpu_layers: int = _gpu_layers()
     fast_kv: bool = option(
         "--fast-kv",
@@ -152,7 +157,7 @@ class DecodingSettings(Settings):
     )
     config: LookaheadConfig
     json: bool = _json()
-    no_color: bool = _no_color()
+    no_color: bool = no_color_option()
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Any:
@@ -173,7 +178,8 @@ class DecodingSettings(Settings):
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    names = [each.name for each in fields(LookaheadConfig) if options.get(each.name) is not None]
+    declared = [each.name for each in fields(LookaheadConfig) if "help" in each.metadata]
+    names = [name for name in declared if options.get(name) is not None]
     return {name: options[name] for name in names}
 
 
@@ -199,6 +205,7 @@ class GenerateSettings(DecodingSettings, PromptSource):
         positive_whole_number,
         shown="this process alone",
     )
+    trace: Path | None = _trace()
 
     @classmethod
     def configuration(cls, options: Mapping[str, Any]) -> LookaheadConfig:
@@ -209,11 +216,19 @@ class GenerateSettings(DecodingSettings, PromptSource):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceSettings(DecodingSettings, PromptSource):
+    """Settings of `lookahead trace`."""
+
+    output: Path = option("--output -o FILE", OUTPUT, "The page.", default=Path("trace.html"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class CompareSettings(DecodingSettings, PromptSource):
     """Settings of `lookahead compare`."""
 
     dtype: str = _dtype("float32")
     repeats: int = _repeats(3, "Timed runs of each side; medians are shown.")
+    trace: Path | None = _trace()
 
 
 _POOL_OF_A_CONVERSATION = {
@@ -241,6 +256,7 @@ class ChatSettings(DecodingSettings):
     )
     max_new_tokens: int = _max_new_tokens(512)
     json: bool = _json("Print one JSON object for each turn.")
+    trace: Path | None = _trace()
     config: LookaheadConfig = field(metadata={"pool_from_prompt": _POOL_OF_A_CONVERSATION})
 
     @classmethod
@@ -319,8 +335,8 @@ class ServeSettings(Settings):
     )
     config: LookaheadConfig
     dtype: str = _dtype("auto")
-    device: str | None = _device()
-    no_color: bool = _no_color()
+    device: str | None = device_option()
+    no_color: bool = no_color_option()
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Any:
@@ -349,7 +365,7 @@ class TuneSettings(Settings):
     )
     repeats: int = _repeats(7, "Timed steps of each size at each length; medians count.")
     dtype: str = _dtype("auto")
-    device: str | None = _device()
+    device: str | None = device_option()
     pack_weights: bool = option(
         "--pack-weights",
         RUN,
@@ -362,52 +378,4 @@ class TuneSettings(Settings):
         "--store-folder PATH", OUTPUT, "Folder to keep the curve in.", shown="in the user's cache directory"
     )
     json: bool = _json()
-    no_color: bool = _no_color()
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchSettings(Settings):
-    """Settings of `lookahead bench run`."""
-
-    suite: Path = argument("SUITE", "TOML file that names models, tasks and methods.")
-    output: Path = option(
-        "--output -o FILE",
-        OUTPUT,
-        "Raw results as JSON lines; what the file has already is not measured again.",
-        default=...,
-    )
-    data: Path | None = option("--data FOLDER", SOURCE, "Folder of the prompt files.", shown="the folder of SUITE")
-    limit: int | None = option(
-        "--limit", SOURCE, "Take only the first so many prompts of each task.", positive_whole_number
-    )
-    restart: bool = option("--restart", OUTPUT, "Throw earlier results in the file away.", default=False)
-    device: str | None = _device()
-    threads: int | None = option(
-        "--threads", RUN, "CPU threads.", positive_whole_number, shown="as many as torch takes"
-    )
-    no_color: bool = _no_color()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportSettings(Settings):
-    """Settings of `lookahead bench report`."""
-
-    results: list[Path] = argument("RESULTS", "Raw results (JSON lines, also as .gz); several count as one.")
-    markdown: Path | None = option(
-        "--markdown FILE",
-        OUTPUT,
-        "Write the tables into this file.",
-        shown="to standard output",
-    )
-    plots: Path | None = option("--plots FOLDER", OUTPUT, "Draw plots as PNG files into this folder.", shown="no plots")
-    no_color: bool = _no_color()
-
-
-@dataclass(frozen=True, kw_only=True)
-class TablesSettings(Settings):
-    """Settings of `lookahead bench tables`."""
-
-    tables: Path = argument("TABLES", "TOML file that declares tables.")
-    pages: list[Path] = argument("PAGES", "Markdown files that hold them.")
-    check: bool = option("--check", OUTPUT, "Change nothing; the exit code is 1 if a table is old.", default=False)
-    no_color: bool = _no_color()
+    no_color: bool = no_color_option()

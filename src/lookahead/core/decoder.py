@@ -14,6 +14,7 @@ from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Statistics, StepRecord
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import Walk, follow
+from lookahead.core.watching import Watch
 
 
 class StepTimes(Protocol):
@@ -76,6 +77,7 @@ def step(backend: Backend, batch: Batch) -> None:
     start = batch.clock()
     context = max(len(sequence.tokens) for sequence in batch.sequences)
     seconds, now = batch.statistics.seconds, perf_counter()
+    watch = Watch.of(batch.sequences, seconds)
     completes = all(sequence.finished or sequence.is_last_token for sequence in batch.sequences)
     trees = [_draft(backend, batch, row) for row in range(len(batch.sequences))]
     if batch.share_out is not None:
@@ -89,21 +91,26 @@ def step(backend: Backend, batch: Batch) -> None:
     backend.commit([_kept(*row) for row in zip(batch.sequences, trees, walks, strict=True)])
     now = seconds.add("commit", now)
     batch.statistics.steps += 1
-    records = [
-        (sequence, _settle(sequence, output, walk))
-        for sequence, output, walk in zip(batch.sequences, outputs, walks, strict=True)
-        if walk is not None
+    if watch is not None:
+        paused = batch.clock()
+        watch.ask(batch.sequences, trees)
+        start, now = start + batch.clock() - paused, perf_counter()  # what it took is no part of the step
+    settled = [
+        (row, *_settle(batch.sequences[row], outputs[row], walk)) for row, walk in enumerate(walks) if walk is not None
     ]
     seconds.add("draft", now)
     # A step that completes the text has no draft.
-    if batch.times is not None and records and not (completes or _carries_prompts(batch, trees)):
+    if batch.times is not None and settled and not (completes or _carries_prompts(batch, trees)):
         nodes = sum(map(len, trees)) if batch.packed else max(map(len, trees)) * len(trees)
-        tokens = sum(len(record.tokens) for _, record in records)
+        tokens = sum(len(record.tokens) for _, _, record in settled)
         # A drafter that has lost its trust in predictions wants none listed.
         drafted = top_k > 0 or any(len(tree) > tree.root + 1 for tree in trees)
-        batch.times.book(StepTime(nodes, context, batch.clock() - start, tokens, len(records), drafted))
-    for sequence, record in records:
+        batch.times.book(StepTime(nodes, context, batch.clock() - start, tokens, len(settled), drafted))
+    for row, result, record in settled:
+        sequence = batch.sequences[row]
         batch.statistics.record(record)
+        if watch is not None and sequence.watcher is not None:
+            sequence.watcher(watch.step(row, result, record, seconds))
         if sequence.on_step is not None:
             sequence.on_step(record)
 
@@ -144,12 +151,13 @@ def _kept(sequence: SequenceState, tree: TokenTree, walk: Walk | None) -> list[i
     return [*range(tree.root + 1), *walk.path]
 
 
-def _settle(sequence: SequenceState, outputs: NodeOutputs, walk: Walk) -> StepRecord:
+def _settle(sequence: SequenceState, outputs: NodeOutputs, walk: Walk) -> tuple[StepResult, StepRecord]:
     """Let the sequence and its drafter know what the step came to."""
     tree = walk.tree
     sequence.steps += 1
     sequence.finished = walk.stopped
     shaping = sequence.sampler.shaping if sequence.sampler.samples else None
     listed = outputs.top_ids, outputs.top_probabilities
-    sequence.drafter.observe(StepResult(tree, outputs.predictions, walk.path, walk.tokens, *listed, shaping))
-    return StepRecord(sequence.index, sequence.steps, walk.tokens, len(tree) - tree.root, sequence.finished)
+    result = StepResult(tree, outputs.predictions, walk.path, walk.tokens, *listed, shaping)
+    sequence.drafter.observe(result)
+    return result, StepRecord(sequence.index, sequence.steps, walk.tokens, len(tree) - tree.root, sequence.finished)

@@ -9,6 +9,7 @@ from typing import Any
 from lookahead.core.drafter import Drafter
 from lookahead.core.sampler import Sampler
 from lookahead.core.statistics import OnStep
+from lookahead.core.watching import StepWatcher
 
 Stop = Callable[[Any], bool]
 """Says whether a sequence, a `SequenceState`, is complete; called after every token."""
@@ -33,6 +34,7 @@ class SequenceState:
         tokens: Token ids of the text so far.
         finished: Whether the text is complete.
         steps: Steps this sequence has taken.
+        watcher: Called with each step and all that it showed, before `on_step`, if anybody watches.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class SequenceState:
         self.most_tokens = sys.maxsize if most_tokens is None else most_tokens
         self.finished = False
         self.steps = 0
+        self.watcher: StepWatcher | None = None
         drafter.start(self.tokens)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from time import perf_counter
 from typing import Any
 
@@ -47,6 +47,11 @@ class Seconds:
     def total(self) -> float:
         """Sum of the parts."""
         return self.draft + self.forward + self.verify + self.commit
+
+    def since(self, before: Seconds) -> Seconds:
+        """What was added since these were `before`."""
+        names = [each.name for each in fields(self)]
+        return Seconds(*(getattr(self, name) - getattr(before, name) for name in names))
 
     def add(self, part: str, start: float) -> float:
         """Add the time since `start`, a `perf_counter` time, to `part`; returns the time it is now."""

@@ -13,6 +13,7 @@ from lookahead.core.chain_budget import ChainBudget
 from lookahead.core.drafter import Drafter
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
+from lookahead.core.watching import Explanation, explain
 
 
 @runtime_checkable
@@ -81,6 +82,13 @@ class ChainDrafter:
         tree.add_candidates([sketch.tokens[node] for node in path])
         self._places = [*range(sketch.root + 1), *path]
         self._sketch, self._tree = sketch, tree
+
+    def explain(self, tree: TokenTree) -> Explanation:
+        """What the drafter says of those nodes that were sent."""
+        if tree is not self._tree or self._sketch is None:
+            return Explanation()
+        told, first = explain(self._drafter, self._sketch), self._sketch.root + 1
+        return Explanation([told.origins[place - first] for place in self._places if place >= first], told.entries)
 
     def observe(self, result: StepResult) -> None:
         """Let the drafter learn from what was sent."""

@@ -8,6 +8,7 @@ from typing import Any
 from lookahead.core.drafter import Drafter
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
+from lookahead.core.watching import Explanation, explain
 from lookahead.errors import InvalidArgumentError
 
 MEMBERS = ("top_k", "start", "propose", "observe", "statistics")
@@ -63,3 +64,7 @@ class CheckedDrafter:
                     f"drafter={self._drafter!r} proposed token {token}, which the model does not know; its tokens are "
                     f"0 to {'...' if self._vocabulary is None else self._vocabulary - 1}"
                 )
+
+    def explain(self, tree: TokenTree) -> Explanation:
+        """What the drafter says, if it says anything."""
+        return explain(self._drafter, tree)

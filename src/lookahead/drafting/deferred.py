@@ -9,6 +9,7 @@ from lookahead.core.budget import StepBudget
 from lookahead.core.drafter import Drafter
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
+from lookahead.core.watching import Explanation, explain
 
 
 class DeferredDrafter:
@@ -43,6 +44,10 @@ class DeferredDrafter:
                 return
             self._drafter = self._started()
         self._drafter.propose(tree)
+
+    def explain(self, tree: TokenTree) -> Explanation:
+        """What the drafter says."""
+        return Explanation() if self._drafter is None else explain(self._drafter, tree)
 
     def observe(self, result: StepResult) -> None:
         """Let the drafter learn, or keep the tokens for it."""

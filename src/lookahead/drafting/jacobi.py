@@ -9,6 +9,7 @@ import numpy as np
 
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
+from lookahead.core.watching import Explanation, Origin
 
 
 class JacobiBlockDrafter:
@@ -45,6 +46,10 @@ class JacobiBlockDrafter:
     def propose(self, tree: TokenTree) -> None:
         """Add the guesses as one chain under the root."""
         self._chain = [tree.root, *tree.add_candidates(self._guesses)]
+
+    def explain(self, tree: TokenTree) -> Explanation:
+        """All nodes are of the block."""
+        return Explanation([Origin(("Jacobi block",))] * (len(tree) - tree.root - 1))
 
     def observe(self, result: StepResult) -> None:
         """Take the new guesses for the positions that are still open; begin a new block when there are none."""

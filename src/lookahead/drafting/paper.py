@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from lookahead.core.outputs import StepResult
-from lookahead.core.token_tree import TokenTree
+from lookahead.core.token_tree import NodeKind, TokenTree
+from lookahead.core.watching import WINDOW, Explanation, Origin
 from lookahead.drafting.pool import NGramPool
 from lookahead.drafting.window import JacobiWindow
+
+POOL = "n-gram pool"
 
 
 class PaperDrafter:
@@ -51,6 +54,12 @@ class PaperDrafter:
         for guess in self.pool.lookup(tree.tokens[tree.root]):
             tree.add_candidates(guess)
         self.window.propose(tree)
+
+    def explain(self, tree: TokenTree) -> Explanation:
+        """Candidates are of the pool, all other nodes of the window."""
+        kinds = tree.kinds[tree.root + 1 :]
+        origins = [Origin((POOL if kind is NodeKind.CANDIDATE else WINDOW,)) for kind in kinds]
+        return Explanation(origins, len(self.pool))
 
     def observe(self, result: StepResult) -> None:
         """Slide the window and fill the pool."""

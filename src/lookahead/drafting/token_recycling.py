@@ -11,6 +11,7 @@ import numpy as np
 
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
+from lookahead.core.watching import Explanation, Origin
 from lookahead.drafting.auto.ngram_memory import NGramMemory
 
 
@@ -51,6 +52,20 @@ class TokenRecyclingDrafter:
             negative, _, parent, token = heappop(queue)
             (node,) = tree.add_candidates([token], parent)
             probability = -negative
+
+    def explain(self, tree: TokenTree) -> Explanation:
+        """All nodes are predictions that the model made last after the same token."""
+        known: dict[int, dict[int, float]] = {}
+        likely = {tree.root: 1.0}
+        for node in range(tree.root + 1, len(tree)):
+            before = tree.tokens[tree.parents[node]]
+            if before not in known:
+                _, ids, shares = self.memory.lookup(np.array([[before]], dtype=np.int64))
+                known[before] = dict(zip(ids[0, 0].tolist(), shares[0, 0].tolist(), strict=True))
+            likely[node] = likely[tree.parents[node]] * known[before].get(tree.tokens[node], 0.0)
+        nodes = range(tree.root + 1, len(tree))
+        origins = [Origin(("last prediction after the token",), likely[node]) for node in nodes]
+        return Explanation(origins, sum(self.memory.statistics().entries))
 
     def observe(self, result: StepResult) -> None:
         """Keep the predictions after every node; of equal tokens the one that was added last counts."""

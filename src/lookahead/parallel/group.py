@@ -88,8 +88,8 @@ class ParallelGroup:
         """
         check_memory(config, self.size)
         if config.preset in BUDGETED and config.step_budget is None:
-            return replace(config, step_budget=_FIXED_BUDGET * self.size)
-        return config
+            config = replace(config, step_budget=_FIXED_BUDGET * self.size)
+        return config if config.trace is None else replace(config, trace=None)  # one rank records, for all
 
     def check(self, model: PreTrainedModel, local: object) -> None:
         """Refuse a model if `local`, which would run it in one process, is no backend whose trees can be shared out."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from lookahead.server.errors import ApiError
@@ -68,7 +69,7 @@ class Form:
         told: dict[str, Any] = {"tokens": len(piece.tokens), "nodes": piece.nodes}
         if piece.tree is not None:
             texts = [self._served.text_of(token) for token in piece.tree.tokens]
-            told["tree"] = {"tokens": texts, "parents": piece.tree.parents, "path": piece.tree.path}
+            told["tree"] = {**asdict(piece.tree), "tokens": texts}
         return told
 
     def failure(self, error: ApiError) -> dict[str, Any]:

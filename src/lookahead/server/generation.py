@@ -18,7 +18,7 @@ from lookahead.server.metrics import RequestClock
 from lookahead.server.plan import Plan, recorder
 from lookahead.server.processors import TokenLogprobs
 from lookahead.server.served_model import ServedModel
-from lookahead.server.step_watcher import StepTree, StepWatcher
+from lookahead.server.step_watcher import StepTree, TreeWatcher
 from lookahead.server.text_builder import TextBuilder
 from lookahead.serving import RequestHandle
 
@@ -66,7 +66,7 @@ class Answer:
         self._ends = served.end_tokens
         self._builder = TextBuilder(served.tokenizer, plan.prompt, plan.stops)
         self._recorder = recorder(plan)
-        self._watcher = StepWatcher()
+        self._watcher = TreeWatcher()
         self._tell = tell
         processors, config = plan.steer(self._watcher)
         if self._recorder is not None:

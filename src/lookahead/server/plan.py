@@ -16,7 +16,7 @@ from lookahead.server.grammar import GrammarProcessor, GrammarSource, GrammarSta
 from lookahead.server.processors import LogitBias, LogprobRecorder, OccurrencePenalty
 from lookahead.server.requests import ChatRequest, CompletionRequest, LookaheadOptions, TextRequest, joined
 from lookahead.server.served_model import ServedModel, prompt_room
-from lookahead.server.step_watcher import StepWatcher
+from lookahead.server.step_watcher import TreeWatcher
 
 _LEAST_TEMPERATURE = 0.01
 
@@ -66,7 +66,7 @@ class Plan:
     prediction: list[int] | None = None
     watches: bool = False
 
-    def steer(self, watcher: StepWatcher) -> tuple[LogitsProcessorList, LookaheadConfig]:
+    def steer(self, watcher: TreeWatcher) -> tuple[LogitsProcessorList, LookaheadConfig]:
         """Logits processors of one answer, and how it drafts; `watcher` is told of each step if that is wanted."""
         processors, config = self.processors(), self.config
         sources: list[Callable[[], Any]] = []
@@ -75,7 +75,7 @@ class Plan:
             processors.append(GrammarProcessor(state, len(self.prompt)))
             sources.append(lambda: GrammarSource(state))
         if self.watches:
-            sources.append(lambda: watcher)
+            config = replace(config, trace=watcher)
         if config.preset == "auto":
             config = replace(config, sources=(*config.sources, *sources))
         return processors, config

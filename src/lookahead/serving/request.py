@@ -189,6 +189,8 @@ class Request:
             rule,
             last_lengths(runner.last_length, prompts, rule.has_eos)[0],
         )
+        if config.trace is not None:
+            self.sequence.watcher = config.trace.begin(tokens)
         handle.statistics.prompt_tokens = len(tokens)
         handle.statistics.invariant_rows = least_rows(runner.model) if runner.is_invariant else 0
         self._rule = rule
@@ -247,6 +249,7 @@ class Request:
 
     def end(self, error: BaseException | None = None) -> None:
         """Tell the handle how it ended: complete, with an error, or cancelled."""
+        self.sequence.watcher = None
         self.sequence.on_step = None  # which refers to this object: what it holds is to go with it, not some time later
         if self._memory is not None:
             keep_memory(self._model, self._config, self._memory)

@@ -13,6 +13,7 @@ from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.budget import FixedBudget, StepBudget
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import NodeKind, TokenTree
+from lookahead.core.watching import WINDOW, Explanation, Origin
 from lookahead.drafting.auto.context_matches import LONGEST, ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
@@ -162,6 +163,15 @@ class AutoDrafter:
         self._tree = tree
         if self.window is not None and sum(map(len, self.window.rows)) <= min(self.budget.left, self._most - chosen):
             self.window.propose(tree)
+
+    def explain(self, tree: TokenTree) -> Explanation:
+        """Which sources named each node, and how likely it was taken to be."""
+        with self.memory.lock:
+            entries = int(np.count_nonzero(self.memory.ngrams.tags)) if self._top_k else None
+            if tree is not self._tree:
+                return Explanation(entries=entries)
+            origins = self._search.origins(self._sent)
+        return Explanation([*origins, *[Origin((WINDOW,))] * (len(tree) - tree.root - 1 - len(origins))], entries)
 
     def observe(self, result: StepResult) -> None:
         """Learn from the predictions after every node, and add the new tokens to the text."""

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.token_tree import TokenTree
+from lookahead.core.watching import Origin
 from lookahead.drafting.auto.context_matches import LONGEST, SEARCHED, ContextMatches, MatchArrays, propose_matches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.embedding_neighbours import (
@@ -19,6 +20,7 @@ from lookahead.drafting.auto.embedding_neighbours import (
 )
 from lookahead.drafting.auto.listed_paths import ListedArrays, ListedPaths, propose_listed
 from lookahead.drafting.auto.ngram_entries import Entries, propose_known
+from lookahead.drafting.auto.origins import origin_of
 from lookahead.drafting.auto.path_queue import PathQueue, allocate_queue, clear, is_useful, pop, push
 from lookahead.drafting.auto.proposals import (
     MOST_LISTED,
@@ -138,6 +140,14 @@ class TreeSearch:
         tokens = self.nodes.tokens[first : first + count].tolist()
         parents = (self.nodes.parents[first : first + count] - self.root + tree.root).tolist()
         tree.add_new_candidates(tokens, parents)
+
+    def origins(self, count: int) -> list[Origin]:
+        """Where the first `count` nodes found come from, in their order."""
+        names = list(self._memory.acceptance.names)
+        nodes, root = self.nodes, self.root
+        return [
+            origin_of(node, nodes, self._proposals, self._columns, names) for node in range(root + 1, root + 1 + count)
+        ]
 
     def teach(
         self,

@@ -23,7 +23,7 @@ CHANCE = 0.75
 _LONG_MATCH = 3
 """First class of matches (of six tokens) that are long."""
 
-_MATCHES = 3
+MATCH_KINDS = 3
 """Kinds of matches: none, short, long."""
 
 
@@ -52,7 +52,7 @@ class Evidence(NamedTuple):
 
 def allocate_worth(evidence: Evidence, columns: int) -> Worth:
     """Nothing is known yet."""
-    kinds = _MATCHES * (evidence.matches - evidence.memory + 1) + columns - evidence.others
+    kinds = MATCH_KINDS * (evidence.matches - evidence.memory + 1) + columns - evidence.others
     return Worth(np.full(kinds, PRIOR), np.full(kinds, PRIOR), np.ones(kinds))
 
 
@@ -83,5 +83,5 @@ def kind_of(row: int, proposals: Proposals, evidence: Evidence) -> int:
         return int(match * (orders + 1) + order)
     for column in range(evidence.others, proposals.features.shape[1]):
         if proposals.features[row, column] > UNLISTED_LOG and proposals.defaults[column] < 0:
-            return int(_MATCHES * (orders + 1) + column - evidence.others)
+            return int(MATCH_KINDS * (orders + 1) + column - evidence.others)
     return 0

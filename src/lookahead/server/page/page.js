@@ -109,6 +109,14 @@ function visible(token) {
   return shown.length > 10 ? shown.slice(0, 9) + "…" : shown;
 }
 
+const SOURCES = ["context match", "n-gram memory", "rejected sibling", "embedding neighbour", "recent prediction", "n-gram pool"];
+
+// The same colour for a source in every step; further ones share what is left.
+function colorOf(families, source) {
+  const family = source.split(", ")[0], known = SOURCES.indexOf(family);
+  return `var(--s${known >= 0 ? known : 6 + (families.indexOf(family) % 2)})`;
+}
+
 function draw(tree, step) {
   const taken = new Set([0, ...tree.path]);
   const children = tree.tokens.map(() => []);
@@ -134,15 +142,26 @@ function draw(tree, step) {
     return element;
   };
   const lines = [], marks = [];
+  const families = [...new Set(tree.sources.map((name) => name.split(", ")[0]))];
   tree.tokens.forEach((token, node) => {
     const kind = taken.has(node) ? "taken" : "";
+    const source = node ? tree.sources[node - 1] : "the last token of the text", likely = node ? tree.probabilities[node - 1] : null;
+    const color = node ? colorOf(families, source) : "var(--text)";
     if (node) lines.push(made("line", { x1: x(tree.parents[node]), y1: y(tree.parents[node]), x2: x(node), y2: y(node), class: kind }));
-    marks.push(made("circle", { cx: x(node), cy: y(node), r: 5, class: kind }));
+    const mark = made("circle", { cx: x(node), cy: y(node), r: 5, class: kind, style: `color: ${color}` });
+    mark.appendChild(made("title", {})).textContent = `${source}${likely === null ? "" : `; path taken to be ${(100 * likely).toFixed(1)}% likely`}`;
+    marks.push(mark);
     const label = made("text", { x: x(node) + 7, y: y(node) + 4 });
     label.textContent = visible(token);
     marks.push(label);
   });
   svg.replaceChildren(...lines, ...marks);
+  at("legend").replaceChildren(...families.map((name) => {
+    const item = document.createElement("li");
+    item.appendChild(document.createElement("i")).style.color = colorOf(families, name);
+    item.append(`${name}: ${tree.sources.filter((source) => source.split(", ")[0] === name).length}`);
+    return item;
+  }));
   at("caption").textContent = `Step ${step}: ${tree.tokens.length - 1} tokens drafted, ${tree.path.length} accepted.`;
 }
 

@@ -1,0 +1,130 @@
+"""Watching the steps of a sequence: what was sent, where each node came from, and what became of it.
+
+Nothing here runs where nobody watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+from lookahead.core.outputs import StepResult
+from lookahead.core.statistics import Seconds, StepRecord
+from lookahead.core.token_tree import NodeKind, TokenTree
+
+UNNAMED = "draft"
+"""Source of a node whose drafter says nothing about it."""
+
+WINDOW = "lookahead window"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a node comes from.
+
+    Attributes:
+        evidence: Everything that named its token; the first is its source, the one that knew the longest context. What
+            stands before a comma is the kind of source.
+        probability: How likely its drafter took the path to the node to be accepted, if it says so.
+    """
+
+    evidence: tuple[str, ...]
+    probability: float | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a drafter says about what it proposed.
+
+    Attributes:
+        origins: Of each node below the root, in the order of the nodes.
+        entries: Entries of what it draws on, a memory or a pool, when it proposed; `None` if it has none.
+    """
+
+    origins: Sequence[Origin] = ()
+    entries: int | None = None
+
+
+@runtime_checkable
+class ExplainsDrafts(Protocol):
+    """A drafter that can say where its nodes come from. All of this library do; one of a user's own need not."""
+
+    def explain(self, tree: TokenTree) -> Explanation:
+        """About `tree`, which it was shown last. Called between `propose` and `observe`, if anybody watches."""
+
+
+@dataclass(frozen=True)
+class WatchedStep:
+    """One step of a sequence.
+
+    Attributes:
+        result: The tree, what the model said of its nodes, and what was accepted.
+        record: What the step came to.
+        explanation: Where each node below the root came from.
+        seconds: Time of each part of the step, of all rows of the batch together. Watching is not counted.
+    """
+
+    result: StepResult
+    record: StepRecord
+    explanation: Explanation
+    seconds: Seconds
+
+
+StepWatcher = Callable[[WatchedStep], None]
+
+
+class Recorder(Protocol):
+    """Watches sequences; `lookahead.Trace` does."""
+
+    def begin(self, prompt: Sequence[int]) -> StepWatcher:
+        """A sequence begins with these tokens; returns what is called after each of its steps."""
+
+
+def explain(drafter: Any, tree: TokenTree) -> Explanation:
+    """Where the nodes of a tree come from, as far as its drafter says."""
+    told = drafter.explain(tree) if isinstance(drafter, ExplainsDrafts) else Explanation()
+    below = range(tree.root + 1, len(tree))
+    if len(told.origins) == len(below):
+        return told
+    return Explanation([_unexplained(tree, node) for node in below], told.entries)
+
+
+def _unexplained(tree: TokenTree, node: int) -> Origin:
+    return Origin((WINDOW if tree.kinds[node] is NodeKind.WINDOW else UNNAMED,))
+
+
+class _Watched(Protocol):
+    """A sequence, as far as it matters here."""
+
+    drafter: Any
+    watcher: StepWatcher | None
+
+
+@dataclass
+class Watch:
+    """Those who watch the sequences of a batch in one step.
+
+    Args:
+        before: Times up to the step.
+    """
+
+    before: Seconds
+    explanations: list[Explanation] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, sequences: Sequence[_Watched], seconds: Seconds) -> Watch | None:
+        """Who watches the coming step; nobody, most of the time."""
+        if all(sequence.watcher is None for sequence in sequences):
+            return None
+        return cls(replace(seconds))
+
+    def ask(self, sequences: Sequence[_Watched], trees: Sequence[TokenTree]) -> None:
+        """Ask the drafters of those that are watched, before any of them learns from the step."""
+        for sequence, tree in zip(sequences, trees, strict=True):
+            shown = sequence.watcher is not None
+            self.explanations.append(explain(sequence.drafter, tree) if shown else Explanation())
+
+    def step(self, row: int, result: StepResult, record: StepRecord, now: Seconds) -> WatchedStep:
+        """What there is to tell of a row; `now` are the times behind the step."""
+        return WatchedStep(result, record, self.explanations[row], now.since(self.before))

@@ -1,0 +1,68 @@
+"""What spoke for the nodes of a tree that was searched, in words: asked afterwards, where somebody watches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lookahead.core.watching import Origin
+from lookahead.drafting.auto.context_matches import LONGEST, MATCH_CLASSES
+from lookahead.drafting.auto.proposals import UNLISTED_LOG, Nodes, Proposals
+from lookahead.drafting.auto.scorer import FURTHER_MATCHES, NEIGHBOURS, SIBLINGS
+from lookahead.drafting.auto.worth import MATCH_KINDS, Evidence
+
+RECENT = "recent prediction"
+
+_SHOWN = {NEIGHBOURS: "embedding neighbour", SIBLINGS: "rejected sibling"}
+
+
+def origin_of(node: int, nodes: Nodes, proposals: Proposals, columns: Evidence, names: Sequence[str]) -> Origin:
+    """Which sources named the token of a node.
+
+    Args:
+        node: The node, below the root.
+        nodes: The tree.
+        proposals: Those of its search.
+        columns: Where the features of each source are.
+        names: The feature of each column.
+    """
+    probability = float(nodes.probabilities[node])
+    begin, end = nodes.starts[nodes.parents[node]], nodes.starts[nodes.parents[node] + 1]
+    found = np.flatnonzero(proposals.tokens[begin:end] == nodes.tokens[node])
+    if not len(found):  # no proposal of a source: it was tried
+        return Origin((RECENT,), probability)
+    named = sorted(_evidence(int(begin + found[0]), proposals, columns, names), key=lambda each: -each[0])
+    return Origin(tuple(name for _, name in named) or (RECENT,), probability)
+
+
+def _evidence(row: int, proposals: Proposals, columns: Evidence, names: Sequence[str]) -> Iterator[tuple[float, str]]:
+    """What spoke for a proposal, each with the length of the context that it knew."""
+    features, kind = proposals.features[row], int(proposals.kinds[row])
+    orders = columns.matches - columns.memory
+    first_alone = MATCH_KINDS * (orders + 1)
+    order = kind % (orders + 1) if kind < first_alone else 0
+    if order:
+        yield order + 0.5, f"n-gram memory, {_tokens(order)}"
+    for index, least in enumerate(MATCH_CLASSES):
+        if features[columns.matches + index] > 0:
+            further = int(2 * features[columns.matches + len(MATCH_CLASSES)])
+            yield least, f"context match, {_match_length(index)}"
+            if further:
+                yield 0.25, FURTHER_MATCHES
+    for column in range(columns.others, len(features)):
+        if UNLISTED_LOG < features[column] < 0 or kind == first_alone + column - columns.others:
+            yield 0.5, _SHOWN.get(names[column], names[column])
+
+
+def _match_length(index: int) -> str:
+    """The lengths of a class of matches."""
+    least = MATCH_CLASSES[index]
+    if least == LONGEST:
+        return f"{least} tokens or more"
+    most = MATCH_CLASSES[index + 1] - 1
+    return _tokens(least) if most == least else f"{least} to {most} tokens"
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' if count > 1 else ''}"

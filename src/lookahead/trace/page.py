@@ -1,0 +1,117 @@
+"""The page of a trace: one HTML file with its style, its script and its data, compactly."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from typing import Any
+
+from lookahead.core.watching import Origin
+from lookahead.trace.naming import Vocabulary, pieces, shown_prompt
+from lookahead.trace.traced import TracedStep, TracedText
+from lookahead.version import __version__
+
+FORMAT = 1
+
+
+def make_page(texts: Sequence[TracedText], tokenizer: Any, title: str, facts: dict[str, str]) -> str:
+    """The page, whole: nothing on it comes from elsewhere."""
+    data = json.dumps(to_data(texts, tokenizer, facts), ensure_ascii=False, separators=(",", ":"))
+    folder = files("lookahead.trace")
+    parts = {
+        "title": html.escape(title),
+        "style": folder.joinpath("page.css").read_text(encoding="utf-8"),
+        "script": "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in ("tree.js", "page.js")),
+        # Nothing that a text says may end the element that holds it.
+        "data": data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
+    }
+    page = folder.joinpath("page.html").read_text(encoding="utf-8")
+    page = re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], page)
+    return page.encode("utf-8", "replace").decode("utf-8")  # a tokenizer may give halves of characters
+
+
+def to_data(texts: Sequence[TracedText], tokenizer: Any, facts: dict[str, str]) -> dict[str, Any]:
+    """What the page shows, as plain numbers and lists: tokens and sources are named once, and numbered."""
+    vocabulary, evidence = Vocabulary(tokenizer), _Evidence()
+    told = [_text(text, tokenizer, vocabulary, evidence) for text in texts]
+    return {
+        "format": FORMAT,
+        "version": __version__,
+        "facts": facts,
+        "vocabulary": vocabulary.names,
+        "sources": evidence.sources,
+        "evidence": evidence.sets,
+        "texts": told,
+    }
+
+
+def _text(text: TracedText, tokenizer: Any, vocabulary: Vocabulary, evidence: _Evidence) -> dict[str, Any]:
+    parts = pieces([step.added for step in text.steps], tokenizer, text.prompt)
+    return {
+        "prompt": shown_prompt(text.prompt, tokenizer),
+        "promptTokens": len(text.prompt),
+        "tokens": len(text.tokens),
+        "nodes": text.nodes,
+        "steps": [
+            {"x": part, **_step(step, vocabulary, evidence)} for step, part in zip(text.steps, parts, strict=True)
+        ],
+    }
+
+
+def _step(step: TracedStep, vocabulary: Vocabulary, evidence: _Evidence) -> dict[str, Any]:
+    """One step. By node below the root: `t` token, `p` parent, `e` evidence, `q` estimated probability in thousandths
+    (-1 for none). By node: `m` the model's likeliest token, `c` its probability in percent. `w` window nodes, `a`
+    accepted ones, `k` tokens added, `l` the likeliest tokens after root and accepted nodes in thousandths, `d`
+    microseconds of each part, `n` entries of the memory, `r` predictions learned."""
+    likely = [-1 if each.probability is None else round(1000 * each.probability) for each in step.origins]
+    told: dict[str, Any] = {
+        "o": vocabulary.number(step.tokens[0]),
+        "t": [vocabulary.number(token) for token in step.tokens[1:]],
+        "p": step.parents[1:],
+        "e": [evidence.number(each) for each in step.origins],
+        "m": [vocabulary.number(token) for token in step.predictions],
+        "a": step.path,
+        "k": [vocabulary.number(token) for token in step.added],
+        "d": [round(1e6 * seconds) for seconds in asdict(step.seconds).values()],
+        "r": step.learned,
+    }
+    if any(each >= 0 for each in likely):
+        told["q"] = likely
+    if any(step.certainties):
+        told["c"] = [round(100 * share) for share in step.certainties]
+    if step.window:
+        told["w"] = step.window
+    if step.likeliest:
+        told["l"] = [
+            [[vocabulary.number(token), round(1000 * share)] for token, share in each] for each in step.likeliest
+        ]
+    if step.entries is not None:
+        told["n"] = step.entries
+    return told
+
+
+class _Evidence:
+    """Sets of sources that named a token, numbered as they come."""
+
+    def __init__(self) -> None:
+        self.sources: list[str] = []
+        self.sets: list[list[int]] = []
+        self._numbers: dict[tuple[str, ...], int] = {}
+        self._sources: dict[str, int] = {}
+
+    def number(self, origin: Origin) -> int:
+        """The number of what spoke for a node; its source is the first of the set."""
+        if origin.evidence not in self._numbers:
+            self._numbers[origin.evidence] = len(self.sets)
+            self.sets.append([self._source(name) for name in origin.evidence])
+        return self._numbers[origin.evidence]
+
+    def _source(self, name: str) -> int:
+        if name not in self._sources:
+            self._sources[name] = len(self.sources)
+            self.sources.append(name)
+        return self._sources[name]

@@ -1,0 +1,268 @@
+"""Traces: they change nothing, say what the statistics say, and name where every node came from."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import lookahead
+from lookahead import InvalidArgumentError, LookaheadConfig, Trace
+from lookahead.core.statistics import Seconds
+from lookahead.core.watching import Origin
+from lookahead.drafting import PredictedText
+from lookahead.trace import TracedStep, TracedText
+from lookahead.trace.naming import pieces
+from lookahead.trace.page import make_page, to_data
+
+pytestmark = pytest.mark.usefixtures("compiled_loops")
+
+METHODS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "auto": ({"step_budget": 24}, {"n-gram memory", "context match"}),
+    "auto, as many nodes as pay": ({}, set()),
+    "paper": (
+        {"window_size": 4, "ngram_size": 3, "guess_set_size": 4, "pool_from_prompt": True},
+        {"n-gram pool", "lookahead window"},
+    ),
+    "jacobi": ({"preset": "jacobi", "block_size": 4}, {"Jacobi block"}),
+    "token recycling": ({"preset": "token_recycling", "step_budget": 12}, {"last prediction after the token"}),
+    "context matches": ({"preset": "context_matches", "step_budget": 12}, {"context match"}),
+    "plain": ({"preset": "autoregressive"}, set()),
+}
+
+
+def run(model: PreTrainedModel, prompt: torch.Tensor, trace: Trace | None, **settings: Any) -> Any:
+    options = {"max_new_tokens": 32, "return_dict_in_generate": True}
+    options |= {name: settings.pop(name) for name in ("do_sample", "num_return_sequences") if name in settings}
+    torch.manual_seed(3)
+    config = LookaheadConfig(trace=trace, **settings)
+    return lookahead.generate(model, prompt, lookahead_config=config, **options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampled"])
+def test_a_trace_changes_nothing_and_says_what_the_statistics_say(
+    llama: PreTrainedModel, prompt: torch.Tensor, method: str, samples: bool
+) -> None:
+    settings, kinds = METHODS[method]
+    trace = Trace()
+    without = run(llama, prompt, None, do_sample=samples, **settings)
+    output = run(llama, prompt, trace, do_sample=samples, **settings)
+    assert output.sequences.tolist() == without.sequences.tolist()
+    (text,) = trace.texts
+    assert text.prompt == prompt[0].tolist()
+    assert text.tokens == output.sequences[0, prompt.shape[1] :].tolist()
+    statistics = output.statistics
+    assert [len(step.added) for step in text.steps] == statistics.accepted_lengths
+    assert [len(step.tokens) for step in text.steps] == statistics.nodes_per_step
+    assert text.step_compression == statistics.step_compression
+    assert [step.finished for step in text.steps] == [False] * (statistics.steps - 1) + [True]
+    for part in ("draft", "forward", "verify", "commit"):
+        total = sum(getattr(step.seconds, part) for step in text.steps)
+        assert total == pytest.approx(getattr(statistics.seconds, part))
+    named = {origin.evidence[0].split(", ")[0] for step in text.steps for origin in step.origins}
+    assert kinds <= named
+    for step in text.steps:
+        check(step, method)
+
+
+def check(step: TracedStep, method: str) -> None:
+    """The step fits together: the path is one, of the tokens that were added, and probabilities fall along paths."""
+    assert len(step.tokens) == len(step.parents) == len(step.origins) + 1 == len(step.predictions)
+    assert [step.tokens[node] for node in step.path] == step.added[: len(step.path)]
+    assert [step.parents[node] for node in step.path] == [0, *step.path][: len(step.path)]
+    assert not {*step.path} & {*step.window}
+    if method.startswith(("auto", "token", "context")):
+        likely = [1.0, *(origin.probability for origin in step.origins)]
+        assert all(0 < share <= likely[parent] for share, parent in zip(likely[1:], step.parents[1:], strict=True))
+
+
+def test_every_row_of_a_batch_is_a_text(llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    trace = Trace()
+    output = run(llama, torch.cat([prompt, prompt.flip(1)]), trace, step_budget=8)
+    assert [text.tokens for text in trace.texts] == output.sequences[:, prompt.shape[1] :].tolist()
+
+
+def test_requests_of_an_engine_are_traced(llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    trace = Trace()
+    with lookahead.Engine(llama, LookaheadConfig(memory="process", trace=trace)) as engine:
+        output = engine.submit(prompt[0].tolist(), max_new_tokens=16).result()
+    (text,) = trace.texts
+    assert text.tokens == output[0, prompt.shape[1] :].tolist()
+
+
+def test_a_source_of_a_users_own_is_named(llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    expected = run(llama, prompt, None).sequences[0, prompt.shape[1] :].tolist()
+    trace = Trace()
+    run(llama, prompt, trace, sources=(lambda: PredictedText(expected),), step_budget=8)
+    evidence = {name for step in trace.texts[0].steps for origin in step.origins for name in origin.evidence}
+    assert "predicted text" in evidence
+
+
+def test_a_drafter_that_says_nothing(llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    class Three:
+        top_k = 0
+
+        def start(self, prompt: Any) -> None: ...
+
+        def propose(self, tree: Any) -> None:
+            tree.add_candidates([3, 3, 3])
+
+        def observe(self, result: Any) -> None: ...
+
+        def statistics(self) -> dict[str, Any]:
+            return {}
+
+    trace = Trace()
+    run(llama, prompt, trace, drafter=Three)
+    assert trace.texts[0].steps[0].origins == [Origin(("draft",))] * 3
+
+
+# the page
+
+
+def data_of(page: str) -> dict[str, Any]:
+    """The data that a page holds."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_the_page_says_what_was_recorded_and_needs_nothing_else(
+    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path
+) -> None:
+    model, tokenizer = demo
+    prompt = "def add(a, b): # </script><b>{{data}}"
+    inputs = tokenizer(prompt, return_tensors="pt").input_ids
+    path = tmp_path / "trace.html"
+    with Trace(path, tokenizer, title="<i>Title</i>") as trace:
+        run(model, inputs, trace)
+    page = path.read_text(encoding="utf-8")
+    assert "&lt;i&gt;Title" in page
+    assert page.count("</script>") == 2
+    assert not re.search(r"""(src|href)=|url\(|@import|https?://(?!www\.w3\.org/2000/svg)""", page)
+    assert "default-src 'none'" in page
+    data = data_of(page)
+    (text,), (told,) = trace.texts, data["texts"]
+    assert told["prompt"] == prompt
+    assert "".join(step["x"] for step in told["steps"]) == tokenizer.decode(text.tokens)
+    assert (told["tokens"], told["nodes"]) == (len(text.tokens), text.nodes)
+    names = [tokenizer.decode([token]) for token in text.tokens]
+    assert [data["vocabulary"][token] for step in told["steps"] for token in step["k"]] == names
+    for step, recorded in zip(told["steps"], text.steps, strict=True):
+        assert step["a"] == recorded.path
+        sources = [data["sources"][data["evidence"][each][0]] for each in step["e"]]
+        assert sources == [origin.evidence[0] for origin in recorded.origins]
+
+
+def test_500_tokens_take_less_than_2_mb_at_worst() -> None:
+    """Every step full, and none of it accepted: 500 steps of 128 nodes, with tokens of a large vocabulary."""
+    random = np.random.default_rng(0)
+
+    def step() -> TracedStep:
+        tokens = random.integers(130_000, size=128).tolist()
+        parents = [-1, *(random.random(127) * range(1, 128)).astype(int).tolist()]
+        origins = [Origin((f"n-gram memory, {node % 4 + 1} tokens",), 0.123) for node in range(127)]
+        likeliest = [[(token, 0.2) for token in tokens[:5]]]
+        return TracedStep(
+            tokens, parents, [], origins, [], tokens[:1], tokens, [0.5] * 128, likeliest, 99999, 128, Seconds(), False
+        )
+
+    text = TracedText(list(range(100)), [step() for _ in range(500)])
+
+    class Names:
+        def decode(self, tokens: list[int], **options: Any) -> str:
+            return "".join(f"w{token % 1000}" for token in tokens)
+
+    assert len(make_page([text], Names(), "", {}).encode()) < 2_000_000
+
+
+def test_characters_that_two_steps_share(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    _, tokenizer = demo
+    text = "x = 'äöü 漢字 🙂' " * 20
+    tokens = tokenizer(text).input_ids
+    prompt, steps = tokens[:3], [tokens[place : place + 2] for place in range(3, len(tokens), 2)]
+    assert tokenizer.decode(prompt) + "".join(pieces(steps, tokenizer, prompt)) == tokenizer.decode(tokens)
+
+
+def test_ids_without_a_tokenizer(llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+    trace = Trace()
+    run(llama, prompt, trace)
+    assert to_data(trace.texts, None, {})["vocabulary"][0].startswith("#")
+    with pytest.raises(InvalidArgumentError, match=r"write\('trace.html'\)"):
+        trace.write()
+
+
+# errors
+
+
+def test_a_path_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "no folder" / "x.html", tmp_path / "file" / "x.html"):
+        with pytest.raises(InvalidArgumentError, match="trace: "):
+            Trace(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_full_disk_leaves_what_was_there(
+    llama: PreTrainedModel, prompt: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.html"
+    path.write_text("before")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    trace = Trace(path)
+    run(llama, prompt, trace)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InvalidArgumentError, match="No space left on device"):
+        trace.write()
+    assert path.read_text() == "before"
+    assert [each.name for each in tmp_path.iterdir()] == ["trace.html"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_device_is_not_replaced() -> None:
+    with pytest.raises(InvalidArgumentError, match="No space left on device"), Trace("/dev/full"):
+        pass
+    assert not Path("/dev/full").is_file()
+
+
+def test_an_interrupted_call_writes_what_there_was(
+    llama: PreTrainedModel, prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    seen = []
+
+    def stop(record: lookahead.StepRecord) -> None:
+        seen.append(record)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    def interrupted(path: Path) -> None:
+        with Trace(path) as trace:
+            config = LookaheadConfig(trace=trace)
+            lookahead.generate(llama, prompt, lookahead_config=config, on_step=stop, max_new_tokens=64)
+
+    path = tmp_path / "trace.html"
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(path)
+    (told,) = data_of(path.read_text(encoding="utf-8"))["texts"]
+    assert [len(step["k"]) for step in told["steps"]] == [len(record.tokens) for record in seen]
+
+
+def test_configurations() -> None:
+    trace = Trace()
+    config = LookaheadConfig(trace=trace)
+    assert copy.deepcopy(config).trace is trace
+    with pytest.raises(InvalidArgumentError, match="records nothing"):
+        LookaheadConfig(trace="trace.html")

@@ -1,0 +1,225 @@
+"""The page of a trace in a real browser, offline: three real runs; slider, keyboard, dark, narrow. Makes pictures."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import lookahead
+from lookahead import LookaheadConfig, Trace
+from lookahead.demo import DEMO_PROMPT
+
+pytest.importorskip("playwright")
+from playwright.sync_api import Page, expect, sync_playwright
+
+CHROMIUM = shutil.which("chromium")
+PICTURES = Path("build/trace")
+TOKENS = 160
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium"),
+    pytest.mark.usefixtures("compiled_loops"),
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of the demo model."""
+
+    title: str
+    prompt: str
+    settings: dict[str, Any]
+    options: dict[str, Any]
+
+
+CODE = '''class Queue:
+    """A queue of items."""
+
+    def __init__(self, maxsize=0):
+        self.maxsize = maxsize
+        self.items = []
+
+    def put(self, item):
+        """Put an item into the queue."""
+        if self.maxsize and len(self.items) >='''
+RUNS = {
+    # Left to itself, the demo model would soon repeat one line for ever.
+    "code": Run("Code, greedy, no 12 tokens twice", CODE, {}, {"no_repeat_ngram_size": 12}),
+    "repeat": Run("A text that repeats itself, greedy", DEMO_PROMPT, {}, {}),
+    "sampled": Run("Code, sampled at temperature 0.8", CODE, {}, {"do_sample": True, "temperature": 0.8}),
+    "paper": Run(
+        "The method of the paper, W=5, N=4, G=3",
+        DEMO_PROMPT,
+        {"window_size": 5, "ngram_size": 4, "guess_set_size": 3, "pool_from_prompt": True},
+        {},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def pages(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> dict[str, Path]:
+    """The page of each run."""
+    model, tokenizer = demo
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    made = {}
+    for name, run in RUNS.items():
+        inputs = tokenizer(run.prompt, return_tensors="pt").input_ids
+        torch.manual_seed(4)
+        facts = {"model": "demo model, 5.9 million parameters, float32", "preset": "paper" if run.settings else "auto"}
+        with Trace(PICTURES / f"{name}.html", tokenizer, title=run.title, facts=facts) as trace:
+            config = LookaheadConfig(trace=trace, **run.settings)
+            lookahead.generate(model, inputs, lookahead_config=config, max_new_tokens=TOKENS, **run.options)
+        made[name] = (PICTURES / f"{name}.html").resolve()
+    return made
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Any]:
+    """Opens pages; nothing may be asked of a network, and nothing may go wrong on them."""
+    context = browser.new_context(viewport={"width": 1040, "height": 780}, device_scale_factor=1.5)
+    wrong: list[str] = []
+
+    def open_page(path: Path, **media: Any) -> Page:
+        page = context.new_page()
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+        page.on("request", lambda request: None if request.url.startswith("file:") else wrong.append(request.url))
+        page.emulate_media(**media)
+        page.goto(path.as_uri())
+        return page
+
+    yield open_page
+    context.close()
+    assert not wrong
+
+
+def step_of(page: Page) -> int:
+    return int(page.locator("#step").input_value())
+
+
+def show_a_full_step(page: Page) -> None:
+    """Go to the step with the most to see: a long path that was accepted, and much beside it."""
+    best = """text.steps.map((step, index) => {
+            const near = nodesOf(step).filter((node) => node.depth < 5 && !node.taken).length;
+            return [3 * Math.min(step.a.length, 6) + Math.min(near, 16), index];
+        }).slice(2).sort((one, other) => other[0] - one[0])[0][1]"""
+    page.evaluate(f"show({best})")
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_real_run(opened: Any, pages: dict[str, Path], name: str, scheme: str) -> None:
+    page = opened(pages[name], color_scheme=scheme)
+    expect(page.locator("h1")).to_have_text(RUNS[name].title)
+    expect(page.locator("#summary")).to_contain_text(f"{TOKENS} tokens in")
+    show_a_full_step(page)
+    told = page.evaluate("({ sent: text.steps[current].t.length, accepted: text.steps[current].a.length })")
+    assert page.locator("#tree .node").count() == told["sent"] + 1
+    assert page.locator("#tree .node.taken").count() == told["accepted"] + 1
+    assert page.locator("#tree .own").count() == 1
+    assert page.locator("#legend li").count() >= 1
+    assert page.locator("#sources tbody tr").count() >= 2
+    assert page.locator(".chart").count() == 3
+    page.screenshot(path=PICTURES / f"{name}-{scheme}.png")
+
+
+def test_the_slider_and_the_keyboard(opened: Any, pages: dict[str, Path]) -> None:
+    page = opened(pages["code"])
+    steps = page.evaluate("text.steps.length")
+    assert step_of(page) == 1
+    for key, step in {"ArrowRight": 2, "End": steps, "ArrowLeft": steps - 1, "Home": 1}.items():
+        page.keyboard.press(key)
+        assert step_of(page) == step
+        expect(page.locator("#said")).to_contain_text(f"Step {step} of {steps}:")
+    page.get_by_label("Step", exact=True).focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#said")).to_contain_text("Step 2 of")
+    assert page.locator("#text .now").inner_text() == page.evaluate("text.steps[1].x")
+    page.get_by_role("button", name="Last step").click()
+    assert step_of(page) == steps
+    page.locator("#text span[data-step='3']").click()
+    assert step_of(page) == 4
+    page.get_by_role("button", name="Play").click()
+    expect(page.locator("#said")).to_contain_text("Step 5 of")
+    page.get_by_role("button", name="Pause").click()
+
+
+def test_nodes_say_what_they_are(opened: Any, pages: dict[str, Path]) -> None:
+    page = opened(pages["repeat"])
+    show_a_full_step(page)
+    page.locator("#tree .node").nth(1).click()
+    expect(page.locator("#node")).to_contain_text("Named by")
+    expect(page.locator("#node")).to_contain_text("After it the model's likeliest token is")
+    before = page.locator("#node").inner_text()
+    page.locator("#scroll").focus()
+    page.keyboard.press("ArrowDown")
+    assert page.locator("#node").inner_text() != before
+    page.get_by_text("The nodes as a table").click()
+    assert page.locator("#nodes tbody tr").count() == page.locator("#tree .node").count() - 1
+
+
+def test_masks_are_those_of_the_library(opened: Any, pages: dict[str, Path]) -> None:
+    from lookahead.core.token_tree import TokenTree, lay_out
+
+    page = opened(pages["repeat"])
+    show_a_full_step(page)
+    told = page.evaluate("({ tokens: text.steps[current].t, parents: text.steps[current].p })")
+    tree = TokenTree([0])
+    tree.add_new_candidates(told["tokens"], told["parents"])
+    order = page.evaluate("sendingOrder(nodes)")
+    assert order == lay_out(tree).order.tolist()
+
+
+def test_controls_have_names(opened: Any, pages: dict[str, Path]) -> None:
+    page = opened(pages["code"])
+    unnamed = """[...document.querySelectorAll("button, input, select, [role=img], [role=group]")].filter((each) =>
+        !each.labels?.length && !each.textContent && !each.hasAttribute("aria-label")
+            && !each.hasAttribute("aria-labelledby")
+    ).map((each) => each.outerHTML)"""
+    assert page.evaluate(unnamed) == []
+    page.locator("h1").click()
+    reached = set()
+    for _ in range(10):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+    assert {"play", "on", "last", "step", "text", "scroll", "SUMMARY"} <= reached
+
+
+def test_a_narrow_screen(opened: Any, pages: dict[str, Path]) -> None:
+    page = opened(pages["code"], color_scheme="dark")
+    page.set_viewport_size({"width": 360, "height": 900})
+    show_a_full_step(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.locator("#drafts").scroll_into_view_if_needed()
+    page.screenshot(path=PICTURES / "narrow-dark.png")
+
+
+def test_several_texts(opened: Any, demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path) -> None:
+    model, tokenizer = demo
+    with Trace(tmp_path / "trace.html", tokenizer) as trace:
+        for prompt in ("import os", "class Node:"):
+            inputs = tokenizer(prompt, return_tensors="pt").input_ids
+            lookahead.generate(model, inputs, lookahead_config=LookaheadConfig(trace=trace), max_new_tokens=8)
+    page = opened(tmp_path / "trace.html")
+    page.get_by_label("Text", exact=True).select_option(index=1)
+    expect(page.locator("#text .prompt")).to_have_text("class Node:")
+
+
+def test_nothing_recorded(opened: Any, tmp_path: Path) -> None:
+    Trace().write(tmp_path / "trace.html")
+    expect(opened(tmp_path / "trace.html").locator("#said")).to_have_text("Nothing was recorded.")
