@@ -101,10 +101,14 @@ bench: $(VENV)/installed  ## Measure SUITE=name of benchmarks/configs into bench
 tables: $(VENV)/installed  ## Make the tables of README.md and docs/ anew from benchmarks/results
 	$(BIN)/lookahead bench tables benchmarks/tables.toml README.md $(wildcard docs/*.md)
 
+PLOTS := demo-S.svg demo-accepted.svg demo-speed.svg stories260k-S.svg stories260k-accepted.svg
+PAPER_PLOTS := stories260k-stories-law.svg demo-accepted.svg
 plots: $(VENV)/installed  ## Draw the plots of docs/ anew from benchmarks/results
-	$(BIN)/lookahead bench report $(addprefix benchmarks/results/bench/,demo.jsonl hard.jsonl stories.jsonl) --plots docs/images/bench
-	$(BIN)/lookahead bench report $(addprefix benchmarks/results/bench/,paper-grid.jsonl paper-tasks.jsonl) --plots build/plots
-	cp build/plots/stories260k-stories-law.png build/plots/demo-accepted.png docs/images/paper
+	$(BIN)/lookahead bench report $(addprefix benchmarks/results/bench/,demo.jsonl stories.jsonl) --plots build/plots
+	mkdir -p docs/images/bench docs/images/paper
+	cp $(addprefix build/plots/,$(PLOTS)) docs/images/bench
+	$(BIN)/lookahead bench report $(addprefix benchmarks/results/bench/,paper-grid.jsonl paper-tasks.jsonl) --plots build/plots/paper
+	cp $(addprefix build/plots/paper/,$(PAPER_PLOTS)) docs/images/paper
 
 pictures: $(VENV)/installed  ## Draw the pictures of docs/method.md from a real run of the demo model
 	$(BIN)/python tools/method_pictures.py docs/images

@@ -12,11 +12,12 @@ import pytest
 
 from lookahead import LookaheadConfig
 from lookahead.bench.comparison import first_difference
+from lookahead.bench.plots import _best, draw
 from lookahead.bench.report import report
 from lookahead.bench.results_file import read_files, read_rows
 from lookahead.bench.rows import steps_within
 from lookahead.bench.suite import MethodSpec
-from lookahead.bench.summary import summarise
+from lookahead.bench.summary import RunSet, summarise
 from lookahead.cli import main
 
 
@@ -206,9 +207,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert out == ""
     assert page.read_text() == report([*ROWS, *more])
-    assert {path.name for path in plots.iterdir()} == {"tiny-S.png", "tiny-accepted.png", "tiny-speed.png"}
+    assert {path.name for path in plots.iterdir()} == {"tiny-S.svg", "tiny-accepted.svg", "tiny-speed.svg"}
     for path in plots.iterdir():
-        assert path.read_bytes().startswith(b"\x89PNG")
+        assert "prefers-color-scheme: dark" in path.read_text()
         assert f"plot written to {path}" in err
     results.write_text(text.replace("[0, 1, 2", "[5, 1, 2", 1))
     assert main(["bench", "report", str(results)]) == 1
@@ -251,3 +252,16 @@ def test_plots_need_matplotlib_and_a_folder(
     assert "pip install 'lookahead-decoding[plot]'" in capsys.readouterr().err
     assert main(["bench", "report", str(tmp_path / "none.jsonl")]) == 2
     assert "cannot read the results" in capsys.readouterr().err
+
+
+def test_plots_have_one_message_each(tmp_path: Path) -> None:
+    """However many methods and tasks there are: eight bars at most, the highest first, and the same file again."""
+    methods = [row("lookup", "a", [2 + number] * 4, 1.0) | {"method": f"method {number}"} for number in range(12)]
+    rows = [row("plain", "a", [1] * 8, 1.0), *methods]
+    tasks = [row("auto", "a", [1 + number, 2], 1.0, task=f"task {number}") for number in range(11)]
+    for index, each in enumerate((rows, tasks)):
+        first, again = (draw(each, tmp_path / f"{index}{time}") for time in "ab")
+        assert [path.read_text() for path in first] == [path.read_text() for path in again]
+    runs = RunSet(rows)
+    best = _best(runs, lambda method: method.step_compression)
+    assert [method.method for method in best] == [f"method {number}" for number in range(11, 3, -1)]

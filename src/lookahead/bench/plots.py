@@ -1,4 +1,7 @@
-"""Plots of a benchmark: S, accepted lengths, and speed, a panel for each task; the scaling law where it fits."""
+"""Plots of a benchmark, one message each: speed and S of the methods, accepted lengths, the scaling law.
+
+None has more than eight bars or five lines; what they leave out is in the tables.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,47 @@ from pathlib import Path
 from typing import Any
 
 from lookahead.bench.derived_tables import law_points
+from lookahead.bench.picture import (
+    BACK,
+    GRID,
+    INK,
+    LINES,
+    MILD,
+    PALE,
+    SOFT,
+    STACK,
+    STRONG,
+    head,
+    legend,
+    new_figure,
+    save,
+)
+from lookahead.bench.rows import Row
 from lookahead.bench.scaling_law import PAPER_LAW, Measured, fit
-from lookahead.bench.summary import MethodSummary, Ratio, RunSet
+from lookahead.bench.summary import MethodSummary, RunSet, grouped
 from lookahead.errors import InvalidArgumentError
 
-_LENGTHS = ((1, 1, "1"), (2, 2, "2"), (3, 3, "3"), (4, 4, "4"), (5, 6, "5–6"), (7, 10, "7–10"), (11, None, "11+"))
+MOST_BARS, MOST_LINES = 8, 5
+
+_LENGTHS = (
+    (1, 1, "1 token"),
+    (2, 2, "2"),
+    (3, 3, "3"),
+    (4, 4, "4"),
+    (5, 6, "5–6"),
+    (7, 10, "7–10"),
+    (11, None, "11 or more"),
+)
 """Classes of accepted lengths: from, to, label."""
 
-_ONE_TOKEN = "#e2e2e2"
-"""Colour of steps that brought no more than plain decoding does."""
+_SIZED = re.compile(r"^(.*?), (\d+)(, .*)?$")
+"""A method of several sizes: its name, its size, and what else there is to the name."""
 
-_COLORS = {"lookahead, auto": "#1f5fa8", "lookahead, other methods": "#8db8e0", "transformers": "#a3a3a3"}
-"""Whose method a bar is."""
+_KINDS = {"auto": STRONG, "other methods of this library": MILD, "transformers": PALE}
+"""Whose method a bar is, by its colour."""
 
-_PANEL_WIDTH, _BAR_HEIGHT, _MOST_COLUMNS = 4.2, 0.34, 3
-"""Width of a panel and height of a bar in inches; most panels side by side."""
+_BAR, _AROUND = 0.36, 1.35
+"""Height of a bar, and of what stands around the bars, in inches."""
 
 
 def check_plots(folder: Path) -> None:
@@ -45,149 +74,201 @@ def require_matplotlib(option: str, path: Path) -> None:
         )
 
 
-def draw(summaries: Sequence[RunSet], folder: Path) -> list[Path]:
-    """Draw PNG files for each model into `folder`, which is made if it is not there; returns them.
+def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw SVG files for each model into `folder`, which is made if it is not there; returns them.
 
     Raises:
         OSError: They cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
-    for model in dict.fromkeys(summary.model for summary in summaries):
-        of_model = [summary for summary in summaries if summary.model == model]
-        clock = "CPU time" if of_model[0].clock == "cpu" else "wall time"
-        for name, panel, title, label in (
-            ("S", _compression, "Tokens per step", "S; black mark: before the first repeated cycle"),
-            ("accepted", _lengths, "Tokens that a step adds", "share of the steps that add 1, 2, … tokens"),
-            (
-                "speed",
-                _speed,
-                "Speed over transformers' plain decoding",
-                f"{clock} per token: median and quartiles",
-            ),
-        ):
-            path = folder / f"{_file_name(model)}-{name}.png"
-            _figure(of_model, panel, f"{title}, {model}", label).savefig(path, format="png", dpi=100)
-            drawn.append(path)
-        for summary in of_model:
-            points = law_points(summary.rows)
+
+    def keep(name: str, figure: Any) -> None:
+        path = folder / (re.sub(r"[^\w.-]+", "-", name) + ".svg")  # a name that every file system takes
+        save(figure, path)
+        drawn.append(path)
+
+    for model, of_model in grouped(rows, lambda row: row["model"]).items():
+        tasks = grouped(_of_one_kind(of_model), lambda row: row["task"])
+        runs = RunSet([row for task in tasks.values() for row in task])
+        about = f"{model}, {next(iter(tasks)) if len(tasks) == 1 else f'{len(tasks)} kinds of prompts'}"
+        keep(f"{model}-S", _sizes(runs, about) if _series(runs) else _compression(runs, about))
+        keep(f"{model}-accepted", _accepted(runs, tasks, about))
+        if any(method.over_reference for method in runs.methods):
+            keep(f"{model}-speed", _speed(runs, about))
+        for task, of_task in grouped(of_model, lambda row: row["task"]).items():
+            points = law_points(of_task)
             if len({point.window_size for point in points}) > 1:
-                drawn.append(folder / f"{_file_name(f'{model}-{summary.task}')}-law.png")
-                _law(points, f"{model}, {summary.task}").savefig(drawn[-1], format="png", dpi=100)
+                keep(f"{model}-{task}-law", _law(points, f"{model}, {task}"))
     return drawn
 
 
-def _law(points: Sequence[Measured], title: str) -> Any:
-    """Measured S by W = G and N, and Eq. 7 with the alpha and f that fit; for N=5 also with those of the paper."""
-    from matplotlib.figure import Figure
+def _of_one_kind(rows: Sequence[Row]) -> list[Row]:
+    """Rows of greedy tasks where there are any, since sampled texts are others; else of all."""
+    greedy = [row for row in rows if not row["settings"].get("task", {}).get("sampling")]
+    return greedy or list(rows)
 
-    figure, found = Figure(figsize=(8, 4.8), layout="constrained"), fit(points)
-    axes = figure.subplots()
-    sizes = range(1, max(point.window_size for point in points) + 1)
-    for length in sorted({point.ngram_size for point in points}):
-        of_length = [point for point in points if point.ngram_size == length]
-        law = [found.law.step_compression(size, length) for size in sizes]
-        (line,) = axes.plot(sizes, law, label=f"N={length}: law (line), measured (dots)")
-        measured = [point.step_compression for point in of_length]
-        axes.plot([point.window_size for point in of_length], measured, "o", color=line.get_color())
-    theirs = [PAPER_LAW.step_compression(size, 5) for size in sizes]
-    axes.plot(sizes, theirs, "--", color="#555555", label=f"N=5, the paper's: α={PAPER_LAW.alpha}, f={PAPER_LAW.f}")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("W = G")
-    axes.set_ylabel("S, tokens per step")
-    axes.set_ylim(bottom=1)
-    axes.set_title(f"S, and the law that fits, {title}: α={found.law.alpha:.3f}, f={found.law.f:.3f}", fontsize=11)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8.5)
+
+def _family(method: MethodSummary) -> str:
+    """What methods have in common that differ in sizes and in how they are run."""
+    return method.preset or method.method
+
+
+def _best(runs: RunSet, value: Callable[[MethodSummary], float]) -> list[MethodSummary]:
+    """The best of each family but for the reference, the highest first."""
+    best: dict[str, MethodSummary] = {}
+    for method in sorted(runs.methods, key=value, reverse=True):
+        if value(method) and method.method != runs.plain:
+            best.setdefault(_family(method), method)
+    return list(best.values())[:MOST_BARS]
+
+
+def _compression(runs: RunSet, about: str) -> Any:
+    methods = _best(runs, lambda method: method.step_compression) or list(runs.methods)[:1]
+    figure, axes = new_figure(_BAR * len(methods) + _AROUND)
+    ends = [method.before_cycles or 0.0 for method in methods]
+    _bars(axes, methods, [method.step_compression for method in methods], ends, "{:.2f}")
+    for place, method in enumerate(methods):
+        if method.before_cycles is not None:
+            label = "before a text repeats itself" if place == 0 else None
+            axes.plot([method.before_cycles] * 2, [place - 0.36, place + 0.36], color=INK, linewidth=2.5, label=label)
+    axes.axvline(1, color=SOFT, linestyle="--", linewidth=1)
+    _legend(axes, methods)
+    head(axes, f"Tokens per step: {about}", "S, tokens per step; plain decoding has 1")
     return figure
 
 
-def _figure(summaries: Sequence[RunSet], panel: Callable[[Any, RunSet], None], title: str, label: str) -> Any:
-    """A figure with a panel for each task; methods from top to bottom, named on the left."""
-    # A figure of its own rather than pyplot, which keeps state for the process and may look for a screen.
-    from matplotlib.figure import Figure
+def _speed(runs: RunSet, about: str) -> Any:
+    def value(method: MethodSummary) -> float:
+        return method.over_reference.median if method.over_reference else 0.0
 
-    columns = 2 if len(summaries) == 4 else min(len(summaries), _MOST_COLUMNS)
-    rows = -(-len(summaries) // columns)
-    methods = max(len(summary.methods) for summary in summaries)
-    names = max(len(method.method) for summary in summaries for method in summary.methods)
-    same = len({tuple(method.method for method in summary.methods) for summary in summaries}) == 1
-    size = (
-        0.085 * names * (1 if same else columns) + _PANEL_WIDTH * columns,
-        (_BAR_HEIGHT * methods + 0.9) * rows + 1.0,
+    methods = _best(runs, value) or [method for method in runs.methods if method.over_reference]
+    figure, axes = new_figure(_BAR * len(methods) + _AROUND)
+    ends = [method.over_reference.upper if method.over_reference else 0.0 for method in methods]
+    _bars(axes, methods, [value(method) for method in methods], ends, "{:.2f}x")
+    for place, method in enumerate(methods):
+        ratio = method.over_reference
+        assert ratio is not None
+        label = "middle half of the prompts" if place == 0 else None
+        axes.plot([ratio.lower, ratio.upper], [place] * 2, color=INK, linewidth=1.5, label=label)
+    axes.axvline(1, color=SOFT, linestyle="--", linewidth=1)
+    _legend(axes, methods)
+    clock = "CPU time" if runs.clock == "cpu" else "wall time"
+    head(
+        axes,
+        f"Speed over transformers' plain decoding: {about}",
+        f"{clock} per token: how many times as fast, median of the prompts",
     )
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for number, axes in enumerate(grid.flat):
-        if number >= len(summaries):
-            axes.axis("off")
-            continue
-        summary = summaries[number]
-        panel(axes, summary)
-        axes.set_title(summary.task, fontsize=11)
-        named = number % columns == 0 or not same  # once is enough where all panels have the same methods
-        labels = [method.method if named else "" for method in summary.methods]
-        axes.set_yticks(range(len(summary.methods)), labels)
-        axes.set_ylim(len(summary.methods) - 0.4, -0.6)
-        axes.set_axisbelow(True)
-        axes.tick_params(axis="y", length=0)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.suptitle(title, fontsize=13)
-    for axes in grid.flat[max(0, len(summaries) - columns) : len(summaries)]:  # the lowest of each column
-        axes.set_xlabel(label, fontsize=9.5)
-    handles, kinds = _legend(grid.flat[0], summaries)
-    figure.legend(handles, kinds, loc="outside lower center", ncols=len(kinds), frameon=False, fontsize=9)
     return figure
 
 
-def _legend(axes: Any, summaries: Sequence[RunSet]) -> tuple[list[Any], list[str]]:
-    """What the colours say: what the panel itself has named, or whose methods the bars are."""
+def _bars(
+    axes: Any, methods: Sequence[MethodSummary], values: Sequence[float], ends: Sequence[float], form: str
+) -> None:
+    """A bar for each method, with its value behind it and behind what else ends at `ends`."""
+    axes.barh(range(len(values)), values, height=0.7, color=[_KINDS[_kind(method)] for method in methods])
+    _name_rows(axes, [method.method for method in methods])
+    axes.set_xlim(0, 1.12 * max([1.0, *values, *ends]))
+    for place, (value, end) in enumerate(zip(values, ends, strict=True)):
+        _note(axes, max(value, end), place, form.format(value))
+    axes.grid(axis="x", color=GRID)
+
+
+def _note(axes: Any, right: float, place: int, text: str) -> None:
+    axes.annotate(text, (right, place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=10, color=INK)
+
+
+def _kind(method: MethodSummary) -> str:
+    if method.preset is None:
+        return "transformers"
+    return "auto" if method.preset == "auto" else "other methods of this library"
+
+
+def _legend(axes: Any, methods: Sequence[MethodSummary]) -> None:
+    """Whose methods the bars are, and what the marks are."""
     from matplotlib.patches import Patch
 
     handles, labels = axes.get_legend_handles_labels()
-    if not labels:
-        kinds = {_kind(method) for summary in summaries for method in summary.methods}
-        labels = [kind for kind in _COLORS if kind in kinds]
-        handles = [Patch(color=_COLORS[kind]) for kind in labels]
-    return handles, labels
+    kinds = [kind for kind in _KINDS if kind in {_kind(method) for method in methods}]
+    # Beside the lowest bars, where these are short.
+    lowest = axes.patches[-len(kinds) - 1 :]
+    columns = 1 if max(bar.get_width() for bar in lowest) < 0.5 * axes.get_xlim()[1] else 2
+    legend(axes, columns, handles=[*(Patch(color=_KINDS[kind]) for kind in kinds), *handles], labels=[*kinds, *labels])
 
 
-def _compression(axes: Any, summary: RunSet) -> None:
-    values = [method.step_compression for method in summary.methods]
-    _bars(axes, values, summary.methods)
-    for place, method in enumerate(summary.methods):
-        if method.before_cycles is not None:
-            axes.plot([method.before_cycles] * 2, [place - 0.36, place + 0.36], color="black", linewidth=2)
-        right = max(method.step_compression, method.before_cycles or 0)
-        _note(axes, right, place, f"{method.step_compression:.2f}")
-    axes.set_xlim(0, 1.18 * max([1.0, *values, *(method.before_cycles or 0 for method in summary.methods)]))
-    axes.grid(axis="x", alpha=0.3)
+def _name_rows(axes: Any, names: Sequence[str]) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.6)
+    axes.spines["left"].set_visible(False)
 
 
-def _speed(axes: Any, summary: RunSet) -> None:
-    ratios = [method.over_reference or Ratio(0, 0, 0) for method in summary.methods]
-    _bars(axes, [ratio.median for ratio in ratios], summary.methods)
-    for place, ratio in enumerate(ratios):
-        axes.plot([ratio.lower, ratio.upper], [place, place], color="black", linewidth=1.5)
-        _note(axes, max(ratio.upper, ratio.median), place, f"{ratio.median:.2f}x" if ratio.median else "not measured")
-    axes.axvline(1, color="black", linestyle="--", linewidth=1)
-    axes.set_xlim(0, 1.22 * max([1.0, *(ratio.upper for ratio in ratios)]))
-    axes.grid(axis="x", alpha=0.3)
+def _series(runs: RunSet) -> dict[str, list[MethodSummary]]:
+    """Methods that were measured in several sizes, by name; the best lines, if there are two at least."""
+    found: dict[str, list[MethodSummary]] = {}
+    for method in runs.methods:
+        sized = _SIZED.match(method.method)
+        if sized:
+            found.setdefault(sized[1] + (sized[3] or ""), []).append(method)
+    several = {name: group for name, group in found.items() if len(group) > 2}
+    best = sorted(several, key=lambda name: -max(method.step_compression for method in several[name]))
+    return {name: several[name] for name in best[:MOST_LINES]} if len(best) > 1 else {}
 
 
-def _lengths(axes: Any, summary: RunSet) -> None:
-    from matplotlib import colormaps
+def _sizes(runs: RunSet, about: str) -> Any:
+    """S by the nodes of a step, a line for each method."""
+    figure, axes = new_figure(4.2)
+    series = _series(runs)
+    furthest = [max(method.mean_nodes for method in methods) for methods in series.values()]
+    for color, (name, methods) in zip(LINES, series.items(), strict=False):
+        nodes = [method.mean_nodes for method in methods]
+        values = [method.step_compression for method in methods]
+        axes.plot(nodes, values, "o-", color=color, linewidth=2.2, markersize=6)
+        ends = nodes[-1] > 0.75 * max(furthest)  # no line goes on beside the name
+        place = {"xytext": (8, 0), "va": "center"} if ends else {"xytext": (4, -5), "va": "top"}
+        axes.annotate(name, (nodes[-1], values[-1]), textcoords="offset points", fontsize=10, color=color, **place)
+    axes.margins(x=0.02)
+    axes.set_xlim(left=0, right=1.62 * axes.get_xlim()[1])
+    axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= axes.get_xlim()[1] / 1.6])
+    axes.set_ylim(bottom=1)
+    axes.grid(axis="y", color=GRID)
+    axes.set_ylabel("S, tokens per step", fontsize=10, color=SOFT)
+    head(axes, f"Tokens per step, by the nodes of a step: {about}", "nodes that a step sends, mean")
+    return figure
 
-    colors = colormaps["YlGnBu"]
-    left = [0.0] * len(summary.methods)
-    for number, (least, most, label) in enumerate(_LENGTHS):
-        shares = [_share(method, least, most) for method in summary.methods]
-        color = _ONE_TOKEN if number == 0 else colors(0.25 + 0.75 * number / (len(_LENGTHS) - 1))
-        axes.barh(range(len(shares)), shares, left=left, height=0.72, color=color, label=label)
+
+def _accepted(runs: RunSet, tasks: dict[str, list[Row]], about: str) -> Any:
+    """Shares of the steps by the tokens that they add: by method, or where there are several tasks, by task."""
+    if len(tasks) > 1:
+        best = max(runs.methods, key=lambda method: (method.preset is not None, method.step_compression)).method
+        bars = {task: found for task, rows in tasks.items() if (found := RunSet(rows).by_method.get(best))}
+        shown = [(task, MethodSummary(rows, runs)) for task, rows in bars.items()]
+        about = f"{runs.model}, {best}"
+    else:
+        methods = _best(runs, lambda method: method.step_compression) or list(runs.methods)[:1]
+        shown = [(method.method, method) for method in methods]
+    shown.sort(key=lambda each: -each[1].step_compression)
+    label = "share of the steps; at the right S, tokens per step"
+    if len(shown) > MOST_BARS:
+        half = MOST_BARS // 2
+        label += f"; {len(shown) - MOST_BARS} in the middle left out"
+        shown = [*shown[:half], *shown[-half:]]
+    figure, axes = new_figure(_BAR * len(shown) + _AROUND + 0.3)
+    left = [0.0] * len(shown)
+    for color, (least, most, name) in zip(STACK, _LENGTHS, strict=True):
+        shares = [_share(method, least, most) for _, method in shown]
+        axes.barh(
+            range(len(shares)), shares, left=left, height=0.7, color=color, edgecolor=BACK, linewidth=0.8, label=name
+        )
         left = [start + share for start, share in zip(left, shares, strict=True)]
-    axes.set_xlim(0, 1)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    _name_rows(axes, [name for name, _ in shown])
+    for place, (_, method) in enumerate(shown):
+        _note(axes, 1, place, f"{method.step_compression:.2f}")
+    axes.set_xlim(0, 1.08)
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
+    axes.spines["bottom"].set_visible(False)
+    legend(axes, len(_LENGTHS))
+    head(axes, f"Tokens that a step adds: {about}", label)
+    return figure
 
 
 def _share(method: MethodSummary, least: int, most: int | None) -> float:
@@ -198,21 +279,31 @@ def _share(method: MethodSummary, least: int, most: int | None) -> float:
     return within / steps if steps else 0.0
 
 
-def _bars(axes: Any, values: Sequence[float], methods: Sequence[MethodSummary]) -> None:
-    axes.barh(range(len(values)), values, height=0.72, color=[_COLORS[_kind(method)] for method in methods])
-
-
-def _kind(method: MethodSummary) -> str:
-    if method.preset is None:
-        return "transformers"
-    return "lookahead, auto" if method.preset == "auto" else "lookahead, other methods"
-
-
-def _note(axes: Any, x: float, y: int, text: str) -> None:
-    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # where lines would cross the figures
-    axes.annotate(text, (x, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5, bbox=behind)
-
-
-def _file_name(name: str) -> str:
-    """A name that every file system takes."""
-    return re.sub(r"[^\w.-]+", "-", name)
+def _law(points: Sequence[Measured], about: str) -> Any:
+    """Measured S by W = G and N, and Eq. 7 with the alpha and f that fit; for N=5 also with those of the paper."""
+    figure, axes = new_figure(4.6)
+    found = fit(points)
+    sizes = range(1, max(point.window_size for point in points) + 1)
+    lengths = sorted({point.ngram_size for point in points})[: MOST_LINES - 1]
+    for color, length in zip(LINES, lengths, strict=False):
+        of_length = [point for point in points if point.ngram_size == length]
+        law = [found.law.step_compression(size, length) for size in sizes]
+        axes.plot(sizes, law, color=color, linewidth=2, label=f"N={length}")
+        measured = [point.step_compression for point in of_length]
+        axes.plot([point.window_size for point in of_length], measured, "o", color=color)
+    theirs = [PAPER_LAW.step_compression(size, 5) for size in sizes]
+    name = f"N=5, the paper's α={PAPER_LAW.alpha}, f={PAPER_LAW.f}"
+    axes.plot(sizes, theirs, "--", color=LINES[-1], linewidth=2, label=name)
+    axes.set_xscale("log", base=2)
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylabel("S, tokens per step", fontsize=10, color=SOFT)
+    axes.set_ylim(bottom=1)
+    axes.grid(color=GRID)
+    legend(axes, MOST_LINES)
+    head(
+        axes,
+        f"Measured S, and the law that fits: {about}",
+        f"W = G; dots: measured, lines: α={found.law.alpha:.3f}, f={found.law.f:.3f}",
+    )
+    return figure

@@ -11,7 +11,7 @@ from lookahead.config import LookaheadConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-_LATER_OPTIONS = ("drafter", "sources", "invariant")
+_LATER_OPTIONS = ("drafter", "sources", "invariant", "trace")
 """Options of drafting that there have not always been: rows name them only where they are set, so that older rows stay
 those of the same method."""
 

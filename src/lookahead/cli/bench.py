@@ -67,7 +67,7 @@ def make_report(settings: ReportSettings) -> int:
         page.write_text(tables, encoding="utf-8")
         consoles.notes.print(f"tables written into {page}")
     if plots is not None:
-        for path in draw(summarise(rows), plots):
+        for path in draw(rows, plots):
             consoles.notes.print(f"plot written to {path}")
     if page is None and plots is None:
         consoles.out.file.write(tables)
