@@ -128,6 +128,50 @@ def test_files_from_before_features_had_names_are_read() -> None:
     assert np.array_equal(Acceptance.from_arrays(arrays).weights, Acceptance(3).weights)
 
 
+class Forbidding(Fixed):
+    """Lists a tree, and says that some of its tokens cannot come."""
+
+    def __init__(self, paths: Any, forbidden: set[int]) -> None:
+        super().__init__(paths)
+        self.forbidden = forbidden
+
+    def permits(self, tokens: list[int], parents: list[int]) -> list[bool]:
+        return [token not in self.forbidden for token in tokens]
+
+
+def test_what_a_source_forbids_is_not_sent_and_others_take_its_place() -> None:
+    paths = TokenPaths([1, 2, 3, 4, 5], [-1, 0, -1, 2, 3], [0.9, 0.9, 0.8, 0.9, 0.9])
+    memory = DraftMemory(NGramMemory(2, 64, 2))
+    drafter = AutoDrafter(memory, None, None, 4, explore=False, sources=[CheckedSource(Forbidding(paths, {1}))])
+    before = memory.acceptance.weights[0, memory.acceptance.column("fixed")]
+    drafter.start([7])
+    tree = TokenTree([7])
+    drafter.propose(tree)
+    assert (tree.tokens, tree.parents) == ([7, 3, 4, 5], [-1, 0, 1, 2])  # 2 would follow 1
+    likely = drafter.path_probabilities
+    assert likely.tolist() == [origin.probability for origin in drafter.explain(tree).origins]
+    assert (np.diff(likely) <= 0).all()
+    ids = np.array([[3, 6], [4, 6], [6, 5], [6, 5]])
+    shares = np.full(ids.shape, 0.4, dtype=np.float32)
+    drafter.observe(StepResult(tree, ids[:, 0], [1, 2], [3, 4, 6], ids, shares))
+    assert memory.acceptance.weights[0, memory.acceptance.column("fixed")] != before
+
+
+def test_forbidden_drafts_change_steps_alone() -> None:
+    text = greedy(build("llama", seed=0), PROMPT, TOKENS)
+    most = steps_with(LookaheadConfig(step_budget=8))
+    assert steps_with(LookaheadConfig(step_budget=8, sources=(lambda: Forbidding(None, set(text)),))) == TOKENS
+    other = set(range(VOCAB_SIZE)) - set(text)
+    assert steps_with(LookaheadConfig(step_budget=8, sources=(lambda: Forbidding(None, other),))) <= most
+
+
+def test_permits_that_are_none_are_refused() -> None:
+    source = Fixed()
+    source.permits = lambda tokens, parents: [True]  # type: ignore[attr-defined]
+    with pytest.raises(InvalidArgumentError, match="tell it of each"):
+        steps_with(LookaheadConfig(step_budget=8, sources=(lambda: source,)))
+
+
 @pytest.mark.parametrize(
     ("paths", "message"),
     [

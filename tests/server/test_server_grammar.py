@@ -51,7 +51,7 @@ class Masked(LogitsProcessor):
         return scores.masked_fill(bias == 0, -torch.inf)
 
 
-@pytest.mark.parametrize("case", [*range(4), *(pytest.param(case, marks=pytest.mark.exact) for case in range(4, 100))])
+@pytest.mark.parametrize("case", [0, 1, *(pytest.param(case, marks=pytest.mark.exact) for case in range(2, 100))])
 def test_answers_follow_random_schemas(client: OpenAI, demo: Any, case: int) -> None:
     model, tokenizer = demo
     schema = random_schema(Random(case))

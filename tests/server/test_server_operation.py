@@ -91,7 +91,7 @@ def test_connections_that_say_nothing_are_closed(server: ServerProcess, http: ht
 
 def test_a_full_queue_sends_clients_away(client: OpenAI, http: httpx.Client) -> None:
     wait_for(lambda: idle(http))
-    with client.completions.create(**LONG, n=16, stream=True) as stream:
+    with client.completions.create(**LONG, n=64, stream=True) as stream:
         next(iter(stream))
         with pytest.raises(RateLimitError) as raised:
             client.completions.create(model="chatty", prompt=PROMPT)

@@ -211,13 +211,14 @@ def test_responses(client: OpenAI, demo: Any) -> None:
         assert raised.value.param == field
 
 
-def test_requests_at_once_are_those_of_generate(client: OpenAI, demo: Any) -> None:
+@pytest.mark.parametrize("count", [4, pytest.param(64, marks=pytest.mark.exact)])
+def test_requests_at_once_are_those_of_generate(client: OpenAI, demo: Any, count: int) -> None:
     expected = [
         text_of(demo, reference(demo, PROMPT, seed, do_sample=True, temperature=0.9, top_k=0, max_new_tokens=12))
-        for seed in range(8)
+        for seed in range(count)
     ]
-    with ThreadPoolExecutor(8) as pool:
-        answers = pool.map(lambda seed: complete(client, seed=seed, temperature=0.9, max_tokens=12), range(8))
+    with ThreadPoolExecutor(count) as pool:
+        answers = pool.map(lambda seed: complete(client, seed=seed, temperature=0.9, max_tokens=12), range(count))
         assert [answer.choices[0].text for answer in answers] == expected
 
 

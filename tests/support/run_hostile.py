@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -20,12 +21,15 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from server_process import ServerProcess
 
 MOST_GROWTH = 400 * 2**20
 """Bytes that a server may grow by; a body of 100 MB that was taken in would be a part of it."""
+
+WEIGHTS = {"/v1/chat/completions": 8, "/v1/completions": 8, "/v1/responses": 8, "/tokenize": 4, "/v1/models/{name}": 1}
+"""Shares of the random requests. What takes no input is asked for once."""
 
 ASKED = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 4, "temperature": 0}
 
@@ -126,27 +130,35 @@ def random_requests(target: Target, cases: int) -> None:
     """Requests made from the server's own OpenAPI document: none is an error of the server."""
     schema = schemathesis.openapi.from_url(f"{target.process.url}/openapi.json")
     operations = [operation.ok() for operation in schema.get_all_operations()]
-    chooser, statuses = random.Random(0), {}
+    weights = [WEIGHTS.get(operation.path, 0) for operation in operations]
+    for operation, weight in zip(operations, weights, strict=True):
+        begin, statuses = time.monotonic(), Counter[int]()
+        examples = max(-(-cases * weight // sum(weights)), 1)
+        _try_operation(operation, examples, statuses)
+        told = f"{sum(statuses.values())} in {time.monotonic() - begin:.0f} s, {dict(sorted(statuses.items()))}"
+        print(f"  {operation.method.upper()} {operation.path}: {told}", flush=True)
 
-    for operation in operations:
 
-        @settings(
-            max_examples=max(cases // len(operations), 1),
-            database=None,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate],
-        )
-        @given(case=operation.as_strategy())
-        def check(case: Any) -> None:
-            if isinstance(case.body, dict) and "model" in case.body and chooser.random() < 0.9:
-                case.body["model"] = "demo"
-            status = case.call(timeout=120).status_code
-            statuses[status] = statuses.get(status, 0) + 1
-            assert status < 500, case.as_curl_command()
+def _try_operation(operation: Any, examples: int, statuses: Counter[int]) -> None:
+    chooser = random.Random(0)
 
-        check()
-    print("  statuses:", dict(sorted(statuses.items())), flush=True)
+    @seed(0)
+    @settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
+    @given(case=operation.as_strategy())
+    def check(case: Any) -> None:
+        if isinstance(case.body, dict) and "model" in case.body and chooser.random() < 0.9:
+            case.body["model"] = "demo"
+        status = case.call(timeout=120).status_code
+        statuses[status] += 1
+        assert status < 500, case.as_curl_command()
+
+    check()
 
 
 def main() -> int:

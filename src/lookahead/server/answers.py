@@ -11,11 +11,11 @@ from typing import Any
 from lookahead.server.errors import ApiError
 from lookahead.server.generation import Answer, Generation, Piece
 from lookahead.server.plan import Plan
-from lookahead.server.processors import TokenLogprobs
 from lookahead.server.requests import ChatRequest, CompletionRequest, TextRequest
 from lookahead.server.served_model import ServedModel
 from lookahead.server.structure import callable_tools
 from lookahead.server.tools import CallSplitter
+from lookahead.serving.handle import TokenEvent
 from lookahead.version import __version__
 
 
@@ -154,12 +154,12 @@ class CompletionForm(Form):
         return self._choice(answer, piece.text, piece.logprobs, None)
 
     def _choice(
-        self, answer: Answer, text: str, entries: Sequence[TokenLogprobs], finish_reason: str | None
+        self, answer: Answer, text: str, entries: Sequence[TokenEvent], finish_reason: str | None
     ) -> dict[str, Any]:
         logprobs = self._logprobs(answer, entries) if entries else None
         return {"index": answer.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _logprobs(self, answer: Answer, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, answer: Answer, entries: Sequence[TokenEvent]) -> dict[str, Any]:
         texts = [self._token(entry.token)[0] for entry in entries]
         offsets = []
         for text in texts:
@@ -241,8 +241,8 @@ class ChatForm(Form):
                 reason = "tool_calls"
         return {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
-    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        def told(token: int, logprob: float) -> dict[str, Any]:
+    def _logprobs(self, entries: Sequence[TokenEvent]) -> dict[str, Any]:
+        def told(token: int, logprob: float | None) -> dict[str, Any]:
             text, data = self._token(token)
             return {"token": text, "logprob": logprob, "bytes": data}
 

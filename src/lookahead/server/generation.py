@@ -15,12 +15,12 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from lookahead.core.statistics import StepRecord
 from lookahead.server.errors import ApiError
 from lookahead.server.metrics import RequestClock
-from lookahead.server.plan import Plan, recorder
-from lookahead.server.processors import TokenLogprobs
+from lookahead.server.plan import Plan
 from lookahead.server.served_model import ServedModel
 from lookahead.server.step_watcher import StepTree, TreeWatcher
 from lookahead.server.text_builder import TextBuilder
 from lookahead.serving import RequestHandle
+from lookahead.serving.handle import TokenEvent
 
 
 @dataclass
@@ -31,6 +31,7 @@ class Piece:
         text: Text that is certain by now.
         tokens: Its tokens.
         nodes: Nodes that the step sent.
+        place: Tokens of the answer before it.
         logprobs: What there is to say of the tokens, if that was asked for.
         tree: What the step proposed, likewise.
     """
@@ -38,7 +39,8 @@ class Piece:
     text: str
     tokens: list[int] = field(default_factory=list)
     nodes: int = 0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    place: int = 0
+    logprobs: list[TokenEvent] = field(default_factory=list)
     tree: StepTree | None = None
 
 
@@ -65,18 +67,16 @@ class Answer:
         self.tokens = self.steps = self.nodes = 0
         self._ends = served.end_tokens
         self._builder = TextBuilder(served.tokenizer, plan.prompt, plan.stops)
-        self._recorder = recorder(plan)
         self._watcher = TreeWatcher()
         self._tell = tell
         processors, config = plan.steer(self._watcher)
-        if self._recorder is not None:
-            processors.insert(0, self._recorder)
         self.handle: RequestHandle = served.engine.submit(
             plan.prompt,
             seed=seed,
             lookahead_config=config,
             on_step=self._on_step,
             prediction=plan.prediction,
+            logprobs=plan.logprobs,
             attention_mask=torch.ones((1, len(plan.prompt)), dtype=torch.long),
             logits_processor=processors,
             stopping_criteria=StoppingCriteriaList([_StopText(self._builder)]),
@@ -93,16 +93,20 @@ class Answer:
         return came, expected - came
 
     def _on_step(self, record: StepRecord) -> None:
-        self.tokens += len(record.tokens)
+        place, self.tokens = self.tokens, self.tokens + len(record.tokens)
         self.steps += 1
         self.nodes += record.nodes
         text = self._builder.finish() if record.finished else self._builder.take()
-        shown = [token for token in record.tokens if token not in self._ends]
-        logprobs = [] if self._recorder is None else self._recorder.take(record.tokens)[: len(shown)]
         if record.finished:
             ended = self._builder.stopped or record.tokens[-1] in self._ends
             self.finish_reason = "stop" if ended else "length"
-        self._tell(Piece(text, record.tokens, record.nodes, logprobs, self._watcher.tree))
+        self._tell(Piece(text, record.tokens, record.nodes, place, tree=self._watcher.tree))
+
+    def add_logprobs(self, piece: Piece) -> None:
+        """Tell in a piece what there is to say of its tokens, if that was asked for."""
+        if self.plan.logprobs is not None:
+            events = self.handle.events_since(piece.place)[: len(piece.tokens)]
+            piece.logprobs = [event for event in events if event.token not in self._ends]
 
 
 class _StopText(StoppingCriteria):  # type: ignore[misc]
@@ -172,6 +176,7 @@ class Generation:
             answer = self.answers[index]
             if isinstance(told, Piece):
                 self._clock.step(index, len(told.tokens), told.nodes)
+                answer.add_logprobs(told)
                 yield answer, told
                 continue
             if told.error is not None:

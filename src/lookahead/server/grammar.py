@@ -10,6 +10,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance import hf as llguidance_hf
 from llguidance import numpy as llguidance_numpy
+from numpy.typing import NDArray
 from transformers import LogitsProcessor
 
 from lookahead.core.outputs import StepResult
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
 
 _COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As `json.dumps` writes. Free white space would let a model write nothing else."""
+
+
+_FORCED = 0.99
+"""How likely a forced token is; the same characters may be written in other tokens."""
+
+_FEW = 4
+"""Most tokens to choose from for each to be drafted."""
 
 
 def grammar_tokenizer(tokenizer: Any, vocabulary: int, ends: Collection[int]) -> LLTokenizer:
@@ -68,6 +76,7 @@ class GrammarState:
     def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
         self._mask = llguidance_numpy.allocate_token_bitmask(1, tokenizer.vocab_size)
+        self._end = tokenizer.eos_token
         self.tokens = 0
 
     def take(self, tokens: Sequence[int]) -> None:
@@ -85,9 +94,61 @@ class GrammarState:
         allowed[: min(count, len(bits))] = bits[:count]
         return torch.from_numpy(allowed)
 
-    def forced(self) -> list[int]:
-        """The tokens that have to follow, as far as there is no choice."""
-        return [] if self._matcher.is_stopped() else list(self._matcher.compute_ff_tokens())
+    def paths(self) -> TokenPaths:
+        """The tokens that have to follow, as far as there is no choice; behind them each of a few choices."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        probabilities: list[float] = []
+
+        def add(chain: Sequence[int], parent: int, first: float) -> int:
+            for place, token in enumerate(chain):
+                parents.append(parent)
+                parent = len(tokens)
+                tokens.append(token)
+                probabilities.append(_FORCED if place else first)
+            return parent
+
+        matcher, chain = _forced(self._matcher, self._end)
+        end = add(chain, -1, _FORCED)
+        if matcher is not None:
+            choices = _choices(matcher, self._mask)
+            for token in choices:
+                after = matcher.deep_copy()
+                after.consume_token(token)
+                add([token, *_forced(after, self._end)[1]], end, 1 / len(choices))
+        return TokenPaths(tokens, parents, probabilities)
+
+    def permitted(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
+        """Which nodes of a draft the grammar allows; see `lookahead.drafting.auto.permits.Permits`."""
+        leaves = set(range(1, len(tokens) + 1)).difference(parents)
+        may = [False] * len(tokens)
+        for leaf in leaves:
+            path = []
+            node = leaf
+            while node:
+                path.append(node)
+                node = parents[node - 1]
+            path.reverse()
+            for node in path[: self._matcher.validate_tokens([tokens[node - 1] for node in path])]:
+                may[node - 1] = True
+        return may
+
+
+def _forced(matcher: LLMatcher, end: int) -> tuple[LLMatcher | None, list[int]]:
+    """The tokens that have to follow, and the grammar behind them; `None` where the answer ends."""
+    if matcher.is_stopped():
+        return None, [end]
+    chain = list(matcher.compute_ff_tokens())
+    after = matcher.deep_copy()
+    after.consume_tokens(chain)
+    return (None, [*chain, end]) if after.is_stopped() else (after, chain)
+
+
+def _choices(matcher: LLMatcher, mask: NDArray[np.int32]) -> list[int]:
+    """The tokens that may follow if these are few, else none."""
+    llguidance_numpy.fill_next_token_bitmask(matcher, mask, 0)
+    bits = np.unpackbits(mask[0].view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits).tolist() if bits.sum() <= _FEW else []
 
 
 class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
@@ -108,7 +169,7 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
 
 
 class GrammarSource:
-    """Drafts the tokens that the grammar forces.
+    """Drafts the tokens that the grammar forces, and keeps those that it forbids out of the tree.
 
     Args:
         state: Of this answer.
@@ -125,7 +186,11 @@ class GrammarSource:
 
     def propose(self) -> TokenPaths:
         """See `Source`."""
-        return TokenPaths.chain(self._state.forced(), 0.99)
+        return self._state.paths()
+
+    def permits(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
+        """See `lookahead.drafting.auto.permits.Permits`."""
+        return self._state.permitted(tokens, parents)
 
     def observe(self, result: StepResult) -> None:
         """See `Source`."""

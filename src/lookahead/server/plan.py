@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import refused
 from lookahead.server.grammar import GrammarProcessor, GrammarSource, GrammarState
-from lookahead.server.processors import LogitBias, LogprobRecorder, OccurrencePenalty
+from lookahead.server.processors import LogitBias, OccurrencePenalty
 from lookahead.server.requests import ChatRequest, CompletionRequest, LookaheadOptions, TextRequest, joined
 from lookahead.server.served_model import ServedModel, prompt_room
 from lookahead.server.step_watcher import TreeWatcher
@@ -203,8 +203,3 @@ def _config(config: LookaheadConfig, options: LookaheadOptions) -> LookaheadConf
     if options.preset is None or options.preset == config.preset:
         return replace(config, **chosen)
     return LookaheadConfig(preset=options.preset, **chosen)
-
-
-def recorder(plan: Plan) -> LogprobRecorder | None:
-    """Who keeps log-probabilities for an answer, if they are asked for."""
-    return None if plan.logprobs is None else LogprobRecorder(plan.logprobs)

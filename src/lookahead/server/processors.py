@@ -3,50 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from transformers import LogitsProcessor
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """How likely a token and its rivals were.
-
-    Attributes:
-        token: The token.
-        logprob: Its log-probability.
-        top: The likeliest tokens with theirs, likeliest first.
-    """
-
-    token: int
-    logprob: float
-    top: list[tuple[int, float]]
-
-
-class LogprobRecorder(LogitsProcessor):  # type: ignore[misc]
-    """Keeps the model's own log-probabilities of the tokens of a step: before penalties, bias and sampling.
-
-    Args:
-        count: How many of the likeliest tokens to keep.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._rows: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._rows.append(scores[0].float().log_softmax(dim=-1))
-        return scores
-
-    def take(self, tokens: list[int]) -> list[TokenLogprobs]:
-        """What there is to say of the tokens that were selected since the last call."""
-        rows, self._rows = self._rows[: len(tokens)], []
-        return [self._entry(token, row) for token, row in zip(tokens, rows, strict=True)]
-
-    def _entry(self, token: int, row: torch.Tensor) -> TokenLogprobs:
-        values, ids = row.topk(min(self._count, len(row)))
-        return TokenLogprobs(token, float(row[token]), list(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
 class OccurrencePenalty(LogitsProcessor):  # type: ignore[misc]

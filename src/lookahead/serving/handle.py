@@ -133,7 +133,8 @@ class RequestHandle:
         async for event in self.events():
             yield event.token
 
-    def _new(self, seen: int) -> list[TokenEvent]:
+    def events_since(self, seen: int) -> list[TokenEvent]:
+        """The new tokens so far, without the first `seen`; does not wait."""
         with self._changed:
             return self._events[seen:]
 
@@ -141,7 +142,7 @@ class RequestHandle:
         seen = 0
         while True:
             self._wait(seen)
-            new = self._new(seen)
+            new = self.events_since(seen)
             yield from new
             seen += len(new)
             if not new:
@@ -158,7 +159,7 @@ class RequestHandle:
         try:
             while True:
                 event.clear()
-                done, new = self._done, self._new(seen)  # in this order, so that no token is missed
+                done, new = self._done, self.events_since(seen)  # in this order, so that no token is missed
                 for event_of_token in new:
                     yield event_of_token
                 seen += len(new)

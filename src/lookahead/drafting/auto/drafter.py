@@ -18,6 +18,7 @@ from lookahead.drafting.auto.context_matches import LONGEST, ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
 from lookahead.drafting.auto.ngram_memory import NGramMemory, write_contexts
+from lookahead.drafting.auto.permits import Permits
 from lookahead.drafting.auto.recent_predictions import RecentPredictions
 from lookahead.drafting.auto.rejected_siblings import RejectedSiblings
 from lookahead.drafting.auto.search import TreeSearch
@@ -29,6 +30,9 @@ from lookahead.drafting.window import JacobiWindow
 _LEAST_GROWN = 8
 _LEAST_UNTRUSTED = 0.05
 """How likely a node must be to be sent where the model's predictions after it teach nothing."""
+
+_SEARCHED_WHERE_FORBIDDEN = 4
+"""How many times as many nodes are searched, at most, where a source may forbid some of them."""
 
 _RECALLED = 512
 """Last tokens of a text that the memory learns when the model's predictions turn out not to be what is selected."""
@@ -84,9 +88,11 @@ class AutoDrafter:
         self._read_prompt = warm_up
         self._recent = RecentPredictions(explore)
         self._notes_predictions = explore or neighbours is not None
+        self._permits = Permits(sources)
+        self._searched = self._most * (_SEARCHED_WHERE_FORBIDDEN if self._permits.asks else 1)
         names = [RejectedSiblings.name, *(source.name for source in sources)]
         with self.memory.lock:
-            self._search = TreeSearch(self._most, self.memory, neighbours, names)
+            self._search = TreeSearch(self._searched, self.memory, neighbours, names)
         self._takes_continuations = continuations
         self._siblings = RejectedSiblings(self._search.nodes, self.memory.ngrams.top_k)
         self._sources: list[Source] = [self._siblings, *sources]
@@ -96,6 +102,7 @@ class AutoDrafter:
         self._length = 0
         self._tree: TokenTree | None = None  # this step's
         self._sent = 0  # how many of the nodes found it has
+        self._rows = np.zeros(1, dtype=np.int64)  # place of the root and of each of these in the search
         self._trust = Trust()
         self._recalled = False  # whether the memory has learned the text itself
         self._wanted = self._most  # how many nodes are searched before the budget is asked
@@ -109,7 +116,7 @@ class AutoDrafter:
     @property
     def path_probabilities(self) -> NDArray[np.float64]:
         """Probability that each candidate that `propose` added is accepted, in the order of the nodes."""
-        return self._search.path_probabilities[: self._sent]
+        return self._search.path_probabilities[self._rows[1:] - 1]
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence."""
@@ -143,22 +150,23 @@ class AutoDrafter:
         paths = [source.propose() for source in self._sources]
         sources = self._search.ask(matches, paths, self._recent.arrays(tries=not self._trust.is_lost))
         # Nodes that the budget will not take need not be searched; the last step shows how many that is.
-        limit = min(self._wanted, self._most)
+        limit = min(self._wanted, self._searched)
         while True:
             self._search.search(self._text, limit, tree.room, sources)
             likely = self._search.path_probabilities
             if self._trust.is_lost:
                 likely = likely[: np.count_nonzero(likely >= _LEAST_UNTRUSTED)]
-            more = self.budget.offer(likely, self._length)
-            if not more or limit == self._most or len(likely) < limit:
+            rows = self._permits.rows(*self._search.found(len(likely)))[: self._most + 1]
+            more = self.budget.offer(likely[rows[1:] - 1], self._length)
+            if not more or len(rows) > self._most or limit == self._searched or len(likely) < limit:
                 break
-            limit = min(2 * limit, self._most)
-        count = len(likely)
-        self.budget.when_chosen(lambda chosen: self._send(tree, min(chosen, count)))
+            limit = min(2 * limit, self._searched)
+        self.budget.when_chosen(lambda chosen: self._send(tree, rows[: chosen + 1]))
 
-    def _send(self, tree: TokenTree, chosen: int) -> None:
-        self._wanted = chosen + chosen // 4 + _LEAST_GROWN
-        self._search.add_to(tree, chosen)
+    def _send(self, tree: TokenTree, rows: NDArray[np.int64]) -> None:
+        self._rows, chosen = rows, len(rows) - 1
+        self._wanted = int(rows[-1]) + int(rows[-1]) // 4 + _LEAST_GROWN
+        self._search.add_to(tree, rows)
         self._sent = chosen
         self._tree = tree
         if self.window is not None and sum(map(len, self.window.rows)) <= min(self.budget.left, self._most - chosen):
@@ -170,7 +178,7 @@ class AutoDrafter:
             entries = int(np.count_nonzero(self.memory.ngrams.tags)) if self._top_k else None
             if tree is not self._tree:
                 return Explanation(entries=entries)
-            origins = self._search.origins(self._sent)
+            origins = self._search.origins(self._rows[1:])
         return Explanation([*origins, *[Origin((WINDOW,))] * (len(tree) - tree.root - 1 - len(origins))], entries)
 
     def observe(self, result: StepResult) -> None:
@@ -196,10 +204,10 @@ class AutoDrafter:
             if tree is self._tree:
                 self._learn(shaped, *told)
                 if self._takes_continuations:
-                    before = result.path[-1] - tree.root if result.path else 0
+                    before = int(self._rows[result.path[-1] - tree.root]) if result.path else 0
                     first = self._search.root + 1
-                    sent = self._sent_nodes(tree)
-                    self._siblings.follow(first - 1 + before, first, told[0][sent], told[1][sent])
+                    said = self._spread(told[0], tree, -1), self._spread(told[1], tree, 0)
+                    self._siblings.follow(first - 1 + before, first, *said)
         if tree is self._tree and self._sent:
             self.budget.learn([node - tree.root - 1 for node in result.path if node <= tree.root + self._sent])
         self._tree = None
@@ -224,20 +232,26 @@ class AutoDrafter:
         self._late = []
 
     def _learn(self, result: StepResult, top_ids: NDArray[np.int64], top_probabilities: NDArray[np.float32]) -> None:
-        root, sent = result.tree.root, self._sent_nodes(result.tree)
+        tree, rows = result.tree, self._rows
+        said = self._spread(top_ids, tree, -1), self._spread(top_probabilities, tree, 0)
         # What the model says beside the path counts as far as it is what is selected on the path.
-        counts = np.full(self._sent + 1, self.memory.acceptance.off_path * self._trust.share**2)
+        counts = np.full(len(said[0]), self.memory.acceptance.off_path * self._trust.share**2)
         counts[0] = 1.0
-        counts[[node - root for node in result.path]] = 1.0
-        counts[top_ids[sent, 0] < 0] = 0.0  # was not read
-        selected = np.full(self._sent + 1, -1, dtype=np.int64)
-        selected[[node - root for node in result.selected_after]] = result.tokens
-        told = top_ids[sent], top_probabilities[sent], counts, selected
-        self._search.teach(self.memory.acceptance, *told, result.samples)
+        counts[rows[[node - tree.root for node in result.path]]] = 1.0
+        counts[said[0][:, 0] < 0] = 0.0  # was not read
+        selected = np.full(len(said[0]), -1, dtype=np.int64)
+        selected[rows[[node - tree.root for node in result.selected_after]]] = result.tokens
+        self._search.teach(self.memory.acceptance, *said, counts, selected, result.samples)
 
-    def _sent_nodes(self, tree: TokenTree) -> slice:
-        """The root and each node found that was sent; these stand together in the tree."""
-        return slice(tree.root, tree.root + self._sent + 1)
+    def _spread(self, told: NDArray[Any], tree: TokenTree, nothing: int) -> NDArray[Any]:
+        """What is told of each node of the tree, for the root and each node found, up to the last that was sent."""
+        sent = told[tree.root : tree.root + self._sent + 1]
+        size = int(self._rows[-1]) + 1
+        if size == len(sent):
+            return sent
+        spread = np.full((size, *told.shape[1:]), nothing, dtype=told.dtype)
+        spread[self._rows] = sent
+        return spread
 
     def _recall(self) -> None:
         """Learn what followed in the text itself, instead of what the model predicted there."""

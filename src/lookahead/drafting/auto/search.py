@@ -134,20 +134,29 @@ class TreeSearch:
         self._count = _search_tree(most, room, self.root, *own, *arrays)
         return self._count
 
-    def add_to(self, tree: TokenTree, count: int) -> None:
-        """Add the first `count` nodes found to `tree`, right after its root, which is its last node so far."""
-        first = self.root + 1
-        tokens = self.nodes.tokens[first : first + count].tolist()
-        parents = (self.nodes.parents[first : first + count] - self.root + tree.root).tolist()
-        tree.add_new_candidates(tokens, parents)
+    def found(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Tokens of the first nodes found, and their parents: 0 is the root, 1 the first node."""
+        nodes = slice(self.root + 1, self.root + 1 + count)
+        return self.nodes.tokens[nodes], self.nodes.parents[nodes] - self.root
 
-    def origins(self, count: int) -> list[Origin]:
-        """Where the first `count` nodes found come from, in their order."""
+    def add_to(self, tree: TokenTree, rows: NDArray[np.int64]) -> None:
+        """Add nodes to `tree`, right after its root, which is its last node so far.
+
+        Args:
+            tree: Where they go.
+            rows: 0 for the root, and the numbers of the nodes from 1 on, ascending; each with its parent.
+        """
+        tokens, parents = self.found(int(rows[-1]))
+        places = np.zeros(len(tokens) + 1, dtype=np.int64)
+        places[rows] = np.arange(tree.root, tree.root + len(rows))
+        sent = rows[1:] - 1
+        tree.add_new_candidates(tokens[sent].tolist(), places[parents[sent]].tolist())
+
+    def origins(self, rows: NDArray[np.int64]) -> list[Origin]:
+        """Where nodes come from; `rows` are their numbers from 1 on."""
         names = list(self._memory.acceptance.names)
-        nodes, root = self.nodes, self.root
-        return [
-            origin_of(node, nodes, self._proposals, self._columns, names) for node in range(root + 1, root + 1 + count)
-        ]
+        nodes = (self.root + rows).tolist()
+        return [origin_of(node, self.nodes, self._proposals, self._columns, names) for node in nodes]
 
     def teach(
         self,

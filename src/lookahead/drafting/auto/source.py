@@ -38,7 +38,11 @@ class TokenPaths:
 
 
 class Source(Protocol):
-    """Proposes tokens that may follow one text. It cannot change the text; its weight is learned from outcomes."""
+    """Proposes tokens that may follow one text. It cannot change the text; its weight is learned from outcomes.
+
+    A source may also have a method `permits(tokens, parents)`, which says for each node of a draft whether it can come
+    true, as a grammar would know; see `Permits`.
+    """
 
     @property
     def name(self) -> str:
@@ -78,6 +82,7 @@ class CheckedSource:
         self.name = source.name
         self.start = source.start
         self.observe = source.observe
+        self.permits = getattr(source, "permits", None)
 
     def propose(self) -> TokenPaths:
         """See `Source`.
