@@ -180,3 +180,13 @@ def test_a_model_that_is_made_to_write_a_text_writes_it_in_few_steps(sample: boo
         assert output.sequences[0, len(prompt) :].tolist() == answer
         steps[preset] = output.statistics.steps
     assert steps["auto"] <= steps["context_matches"] + 2 * sample
+
+
+def test_what_is_believed_again_though_nothing_was_listed() -> None:
+    tree = TokenTree([5])
+    (child,) = tree.add_candidates([6])
+    nothing = np.empty((2, 0), dtype=np.int64), np.empty((2, 0), dtype=np.float32)
+    result = StepResult(tree, np.array([6, 7]), [child], [6, 7], *nothing)
+    ids, probabilities = believed(result, 1.0)
+    assert ids.tolist() == [[6], [7]]
+    assert probabilities.tolist() == [[1.0], [1.0]]

@@ -14,8 +14,9 @@ import torch
 from openai import BadRequestError, OpenAI
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from lookahead.server.requests import FunctionTool
 from lookahead.server.text_builder import TextBuilder
-from lookahead.server.tools import CallSplitter
+from lookahead.server.tools import CallSplitter, tool_grammar
 from random_schemas import random_schema
 
 TURN = [{"role": "user", "content": "def add(a, b):"}]
@@ -144,12 +145,24 @@ def test_functions_are_called(client: OpenAI) -> None:
         ("tool_choice", {"tool_choice": "required"}),
         ("tool_choice", {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "x"}}}),
         ("tools", {"tools": [CLOCK, CLOCK]}),
+        ("parallel_tool_calls", {"parallel_tool_calls": False}),
     ],
 )
 def test_grammars_that_cannot_be_met_are_refused(client: OpenAI, field: str, options: Any) -> None:
     with pytest.raises(BadRequestError) as raised:
         call(client, **options)
     assert raised.value.param.startswith(field)
+
+
+def test_there_is_one_call_where_several_are_not_wanted() -> None:
+    tool = FunctionTool.model_validate(CLOCK)
+    one = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    tokens = llguidance.LLTokenizer("byte")
+    for required in (True, False):
+        for parallel in (True, False):
+            matcher = llguidance.LLMatcher(tokens, tool_grammar([tool], required, parallel))
+            text = tokens.tokenize_str(f"{one}\n{one}")
+            assert (matcher.validate_tokens(text) == len(text)) is parallel
 
 
 def test_calls_are_told_from_text() -> None:

@@ -123,6 +123,7 @@ def test_metrics_and_log_say_what_was_done(server: ServerProcess, client: OpenAI
         "accepted": "vllm:spec_decode_num_accepted_tokens_total",
         "first": "vllm:spec_decode_num_accepted_tokens_per_pos_total",
         "requests": "vllm:e2e_request_latency_seconds_count",
+        "queued": "vllm:request_queue_time_seconds_count",
     }
     before = {key: value_of(http, name) for key, name in names.items()}
     answer = client.completions.with_raw_response.create(
@@ -138,7 +139,7 @@ def test_metrics_and_log_say_what_was_done(server: ServerProcess, client: OpenAI
     assert grown["tokens"] == 20
     assert grown["prompt"] == answer.parse().usage.prompt_tokens  # type: ignore[union-attr]
     assert grown["steps"] == steps
-    assert grown["requests"] == 1
+    assert grown["requests"] == grown["queued"] == 1
     assert grown["accepted"] >= grown["first"] > 0
     assert 0 < grown["drafts"] <= steps
     number = answer.headers["x-request-id"]
@@ -152,7 +153,13 @@ def test_metrics_and_log_say_what_was_done(server: ServerProcess, client: OpenAI
 
 @pytest.fixture(scope="module")
 def served(demo: Any) -> ServedModel:
-    return ServedModel("demo", *demo, Engine(demo[0]), LookaheadConfig(), context_length=2048)
+    return ServedModel("demo", *demo, Engine(demo[0], kv_bytes=2**28), LookaheadConfig(), context_length=2048)
+
+
+def test_memory_for_keys_and_values_is_told_as_a_share(served: ServedModel) -> None:
+    client = TestClient(create_app(served, ServerSettings()))
+    assert value_of(client, "vllm:kv_cache_usage_perc") == 0
+    assert "vllm:kv_cache_usage_perc{" in client.get("/metrics").text
 
 
 def test_a_request_that_takes_too_long_is_given_up(served: ServedModel) -> None:

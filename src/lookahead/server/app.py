@@ -136,6 +136,9 @@ def _add_gauges(metrics: Metrics, engine: Engine) -> None:
     metrics.gauge("vllm:num_requests_waiting", "Answers that wait for their turn.", lambda: engine.load.waiting)
     metrics.gauge("lookahead:kv_bytes", "Keys and values of running answers.", lambda: engine.load.kv_bytes)
     metrics.gauge("lookahead:prefix_bytes", "Keys and values that are kept.", lambda: engine.load.prefix_bytes)
+    if (most := engine.load.most_kv_bytes) is not None:  # else there is nothing that it could be a share of
+        about = "Share of the memory for keys and values that running answers hold."
+        metrics.gauge("vllm:kv_cache_usage_perc", about, lambda: engine.load.kv_bytes / most)
 
 
 def _card(served: ServedModel) -> dict[str, Any]:

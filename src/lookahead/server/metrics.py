@@ -40,6 +40,7 @@ class Metrics:
         self._refused = self._labelled_counter("lookahead:refused_requests", "Requests refused, by status.", "status")
         self.first_token = self._histogram("vllm:time_to_first_token_seconds", "Until the first token.", FIRST_TOKEN)
         self.per_token = self._histogram("vllm:inter_token_latency_seconds", "Between tokens.", PER_TOKEN)
+        self._queue = self._histogram("vllm:request_queue_time_seconds", "Until the first step.", WHOLE)
         self.whole = self._histogram("vllm:e2e_request_latency_seconds", "Whole requests.", WHOLE)
 
     def gauge(self, name: str, about: str, value: Callable[[], float]) -> None:
@@ -58,11 +59,15 @@ class Metrics:
             for position in range(tokens - 1):
                 self._accepted_per_position.labels(self._model, str(position)).inc()
 
-    def reuse(self, answers: Sequence[Answer]) -> None:
-        """Count the prompts of answers that are through."""
-        for answer in answers:
+    def through(self, answers: Sequence[Answer], count: int) -> None:
+        """Count the prompts of answers that are through, `count` of each, and how long these waited."""
+        for answer in answers[::count]:
             self._asked.inc(len(answer.plan.prompt))
             self._reused.inc(answer.handle.statistics.reused_tokens)
+        for answer in answers:
+            waited = answer.handle.statistics.queue_seconds
+            if waited is not None:
+                self._queue.observe(waited)
 
     def finished(self, reason: str) -> None:
         """Count an answer."""

@@ -242,7 +242,7 @@ class ChatRequest(TextRequest):
     response_format: ResponseFormat | None = None
     tools: list[FunctionTool] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
 
     @property

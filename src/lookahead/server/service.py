@@ -68,7 +68,7 @@ class Service:
 
         def ended() -> None:
             self._load.give_back(count)
-            metrics.reuse(generation.answers[:: request.n])
+            metrics.through(generation.answers, request.n)
             http.state.notes.update(_notes(request, generation))
 
         generation = Generation(served, RequestClock(metrics), self._settings.timeout, ended)

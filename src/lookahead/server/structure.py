@@ -30,7 +30,7 @@ def grammar_of(request: ChatRequest) -> tuple[str, str] | None:
     if asked is not None:
         raise refused("response_format", "response_format does not go with tools that may be called; leave one out")
     required = request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
-    parallel = request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool)
+    parallel = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedTool)
     try:
         return tool_grammar(tools, required, parallel), "tools"
     except (ValueError, TypeError, RecursionError) as error:
@@ -44,6 +44,8 @@ def callable_tools(request: ChatRequest) -> Sequence[FunctionTool]:
         ApiError: `tool_choice` does not go with `tools`.
     """
     choice = request.tool_choice
+    if not request.tools and request.parallel_tool_calls is not None:
+        raise refused("parallel_tool_calls", "parallel_tool_calls needs tools")
     if not request.tools and choice not in (None, "none"):
         raise refused("tool_choice", "tool_choice needs tools")
     if len({tool.function.name for tool in request.tools}) < len(request.tools):

@@ -38,7 +38,8 @@ def tool_grammar(tools: Sequence[FunctionTool], required: bool, parallel: bool) 
     ]
     if not required:
         grammar = str(StructTag.to_grammar(tags, assume_special=False))
-        return grammar if parallel else grammar.replace(")* tag_end", ")? tag_end", 1)
+        # Behind the only call there is no text, which might hold another one.
+        return grammar if parallel else grammar.replace(")* tag_end", ") | tag_end", 1)
     calls = [
         f"call_{place}: {json.dumps(tag.begin)} %json {json.dumps(tag.grammar)} {json.dumps(tag.end)}"
         for place, tag in enumerate(tags)

@@ -223,7 +223,8 @@ class Engine:
         running, size = list(self._scheduler.running), self._memory.token_bytes
         waiting = len(self._arrivals) + len(self._scheduler.waiting)
         held = sum(request.row.capacity for request in running)
-        return EngineLoad(waiting, len(running), held * size, self._memory.kept * size)
+        most = None if self._memory.tokens is None else self._memory.tokens * size
+        return EngineLoad(waiting, len(running), held * size, self._memory.kept * size, most)
 
     def wake(self) -> None:
         """Let the thread look at what has changed."""

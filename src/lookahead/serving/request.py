@@ -214,6 +214,8 @@ class Request:
     def send(self, tokens: int) -> None:
         """Send so many of the tokens that are not cached with the coming step."""
         self.row.most_pending = tokens
+        if self.handle.statistics.queue_seconds is None:
+            self.handle.statistics.queue_seconds = perf_counter() - self._submitted
 
     def drop(self) -> None:
         """Forget keys and values; they will be computed anew."""

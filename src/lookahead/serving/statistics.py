@@ -64,12 +64,14 @@ class EngineLoad:
         running: Requests that run.
         kv_bytes: Bytes of keys and values that running requests hold.
         prefix_bytes: Bytes of those that are kept for requests that begin alike.
+        most_kv_bytes: Most bytes of both; any number if `None`.
     """
 
     waiting: int
     running: int
     kv_bytes: int
     prefix_bytes: int
+    most_kv_bytes: int | None = None
 
 
 @dataclass
@@ -80,6 +82,7 @@ class RequestStatistics(Statistics):
         prompt_tokens: Tokens of the prompt.
         reused_tokens: Those whose keys and values another text had.
         predicted_tokens: Tokens of the output that were where `prediction` had them.
+        queue_seconds: From `submit` to the first step that it takes part in; `None` before that.
         first_token_seconds: From `submit` to the first token; `None` before there is one.
         total_seconds: From `submit` to the end; `None` before it.
     """
@@ -87,5 +90,6 @@ class RequestStatistics(Statistics):
     prompt_tokens: int = 0
     reused_tokens: int = 0
     predicted_tokens: int = 0
+    queue_seconds: float | None = None
     first_token_seconds: float | None = None
     total_seconds: float | None = None

@@ -67,7 +67,7 @@ def believed(result: StepResult, share: float) -> tuple[NDArray[np.int64], NDArr
         where nothing is known.
     """
     ids, probabilities = result.top_ids, result.top_probabilities
-    if share >= 1:
+    if share >= 1 and ids.shape[1]:
         return ids, probabilities
     if share < UNTRUSTED or not ids.shape[1]:
         shape = len(result.tree), 1
