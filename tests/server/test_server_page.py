@@ -65,6 +65,10 @@ def test_an_answer_streams_with_its_steps(page: Page) -> None:
     assert page.locator("#log pre span").count() > 1
     assert page.locator("#tree circle").count() >= 1
     expect(page.locator("#caption")).to_contain_text(f"Step {steps}:")
+    color = "(each) => getComputedStyle(each).color"
+    legend = {mark.evaluate(color) for mark in page.locator("#legend i").all()}
+    drafted = {mark.evaluate(color) for mark in page.locator("#tree circle").all()[1:]}
+    assert drafted == legend
     expect(page.locator("#load")).to_contain_text("running")
     expect(page.get_by_label("Message")).to_be_focused()
 

@@ -16,6 +16,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import lookahead
+from fuzz.families import build
+from fuzz.variant import Variant
 from lookahead import InvalidArgumentError, LookaheadConfig, Trace
 from lookahead.core.statistics import Seconds
 from lookahead.core.watching import Origin
@@ -41,15 +43,21 @@ METHODS: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 
 def run(model: PreTrainedModel, prompt: torch.Tensor, trace: Trace | None, **settings: Any) -> Any:
-    options = {"max_new_tokens": 32, "return_dict_in_generate": True}
+    options = {"max_new_tokens": 24, "return_dict_in_generate": True}
     options |= {name: settings.pop(name) for name in ("do_sample", "num_return_sequences") if name in settings}
     torch.manual_seed(3)
     config = LookaheadConfig(trace=trace, **settings)
     return lookahead.generate(model, prompt, lookahead_config=config, **options)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampled"])
+GREEDY = [pytest.param(method, False, id=f"{method}, greedy") for method in METHODS]
+SAMPLED = [
+    pytest.param(method, True, id=f"{method}, sampled", marks=[] if method in ("auto", "paper") else pytest.mark.exact)
+    for method in METHODS
+]
+
+
+@pytest.mark.parametrize(("method", "samples"), [*GREEDY, *SAMPLED])
 def test_a_trace_changes_nothing_and_says_what_the_statistics_say(
     llama: PreTrainedModel, prompt: torch.Tensor, method: str, samples: bool
 ) -> None:
@@ -98,6 +106,25 @@ def test_requests_of_an_engine_are_traced(llama: PreTrainedModel, prompt: torch.
         output = engine.submit(prompt[0].tolist(), max_new_tokens=16).result()
     (text,) = trace.texts
     assert text.tokens == output[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"step_budget": 8}, marks=pytest.mark.exact),
+        {"preset": "token_recycling", "step_budget": 8},
+    ],
+    ids=lambda settings: settings.get("preset", "auto"),
+)
+def test_chains_have_the_origins_of_what_was_sent(prompt: torch.Tensor, settings: dict[str, Any]) -> None:
+    model, trace = build("mamba2", Variant(), "sdpa"), Trace()
+    without = run(model, prompt % 20, None, **settings)
+    assert run(model, prompt % 20, trace, **settings).sequences.tolist() == without.sequences.tolist()
+    steps = trace.texts[0].steps
+    assert max(len(step.origins) for step in steps) > 1
+    for step in steps:
+        assert step.parents == list(range(-1, len(step.parents) - 1))
+        check(step, "auto")
 
 
 def test_a_source_of_a_users_own_is_named(llama: PreTrainedModel, prompt: torch.Tensor) -> None:

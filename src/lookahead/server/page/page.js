@@ -148,7 +148,8 @@ function draw(tree, step) {
     const source = node ? tree.sources[node - 1] : "the last token of the text", likely = node ? tree.probabilities[node - 1] : null;
     const color = node ? colorOf(families, source) : "var(--text)";
     if (node) lines.push(made("line", { x1: x(tree.parents[node]), y1: y(tree.parents[node]), x2: x(node), y2: y(node), class: kind }));
-    const mark = made("circle", { cx: x(node), cy: y(node), r: 5, class: kind, style: `color: ${color}` });
+    const mark = made("circle", { cx: x(node), cy: y(node), r: 5, class: kind });
+    mark.style.color = color; // as an attribute the page's security policy would not let it count
     mark.appendChild(made("title", {})).textContent = `${source}${likely === null ? "" : `; path taken to be ${(100 * likely).toFixed(1)}% likely`}`;
     marks.push(mark);
     const label = made("text", { x: x(node) + 7, y: y(node) + 4 });
