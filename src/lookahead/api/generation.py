@@ -21,6 +21,7 @@ from transformers import (
 from lookahead.api.arguments import check_call, check_config, check_pool, check_prompt_ids, effective_setting
 from lookahead.api.gguf.model import GGUFModel
 from lookahead.api.output import LookaheadOutput
+from lookahead.api.prediction import Prediction
 from lookahead.api.request import decode_request
 from lookahead.backends.transformers import check_adapters, runs_on_chains
 from lookahead.config import LookaheadConfig
@@ -43,6 +44,7 @@ def generate(
     lookahead_config: LookaheadConfig | None = None,
     on_step: OnStep | None = None,
     ngram_pool: NGramPool | None = None,
+    prediction: Prediction | None = None,
     parallel: ParallelGroup | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | LookaheadOutput:
@@ -61,6 +63,9 @@ def generate(
         on_step: Called after each step with a `StepRecord` for each sequence: the tokens it added, what it sent.
         ngram_pool: A pool to draft from and to fill, which later calls can use again; a new one for each
             sequence if not given.
+        prediction: Token ids of a text that is expected to come, such as a file of which a part is to be edited: a
+            list, or a tensor `[tokens]`; for several prompts a list with one for each, `None` where nothing is
+            expected. `preset="auto"` drafts from it; it changes nothing but the number of steps.
         parallel: The ranks to decode with, from `lookahead.parallel.join`; each of them makes the same call. This
             process alone if not given.
         **kwargs: As for `model.generate`.
@@ -77,6 +82,7 @@ def generate(
     config = check_config(lookahead_config)
     check_pool(ngram_pool, config)
     decode = partial(decode_request, config=config, on_step=on_step, ngram_pool=ngram_pool, parallel=parallel)
+    decode = partial(decode, prediction=prediction)
     if input_ids is not None and _is_prepared(kwargs):
         return decode(model, input_ids, **kwargs)
     return hand_over(model, input_ids, kwargs, decode)  # type: ignore[no-any-return]

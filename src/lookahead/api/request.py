@@ -12,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from lookahead.api.arguments import check_devices, check_mode, check_model_inputs, check_prompt_ids
 from lookahead.api.output import LookaheadOutput, padded_texts, stack_collected, stack_texts
 from lookahead.api.own_prefill import check_own_prefill
+from lookahead.api.prediction import Prediction, predicted_texts
 from lookahead.api.processors import row_processors
 from lookahead.api.prompt_warm_up import warm_up_tokens
 from lookahead.api.prompts import Prompts, read_prompts
@@ -51,6 +52,7 @@ def decode_request(
     config: LookaheadConfig,
     on_step: OnStep | None,
     ngram_pool: NGramPool | None,
+    prediction: Prediction | None = None,
     streamer: BaseStreamer | None = None,
     parallel: ParallelGroup | None = None,
     **model_kwargs: Any,
@@ -75,7 +77,7 @@ def decode_request(
         generation_config,
         ranks,
     )
-    request.prepare(logits_processor, StopRule(stopping_criteria), ngram_pool)
+    request.prepare(logits_processor, StopRule(stopping_criteria), ngram_pool, prediction)
     if ranks.rank == 0:  # which speaks for all
         request.listen(on_step, streamer, config.trace)
     return request.run()
@@ -115,9 +117,17 @@ class Request:
         self._returns_cache = bool(wants_cache and self._resources.keeps_cache)
         self._feeder: StreamFeeder | None = None
 
-    def prepare(self, processors: LogitsProcessorList, rule: StopRule, pool: NGramPool | None) -> None:
+    def prepare(
+        self,
+        processors: LogitsProcessorList,
+        rule: StopRule,
+        pool: NGramPool | None,
+        prediction: Prediction | None = None,
+    ) -> None:
         """Make the sequences: for each row a drafter, a sampler, and where it has to end."""
         config, prompts = self._config, self._prompts
+        known = self._model.get_input_embeddings().num_embeddings if prediction is not None else 0
+        self._predicted = predicted_texts(prediction, config, prompts.rows, known)
         self._memory = draft_memory(self._model, config) if config.preset == "auto" else None
         account = self._account() if config.chooses_nodes else None
         drafters = self._drafters(pool, account)
@@ -210,10 +220,15 @@ class Request:
         read = [0 if backs_off else warm_up_tokens(self._model, len(row), adaptive) for row in self._prompts.tokens]
         known = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
         if self._resources.chains:
-            return [build_chain_drafter(config, self._memory, account, nearest, tokens, known) for tokens in read]
+            shared = (config, self._memory, account, nearest)
+            rows = zip(read, self._predicted, strict=True)
+            return [build_chain_drafter(*shared, tokens, known, predicted) for tokens, predicted in rows]
         most = self._resources.most_nodes
         arguments = (config, pool, self._memory, account, nearest)
-        return [build_drafter(*arguments, tokens, most, known) for tokens in read]
+        return [
+            build_drafter(*arguments, tokens, most, known, predicted=predicted)
+            for tokens, predicted in zip(read, self._predicted, strict=True)
+        ]
 
     @torch.no_grad()
     def _decode(self, keeps_cache: bool) -> None:

@@ -150,6 +150,7 @@ def build_chain_drafter(
     neighbours: EmbeddingNeighbours | None = None,
     warm_up: int = 0,
     vocabulary: int | None = None,
+    predicted: PredictedText | None = None,
 ) -> Drafter:
     """As `build_drafter`, for a model that runs chains alone.
 
@@ -174,8 +175,8 @@ def build_chain_drafter(
         return ChainDrafter(AutoDrafter(None, ContextMatches(), None, sketched, explore=False), fixed)
     budget = fixed if account is None or config.step_budget is not None else ChainBudget(account)
     memory = memory or DraftMemory()
-    own = _own_sources(config, memory, vocabulary)
-    parts = (memory, ContextMatches(), None, sketched)
+    own: list[Source] = [*_own_sources(config, memory, vocabulary), *([] if predicted is None else [predicted])]
+    parts = (memory, ContextMatches(before=() if predicted is None else predicted.tokens), None, sketched)
     return ChainDrafter(AutoDrafter(*parts, warm_up=warm_up, explore=False, neighbours=neighbours, sources=own), budget)
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from lookahead.api.arguments import check_config
 from lookahead.api.gguf.model import GGUFModel
+from lookahead.api.prediction import token_ids
 from lookahead.backends.transformers import equivalence
 from lookahead.backends.transformers.model_state import draft_account
 from lookahead.backends.transformers.packed_rows import PackedRowsRunner
@@ -233,12 +234,7 @@ class Engine:
 
     def _known_tokens(self, name: str, tokens: torch.Tensor | Sequence[int]) -> list[int]:
         """Token ids of a text, given as a list or a tensor."""
-        ids = torch.as_tensor(tokens)
-        known = self._model.get_input_embeddings().num_embeddings
-        whole = ids.numel() == 0 or not (ids.is_floating_point() or ids.is_complex())
-        if ids.numel() != (ids.shape[-1] if ids.dim() else 0) or not whole or ((ids < 0) | (ids >= known)).any():
-            raise InvalidArgumentError(f"{name} must be the token ids of one text, whole numbers from 0 to {known - 1}")
-        return [int(token) for token in ids.flatten().tolist()]
+        return token_ids(name, tokens, self._model.get_input_embeddings().num_embeddings)
 
     @property
     def _unfinished(self) -> int:
