@@ -116,14 +116,14 @@ def fit(recorders: list[Recorder], known: int, pull: float) -> np.ndarray:
     return weights.detach().numpy()
 
 
-def write(path: Path, names: list[str], weights: list[np.ndarray], command: str) -> None:
+def write(path: Path, names: list[str], weights: list[np.ndarray], command: str, table: str = "PRIORS") -> None:
     """Write the priors as a module."""
     lines = [
-        '"""Where learning begins: a weight of each feature for each length, 0 to 4, of the longest known context.\n',
+        '"""Where learning begins: a weight of each feature for each length of the longest known context.\n',
         "Written by:\n",
         *textwrap.wrap(command, 110, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False),
         '"""\n\nfrom __future__ import annotations\n',
-        "PRIORS: dict[str, tuple[float, ...]] = {",
+        f"{table}: dict[str, tuple[float, ...]] = {{",
     ]
     for column, name in enumerate(names):
         values = ", ".join(f"{row[column] + 0.0:.2f}" for row in weights)

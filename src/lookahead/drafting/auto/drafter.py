@@ -130,6 +130,9 @@ class AutoDrafter:
             self.window.start(prompt)
         self._trust.start()
         self._recalled = False
+        if self.memory.ngrams.observed:
+            with self.memory.lock:
+                self._remember_text(np.array(prompt, dtype=np.int64))
         for source in self._sources:
             source.start(prompt)
         self._tree = None
@@ -256,9 +259,11 @@ class AutoDrafter:
     def _recall(self) -> None:
         """Learn what followed in the text itself, instead of what the model predicted there."""
         self._recalled = True
-        if self.matches is None:
-            return
-        text = self.matches.text[-_RECALLED:]
+        if self.matches is not None:
+            self._remember_text(self.matches.text[-_RECALLED:])
+
+    def _remember_text(self, text: NDArray[np.int64]) -> None:
+        """Put what followed in a text into the memory."""
         orders = self.memory.ngrams.orders
         contexts = np.full((max(len(text) - 1, 0), orders), -1, dtype=np.int64)
         for back in range(min(orders, len(contexts))):

@@ -177,12 +177,15 @@ def write_entries(
     new: Predictions,
     entries: Entries,
     old_share: float,
+    blended: int,
+    first_log: float,
     tokens: NDArray[np.int64],
     shares: NDArray[np.float64],
 ) -> None:
     """Write what is predicted after each context, one after another, for each length of it.
 
-    `tokens` and `shares` are room for blending, `[2 * top_k]`.
+    Entries of contexts of up to `blended` tokens are blended with what was there; `first_log` is added to the
+    logarithms of a new entry. `tokens` and `shares` are room for blending, `[2 * top_k]`.
     """
     wide = new.logs.shape[1]
     for row in range(contexts.shape[0]):
@@ -196,14 +199,14 @@ def write_entries(
             tag = (first << 31 | second) + 1
             slot = _place_for(tag, (order * entries.sets + (first & (entries.sets - 1))) * WAYS, entries)
             entries.stamps[slot] = clock
-            if order == 0 and old_share > 0 and entries.tags[slot] == tag:
+            if order < blended and old_share > 0 and entries.tags[slot] == tag:
                 _blend(slot, row, new, entries, old_share, tokens, shares)
                 continue
             entries.tags[slot] = tag
             for rank in range(entries.ids.shape[1]):
                 entries.ids[slot, rank] = new.ids[row, rank] if rank < wide else -1
             for rank in range(wide):
-                entries.logs[slot, rank] = new.logs[row, rank]
+                entries.logs[slot, rank] = new.logs[row, rank] + first_log
             entries.floors[slot] = new.floors[row]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import log
 from typing import Any
 
 import numpy as np
@@ -114,12 +115,17 @@ class NGramMemory:
         top_k: Next tokens kept for each context. At least 1.
         old_share: How far the prediction after a single token keeps what it was before, from 0 to below 1: so short a
             context comes again in other surroundings.
+        observed: What is inserted are tokens of texts that were seen to follow, not predictions of a model. Contexts
+            of all lengths keep `old_share` of what they were then, and a token that followed once counts `1 -
+            old_share`: so tokens that come often count most, and lately more than long ago.
 
     Raises:
         InvalidArgumentError: A size is out of range.
     """
 
-    def __init__(self, orders: int = 4, capacity: int = 1 << 15, top_k: int = 8, old_share: float = 0.3) -> None:
+    def __init__(
+        self, orders: int = 4, capacity: int = 1 << 15, top_k: int = 8, old_share: float = 0.3, observed: bool = False
+    ) -> None:
         if not 0 <= old_share < 1:
             raise InvalidArgumentError(f"old_share={old_share} is out of range; it must be at least 0 and below 1")
         for name, value in (("orders", orders), ("capacity", capacity), ("top_k", top_k)):
@@ -128,6 +134,8 @@ class NGramMemory:
         self.orders = orders
         self.top_k = top_k
         self.old_share = old_share
+        self.observed = observed
+        self._first_log = log(1 - old_share) if observed else 0.0
         self._set_bits = max((capacity - 1).bit_length() - (WAYS - 1).bit_length(), 0)
         self._sets = 1 << self._set_bits
         slots = orders * self._sets * WAYS
@@ -200,7 +208,8 @@ class NGramMemory:
         floors = np.log(np.maximum(rest, np.float32(LEAST_PROBABILITY)))
         told, tokens, shares = loop_arrays(contexts, self._tokens, self._shares)
         new, entries = loop_tuple(Predictions(ids, logs, floors)), loop_tuple(self.entries)
-        write_entries(told, self._clock, new, entries, self.old_share, tokens, shares)
+        how = self.old_share, self.orders if self.observed else 1, self._first_log
+        write_entries(told, self._clock, new, entries, *how, tokens, shares)
 
     def lookup(self, contexts: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int32], NDArray[np.float32]]:
         """What is known about each context and each length of it.

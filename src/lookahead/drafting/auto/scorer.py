@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import exp, sqrt
 from typing import Any, NamedTuple
 
@@ -23,8 +23,6 @@ FURTHER_MATCHES, NEIGHBOURS, SIBLINGS = "further matches", "neighbours", "reject
 
 _OWN_PRIOR = 0.5
 """Initial weight of a user-defined source: its probabilities count half."""
-
-_LONGEST_PRIOR = len(PRIORS[NOTHING]) - 1
 
 
 def context_name(length: int) -> str:
@@ -56,6 +54,7 @@ class Acceptance:
         orders: Longest context of the memory.
         rate: Learning rate of AdaGrad. 0 learns nothing.
         off_path: What a node beside the accepted path counts, from 0 to 1.
+        priors: The weights to begin with, by feature, for each length of the longest known context.
 
     Attributes:
         names: Feature of each column; the first is `NOTHING`.
@@ -63,7 +62,11 @@ class Acceptance:
             included.
     """
 
-    def __init__(self, orders: int, rate: float = 0.1, off_path: float = 0.3) -> None:
+    def __init__(
+        self, orders: int, rate: float = 0.1, off_path: float = 0.3, priors: Mapping[str, Sequence[float]] = PRIORS
+    ) -> None:
+        self._priors = priors
+        self._longest_prior = len(priors[NOTHING]) - 1
         self.orders = orders
         self.rate = rate
         self.off_path = off_path
@@ -71,9 +74,10 @@ class Acceptance:
         self.weights = np.zeros((orders + 1, 0))
         self._squares = self.weights
         self._add(feature_names(orders))
-        if orders > _LONGEST_PRIOR:  # the longest context counts as the longest of the table does
-            column = self.column(context_name(_LONGEST_PRIOR))
-            for longest in range(_LONGEST_PRIOR + 1, orders + 1):
+        known = self._longest_prior
+        if orders > known:  # the longest context counts as the longest of the table does
+            column = self.column(context_name(known))
+            for longest in range(known + 1, orders + 1):
                 self.weights[longest, self.column(context_name(longest))] = self.weights[longest, column]
                 self.weights[longest, column] = 0.0
 
@@ -84,12 +88,12 @@ class Acceptance:
         return self.names.index(name)
 
     def _add(self, names: list[str]) -> None:
-        rows = np.minimum(np.arange(self.orders + 1), _LONGEST_PRIOR)
+        rows = np.minimum(np.arange(self.orders + 1), self._longest_prior)
         new = np.zeros((self.orders + 1, len(names)))
         for column, name in enumerate(names):
-            is_unknown_context = name not in PRIORS and name in feature_names(self.orders)
-            own = (0.0 if is_unknown_context else _OWN_PRIOR,) * (_LONGEST_PRIOR + 1)
-            new[:, column] = np.array(PRIORS.get(name, own))[rows]
+            is_unknown_context = name not in self._priors and name in feature_names(self.orders)
+            own = (0.0 if is_unknown_context else _OWN_PRIOR,) * (self._longest_prior + 1)
+            new[:, column] = np.array(self._priors.get(name, own))[rows]
         self.names = [*self.names, *names]
         self.weights = np.concatenate([self.weights, new], axis=1)
         self._squares = np.concatenate([self._squares, np.ones_like(new)], axis=1)

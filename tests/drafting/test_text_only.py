@@ -1,0 +1,79 @@
+"""Drafts of texts alone: what the memory counts, and what is drafted from it."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from lookahead.bench.replay.backend import ReplayBackend, replayed_sequence
+from lookahead.core.decoder import Batch, decode
+from lookahead.core.statistics import Statistics
+from lookahead.drafting import NGramMemory, PredictedText
+from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
+
+LINE = [5, 6, 7, 8, 9, 10, 11, 12]
+
+
+def replay(prompt: list[int], answer: list[int], drafter: object) -> Statistics:
+    batch = Batch([replayed_sequence(prompt, answer, drafter)])
+    decode(ReplayBackend([[*prompt, *answer]]), batch)
+    return batch.statistics
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_shares_are_running_means_at_each_length(seed: int) -> None:
+    random, old = Random(seed), 0.6
+    memory = NGramMemory(3, 4096, 4, old_share=old, observed=True)
+    text = [random.randrange(4) for _ in range(60)]
+    shares: dict[tuple[int, ...], dict[int, float]] = {}
+    for place in range(1, len(text)):
+        context = [text[place - 1 - back] if place - 1 - back >= 0 else -1 for back in range(3)]
+        memory.insert(np.array([context]), np.array([[text[place]]]), np.ones((1, 1), dtype=np.float32))
+        for size in range(1, min(3, place) + 1):
+            own = shares.setdefault(tuple(context[:size]), {})
+            for token in own:
+                own[token] *= old
+            own[text[place]] = own.get(text[place], 0.0) + 1 - old
+    for key, expected in shares.items():
+        known, ids, probabilities = memory.lookup(np.array([[*key, *[-1] * (3 - len(key))]]))
+        level = len(key) - 1
+        assert known[0, level]
+        listed = zip(ids[0, level].tolist(), probabilities[0, level].tolist(), strict=True)
+        assert {token: share for token, share in listed if token >= 0} == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("build", [build_text_drafter, build_text_chain_drafter])
+def test_what_the_prompt_has_takes_few_steps(build: object) -> None:
+    prompt = [1, 2, *LINE, 3]
+    assert replay(prompt, [1, 2, *LINE], build(16)).steps <= 3  # type: ignore[operator]
+
+
+def test_requests_draft_from_those_before_them() -> None:
+    memory, answer = text_memory(), [30, *LINE, *LINE[::-1]]
+    first = replay([1], answer, build_text_drafter(16, memory)).steps
+    assert replay([2], answer, build_text_drafter(16, memory)).steps < first
+    assert replay([2], answer, build_text_drafter(16)).steps == first
+
+
+def test_the_memory_is_bounded_and_forgets_what_is_oldest() -> None:
+    memory, random = text_memory(64), Random(0)
+    texts = [[random.randrange(1000) for _ in range(50)] for _ in range(20)]
+    for text in texts:
+        replay([1], text, build_text_drafter(16, memory))
+    statistics = memory.ngrams.statistics()
+    assert max(statistics.entries) <= statistics.capacity == 64
+    newest, oldest = (replay([2], text, build_text_drafter(16, memory)).steps for text in (texts[-1], texts[0]))
+    assert newest < oldest
+
+
+def test_the_most_frequent_continuation_is_the_first() -> None:
+    prompt = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 9, 7, 1, 2]
+    assert replay(prompt, [3, 4], build_text_chain_drafter(3)).steps == 1
+
+
+def test_a_predicted_text_is_drafted_from() -> None:
+    random = Random(0)
+    text = [random.randrange(100, 1000) for _ in range(40)]
+    assert replay([1], text, build_text_drafter(16, predicted=PredictedText(text))).steps <= 4
