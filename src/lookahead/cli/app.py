@@ -17,6 +17,7 @@ from lookahead.cli import process, remote
 from lookahead.cli.bench_settings import BenchSettings, ReportSettings, TablesSettings
 from lookahead.cli.inputs import is_gguf, model_folder, read_prompt, read_prompt_or
 from lookahead.cli.options import command
+from lookahead.cli.replay_settings import ReplaySettings
 from lookahead.cli.settings import (
     BatchSettings,
     ChatSettings,
@@ -275,3 +276,15 @@ def bench_tables(settings: TablesSettings) -> int:
     from lookahead.cli.bench import fill_tables  # late, as in `generate`
 
     return fill_tables(settings)
+
+
+@command(bench, ReplaySettings, "replay")
+def bench_replay(settings: ReplaySettings) -> int:
+    """Draft against recorded answers, as if a model wrote them.
+
+    No model runs: the recorded token is what it says. RECORDINGS are JSON lines with `id`, `output`, and `prompt` or
+    `instruction` and `input`; an input is what is expected. Each method drafts chains and trees of several sizes.
+    """
+    from lookahead.cli.replay import run  # late, as in `generate`
+
+    return run(settings)

@@ -1,0 +1,106 @@
+"""Replays: what the backend says, what the command writes, and what it refuses."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lookahead.bench.replay.backend import ReplayBackend, replayed_sequence
+from lookahead.bench.replay.recordings import read_recordings, tokenizer_of
+from lookahead.cli import main
+from lookahead.core.decoder import Batch, decode
+from lookahead.core.token_tree import TokenTree
+from lookahead.demo import demo_model_path
+from lookahead.drafting import NoDrafter
+from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+
+EDIT = {
+    "id": "e",
+    "instruction": "rename",
+    "input": "def first(x):\n    return x\n",
+    "output": "def one(x):\n    return x\n",
+}
+
+
+def letters(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def test_the_recorded_token_is_said_on_the_true_path_and_nothing_elsewhere() -> None:
+    backend = ReplayBackend([[1, 2, 3, 4, 5]])
+    tree = backend.begin_tree(0, [1, 2])
+    right = tree.add_candidates([3, 4])
+    wrong = tree.add_candidates([9, 4])
+    (outputs,) = backend.forward([tree], top_k=3)
+    expected = np.full(len(tree), -1)
+    expected[[tree.root, *right]] = [3, 4, 5]
+    assert outputs.predictions.tolist() == expected.tolist()
+    assert outputs.top_ids[right[0]].tolist() == [4, -1, -1]
+    assert outputs.top_probabilities.sum(axis=1).tolist() == (expected >= 0).tolist()
+    assert not (outputs.top_ids[wrong] >= 0).any()
+    backend.commit([[0, 1, *right]])
+    assert backend.begin_tree(0, [1, 2, 3, 4, 5]).tokens == [5]
+    with pytest.raises(UnsupportedArgumentError):
+        outputs.logits_after(0)
+
+
+def test_without_a_draft_each_token_is_a_step() -> None:
+    batch = Batch([replayed_sequence([1, 2], [3, 4, 5], NoDrafter())])
+    decode(ReplayBackend([[1, 2, 3, 4, 5]]), batch)
+    assert batch.statistics.steps == 3
+    assert batch.sequences[0].tokens == [1, 2, 3, 4, 5]
+    assert isinstance(ReplayBackend([[1]]).idle_tree(), TokenTree)
+
+
+def test_an_edit_expects_its_input(tmp_path: Path) -> None:
+    path = tmp_path / "edits.jsonl"
+    path.write_text(json.dumps(EDIT) + "\n", encoding="utf-8")
+    (recording,) = read_recordings(path, letters)
+    assert recording.expected == letters(EDIT["input"])
+    assert recording.prompt == letters(f"rename\n\n{EDIT['input']}\n\n")
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"id": 1}', '{"id": 1, "prompt": "", "output": "x"}'])
+def test_what_is_no_recording_is_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text(line + "\n", encoding="utf-8")
+    with pytest.raises(InvalidArgumentError, match="line 1"):
+        read_recordings(path, letters)
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    path.write_text("{}", encoding="utf-8")
+    with pytest.raises(InvalidArgumentError):
+        tokenizer_of(path)
+
+
+def test_a_tekken_file_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("tiktoken")
+    tokens = [bytes([value]) for value in range(256)] + [b"ab"]
+    vocabulary = [{"rank": rank, "token_bytes": base64.b64encode(token).decode()} for rank, token in enumerate(tokens)]
+    config = {"pattern": r"\w+|\W", "default_vocab_size": 267, "default_num_special_tokens": 10}
+    path = tmp_path / "tekken.json"
+    path.write_text(json.dumps({"config": config, "vocab": vocabulary}), encoding="utf-8")
+    name, encode = tokenizer_of(path)
+    assert (name, encode("abb")) == ("tekken.json", [266, 108])
+
+
+def test_the_command_writes_rows_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, output = tmp_path / "edits.jsonl", tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(EDIT) + "\n", encoding="utf-8")
+    command = ["bench", "replay", str(path), "--output", str(output), "--tokenizer", str(demo_model_path())]
+    assert main(command) == 0
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert [row["kind"] for row in rows] == ["header", "text", *["replay"] * 12]
+    assert all(0 < draft["steps"] <= row["tokens"] for row in rows[2:] for draft in row["drafts"])
+    assert "S on edits" in capsys.readouterr().out
+    before = output.read_bytes()
+    assert main(command) == 0
+    assert output.read_bytes() == before
+    path.write_text(json.dumps({**EDIT, "output": "x"}) + "\n", encoding="utf-8")
+    assert main(command) == 2
