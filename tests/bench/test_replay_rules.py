@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from lookahead.bench.replay.lookup_rules import FirstOccurrence, RecycledText, TextRule
+from lookahead.bench.replay.lookup_rules import BestCopy, FirstOccurrence, RecycledText, TextRule
 from lookahead.bench.replay.suffix_decoding import SuffixDecoding, SuffixText, speculate
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
@@ -54,6 +54,13 @@ def test_recycled_text_drafts_what_followed_last() -> None:
     tree = TokenTree([1])
     rule.propose(tree)
     assert list(zip(tree.tokens, tree.parents, strict=True))[1:] == [(4, 0), (2, 0), (1, 1)]
+
+
+def test_the_best_copy_is_the_longest_run_of_the_answer() -> None:
+    rule = BestCopy(3, [1, 2, 9, 1, 2, 3, 4, 5], [1, 2, 3, 4, 6])
+    assert drafted(rule, [7]) == [1, 2, 3]
+    rule.extend([1, 2, 3, 4])
+    assert rule.look_up() == []
 
 
 def continuations(texts: list[list[int]], suffix: list[int], depth: int) -> dict[tuple[int, ...], int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lookahead.bench.replay import tables as replay
 from lookahead.bench.rows import Row
 from lookahead.bench.scaling_law import PAPER_LAW, Measured, fit
 from lookahead.bench.summary import MethodSummary, RunSet, summarise
@@ -84,5 +85,10 @@ def law_fit(rows: Sequence[Row]) -> Table:
 DERIVED: dict[str, Callable[[Sequence[Row]], Table]] = {
     "best published": best_published,
     "law fit": law_fit,
+    "replay S": replay.compressions,
+    "replay drafts": replay.drafts,
+    "replay ratios": replay.ratios,
+    "replay speeds": replay.speeds,
+    "replay texts": replay.texts,
 }
 """Tables by the name that a declaration calls them."""

@@ -143,3 +143,37 @@ class RecycledText(TextRule):
             negative, _, parent, token = heappop(queue)
             (node,) = tree.add_candidates([token], parent)
             probability = -negative
+
+
+class BestCopy(TextRule):
+    """What no method can have: knows the answer, and drafts the longest run of a text that it goes on with.
+
+    It bounds what can be gained by copying from that text.
+
+    Args:
+        most: Tokens drafted at most.
+        source: The text that is copied from.
+        answer: The answer.
+    """
+
+    def __init__(self, most: int, source: Sequence[int], answer: Sequence[int]) -> None:
+        super().__init__()
+        self._most, self._source, self._answer = most, source, answer
+        self._prompt = 0
+
+    def start(self, prompt: Sequence[int]) -> None:
+        """See `Drafter`."""
+        super().start(prompt)
+        self._prompt = len(prompt)
+
+    def look_up(self) -> list[int]:
+        """See `TextRule`."""
+        ahead = self._answer[self.length - self._prompt :][: self._most]
+        runs = (_agreeing(self._source[place:], ahead) for place in range(len(self._source)))
+        return list(ahead[: max(runs, default=0)])
+
+
+def _agreeing(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens are the same."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (first, second) in pairs if first != second), min(len(one), len(other)))

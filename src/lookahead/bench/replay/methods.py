@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lookahead.bench.replay.lookup_rules import FirstOccurrence, RecycledText
+from lookahead.bench.replay.lookup_rules import BestCopy, FirstOccurrence, RecycledText
 from lookahead.bench.replay.recordings import Recording
 from lookahead.bench.replay.suffix_decoding import SuffixDecoding, SuffixText
 from lookahead.config import LookaheadConfig
@@ -92,6 +92,10 @@ def _auto(across: bool, expects: bool) -> Callable[[Size], MakeDrafter]:
     return begin
 
 
+def _best_copy(size: Size) -> MakeDrafter:
+    return lambda recording: BestCopy(size.tokens, recording.expected, recording.answer)
+
+
 METHODS = (
     Method("prompt lookup (transformers)", False, False, _each(lambda size: FirstOccurrence(size.tokens, 1, 2))),
     Method("n-gram (vLLM)", False, False, _each(lambda size: FirstOccurrence(size.tokens, 2, 4))),
@@ -105,4 +109,5 @@ METHODS = (
     Method("auto, text only", True, False, _auto(True, False)),
     Method("auto, predicted text", False, True, _auto(False, True)),
     Method("auto, predicted text", True, True, _auto(True, True)),
+    Method("bound: best copy of the predicted text", False, True, _best_copy),
 )
