@@ -21,6 +21,15 @@ def _own_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What was tuned or found for the user of this machine is not asked, nor added to."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("platformdirs.user_cache_path", lambda name, **_: folder / name)
+        yield
+
+
 @pytest.fixture
 def llama() -> PreTrainedModel:
     """A tiny random Llama, the same object for all tests; a test that changes it must change it back."""

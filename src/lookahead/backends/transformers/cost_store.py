@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import platform
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 import transformers
 from transformers import PreTrainedModel
 
+from lookahead.backends.transformers.json_file import cache_folder, file_about, read_about, write_about
 from lookahead.core.cost_model import CostModel
 from lookahead.errors import InvalidArgumentError
 from lookahead.version import __version__
@@ -70,16 +66,13 @@ class CostStore:
 
     def path(self, setting: Mapping[str, Any]) -> Path:
         """The file for a setting, whether or not there is one yet."""
-        text = json.dumps(setting, sort_keys=True)
-        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
+        return file_about(self.folder, setting)
 
     def load(self, setting: Mapping[str, Any]) -> StoredCost | None:
         """What is stored for a setting (see `describe_setting`), `None` if nothing that can be used."""
         path = self.path(setting)
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-            if stored["setting"] != json.loads(json.dumps(setting)):
-                raise ValueError("it is about another setting")
+            stored = read_about(path, setting)
             return StoredCost(CostModel.from_dict(stored["cost"]), dict(stored["details"]))
         except FileNotFoundError:
             return None
@@ -98,26 +91,13 @@ class CostStore:
             OSError: The folder cannot be made or written to.
         """
         path = self.path(setting)
-        content = {"setting": dict(setting), "cost": stored.cost.to_dict(), "details": stored.details}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A name of its own for each writer, so that two at once cannot mix their halves.
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=path.stem, suffix=".part", delete=False
-        ) as file:
-            try:
-                json.dump(content, file)
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                file.close()
-                os.unlink(file.name)
-                raise
+        write_about(path, setting, {"cost": stored.cost.to_dict(), "details": stored.details})
         return path
 
 
 def default_folder() -> Path:
     """The folder of cost models in the user's cache directory, as the operating system has it."""
-    return platformdirs.user_cache_path("lookahead-decoding", appauthor=False) / "cost"
+    return cache_folder("cost")
 
 
 def describe_setting(model: PreTrainedModel, engine: Mapping[str, Any] | None = None) -> dict[str, Any]:

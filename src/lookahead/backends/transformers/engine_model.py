@@ -14,7 +14,7 @@ from lookahead.backends.transformers.folded_attention import FOLDED_SDPA
 from lookahead.backends.transformers.invariant import attention as invariant_attention
 from lookahead.backends.transformers.invariant.attention import LEAST_NODES
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
-from lookahead.backends.transformers.invariant.check import check_invariance, what_is_in_the_way
+from lookahead.backends.transformers.invariant.check import is_invariant, what_is_in_the_way
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_check import check_model, check_trees
 from lookahead.backends.transformers.model_runner import ModelRunner
@@ -148,7 +148,7 @@ def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bo
         same = (trees or agree(_plain_logits(clone.module), _plain_logits(model), model.dtype)) and agree(
             check_logits(ModelRunner(clone.module, 1)), check_logits(ModelRunner(model, 1)), model.dtype
         )
-        uneven = same and trees and not check_invariance(clone.module)
+        uneven = same and trees and not is_invariant(clone.module)
     if trees and least_rows(clone.module) > 1:
         vars(clone.module)[LEAST_NODES] = 4 if pack_weights else 2
     if not same or clone.keeps_state(model):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.backends.transformers.invariant.findings import architecture, recall, remember
 from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import can_be_cloned
 from lookahead.core.token_tree import TokenTree
@@ -36,6 +37,23 @@ def what_is_in_the_way(model: PreTrainedModel) -> str | None:
     if not can_be_cloned(model):
         return "it was compiled, or a hook stands in for the forward pass of one of its modules"
     return None
+
+
+def is_invariant(model: PreTrainedModel) -> bool:
+    """Whether passes of `model` are: as an earlier process found for this architecture on this machine, else tried.
+
+    Weights are no part of it: which order a sum is made in does not depend on the numbers.
+
+    Args:
+        model: The clone that is to be invariant.
+    """
+    about = architecture(model)
+    if about is not None and recall(about) is True:
+        return True
+    proved = check_invariance(model)
+    if proved and about is not None:
+        remember(about, True)
+    return proved
 
 
 @torch.no_grad()

@@ -9,7 +9,8 @@ import torch
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
-from lookahead.backends.transformers.invariant.rows import Product, RowRule, by_rule, find_rule
+from lookahead.backends.transformers.invariant.findings import recall, remember
+from lookahead.backends.transformers.invariant.rows import RULES, Product, RowRule, by_rule, find_rule
 from lookahead.errors import UnsupportedModelError
 
 FINDINGS = "_findings"
@@ -82,15 +83,28 @@ def _rule_for(module: torch.nn.Module, input: torch.Tensor) -> RowRule:
     bias = getattr(module, "bias", None) is not None
     setting = (kind, tuple(weight.shape), weight.dtype, bias, input.dtype, torch.get_num_threads())
     if setting not in _rules:
-        inputs = input.shape[-1]
-        outputs = weight.numel() // inputs
-        _rules[setting] = find_rule(lambda rows: kind.forward(module, rows), inputs, outputs, input.dtype)
+        _rules[setting] = _stored_rule(module, kind, input)
     rule = _rules[setting]
     if rule is None:
         raise UnsupportedModelError(
             f"products with a weight of {tuple(weight.shape)} in {weight.dtype} have other bits in other company on "
             "this machine, whatever their number of rows"
         )
+    return rule
+
+
+def _stored_rule(module: torch.nn.Module, kind: Any, input: torch.Tensor) -> RowRule | None:
+    """The rule of an earlier process, else one that is found now."""
+    weight: Any = module.weight
+    about: dict[str, Any] = {"product": f"{kind.__module__}.{kind.__qualname__}", "shape": list(weight.shape)}
+    about |= {"weight": str(weight.dtype), "input": str(input.dtype), "bias": getattr(module, "bias", None) is not None}
+    found = recall(about)
+    if isinstance(found, list) and found in [list(rule) for rule in RULES]:
+        return RowRule(*found)
+    inputs = input.shape[-1]
+    rule = find_rule(lambda rows: kind.forward(module, rows), inputs, weight.numel() // inputs, input.dtype)
+    if rule is not None:
+        remember(about, list(rule))
     return rule
 
 

@@ -33,6 +33,10 @@ class RowRule(NamedTuple):
     most: int
 
 
+RULES = (*(RowRule(least, MOST) for least in _LEAST), RowRule(_FIXED, _FIXED))
+"""From the cheapest one to the dearest."""
+
+
 def find_rule(product: Product, inputs: int, outputs: int, dtype: torch.dtype) -> RowRule | None:
     """The cheapest rule under which products of random rows have the same bits in every company; `None` if there is
     none.
@@ -50,13 +54,13 @@ def find_rule(product: Product, inputs: int, outputs: int, dtype: torch.dtype) -
     sample = torch.randn(-(-compared // MOST) * MOST, inputs, generator=random).to(dtype)
     expected = torch.cat([product(part) for part in torch.split(sample, MOST)])
     sizes = [rows for rows in _TRIED if _alike(product, sample, expected, rows, compared)]
-    for least in _LEAST:
-        if all(rows in sizes for rows in _TRIED if rows >= least):
-            return RowRule(least, MOST)
+    for rule in RULES[:-1]:
+        if all(rows in sizes for rows in _TRIED if rows >= rule.least):
+            return rule
     expected = torch.cat([product(part) for part in torch.split(sample, _FIXED)])
     turned = sample.roll(5, 0)
     again = torch.cat([product(part) for part in torch.split(turned, _FIXED)]).roll(-5, 0)
-    return RowRule(_FIXED, _FIXED) if torch.equal(again, expected) else None
+    return RULES[-1] if torch.equal(again, expected) else None
 
 
 def _alike(product: Product, sample: torch.Tensor, expected: torch.Tensor, rows: int, compared: int) -> bool:

@@ -1,0 +1,58 @@
+"""Files of JSON in the user's cache directory, one for each thing that they are about."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+
+def cache_folder(name: str) -> Path:
+    """A folder in the user's cache directory, as the operating system has it."""
+    return platformdirs.user_cache_path("lookahead-decoding", appauthor=False) / name
+
+
+def file_about(folder: Path, setting: Mapping[str, Any]) -> Path:
+    """The file in `folder` for a setting of plain values, whether or not there is one yet."""
+    text = json.dumps(setting, sort_keys=True)
+    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
+
+
+def read_about(path: Path, setting: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file holds.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It holds something else, or is about another setting.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or content.get("setting") != json.loads(json.dumps(setting)):
+        raise ValueError("it is about another setting")
+    return content
+
+
+def write_about(path: Path, setting: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+    """Put `content` in place of what the file held: all of it or, if that fails, nothing.
+
+    Raises:
+        OSError: The folder cannot be made or written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A name of its own for each writer, so that two at once cannot mix their halves.
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.parent, prefix=path.stem, suffix=".part", delete=False
+    ) as file:
+        try:
+            json.dump({"setting": dict(setting), **content}, file)
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            file.close()
+            os.unlink(file.name)
+            raise
