@@ -72,8 +72,8 @@ _IMAGES = """
 
 The same for the classes that see images (`AutoModelForImageTextToText`), with an image of random pixels in the prompt:
 the model's own prefill reads it, and steps of tokens alone follow; see
-[Compatibility](compatibility.md#images-and-sound). A class without a row, or whose tower could not be built or fed so
-small, is tried when it is used: its check at the first call says whether it is exact.
+[Compatibility](compatibility.md#images-and-sound). A class whose tower could not be built or fed so small is not tried
+here but when it is used: its check at the first call says whether it is exact.
 
 {summary}.
 
@@ -108,7 +108,7 @@ class Row:
 def written_rows() -> dict[str, Row]:
     """The rows of the page as it is."""
     text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    found = re.findall(r"^\| `([\w+-]+)` \| \w* \| ([\w ]+) \| (.*) \|$", text, re.MULTILINE)
+    found = re.findall(r"^\| `([\w.+-]+)` \| \w* \| ([\w ]+) \| (.*) \|$", text, re.MULTILINE)
     return {family: Row(family, kind, reason.strip()) for family, kind, reason in found}
 
 

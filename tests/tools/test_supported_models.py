@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-ROWS = dict(re.findall(r"^\| `([\w+-]+)` \| \w+ \| ([\w ]+) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+ROWS = dict(re.findall(r"^\| `([\w.+-]+)` \| \w+ \| ([\w ]+) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def test_every_family_has_a_row() -> None:
-    missing = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(ROWS))
+    seeing = {f"{family}+image" for family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    missing = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *seeing} - set(ROWS))
     assert not missing, f"transformers {transformers.__version__} has {missing}; run python tools/supported_models.py"
 
 
