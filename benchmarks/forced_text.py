@@ -1,13 +1,14 @@
 """Measure texts that the model would not write by itself: a logits processor leaves only the recorded token.
 
-Recorded answers, edits of code and steps of agents, are written by a Llama of random weights, as a grammar or a tool's
-protocol makes a model write what it would not choose. What is drafted from the model's own predictions is wrong there;
-what is drafted from the text is not. For each case the methods take turns: plain `model.generate`, its prompt lookup
-(ten tokens at most: those that the processor, asked beforehand, allows), `context_matches` and `auto` at a number of
-nodes, and `auto` with as many as pay. Every text is compared with the recorded one. Times are CPU times of a call, the
-pass over the prompt included.
+Recorded answers, edits of code, steps of agents and turns of talks, are written by a model with random weights, as a
+grammar or a tool's protocol makes a model write what it would not choose. What is drafted from the model's own
+predictions is wrong there; what is drafted from the text is not. For each case the methods take turns: plain
+`model.generate`, its prompt lookup (ten tokens at most: those that the processor, asked beforehand, allows),
+`context_matches` and `auto` at a number of nodes, and `auto` with as many as pay. Every text is compared with the
+recorded one. Times are CPU times of a call, the pass over the prompt included.
 
-S hardly depends on the size of the model: for that alone, `--layers 1 --hidden-size 64` will do.
+S hardly depends on the size of the model: for that alone, `--layers 1 --hidden-size 64` will do. `--family granite` is
+a hybrid, which runs on chains; before its cases stands what copies of its states take.
 """
 
 from __future__ import annotations
@@ -17,21 +18,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from time import process_time
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead import LookaheadConfig
+from lookahead.backends.transformers import ChainRunner, chain_engine, runs_on_chains
 from lookahead.bench.forward_counter import ForwardCounter
-from lookahead.bench.models import BenchModel, load, sharing_weights
+from lookahead.bench.models import BenchModel, sharing_weights
 from lookahead.bench.rows import Row
-from lookahead.bench.suite import ModelSpec
+from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
-from probe import RANDOM_CONFIG, Probe, Unit, generate, option
+from probe import FAMILIES, Probe, Unit, generate, option, random_model
 
 PLAIN, LOOKUP = "transformers", "prompt lookup"
+TASKS = ("edits", "traces", "talks")
 WARM_UP_TOKENS = 8
+COPIES = 5
+"""How often copies of states are timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +46,16 @@ class Options:
 
     edits: str = option("../shared/data/code_edits.jsonl", "JSON lines with `id`, `instruction`, `input` and `output`")
     traces: str = option("../shared/data/agent_traces.jsonl", "JSON lines with `id`, `prompt` and `output`")
+    talks: str = option("../shared/data/answers.jsonl", "JSON lines with `id`, `prompt` and `output`")
+    tasks: tuple[str, ...] = option(TASKS[:2], f"what is written, of {', '.join(TASKS)}")
     edit_count: int = option(20, "take the first so many edits")
     trace_count: int = option(10, "take the first so many steps of agents")
-    layers: int = option(32, "layers of the model")
-    hidden_size: int = option(1024, "its hidden size; 32 layers of 1024 make 461 million parameters")
+    talk_count: int = option(10, "take the first so many turns of talks")
+    family: str = option("llama", f"the model, of {', '.join(FAMILIES)}")
+    layers: int | None = option(
+        None, "layers of the model; 32 of the Llama of 461 million parameters, 24 of the hybrid"
+    )
+    hidden_size: int = option(1024, "its hidden size")
     dtype: str = option("bfloat16", "number type of the weights")
     max_prompt_tokens: int = option(1536, "take only so many tokens of the end of a prompt")
     max_new_tokens: int = option(256, "take only so many tokens of the beginning of an answer")
@@ -162,19 +174,51 @@ class Bench:
         return text, output.statistics.nodes_per_step, output.statistics.accepted_lengths, seconds
 
 
+@torch.no_grad()
+def copies(model: PreTrainedModel, nodes: int) -> Iterator[Row]:
+    """What steps take whose states are copied before and put back behind, and the copies alone; CPU time, medians."""
+    runner = ChainRunner(model, engine=chain_engine(model))
+    runner.forward([TokenTree([3])])
+    runner.commit([[0]])
+    for length in (1, nodes):
+        tree = TokenTree([5])
+        tree.add_candidates(range(7, 6 + length))
+        taken: dict[str, list[float]] = {"step": [], "copies": []}
+        before = runner.cache.copied_bytes
+        for turn in range(COPIES + 1):
+            begin = process_time()
+            runner.cache.save()
+            runner.cache.restore()
+            copied = process_time()
+            runner.cache.save()
+            runner.forward([tree])
+            runner.cache.restore()
+            if turn:  # the first makes the buffers
+                taken["copies"].append(copied - begin)
+                taken["step"].append(process_time() - copied)
+        row: Row = {"kind": "copies", "nodes": length, "repeats": COPIES}
+        row |= {f"{name}_ms": 1000 * median(times) for name, times in taken.items()}
+        yield {
+            **row,
+            "bytes": (runner.cache.copied_bytes - before) // (2 * (COPIES + 1)),
+            "share": row["copies_ms"] / row["step_ms"],
+        }
+
+
 def probe(options: Options) -> Probe:
     """The units: each case."""
-    sizes = {"num_hidden_layers": options.layers, "hidden_size": options.hidden_size}
-    spec = ModelSpec("random Llama", None, random={**RANDOM_CONFIG, **sizes}, dtype=options.dtype)
-    loaded = load(spec, torch.device("cpu"))
+    loaded = random_model(options.family, options.layers, options.hidden_size, options.dtype)
     bench = Bench(loaded, methods_of(options), options.repeats)
-    tasks: Sequence[tuple[str, str, int]] = (
+    files: Sequence[tuple[str, str, int]] = (
         ("edits", options.edits, options.edit_count),
         ("traces", options.traces, options.trace_count),
+        ("talks", options.talks, options.talk_count),
     )
     units = []
-    for task, path, count in tasks:
-        for case in read_cases(Path(path), loaded.tokenizer, count, options):
+    if runs_on_chains(loaded.model):
+        units.append(Unit("copies of states", partial(copies, loaded.model, options.nodes)))
+    for task, path, count in files:
+        for case in () if task not in options.tasks else read_cases(Path(path), loaded.tokenizer, count, options):
             units.append(Unit(f"{task}, {case.id}", partial(bench.rows, task, case)))
     lengths = {"max_prompt_tokens": options.max_prompt_tokens, "max_new_tokens": options.max_new_tokens}
     return Probe(units, {"model": loaded.settings(), **lengths, "methods": list(methods_of(options))})

@@ -17,6 +17,7 @@ from lookahead.bench.models import BenchModel, load
 from lookahead.bench.prompts import Prompt, read_prompts
 from lookahead.bench.rows import Row
 from lookahead.bench.suite import ModelSpec, TaskSpec
+from lookahead.errors import InvalidArgumentError
 
 RANDOM = "random"
 RANDOM_CONFIG: dict[str, Any] = {
@@ -32,6 +33,24 @@ RANDOM_CONFIG: dict[str, Any] = {
     "pad_token_id": 0,
 }
 """A Llama of 461 million parameters, 923 MB in bfloat16."""
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": RANDOM_CONFIG,
+    "granite": {
+        **RANDOM_CONFIG,
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 24,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 2816,
+        "attention_multiplier": 0.015625,
+        "position_embedding_type": "nope",
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "tie_word_embeddings": True,
+    },
+}
+"""Models with random weights by family: the Llama, and a hybrid with the shapes of Granite 4, of whose layers every
+sixth has attention and the others a Mamba 2 state; 417 million parameters."""
 
 FAST_PRODUCTS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
 """Instruction sets that decide how fast a CPU multiplies matrices, as the system names them."""
@@ -81,6 +100,24 @@ def load_model(name: str, dtype: str) -> BenchModel:
     else:
         spec = ModelSpec(Path(name).name, name if name == "demo" else Path(name), dtype=dtype)
     return load(spec, torch.device("cpu"))
+
+
+def random_model(family: str, layers: int | None, hidden_size: int, dtype: str) -> BenchModel:
+    """A model of one of `FAMILIES`, with so many layers, or as many as it has there.
+
+    Raises:
+        InvalidArgumentError: There is no such family.
+    """
+    if family not in FAMILIES:
+        raise InvalidArgumentError(f"--family {family!r} is none of {', '.join(map(repr, FAMILIES))}")
+    sizes = {**FAMILIES[family], "hidden_size": hidden_size}
+    sizes["num_hidden_layers"] = count = layers or sizes["num_hidden_layers"]
+    name = "random Llama"
+    if family == "granite":
+        name = "random Granite hybrid"
+        kinds = ["full_attention" if number % 6 == min(5, count - 1) else "linear_attention" for number in range(count)]
+        sizes |= {"layer_types": kinds, "mamba_n_heads": 2 * hidden_size // sizes["mamba_d_head"]}
+    return load(ModelSpec(name, None, random=sizes, dtype=dtype), torch.device("cpu"))
 
 
 def prompts_of(path: Path, limit: int | None = None) -> list[Prompt]:

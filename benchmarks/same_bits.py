@@ -1,8 +1,9 @@
 """Compare every logit of texts decoded with `invariant=True` with those of plain decoding, bit by bit.
 
-For each prompt: drafts of 1, 7, 16, 33 and 64 nodes, from presets that take turns, greedily; drafts under sampling; a
-beginning that comes as prompt, and as a cache that is handed on; every fourth prompt in a batch of two to eight rows,
-greedy and sampled. Models with random weights read random tokens.
+For each prompt: drafts of 1, 7, 16, 33 and 64 nodes, each from another of five presets, greedily, so that five
+prompts have every preset with every number; drafts under sampling; a beginning that comes as prompt, and as a cache
+that is handed on; every fourth prompt in a batch of two to eight rows, greedy and sampled. Models with random weights
+read random tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from lookahead.bench.suite import TaskSpec
 from probe import RANDOM, Probe, Unit, load_model, option
 
 BUDGETS = (1, 7, 16, 33, 64)
-PRESETS = ("auto", "token_recycling", "auto", "context_matches", "auto")
+PRESETS = ("auto", "token_recycling", "context_matches", "paper", "jacobi")
+PAPER = {1: (1, 2, 1), 7: (4, 2, 3), 16: (6, 3, 2), 33: (8, 4, 3), 64: (10, 5, 6)}
+"""Window, length of n-grams and guesses that make so many nodes at most; for 1 the smallest there are, which make 2."""
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 PLAIN = LookaheadConfig(preset="autoregressive", invariant=True)
 
@@ -48,6 +51,16 @@ PROMPTS = {"demo": "humaneval.jsonl", "stories260k": "stories.jsonl"}
 """What models with trained weights read."""
 
 
+def drafts_of(preset: str, budget: int) -> LookaheadConfig:
+    """A preset that sends so many nodes, or at most so many."""
+    sizes: dict[str, int] = {"step_budget": budget}
+    if preset == "paper":
+        sizes = dict(zip(("window_size", "ngram_size", "guess_set_size"), PAPER[budget], strict=True))
+    if preset == "jacobi":
+        sizes = {"block_size": max(1, budget - 1)}
+    return LookaheadConfig(preset=preset, invariant=True, **sizes)
+
+
 @dataclass(frozen=True)
 class Share:
     """How many prompts a model takes in each type, how many tokens of each, and how many it generates."""
@@ -62,9 +75,9 @@ SHARES = {
     "qwen3": Share(16, 14, 24, 16),
     "gemma3": Share(16, 14, 24, 16),
     "mixtral": Share(14, 14, 24, 16),
-    "stories260k": Share(50, 30, 24, 24),
-    "demo": Share(20, 10, 24, 16),
-    RANDOM: Share(1, 1, 8, 3),
+    "stories260k": Share(50, 26, 24, 24),
+    "demo": Share(16, 10, 24, 16),
+    RANDOM: Share(5, 5, 8, 6),
 }
 
 
@@ -120,18 +133,23 @@ class Comparison:
         plain = self.plain(sampled)
         pairs = list(zip(logits, plain.logits[-len(logits) :], strict=True))
         other = sum(int((got != wanted).sum()) for got, wanted in pairs)
-        row: Row = {"way": way, "rows": len(output.sequences), "tokens": len(pairs) * len(output.sequences)}
+        row: Row = {
+            "kind": "call",
+            "way": way,
+            "rows": len(output.sequences),
+            "tokens": len(pairs) * len(output.sequences),
+        }
         row |= {"logits": sum(got.numel() for got, _ in pairs), "other_bits": other}
         row |= {"other_texts": int(not torch.equal(output.sequences, plain.sequences))}
         row |= {"steps": output.statistics.steps, "nodes": sum(output.statistics.nodes_per_step)}
         self.rows.append(row)
 
     def drafts(self, number: int, budgets: tuple[int, ...], sampled: bool) -> None:
-        """Drafts of so many nodes, from a preset that depends on the number of the prompt."""
-        for budget in budgets:
-            config = LookaheadConfig(preset=PRESETS[number % len(PRESETS)], step_budget=budget, invariant=True)
-            output = self.decode(config, self._ids, self._new_tokens, **(SAMPLED if sampled else {}))
-            self.add(f"{'sampled' if sampled else 'greedy'}, {budget} nodes", output, output.logits, sampled)
+        """Drafts of so many nodes, each from the preset whose turn it is."""
+        for turn, budget in enumerate(budgets):
+            preset = PRESETS[(number + turn) % len(PRESETS)]
+            output = self.decode(drafts_of(preset, budget), self._ids, self._new_tokens, **(SAMPLED if sampled else {}))
+            self.add(f"{'sampled' if sampled else 'greedy'}, {preset}, {budget}", output, output.logits, sampled)
 
     def splits(self) -> None:
         """What was an answer comes as a prompt, and in a cache."""

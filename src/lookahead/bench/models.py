@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -118,12 +117,13 @@ def _pad_token(config: GenerationConfig) -> int | None:
 
 
 def _random(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A Llama with random weights and no token that ends a text."""
+    """A model with random weights, a Llama if not said otherwise, and no token that ends a text."""
+    sizes = {"vocab_size": len(tokenizer), "model_type": "llama", **spec.random}
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = LlamaConfig(**{"vocab_size": len(tokenizer), **special, **spec.random})
+    config = AutoConfig.for_model(sizes.pop("model_type"), **special | sizes)
     if config.vocab_size < len(tokenizer):
         raise ValueError(f"vocab_size={config.vocab_size} is less than the {len(tokenizer)} tokens of the tokenizer")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.to(getattr(torch, spec.dtype))

@@ -23,7 +23,7 @@ class ModelSpec:
     Attributes:
         name: What to call it.
         path: Folder of the model, `"demo"` for the one that comes with the package, `None` for a random one.
-        random: Of a model with random weights: `LlamaConfig` arguments.
+        random: Of a model with random weights: arguments of its configuration, and its `model_type` if it is no Llama.
         seed: Of a model with random weights: what they are drawn with.
         tokenizer: Folder of the tokenizer, or `"demo"`; `None` for the one in `path`.
         dtype: Name of the type of the weights.
