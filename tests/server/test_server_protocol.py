@@ -173,6 +173,16 @@ def test_a_step_budget_bounds_the_nodes_of_each_step(client: OpenAI) -> None:
     assert 1 < max(nodes) <= 3
 
 
+@pytest.mark.parametrize(("preset", "source"), [("auto", "n-gram memory"), ("paper", "lookahead window")])
+def test_steps_name_the_source_of_each_node(client: OpenAI, preset: str, source: str) -> None:
+    options = {"steps": True, "preset": preset}
+    chunks = [chunk for chunk in complete(client, lookahead=options, stream=True) if hasattr(chunk, "lookahead")]
+    trees = [chunk.lookahead["tree"] for chunk in chunks]
+    for tree in trees:
+        assert len(tree["sources"]) == len(tree["probabilities"]) == len(tree["tokens"]) - 1
+    assert source in {name.split(", ")[0] for tree in trees for name in tree["sources"]}
+
+
 def test_a_predicted_text_saves_steps_alone(client: OpenAI) -> None:
     asked = {"max_completion_tokens": 48, "temperature": 0.7, "seed": 5, "lookahead": {"statistics": True}}
     plain = chat(client, **asked)
