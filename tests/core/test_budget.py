@@ -16,6 +16,8 @@ MOST = 24
 class Costs:
     """Any seconds at all for 1, 2, ... nodes."""
 
+    in_seconds = True
+
     def __init__(self, seconds: list[float]) -> None:
         self.seconds = np.array([np.inf, *seconds])
 
@@ -57,7 +59,7 @@ def test_rows_of_a_batch_pay_for_their_nodes_together() -> None:
 
 
 def test_what_turned_out_otherwise_is_believed_no_longer() -> None:
-    budget = ThroughputBudget(DraftAccount(CostModel.prior()))
+    budget = ThroughputBudget(DraftAccount(CostModel.prior(), adaptive=False))
     offered = np.full(20, 0.05)
     budget.offer(offered, context=0)
     assert budget.chosen == 20
@@ -65,6 +67,17 @@ def test_what_turned_out_otherwise_is_believed_no_longer() -> None:
         budget.offer(offered, context=0)
         budget.learn([])
     assert budget.chosen <= 1
+
+
+def test_the_first_drafts_are_small_until_the_clock_has_told_what_they_cost() -> None:
+    account = DraftAccount(CostModel.prior())
+    budget = ThroughputBudget(account)
+    sent = []
+    for _ in range(5):
+        assert not budget.offer(np.ones(127), context=0) or budget.chosen < 127
+        sent.append(1 + budget.chosen)
+        account.book(StepTime(sent[-1], 100, 1.0, 5, 1, drafted=True))
+    assert sent == [8, 16, 32, 64, 128]
 
 
 def test_it_backs_off_when_the_account_says_so_and_for_a_whole_step() -> None:

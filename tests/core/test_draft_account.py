@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead.core.cost_model import CostModel
-from lookahead.core.draft_account import FIRST_CREDIT, INCOME, MOST_CREDIT, RESUMED_CREDIT, DraftAccount, StepTime
+from lookahead.core.draft_account import (
+    CAUTIOUS_CREDIT,
+    FIRST_CREDIT,
+    INCOME,
+    MOST_CREDIT,
+    RESUMED_CREDIT,
+    DraftAccount,
+    StepTime,
+)
 
 NODES = 8
 LATE_DRAFTS = 40
@@ -88,6 +96,31 @@ def test_with_independent_outcomes_little_is_lost_to_the_better_of_both(saved: f
         expected = (seconds - drafted * cost) + drafted * mean  # tokens, but for the luck of the draws
         losses.append(seconds / (expected * min(1.0, cost / mean)) - 1)
     assert sum(losses) / len(losses) <= 0.01
+
+
+@pytest.mark.parametrize("cost", [1.05, 1.5, 4.0])
+def test_cautious_drafting_that_never_brings_anything_costs_a_short_call_little(cost: float) -> None:
+    account = DraftAccount(CostModel.prior(), cautious=True)
+    assert account.backs_off  # plain steps are timed first
+    assert not account.reads_prompts
+    seconds, tokens, drafted = decode(account, cycle([(1, cost)]), lambda: 1.0, 300)
+    assert seconds <= tokens * (1 + INCOME) + CAUTIOUS_CREDIT + cost
+    assert drafted > 0
+
+
+def test_cautious_drafting_that_pays_goes_on_and_reads_prompts() -> None:
+    account = DraftAccount(CostModel.prior(), cautious=True)
+    seconds, tokens, _ = decode(account, cycle([(2, 1.2)]), lambda: 1.0, 1000)
+    assert seconds < 0.65 * tokens
+    assert account.reads_prompts
+
+
+def test_a_draft_that_nobody_knew_the_price_of_is_booked_at_its_own() -> None:
+    account = DraftAccount(CostModel.prior(), cautious=True)
+    while account.backs_off:
+        account.book(StepTime(1, 100, 1.0, 1, 1, drafted=False))
+    account.book(StepTime(NODES, 100, CAUTIOUS_CREDIT + 1.5, 1, 1, drafted=True))
+    assert account.backs_off
 
 
 def test_drafting_is_taken_up_again_when_it_begins_to_pay() -> None:

@@ -1,5 +1,8 @@
 """Which nodes of which rows a step sends."""
 
+from collections.abc import Callable
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -10,10 +13,10 @@ from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
 
 
-def accounts(fixed: float, per_node: float) -> dict[int, DraftAccount]:
-    """Accounts of loads at which a step takes `fixed` seconds and `per_node` for each node."""
+def accounts(fixed: float, per_node: float) -> Callable[[int, float], DraftAccount]:
+    """Gives accounts of loads at which a step takes `fixed` seconds and `per_node` for each node."""
     points = [(nodes, 1, fixed + per_node * nodes) for nodes in (1, 2, 4, 8, 16, 32, 64, 128)]
-    return {load: DraftAccount(CostModel.fit(points), load, adaptive=False) for load in (1, 2, 4, 8, 16, 32, 64)}
+    return cache(lambda load, temperature: DraftAccount(CostModel.fit(points), load, adaptive=False))
 
 
 def chosen(budget: SharedBudget, offers: list[list[float]]) -> list[int]:
@@ -30,7 +33,7 @@ def chosen(budget: SharedBudget, offers: list[list[float]]) -> list[int]:
 
 
 def test_rows_compete_by_probability() -> None:
-    budget = SharedBudget(accounts(1, 0).__getitem__, nodes=8)
+    budget = SharedBudget(accounts(1, 0), nodes=8)
     assert chosen(budget, [[0.9, 0.8, 0.7, 0.6], [0.5, 0.1], [0.75, 0.05]]) == [4, 0, 1]
     assert chosen(budget, [[0.9], [0.8]]) == [1, 1]
     budget.begin(8)
@@ -41,7 +44,7 @@ def test_as_many_are_sent_as_pay() -> None:
     random = np.random.default_rng(0)
     for fixed, per_node in ((1.0, 0.01), (1.0, 0.1), (0.1, 1.0)):
         offers = [sorted(random.random(6), reverse=True) for _ in range(4)]
-        sent = chosen(SharedBudget(accounts(fixed, per_node).__getitem__), offers)
+        sent = chosen(SharedBudget(accounts(fixed, per_node)), offers)
 
         def rate(counts: list[int], offers: list[list[float]] = offers, cost: tuple = (fixed, per_node)) -> float:
             tokens = 4 + sum(sum(own[:count]) for own, count in zip(offers, counts, strict=True))
@@ -57,17 +60,21 @@ def test_as_many_are_sent_as_pay() -> None:
 
 def test_each_load_has_an_account_of_its_own() -> None:
     loads = accounts(1, 0.01)
-    budget = SharedBudget(loads.__getitem__)
+    budget = SharedBudget(loads)
     for _ in range(200):
         budget.begin(7)
         budget.book(StepTime(64, 10, 5.0, 7, 7, True))  # sent much, and brought nothing
-    assert loads[8].backs_off
+    assert loads(8, 0.0).backs_off
     budget.begin(5)
     assert budget.backs_off
+    assert not budget.reads_prompts(0.0)
     budget.begin(4)
+    assert not budget.backs_off
+    assert budget.reads_prompts(0.0)
+    budget.begin(5, temperature=1.2)  # nor do greedy rows speak for sampled ones
     assert not budget.backs_off
 
 
 def test_no_node_at_all_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="nodes=0"):
-        SharedBudget(accounts(1, 0).__getitem__, nodes=0)
+        SharedBudget(accounts(1, 0), nodes=0)

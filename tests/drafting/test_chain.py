@@ -100,6 +100,8 @@ def test_the_drafter_learns_of_what_was_sent_alone() -> None:
 class Linear:
     """Steps that cost `slope` for each node beyond the first."""
 
+    in_seconds = True
+
     def __init__(self, slope: float) -> None:
         self._slope = slope
 

@@ -46,7 +46,7 @@ def test_it_is_made_when_drafting_begins_and_knows_the_text_by_then() -> None:
         return made[-1]
 
     budget = Switch()
-    drafter = DeferredDrafter(make, budget)  # type: ignore[arg-type]
+    drafter = DeferredDrafter(make, budget, dict)  # type: ignore[arg-type]
     drafter.start([1, 2])
     for token in (3, 4):
         tree = TokenTree([token - 1])

@@ -216,8 +216,8 @@ class Request:
             pool = NGramPool(config.ngram_size, config.guess_set_size)
         nearest = neighbours(self._model) if self._memory is not None else None
         adaptive = account is not None and account.adaptive
-        backs_off = account is not None and account.backs_off
-        read = [0 if backs_off else warm_up_tokens(self._model, len(row), adaptive) for row in self._prompts.tokens]
+        reads = account is None or account.reads_prompts
+        read = [warm_up_tokens(self._model, len(row), adaptive) if reads else 0 for row in self._prompts.tokens]
         known = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
         if self._resources.chains:
             shared = (config, self._memory, account, nearest)

@@ -122,14 +122,15 @@ class ThroughputBudget:
 
     def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """See `StepBudget`."""
-        self._offered = probabilities[: self._most]
+        most = min(self._most, self._account.most_nodes - 1)
+        self._offered = probabilities[:most]
         likely = self._account.calibration.correct(self._offered)
         tokens = 1 + np.concatenate([[0.0], np.cumsum(likely)])
-        seconds = self._account.costs.step_time(self._sizes, context)
+        seconds = self._account.costs.step_time(self._sizes[: most + 1], context)
         rates = tokens / seconds[: len(tokens)]
         rates[0] *= WORTHWHILE / self._account.idle_cost
         self.chosen = int(rates.argmax())
-        if len(likely) in (0, self._most):
+        if len(likely) in (0, most):
             return False
         # Were all that follow as likely as the last one, would any number of them pay?
         ahead = np.arange(1, len(seconds) - len(likely))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.calibration import Calibration
-from lookahead.core.cost_model import CostModel
+from lookahead.core.cost_model import TRUST, CostModel
 
 MOST_CREDIT = 32.0
 """What drafting may lose after it paid, in plain steps."""
 
 FIRST_CREDIT = 10.0
 """What it may lose before anything is known."""
+
+CAUTIOUS_CREDIT = 3.0
+"""The same where drafts are not expected to bring much."""
 
 RESUMED_CREDIT = 4.0
 """What it may lose each time that it is tried again."""
@@ -31,6 +35,13 @@ MOST_SURPRISE = 10.0
 
 RATE = 0.03
 """Weight of the latest step in a mean."""
+
+FIRST_NODES = 8
+"""Nodes of each row that the first draft has at most; each one that was run allows for twice as many. So nobody pays
+for a large step before a smaller one has shown what steps cost."""
+
+FIRST_PLAIN = 3
+"""Plain steps that are run, if none was timed yet, before drafts are held against them."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +73,9 @@ class DraftAccount:
     them earns a little. When there is enough for another attempt, drafting resumes.
 
     So decoding is never much slower than plain decoding, whatever drafts cost and bring. It takes at most `INCOME`
-    (0.9 %) of its time longer; besides, `FIRST_CREDIT` (10) plain steps once, or `MOST_CREDIT` (32) after drafting had
-    paid, and what the drafts cost that were under way when it turned out that they lose. Where drafting saves time in
+    (0.9 %) of its time longer; besides, `FIRST_CREDIT` (10) plain steps once, or `CAUTIOUS_CREDIT` (3), or
+    `MOST_CREDIT` (32) after drafting had paid, and what the drafts cost that were under way when it turned out that
+    they lose. Where drafting saves time in
     the mean, the credit stays away from zero: with outcomes independent of each other, the mean loss against always
     drafting is below 1 % of the time from the 6,000th token on.
 
@@ -74,32 +86,50 @@ class DraftAccount:
         rows: Sequences that share each step.
         adaptive: Go by the clock. Else go by `costs`, which then stays as it is, so that the same calls take the same
             steps.
+        cautious: Risk little, and time plain steps before the first draft: for sampling, by which drafts gain less.
 
     Attributes:
         adaptive: Whether it goes by the clock.
         calibration: How far the probabilities of drafts are to be believed.
     """
 
-    def __init__(self, costs: CostModel, rows: int = 1, adaptive: bool = True) -> None:
+    def __init__(self, costs: CostModel, rows: int = 1, adaptive: bool = True, cautious: bool = False) -> None:
         self.costs = costs
         self.rows = rows
         self.calibration = Calibration()
         self._plain_surprise, self._draft_surprise, self._idle = _Surprise(), _Surprise(), _Surprise(1.05)
         self.adaptive = adaptive
-        self._credit = FIRST_CREDIT
+        self._cautious = adaptive and cautious
+        self._credit = CAUTIOUS_CREDIT if self._cautious else FIRST_CREDIT
         self._backs_off = False
         self._drafted = 0  # steps since the last plain one
         self._interval = 1  # drafted steps after which a plain one is run
         self._plain = 0
         self._saved = 0.0  # by a draft in the mean, in plain steps
+        self._times_plain = self._cautious
+        self._tried = MOST_CHOSEN_NODES if costs.in_seconds or not adaptive else FIRST_NODES // 2
 
     @property
     def backs_off(self) -> bool:
         """Whether the coming step goes without a draft."""
-        return self._backs_off or (self.adaptive and self._drafted >= self._interval)
+        if self._backs_off or not self.adaptive:
+            return self._backs_off
+        unknown = self._times_plain and self.costs.evidence(self.rows) < FIRST_PLAIN
+        return unknown or self._drafted >= self._interval
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether reading prompts for drafting is worth its time; where it is not known, if not cautious."""
+        return self._saved > 0 if self._cautious else not self._backs_off
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes of each row that a step has at most, before it is known what larger ones cost."""
+        return 2 * self._tried
 
     def book(self, step: StepTime) -> None:
         """Note a step that carried no prompt."""
+        self._times_plain = True
         if step.drafted:
             self._book_draft(step)
         else:
@@ -124,12 +154,7 @@ class DraftAccount:
         self._drafted += 1
         plain = self.costs.step_time(self.rows, step.context)
         if step.nodes > self.rows:
-            if self.adaptive:
-                self.costs.observe(step.nodes, step.context, step.seconds)
-            usual = self.costs.step_time(step.nodes, step.context)
-            if self.adaptive:
-                self._draft_surprise.add(step.seconds / usual)
-            cost = usual / plain * self._draft_surprise.mean / self._plain_surprise.mean
+            cost = self._draft_cost(step, plain)
         else:
             if self.adaptive:
                 self._idle.add(step.seconds / plain)
@@ -138,6 +163,19 @@ class DraftAccount:
         self._saved += RATE * (saved - self._saved)
         self._credit = min(self._credit + saved, MOST_CREDIT)
         self._backs_off = self._credit <= 0
+
+    def _draft_cost(self, step: StepTime, plain: float) -> float:
+        """What a step that was drafted took, in plain steps."""
+        if not self.adaptive:
+            return self.costs.step_time(step.nodes, step.context) / plain
+        self._tried = max(self._tried, step.nodes // self.rows)
+        self.costs.observe(step.nodes, step.context, step.seconds)
+        usual = self.costs.step_time(step.nodes, step.context)
+        self._draft_surprise.add(step.seconds / usual)
+        cost = usual * self._draft_surprise.mean
+        if self.costs.evidence(step.nodes) < TRUST:  # what is usual leans on other sizes, or on a guess
+            cost = max(cost, min(step.seconds, MOST_SURPRISE * plain))
+        return cost / (plain * self._plain_surprise.mean)
 
     @property
     def idle_cost(self) -> float:

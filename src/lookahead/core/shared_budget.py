@@ -29,11 +29,11 @@ class SharedBudget:
     p1 >= p2 >= ..., make a step of r rows add r + p1 + ... + pn tokens; the n with the most tokens per second is taken.
     So sure drafts of one row take the room of another's guesses, and where steps are full nothing is sent.
 
-    Whether a step drafts at all is held against the clock, with an account for each load: what pays for two rows may
-    not for fifty.
+    Whether a step drafts at all is held against the clock, with an account for each load and temperature: what pays for
+    two rows may not for fifty, and what pays for greedy rows may not for sampled ones.
 
     Args:
-        account: Gives the account of a load, in rows: 1, 2, 4, 8, ...
+        account: Gives the account of a load, in rows: 1, 2, 4, 8, ..., and of a temperature: 0, 0.5, 1, ...
         nodes: A fixed number of nodes of a step over all its rows, roots included, instead of what pays.
 
     Attributes:
@@ -43,7 +43,7 @@ class SharedBudget:
         InvalidArgumentError: `nodes` is out of range.
     """
 
-    def __init__(self, account: Callable[[int], DraftAccount], nodes: int | None = None) -> None:
+    def __init__(self, account: Callable[[int, float], DraftAccount], nodes: int | None = None) -> None:
         if nodes is not None and nodes < 1:
             raise InvalidArgumentError(f"nodes={nodes} is out of range; a step has at least a root")
         self.backs_off = False
@@ -60,14 +60,20 @@ class SharedBudget:
         key = round(temperature, 1)
         return RowBudget(self, self._calibrations.setdefault(key, Calibration()))
 
-    def begin(self, rows: int) -> None:
-        """Begin a step of `rows` rows."""
+    def reads_prompts(self, temperature: float) -> bool:
+        """Whether reading the prompt of a row for drafting is worth its time, by what is known of the present load."""
+        if self._nodes is not None or self._account is None:
+            return self._nodes is not None or temperature == 0
+        return self._account.reads_prompts
+
+    def begin(self, rows: int, temperature: float = 0.0) -> None:
+        """Begin a step of `rows` rows, whose tokens are sampled with `temperature` in the mean."""
         self._offers.clear()
         self._context = 1
         if self._nodes is not None:
             self.backs_off = self._nodes <= rows
             return
-        self._account = self._account_of(1 << max(rows - 1, 0).bit_length())
+        self._account = self._account_of(1 << max(rows - 1, 0).bit_length(), round(2 * temperature) / 2)
         self._account.rows = rows
         self.backs_off = self._account.backs_off
 
@@ -110,6 +116,7 @@ class SharedBudget:
         if self._nodes is not None:
             return min(max(self._nodes - base, 0), len(likely))
         assert self._account is not None
+        likely = likely[: rows * (self._account.most_nodes - 1)]
         seconds = self._account.costs.step_time(base + np.arange(len(likely) + 1), self._context)
         rates = (rows + np.concatenate([[0.0], np.cumsum(likely)])) / seconds
         rates[0] *= WORTHWHILE / self._account.idle_cost

@@ -130,7 +130,7 @@ def build_drafter(
             return AutoDrafter(*parts, cap, warm_up=warm_up, neighbours=neighbours, sources=own)
 
         # User-defined sources observe every step.
-        return make_auto() if own or isinstance(chooses, int) else DeferredDrafter(make_auto, chooses)
+        return make_auto() if own or isinstance(chooses, int) else DeferredDrafter(make_auto, chooses, known.statistics)
     if config.preset == "autoregressive":
         return NoDrafter()
     if config.preset == "jacobi":

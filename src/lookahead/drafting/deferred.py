@@ -18,11 +18,15 @@ class DeferredDrafter:
     Args:
         make: Makes the drafter.
         budget: What it asks.
+        statistics: What its statistics are before it is made.
     """
 
-    def __init__(self, make: Callable[[], Drafter], budget: StepBudget) -> None:
+    def __init__(
+        self, make: Callable[[], Drafter], budget: StepBudget, statistics: Callable[[], dict[str, Any]]
+    ) -> None:
         self._make = make
         self._budget = budget
+        self._statistics = statistics
         self._text: list[int] = []
         self._drafter: Drafter | None = None
 
@@ -42,7 +46,8 @@ class DeferredDrafter:
             self._budget.begin()
             if self._budget.backs_off:
                 return
-            self._drafter = self._started()
+            self._drafter = self._make()
+            self._drafter.start(self._text)
         self._drafter.propose(tree)
 
     def explain(self, tree: TokenTree) -> Explanation:
@@ -58,9 +63,4 @@ class DeferredDrafter:
 
     def statistics(self) -> dict[str, Any]:
         """Of the drafter."""
-        return (self._drafter or self._started()).statistics()
-
-    def _started(self) -> Drafter:
-        drafter = self._make()
-        drafter.start(self._text)
-        return drafter
+        return self._statistics() if self._drafter is None else self._drafter.statistics()

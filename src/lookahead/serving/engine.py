@@ -87,7 +87,7 @@ class Engine:
         clone = packed_rows_model(model, self._config.pack_weights, self._config.invariant)
         self._runner = PackedRowsRunner(clone, equivalence(model).positions_end)
         self._clock = step_clock(model.device)
-        accounts = partial(draft_account, clone, self._config, temperature=0.0)
+        accounts = partial(draft_account, clone, self._config)
         self._shared = SharedBudget(accounts, self._config.step_budget)
         self._memory = memory = KVMemory(self._runner.token_bytes(), kv_bytes, prefix_cache)
         self._scheduler: Scheduler[Request] = Scheduler(max_rows, memory.tokens, prompt_tokens, memory.begin)
@@ -269,7 +269,7 @@ class Engine:
 
     def _run(self, requests: list[Request]) -> None:
         self._runner.rows = [request.row for request in requests]
-        self._shared.begin(len(requests))
+        self._shared.begin(len(requests), sum(request.temperature for request in requests) / len(requests))
         counts = Statistics()
         batch = Batch(
             [request.sequence for request in requests],

@@ -140,6 +140,7 @@ class Request:
     Attributes:
         row: Its keys and values.
         error: What went wrong with it alone, if anything did.
+        temperature: Of sampling; 0 for the likeliest tokens.
     """
 
     def __init__(
@@ -171,7 +172,8 @@ class Request:
         self._memory = draft_memory(model, config) if shares else None
         tokens = prompts.tokens[0]
         sampling = prepared.config
-        temperature = 0.0 if not sampling.do_sample else float(sampling.temperature or 1.0)
+        self.temperature = 0.0 if not sampling.do_sample else float(sampling.temperature or 1.0)
+        reads = not shares or shared.reads_prompts(self.temperature)
         self.sequence = TextSequence(
             prompts.input_ids.long(),
             tokens,
@@ -180,9 +182,9 @@ class Request:
                 memory=self._memory,
                 neighbours=neighbours(model) if shares else None,
                 vocabulary=getattr(model.get_input_embeddings(), "num_embeddings", None),
-                warm_up=warm_up_tokens(model, len(tokens), config.chooses_nodes),
+                warm_up=warm_up_tokens(model, len(tokens), config.chooses_nodes) if reads else 0,
                 most=config.max_nodes,
-                budget=shared.row(temperature) if shares else None,
+                budget=shared.row(self.temperature) if shares else None,
                 predicted=self._prediction,
             ),
             cast(TextSampler, self._logprobs or sampler),

@@ -51,7 +51,8 @@ class ModelState:
         static_shapes: What its layers keep of a token; `None` where static steps failed, or did not do what others do.
         static_steps: Those that its last call released, and what they were made for: what was compiled and captured
             serves the next call as well.
-        accounts: What its steps cost and its drafts gain, by setting.
+        costs: What its steps cost, by setting.
+        accounts: What its drafts gain, by setting and temperature.
         memory: The n-gram memory of `memory="process"`.
         spare: The n-gram memory of a call that has ended, for the next one to begin anew.
         files: Open memory files, by path.
@@ -66,6 +67,7 @@ class ModelState:
     clones: dict[Setting, tuple[list[object], SharedClone | str | None]] = field(default_factory=dict)
     static_shapes: dict[Setting, tuple[LayerShape | None, ...] | None] = field(default_factory=dict)
     static_steps: tuple[Setting, StaticSteps] | None = None
+    costs: dict[Setting, CostModel] = field(default_factory=dict)
     accounts: dict[Setting, DraftAccount] = field(default_factory=dict)
     memory: DraftMemory | None = None
     spare: NGramMemory | None = None
@@ -105,16 +107,24 @@ def draft_account(model: PreTrainedModel, config: LookaheadConfig, rows: int, te
         temperature: Of sampling, 0 for greedy decoding. What drafts bring differs with it.
     """
     settings = (config.pack_weights, config.engine, config.invariant, model.config._attn_implementation)
-    key = (rows, round(temperature, 1), torch.get_num_threads(), model.dtype, model.device, *settings)
+    setting = (rows, torch.get_num_threads(), model.dtype, model.device, *settings)
+    key = (round(temperature, 1), *setting)
     state = state_of(model)
     with state.lock:
+        if setting not in state.costs:
+            state.costs[setting] = _stored_costs(model, config)
         if key not in state.accounts:
-            engine: dict[str, Any] = {} if config.engine == "dynamic" else {"engine": config.engine}
-            if config.invariant:
-                engine["invariant"] = True
-            stored = CostStore().load(describe_setting(model, {"pack_weights": config.pack_weights, **engine}))
-            state.accounts[key] = DraftAccount(CostModel.prior() if stored is None else stored.cost, rows)
+            state.accounts[key] = DraftAccount(state.costs[setting], rows, cautious=temperature > 0)
         return state.accounts[key]
+
+
+def _stored_costs(model: PreTrainedModel, config: LookaheadConfig) -> CostModel:
+    """What `lookahead tune` measured, else a first guess."""
+    engine: dict[str, Any] = {} if config.engine == "dynamic" else {"engine": config.engine}
+    if config.invariant:
+        engine["invariant"] = True
+    stored = CostStore().load(describe_setting(model, {"pack_weights": config.pack_weights, **engine}))
+    return CostModel.prior() if stored is None else stored.cost
 
 
 def neighbours(model: PreTrainedModel) -> EmbeddingNeighbours | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from threading import RLock
+from typing import Any
 
 import numpy as np
 
-from lookahead.drafting.auto.ngram_memory import NGramMemory
+from lookahead.drafting.auto.ngram_memory import NO_STATISTICS, NGramMemory
 from lookahead.drafting.auto.scorer import Acceptance
 from lookahead.drafting.stored_arrays import MOST_BYTES, DamagedFileError, StoredArrays, expect
 from lookahead.errors import InvalidArgumentError
@@ -54,6 +56,11 @@ class DraftMemory:
     def is_used(self) -> bool:
         """Whether there are arrays."""
         return self._ngrams is not None
+
+    def statistics(self) -> dict[str, Any]:
+        """Of the n-gram memory; see `MemoryStatistics`. Where there is none yet, none is made."""
+        with self.lock:
+            return asdict(NO_STATISTICS if self._ngrams is None else self._ngrams.statistics())
 
     def copy(self) -> DraftMemory:
         """The same content in arrays of its own, as it is at one moment."""

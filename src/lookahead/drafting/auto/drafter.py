@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -221,8 +220,7 @@ class AutoDrafter:
 
     def statistics(self) -> dict[str, Any]:
         """Of the n-gram memory; see `MemoryStatistics`."""
-        with self.memory.lock:
-            return asdict(self.memory.ngrams.statistics())
+        return self.memory.statistics()
 
     def _catch_up(self) -> None:
         """Add the tokens to the text that were not added yet."""

@@ -62,6 +62,13 @@ class MemoryStatistics:
         return [hits / max(lookups, 1) for hits, lookups in zip(self.hits, self.lookups, strict=True)]
 
 
+ORDERS, CAPACITY = 4, 1 << 15
+"""Context lengths of a memory, and contexts of each, if nothing else is asked for."""
+
+NO_STATISTICS = MemoryStatistics([0] * ORDERS, CAPACITY, [0] * ORDERS, [0] * ORDERS, 0.0, 0)
+"""Of a memory for which there are no arrays yet."""
+
+
 @compiled
 def write_contexts(
     before: NDArray[np.int64],
@@ -124,7 +131,12 @@ class NGramMemory:
     """
 
     def __init__(
-        self, orders: int = 4, capacity: int = 1 << 15, top_k: int = 8, old_share: float = 0.3, observed: bool = False
+        self,
+        orders: int = ORDERS,
+        capacity: int = CAPACITY,
+        top_k: int = 8,
+        old_share: float = 0.3,
+        observed: bool = False,
     ) -> None:
         if not 0 <= old_share < 1:
             raise InvalidArgumentError(f"old_share={old_share} is out of range; it must be at least 0 and below 1")
