@@ -37,8 +37,8 @@ RATE = 0.03
 """Weight of the latest step in a mean."""
 
 FIRST_NODES = 8
-"""Nodes of each row that the first draft has at most; each one that was run allows for twice as many. So nobody pays
-for a large step before a smaller one has shown what steps cost."""
+"""Nodes that the first step with a draft has at most, or two for each row; each one that was run allows for twice as
+many. So nobody pays for a large step before a smaller one has shown what steps cost."""
 
 FIRST_PLAIN = 3
 """Plain steps that are run, if none was timed yet, before drafts are held against them."""
@@ -107,7 +107,8 @@ class DraftAccount:
         self._plain = 0
         self._saved = 0.0  # by a draft in the mean, in plain steps
         self._times_plain = self._cautious
-        self._tried = MOST_CHOSEN_NODES if costs.in_seconds or not adaptive else FIRST_NODES // 2
+        # Nodes of each row of the largest step so far.
+        self._tried = max(FIRST_NODES // (2 * rows), 1) if adaptive and not costs.in_seconds else MOST_CHOSEN_NODES
 
     @property
     def backs_off(self) -> bool:
