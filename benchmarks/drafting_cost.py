@@ -143,7 +143,7 @@ class ChosenBudget:
     backs_off = False
 
     def __init__(self, nodes: int) -> None:
-        self._throughput = ThroughputBudget(DraftAccount(CostModel.prior()))
+        self._throughput = ThroughputBudget(DraftAccount(CostModel.prior(), adaptive=False))
         self._nodes = nodes
         self.chosen = 0
         self.left = 0
