@@ -15,6 +15,9 @@ from lookahead.server.connection import guarded_protocol
 from lookahead.server.served_model import ServedModel
 from lookahead.server.settings import ServerSettings
 
+_BACKLOG = 2048
+"""Connections that may wait to be taken, as many as uvicorn has by default."""
+
 
 class Server(uvicorn.Server):
     """Drains at the first signal, stops at the second. Either way the process ends by itself, with exit code 0."""
@@ -73,6 +76,7 @@ def _listen(settings: ServerSettings) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(_BACKLOG)  # so that whoever reads the address may connect at once
     except OSError as error:
         raise InvalidArgumentError(f"--host {settings.host} --port {settings.port}: {error}") from error
     listener.set_inheritable(True)
