@@ -176,33 +176,27 @@ class Bench:
 
 @torch.no_grad()
 def copies(model: PreTrainedModel, nodes: int) -> Iterator[Row]:
-    """What steps take whose states are copied before and put back behind, and the copies alone; CPU time, medians."""
+    """What steps with a draft that is rejected take, and the copies of states in them; CPU time, medians."""
     runner = ChainRunner(model, engine=chain_engine(model))
     runner.forward([TokenTree([3])])
     runner.commit([[0]])
-    for length in (1, nodes):
+    for length in (2, nodes):
         tree = TokenTree([5])
         tree.add_candidates(range(7, 6 + length))
         taken: dict[str, list[float]] = {"step": [], "copies": []}
-        before = runner.cache.copied_bytes
         for turn in range(COPIES + 1):
-            begin = process_time()
+            begin, before = process_time(), runner.cache.copied_bytes
             runner.cache.save()
             runner.cache.restore()
-            copied = process_time()
-            runner.cache.save()
+            copied, size = process_time(), runner.cache.copied_bytes - before
             runner.forward([tree])
-            runner.cache.restore()
+            runner.commit([[]])  # all of it is rejected
             if turn:  # the first makes the buffers
                 taken["copies"].append(copied - begin)
                 taken["step"].append(process_time() - copied)
-        row: Row = {"kind": "copies", "nodes": length, "repeats": COPIES}
+        row: Row = {"kind": "copies", "nodes": length, "repeats": COPIES, "bytes": size}
         row |= {f"{name}_ms": 1000 * median(times) for name, times in taken.items()}
-        yield {
-            **row,
-            "bytes": (runner.cache.copied_bytes - before) // (2 * (COPIES + 1)),
-            "share": row["copies_ms"] / row["step_ms"],
-        }
+        yield {**row, "share": row["copies_ms"] / row["step_ms"]}
 
 
 def probe(options: Options) -> Probe:
