@@ -96,7 +96,7 @@ def test_the_command_writes_rows_once(tmp_path: Path, capsys: pytest.CaptureFixt
     command = ["bench", "replay", str(path), "--output", str(output), "--tokenizer", str(demo_model_path())]
     assert main(command) == 0
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    assert [row["kind"] for row in rows] == ["header", "text", *["replay"] * 13]
+    assert [row["kind"] for row in rows] == ["header", "text", *["replay"] * 15]
     assert all(0 < draft["steps"] <= row["tokens"] for row in rows[2:] for draft in row["drafts"])
     assert "S on edits" in capsys.readouterr().out
     before = output.read_bytes()

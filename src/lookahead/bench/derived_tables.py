@@ -88,6 +88,7 @@ DERIVED: dict[str, Callable[[Sequence[Row]], Table]] = {
     "replay S": replay.compressions,
     "replay drafts": replay.drafts,
     "replay ratios": replay.ratios,
+    "replay equal drafts": replay.equal_drafts,
     "replay speeds": replay.speeds,
     "replay texts": replay.texts,
 }

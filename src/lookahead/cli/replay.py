@@ -69,7 +69,7 @@ def _summary(task: str, rows: list[Row]) -> Table:
         table.add_column(size.name, justify="right")
     replayed: dict[tuple[str, bool], list[Row]] = {}
     for row in rows:
-        if row["kind"] == "replay":
+        if row["kind"] == "replay" and row["drafts"][0]["size"] == SIZES[0].name:
             replayed.setdefault((row["method"], row["across"]), []).append(row)
     for (method, across), own in replayed.items():
         tokens = sum(row["tokens"] for row in own)

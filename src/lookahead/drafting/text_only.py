@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.core.budget import Send, StepBudget
 from lookahead.drafting.auto.context_matches import ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
@@ -24,6 +28,9 @@ ORDERS = len(TEXT_PRIORS["nothing"]) - 1
 OLD_SHARE = 0.7
 """What a frequency keeps of itself each time; a token that followed once counts the rest."""
 
+SUREST = 0.95
+"""Highest probability of a token after another: of runs of sure tokens many end together, where two texts part."""
+
 SKETCHED = 64
 """Nodes of the tree of which a chain is the best path."""
 
@@ -38,23 +45,63 @@ def text_memory(capacity: int = 1 << 15) -> DraftMemory:
     return DraftMemory(ngrams, Acceptance(ORDERS, priors=TEXT_PRIORS))
 
 
+class LikelyBudget:
+    """Sends the candidates that are likely enough (`StepBudget`): many where the text is sure to go on, else few.
+
+    Args:
+        nodes: Nodes of a step at most, the root included.
+        least: Least probability that a candidate is accepted.
+    """
+
+    backs_off = False
+
+    def __init__(self, nodes: int, least: float) -> None:
+        self._most, self._least = nodes - 1, least
+        self.chosen = 0
+
+    def begin(self) -> None:
+        """See `StepBudget`."""
+
+    def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
+        """See `StepBudget`."""
+        likely = int(np.count_nonzero(probabilities >= self._least))
+        self.chosen = min(likely, self._most)
+        return likely == len(probabilities) < self._most
+
+    def when_chosen(self, send: Send) -> None:
+        """See `StepBudget`."""
+        send(self.chosen)
+
+    @property
+    def left(self) -> int:
+        """See `StepBudget`."""
+        return self._most - self.chosen
+
+    def learn(self, accepted: Sequence[int]) -> None:
+        """See `StepBudget`."""
+
+
 def build_text_drafter(
     nodes: int,
     memory: DraftMemory | None = None,
     predicted: PredictedText | None = None,
     sources: Sequence[Source] = (),
+    least: float = 0.0,
 ) -> AutoDrafter:
     """A drafter of trees for one sequence.
 
     Args:
-        nodes: Nodes of a step, the root included.
+        nodes: Nodes of a step at most, the root included.
         memory: From `text_memory`, for several sequences one after another or at once; one of its own if not given.
         predicted: A text that is expected.
         sources: What else lists paths before each step.
+        least: Least probability that a drafted token is accepted. Steps are filled up to `nodes` if not given.
     """
     matches = ContextMatches(before=() if predicted is None else predicted.tokens)
     own = [*sources, *([] if predicted is None else [predicted])]
-    return AutoDrafter(memory or text_memory(), matches, None, nodes, explore=False, sources=own)
+    budget: int | StepBudget = LikelyBudget(nodes, least) if least else nodes
+    known = memory or text_memory()
+    return AutoDrafter(known, matches, None, budget, nodes, explore=False, sources=own, surest=SUREST)
 
 
 def build_text_chain_drafter(
@@ -63,5 +110,5 @@ def build_text_chain_drafter(
     predicted: PredictedText | None = None,
     sources: Sequence[Source] = (),
 ) -> ChainDrafter:
-    """As `build_text_drafter`, of chains."""
+    """As `build_text_drafter`, of chains that fill a step."""
     return ChainDrafter(build_text_drafter(max(nodes, SKETCHED), memory, predicted, sources), nodes)

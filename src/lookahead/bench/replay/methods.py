@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lookahead.bench.replay.lookup_rules import BestCopy, FirstOccurrence, RecycledText
@@ -25,11 +26,13 @@ class Size:
         name: What to call it.
         tokens: Tokens drafted at most.
         branches: Whether drafts are trees; else chains.
+        least: Least probability of a drafted token, for methods that say one.
     """
 
     name: str
     tokens: int
     branches: bool
+    least: float = 0.0
 
 
 SIZES = (
@@ -37,6 +40,9 @@ SIZES = (
     *(Size(f"tree of {nodes}", nodes - 1, True) for nodes in (16, 32, 64)),
 )
 """Drafts of at most so many tokens; the nodes of a tree have its root among them."""
+
+LIKELY = tuple(Size(f"{least:.0%} likely", 63, True, least) for least in (0.5, 0.3, 0.2, 0.15, 0.1, 0.06))
+"""Trees of tokens that are likely enough, at most 64 nodes."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +54,14 @@ class Method:
         across: Whether requests draft from those before them in the file.
         expects: Whether it is told what text to expect, so that it is replayed where one is known.
         begin: For drafts of one size, what makes the drafter of each request in the order of the file.
+        sizes: Those that it is replayed with.
     """
 
     name: str
     across: bool
     expects: bool
     begin: Callable[[Size], MakeDrafter]
+    sizes: tuple[Size, ...] = SIZES
 
 
 def _each(make: Callable[[Size], Any]) -> Callable[[Size], MakeDrafter]:
@@ -80,8 +88,8 @@ def _suffixes(factor: float, across: bool) -> Callable[[Size], MakeDrafter]:
 
 def _auto(across: bool, expects: bool) -> Callable[[Size], MakeDrafter]:
     def begin(size: Size) -> MakeDrafter:
-        build = build_text_drafter if size.branches else build_text_chain_drafter
         memory = text_memory() if across else None
+        build = partial(build_text_drafter, least=size.least) if size.branches else build_text_chain_drafter
 
         def make(recording: Recording) -> Any:
             predicted = PredictedText(recording.expected) if expects else None
@@ -107,6 +115,8 @@ METHODS = (
     Method("suffix decoding, factor 4", True, False, _suffixes(4, True)),
     Method("auto, text only", False, False, _auto(False, False)),
     Method("auto, text only", True, False, _auto(True, False)),
+    Method("auto, text only, likely tokens", False, False, _auto(False, False), LIKELY),
+    Method("auto, text only, likely tokens", True, False, _auto(True, False), LIKELY),
     Method("auto, predicted text", False, True, _auto(False, True)),
     Method("auto, predicted text", True, True, _auto(True, True)),
     Method("bound: best copy of the predicted text", False, True, _best_copy),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lookahead.bench.repetition import repeated_cycle_share
 from lookahead.bench.replay.backend import ReplayBackend, replayed_sequence
-from lookahead.bench.replay.methods import METHODS, SIZES, MakeDrafter, Method
+from lookahead.bench.replay.methods import METHODS, MakeDrafter, Method
 from lookahead.bench.replay.recordings import Recording
 from lookahead.bench.rows import Row
 from lookahead.core.decoder import Batch, decode
@@ -32,8 +32,8 @@ def methods_for(recordings: Sequence[Recording]) -> list[Method]:
 
 
 def replay_rows(task: str, recordings: Sequence[Recording], method: Method) -> Iterator[Row]:
-    """A row for each recording: steps and drafted tokens for each of `SIZES`."""
-    taken = [_counts(recordings, method.begin(size)) for size in SIZES]
+    """A row for each recording: steps and drafted tokens for each size of draft."""
+    taken = [_counts(recordings, method.begin(size)) for size in method.sizes]
     for number, recording in enumerate(recordings):
         yield {
             "kind": "replay",
@@ -45,7 +45,7 @@ def replay_rows(task: str, recordings: Sequence[Recording], method: Method) -> I
             "tokens": len(recording.answer),
             "drafts": [
                 {"size": size.name, "steps": counts[number][0], "drafted": counts[number][1]}
-                for size, counts in zip(SIZES, taken, strict=True)
+                for size, counts in zip(method.sizes, taken, strict=True)
             ],
         }
 

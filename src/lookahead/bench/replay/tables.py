@@ -14,6 +14,7 @@ Table = tuple[list[str], list[list[str]]]
 _CONTEXT = 512
 _RIVALS = ("n-gram (vLLM)", "suffix decoding", "suffix decoding, factor 4")
 _OWN = "auto, text only"
+_LIKELY = "auto, text only, likely tokens"
 
 
 @dataclass
@@ -23,6 +24,11 @@ class Total:
     tokens: int = 0
     steps: int = 0
     drafted: int = 0
+
+    @property
+    def drafts(self) -> float:
+        """Tokens drafted in a step."""
+        return self.drafted / self.steps
 
     @property
     def compression(self) -> float:
@@ -48,6 +54,11 @@ def totals(rows: Sequence[Row], part: int | None = None) -> Totals:
     return found
 
 
+def _limited(found: Totals) -> Totals:
+    """Without the drafts whose tokens are limited by their probability."""
+    return {key: sizes for key, sizes in found.items() if key[1] != _LIKELY}
+
+
 def _lines(found: Totals) -> Iterator[tuple[list[str], dict[str, Total]]]:
     tasks = len({task for task, _, _ in found})
     for (task, method, across), sizes in found.items():
@@ -61,18 +72,18 @@ def _titles(found: Totals) -> list[str]:
 
 def compressions(rows: Sequence[Row]) -> Table:
     """S of each method and size."""
-    found = totals(rows)
+    found = _limited(totals(rows))
     lines = [[*names, *(f"{total.compression:.2f}" for total in sizes.values())] for names, sizes in _lines(found)]
     return _titles(found), lines
 
 
 def drafts(rows: Sequence[Row]) -> Table:
     """Tokens drafted in a step, and the share of them that was accepted."""
-    found = totals(rows)
+    found = _limited(totals(rows))
 
     def cell(total: Total) -> str:
         accepted = (total.tokens - total.steps) / max(total.drafted, 1)
-        return f"{total.drafted / total.steps:.1f} ({accepted:.0%})"
+        return f"{total.drafts:.1f} ({accepted:.0%})"
 
     return _titles(found), [[*names, *map(cell, sizes.values())] for names, sizes in _lines(found)]
 
@@ -96,6 +107,27 @@ def ratios(rows: Sequence[Row]) -> Table:
     return titles, lines
 
 
+def equal_drafts(rows: Sequence[Row]) -> Table:
+    """S of others, and of `auto` where it drafts as many tokens in a step as they do.
+
+    The latter is read off the straight lines between the drafts of tokens that are likely enough.
+    """
+    found = totals(rows)
+    lines = []
+    for (task, method, across), sizes in found.items():
+        if method not in _RIVALS or (task, _LIKELY, across) not in found:
+            continue
+        curve = sorted((total.drafts, total.compression) for total in found[task, _LIKELY, across].values())
+        drafted, compressed = zip((0.0, 1.0), *curve, strict=True)
+        cells = []
+        for total in sizes.values():
+            own = float(np.interp(total.drafts, drafted, compressed))
+            is_known = total.drafts <= drafted[-1]
+            cells.append(f"{own:.2f} / {total.compression:.2f} ({own / total.compression:.2f})" if is_known else "–")
+        lines.append([task, "file" if across else "request", method, *cells])
+    return ["file", "memory", "beside", *next(iter(_limited(found).values()))], lines
+
+
 def speeds(rows: Sequence[Row]) -> Table:
     """What S is worth by the measured time of a step of as many nodes: a prediction, no measurement of a text."""
     costs = [row for row in rows if row["kind"] == "step" and row["method"] == "default" and row["context"] == _CONTEXT]
@@ -103,10 +135,10 @@ def speeds(rows: Sequence[Row]) -> Table:
     nodes, seconds = np.array([each[0] for each in curve]), np.array([each[1] for each in curve])
 
     def cell(total: Total) -> str:
-        time = float(np.interp(1 + total.drafted / total.steps, nodes, seconds))
+        time = float(np.interp(1 + total.drafts, nodes, seconds))
         return f"{total.compression * seconds[0] / time:.2f}x"
 
-    found = totals(rows)
+    found = _limited(totals(rows))
     return _titles(found), [[*names, *map(cell, sizes.values())] for names, sizes in _lines(found)]
 
 

@@ -20,7 +20,7 @@ from lookahead.drafting.auto.ngram_memory import NGramMemory, write_contexts
 from lookahead.drafting.auto.permits import Permits
 from lookahead.drafting.auto.recent_predictions import RecentPredictions
 from lookahead.drafting.auto.rejected_siblings import RejectedSiblings
-from lookahead.drafting.auto.search import TreeSearch
+from lookahead.drafting.auto.search import SUREST, TreeSearch
 from lookahead.drafting.auto.source import Source
 from lookahead.drafting.auto.trust import Trust, believed
 from lookahead.drafting.compiled import loop_arrays
@@ -58,6 +58,7 @@ class AutoDrafter:
         neighbours: Which tokens resemble each other, so that what is unknown can be drafted; none do if not given.
         continuations: Draft after the root what the model said after the tokens that were tried in its place.
         sources: What else lists paths before each step; each serves this sequence alone.
+        surest: Highest probability that a token is given after another.
 
     Raises:
         InvalidArgumentError: The budget is less than one node.
@@ -75,6 +76,7 @@ class AutoDrafter:
         neighbours: EmbeddingNeighbours | None = None,
         continuations: bool = True,
         sources: Sequence[Source] = (),
+        surest: float = SUREST,
     ) -> None:
         if isinstance(budget, int):
             most = budget
@@ -91,7 +93,7 @@ class AutoDrafter:
         self._searched = self._most * (_SEARCHED_WHERE_FORBIDDEN if self._permits.asks else 1)
         names = [RejectedSiblings.name, *(source.name for source in sources)]
         with self.memory.lock:
-            self._search = TreeSearch(self._searched, self.memory, neighbours, names)
+            self._search = TreeSearch(self._searched, self.memory, neighbours, names, surest)
         self._takes_continuations = continuations
         self._siblings = RejectedSiblings(self._search.nodes, self.memory.ngrams.top_k)
         self._sources: list[Source] = [self._siblings, *sources]

@@ -42,7 +42,7 @@ _LEAST_ASKING = 0.3
 for less likely nodes did not help."""
 
 
-_SUREST = 0.999
+SUREST = 0.999
 """Highest probability of a proposal, whatever it has been worth."""
 
 
@@ -68,6 +68,7 @@ class TreeSearch:
         memory: What to draft from, and what weighs the proposals.
         neighbours: Which tokens resemble each other; none do if not given.
         listed: Names of the sources that list paths before each search.
+        surest: Highest probability of a proposal, whatever it has been worth.
 
     Attributes:
         nodes: The tree.
@@ -75,8 +76,14 @@ class TreeSearch:
     """
 
     def __init__(
-        self, nodes: int, memory: DraftMemory, neighbours: EmbeddingNeighbours | None, listed: Sequence[str]
+        self,
+        nodes: int,
+        memory: DraftMemory,
+        neighbours: EmbeddingNeighbours | None,
+        listed: Sequence[str],
+        surest: float = SUREST,
     ) -> None:
+        self._surest = surest
         ngrams, acceptance = memory.ngrams, memory.acceptance
         self._memory = memory
         self._size = LONGEST + nodes + 1
@@ -131,7 +138,7 @@ class TreeSearch:
         self._proposals.table_nodes.fill(-1)
         arrays = map(loop_tuple, (self.nodes, self._proposals, sources, self._queue))
         own = loop_arrays(self._memory.acceptance.weights, self._context)
-        self._count = _search_tree(most, room, self.root, *own, *arrays)
+        self._count = _search_tree(most, room, self.root, self._surest, *own, *arrays)
         return self._count
 
     def found(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -285,6 +292,7 @@ def _search_tree(
     most: int,
     room: int,
     root: int,
+    surest: float,
     weights: NDArray[np.float64],
     context: NDArray[np.int64],
     nodes: Nodes,
@@ -298,6 +306,7 @@ def _search_tree(
         most: Nodes to find.
         room: Levels that fit below the root.
         root: The last node that is text.
+        surest: Highest probability of a proposal.
         weights: Those of `Acceptance`.
         context: Room for the last tokens of a path, `[LONGEST]`.
         nodes: The tree.
@@ -323,7 +332,7 @@ def _search_tree(
             kind = kind_of(row, proposals, sources.columns)
             proposals.kinds[row] = kind
             worth = proposals.estimates[row] * sources.worth.factors[kind]
-            probability = nodes.probabilities[node] * min(worth, _SUREST)
+            probability = nodes.probabilities[node] * min(worth, surest)
             if is_useful(probability, most, queue):
                 push(row, probability, queue)
         if node == root and open_below:
