@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # never touches thread settings.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quantized test-gguf test-page test-hostile test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
+.PHONY: help demo test test-quantized test-gguf test-page test-hostile bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -61,6 +61,15 @@ build/schemathesis: constraints.txt | $(VENV)/installed
 
 test-hostile: build/schemathesis  ## 2,000 random requests to the server, and hostile ones
 	PYTHONPATH=build/schemathesis $(BIN)/python tests/support/run_hostile.py --cases 2000
+
+# In an environment of its own: it brings other versions of what is here.
+build/guidellm: | $(VENV)/installed
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet --disable-pip-version-check guidellm
+	touch $@
+
+bench-server: build/guidellm  ## A load generator against the server, and transformers serve, on this machine alone: benchmarks/results/load.jsonl
+	$(BIN)/python benchmarks load --guidellm build/guidellm/bin/guidellm --output benchmarks/results/load.jsonl
 
 test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled and 300 batched random cases, and 500 schedules of many requests, against transformers' own generate; and all tests marked exact
 	$(BIN)/python tests/support/run_exactness.py --cases 1000 --seed 0

@@ -43,6 +43,7 @@ PROBES = {
     "soak": "random traffic on an engine: texts, memory, requests that are lost",
     "forced_text": "texts that a processor forces: steps and CPU time beside prompt lookup",
     "grammar": "answers that follow a JSON schema: steps with what the grammar knows, and without",
+    "load": "a public load generator against the server, with drafts and without, and transformers serve",
     "prediction": "edits of code with the file as the request's prediction, and without",
     "precision": "how often texts of 16-bit models differ from plain decoding's",
     "invariant": "what a step costs with invariant=True, and without",

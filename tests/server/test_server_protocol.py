@@ -141,6 +141,13 @@ def test_streams_say_the_same(client: OpenAI) -> None:
         assert [entry.token for entry in told] == [entry.token for entry in choice.logprobs.content]
 
 
+def test_usage_with_each_chunk(client: OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    told = [chunk.usage.completion_tokens for chunk in complete(client, stream=True, stream_options=options)]
+    assert told == sorted(told)
+    assert told[-1] == 16
+
+
 def test_stop_strings_end_the_text_before_them(client: OpenAI, demo: Any) -> None:
     full = text_of(demo, reference(demo, PROMPT))
     stop = full[9:14]

@@ -41,6 +41,7 @@ class Form:
             "model": served.name,
             "system_fingerprint": f"lookahead-{__version__}",
         }
+        self._streamed = 0
 
     def whole(self, generation: Generation, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         """The answer to a request that does not stream.
@@ -58,11 +59,17 @@ class Form:
 
     def chunks(self, answer: Answer, piece: Piece | None) -> list[dict[str, Any]]:
         """The chunks for a piece, or for the end of an answer; none if there is nothing to tell yet."""
+        self._streamed += 0 if piece is None else len(piece.tokens)
         if piece is not None and not (piece.text or piece.logprobs or self._request.lookahead.steps):
             return []
         chunk = {**self._head, "object": self.chunk_object, "choices": [self.delta(answer, piece)]}
         if piece is not None and self._request.lookahead.steps:
             chunk["lookahead"] = self._step(piece)
+        options = self._request.stream_options
+        if options is not None and options.continuous_usage_stats:
+            prompt = sum(len(plan.prompt) for plan in self._plans)
+            counts = {"prompt_tokens": prompt, "completion_tokens": self._streamed}
+            chunk["usage"] = {**counts, "total_tokens": prompt + self._streamed}
         return [chunk]
 
     def _step(self, piece: Piece) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class StreamOptions(Fields):
     """What a stream tells besides."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(default=False, description="extension of vLLM: tell the usage with each chunk")
 
 
 def _one_or_more(value: Any) -> Any:
