@@ -167,7 +167,8 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=2000, help="random requests (2000)")
     cases = parser.parse_args().cases
     failed = 0
-    options = ("--dtype", "float32", "--read-timeout", "4", "--max-new-tokens", "64", "--step-budget", "8")
+    kept = ("--kv-bytes", str(2**27))  # texts that are kept for others may take 1 GiB if nothing bounds them
+    options = ("--dtype", "float32", "--read-timeout", "4", "--max-new-tokens", "64", "--step-budget", "8", *kept)
     with ServerProcess(*options) as process:
         target = Target(process)
         parts: list[Callable[[Target], None]] = [large_body, many_stops, bad_bytes, silent_connections, slow_readers]
