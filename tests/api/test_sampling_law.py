@@ -189,9 +189,9 @@ def assert_drafts_were_accepted(accepted: list[int]) -> None:
 
 def test_our_sampling_in_batches_has_the_exact_law() -> None:
     torch.manual_seed(0)
-    texts, accepted = draw_with_lookahead(DRAWS, batch=500)
+    texts, accepted = draw_with_lookahead(DRAWS // 2, batch=500)
     assert_drafts_were_accepted(accepted)
-    assert len(texts) == DRAWS
+    assert len(texts) == DRAWS // 2
     assert p_value(texts, exact_law(next_distributions())) > LEVEL
 
 
