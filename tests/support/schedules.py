@@ -67,7 +67,8 @@ def draw(random: Random, shared: list[int]) -> Wanted:
     own = [random.randrange(1, VOCAB_SIZE) for _ in range(random.randrange(1, 10))] * random.choice([1, 2, 4])
     prompt = own if random.random() < 0.5 else shared + own
     wanted = Wanted(random.randrange(10), prompt, random.randrange(1000), random.choice([0, 0, 1]))
-    wanted.options = {"max_new_tokens": random.randrange(1, 16), "do_sample": False}
+    longest = 16 if len(prompt) > 20 else 48  # short prompts are let in together, and outgrow the memory
+    wanted.options = {"max_new_tokens": random.randrange(1, longest), "do_sample": False}
     if random.random() < 0.5:
         wanted.options |= {"do_sample": True, "temperature": random.choice([0.7, 1.0]), "top_k": random.choice([0, 5])}
     if random.random() < 0.3:
