@@ -56,6 +56,7 @@ def test_compiled(compiled: Any) -> None:
     check(compiled(copy.deepcopy(build("llama"))), plain=build("llama"))
 
 
+@pytest.mark.exact
 def test_a_compiled_model_is_compiled_in_whole() -> None:
     """The cache is part of the graph, and a few graphs do for all steps, however many nodes they have."""
     model = copy.deepcopy(build("gpt2"))

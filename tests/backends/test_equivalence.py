@@ -155,6 +155,7 @@ def test_llama4_temperature_tuning(tokens: int, attention_chunk_size: int) -> No
         lookahead.generate(model, ids.repeat(2, 1), max_new_tokens=80)
 
 
+@pytest.mark.exact
 def test_hidden_tokens_where_a_window_counts_them() -> None:
     """Exact while the text stays inside the window, refused where it may outgrow it."""
     ids, mask = prompt(20), torch.ones(1, 20, dtype=torch.long)

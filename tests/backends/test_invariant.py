@@ -145,6 +145,7 @@ def test_a_text_is_the_same_wherever_it_was_split(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip((*first.logits, *rest.logits), whole.logits, strict=True))
 
 
+@pytest.mark.exact
 def test_long_prompts_go_in_chunks_of_which_nothing_shows() -> None:
     model = in_type("demo", torch.bfloat16)
     prompt = torch.randint(5, 4000, (1, 1100), generator=torch.Generator().manual_seed(3))
@@ -153,6 +154,7 @@ def test_long_prompts_go_in_chunks_of_which_nothing_shows() -> None:
     assert_same_bits(decode(model, prompt, PLAIN, max_new_tokens=3, prefill_chunk_size=100), long)
 
 
+@pytest.mark.exact
 def test_packed_weights_and_number_of_threads_change_no_bit() -> None:
     model, few = in_type("qwen3", torch.bfloat16), {"max_new_tokens": 8}
     plain = decode(model, PROMPT, PLAIN, **few)
