@@ -75,9 +75,8 @@ class DraftAccount:
     So decoding is never much slower than plain decoding, whatever drafts cost and bring. It takes at most `INCOME`
     (0.9 %) of its time longer; besides, `FIRST_CREDIT` (10) plain steps once, or `CAUTIOUS_CREDIT` (3), or
     `MOST_CREDIT` (32) after drafting had paid, and what the drafts cost that were under way when it turned out that
-    they lose. Where drafting saves time in
-    the mean, the credit stays away from zero: with outcomes independent of each other, the mean loss against always
-    drafting is below 1 % of the time from the 6,000th token on.
+    they lose. Where drafting saves time in the mean, the credit stays away from zero: with outcomes independent of each
+    other, the mean loss against always drafting is below 1 % of the time from the 6,000th token on.
 
     Threads may share an account; a booking that two of them make at once may count as one.
 

@@ -17,10 +17,10 @@ from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
 from lookahead.drafting.auto.ngram_memory import NGramMemory
-from lookahead.drafting.auto.predicted_text import PredictedText
+from lookahead.drafting.auto.predicted_text import PredictedText, text_sources
 from lookahead.drafting.auto.scorer import feature_names
 from lookahead.drafting.auto.source import CheckedSource, Source, TokenPaths
-from lookahead.drafting.chain import ChainDrafter
+from lookahead.drafting.chain import SKETCHED_NODES, ChainDrafter
 from lookahead.drafting.checked_drafter import CheckedDrafter
 from lookahead.drafting.deferred import DeferredDrafter
 from lookahead.drafting.jacobi import JacobiBlockDrafter
@@ -57,9 +57,6 @@ __all__ = [
 
 FIXED_BUDGET = 64
 """Nodes of a step, the root included, where neither a number nor costs are given."""
-
-SKETCHED_NODES = 64
-"""Nodes of a tree, the root included, of which the best path is sent as a chain."""
 
 
 class NoDrafter:
@@ -121,16 +118,18 @@ def build_drafter(
         if budget is None and account is not None and config.step_budget is None:
             chooses = ThroughputBudget(account, min(most, MOST_CHOSEN_NODES))
         known = memory or DraftMemory()
-        own: list[Source] = [*_own_sources(config, known, vocabulary), *([] if predicted is None else [predicted])]
+        users = _own_sources(config, known, vocabulary)
 
         def make_auto() -> AutoDrafter:
-            matches = ContextMatches(before=() if predicted is None else predicted.tokens)
+            matches, own = text_sources(predicted, *users)
             parts = (known, matches, None, chooses)
             cap = min(most, MOST_CHOSEN_NODES)
             return AutoDrafter(*parts, cap, warm_up=warm_up, neighbours=neighbours, sources=own)
 
         # User-defined sources observe every step.
-        return make_auto() if own or isinstance(chooses, int) else DeferredDrafter(make_auto, chooses, known.statistics)
+        if users or predicted is not None or isinstance(chooses, int):
+            return make_auto()
+        return DeferredDrafter(make_auto, chooses, known.statistics)
     if config.preset == "autoregressive":
         return NoDrafter()
     if config.preset == "jacobi":
@@ -175,8 +174,8 @@ def build_chain_drafter(
         return ChainDrafter(AutoDrafter(None, ContextMatches(), None, sketched, explore=False), fixed)
     budget = fixed if account is None or config.step_budget is not None else ChainBudget(account)
     memory = memory or DraftMemory()
-    own: list[Source] = [*_own_sources(config, memory, vocabulary), *([] if predicted is None else [predicted])]
-    parts = (memory, ContextMatches(before=() if predicted is None else predicted.tokens), None, sketched)
+    matches, own = text_sources(predicted, *_own_sources(config, memory, vocabulary))
+    parts = (memory, matches, None, sketched)
     return ChainDrafter(AutoDrafter(*parts, warm_up=warm_up, explore=False, neighbours=neighbours, sources=own), budget)
 
 

@@ -15,6 +15,9 @@ from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Explanation, explain
 
+SKETCHED_NODES = 64
+"""Nodes of a tree, the root included, of which the best path is sent as a chain."""
+
 
 @runtime_checkable
 class ScoredDrafter(Drafter, Protocol):

@@ -11,16 +11,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.budget import Send, StepBudget
-from lookahead.drafting.auto.context_matches import ContextMatches
+from lookahead.core.budget import FixedBudget, StepBudget
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.ngram_memory import NGramMemory
-from lookahead.drafting.auto.predicted_text import PredictedText
+from lookahead.drafting.auto.predicted_text import PredictedText, text_sources
 from lookahead.drafting.auto.scorer import Acceptance
 from lookahead.drafting.auto.source import Source
 from lookahead.drafting.auto.text_priors import TEXT_PRIORS
-from lookahead.drafting.chain import ChainDrafter
+from lookahead.drafting.chain import SKETCHED_NODES, ChainDrafter
 
 ORDERS = len(TEXT_PRIORS["nothing"]) - 1
 """Longest context of the memory, in tokens."""
@@ -30,9 +29,6 @@ OLD_SHARE = 0.7
 
 SUREST = 0.95
 """Highest probability of a token after another: of runs of sure tokens many end together, where two texts part."""
-
-SKETCHED = 64
-"""Nodes of the tree of which a chain is the best path."""
 
 
 def text_memory(capacity: int = 1 << 15) -> DraftMemory:
@@ -45,7 +41,7 @@ def text_memory(capacity: int = 1 << 15) -> DraftMemory:
     return DraftMemory(ngrams, Acceptance(ORDERS, priors=TEXT_PRIORS))
 
 
-class LikelyBudget:
+class LikelyBudget(FixedBudget):
     """Sends the candidates that are likely enough (`StepBudget`): many where the text is sure to go on, else few.
 
     Args:
@@ -53,32 +49,15 @@ class LikelyBudget:
         least: Least probability that a candidate is accepted.
     """
 
-    backs_off = False
-
     def __init__(self, nodes: int, least: float) -> None:
-        self._most, self._least = nodes - 1, least
-        self.chosen = 0
-
-    def begin(self) -> None:
-        """See `StepBudget`."""
+        super().__init__(nodes)
+        self._least = least
 
     def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """See `StepBudget`."""
         likely = int(np.count_nonzero(probabilities >= self._least))
-        self.chosen = min(likely, self._most)
-        return likely == len(probabilities) < self._most
-
-    def when_chosen(self, send: Send) -> None:
-        """See `StepBudget`."""
-        send(self.chosen)
-
-    @property
-    def left(self) -> int:
-        """See `StepBudget`."""
-        return self._most - self.chosen
-
-    def learn(self, accepted: Sequence[int]) -> None:
-        """See `StepBudget`."""
+        more = super().offer(probabilities[:likely], context)
+        return more and likely == len(probabilities)
 
 
 def build_text_drafter(
@@ -97,8 +76,7 @@ def build_text_drafter(
         sources: What else lists paths before each step.
         least: Least probability that a drafted token is accepted. Steps are filled up to `nodes` if not given.
     """
-    matches = ContextMatches(before=() if predicted is None else predicted.tokens)
-    own = [*sources, *([] if predicted is None else [predicted])]
+    matches, own = text_sources(predicted, *sources)
     budget: int | StepBudget = LikelyBudget(nodes, least) if least else nodes
     known = memory or text_memory()
     return AutoDrafter(known, matches, None, budget, nodes, explore=False, sources=own, surest=SUREST)
@@ -111,4 +89,4 @@ def build_text_chain_drafter(
     sources: Sequence[Source] = (),
 ) -> ChainDrafter:
     """As `build_text_drafter`, of chains that fill a step."""
-    return ChainDrafter(build_text_drafter(max(nodes, SKETCHED), memory, predicted, sources), nodes)
+    return ChainDrafter(build_text_drafter(max(nodes, SKETCHED_NODES), memory, predicted, sources), nodes)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Explanation, Origin
 from lookahead.drafting.auto.ngram_memory import NGramMemory
+from lookahead.drafting.best_first import grow
 
 
 class TokenRecyclingDrafter:
@@ -36,22 +36,7 @@ class TokenRecyclingDrafter:
 
     def propose(self, tree: TokenTree) -> None:
         """Add the likeliest paths, the likeliest node first."""
-        queue: list[tuple[float, int, int, int]] = []  # minus the probability, tie-breaker, parent, token
-        pushed = 0
-        node, probability = tree.root, 1.0
-        for _ in range(self.budget - 1):
-            if tree.depths[node] - tree.depths[tree.root] < tree.room:
-                context = np.array([[tree.tokens[node]]], dtype=np.int64)
-                _, ids, probabilities = self.memory.lookup(context)
-                for token, share in zip(ids[0, 0].tolist(), probabilities[0, 0].tolist(), strict=True):
-                    if token >= 0:
-                        heappush(queue, (-probability * share, pushed, node, token))
-                        pushed += 1
-            if not queue:
-                break
-            negative, _, parent, token = heappop(queue)
-            (node,) = tree.add_candidates([token], parent)
-            probability = -negative
+        grow(tree, self.budget - 1, self._followers)
 
     def explain(self, tree: TokenTree) -> Explanation:
         """All nodes are predictions that the model made last after the same token."""
@@ -60,8 +45,7 @@ class TokenRecyclingDrafter:
         for node in range(tree.root + 1, len(tree)):
             before = tree.tokens[tree.parents[node]]
             if before not in known:
-                _, ids, shares = self.memory.lookup(np.array([[before]], dtype=np.int64))
-                known[before] = dict(zip(ids[0, 0].tolist(), shares[0, 0].tolist(), strict=True))
+                known[before] = dict(self._followers(before))
             likely[node] = likely[tree.parents[node]] * known[before].get(tree.tokens[node], 0.0)
         nodes = range(tree.root + 1, len(tree))
         origins = [Origin(("last prediction after the token",), likely[node]) for node in nodes]
@@ -76,3 +60,9 @@ class TokenRecyclingDrafter:
     def statistics(self) -> dict[str, Any]:
         """Of the memory; see `MemoryStatistics`."""
         return asdict(self.memory.statistics())
+
+    def _followers(self, token: int) -> Iterator[tuple[int, float]]:
+        """What the model predicted last after a token, and how likely it was."""
+        _, ids, shares = self.memory.lookup(np.array([[token]], dtype=np.int64))
+        listed = zip(ids[0, 0].tolist(), shares[0, 0].tolist(), strict=True)
+        return ((follower, share) for follower, share in listed if follower >= 0)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from heapq import heappop, heappush
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
+from lookahead.drafting.best_first import grow
 
 
 class TextRule:
@@ -131,18 +131,11 @@ class RecycledText(TextRule):
 
     def propose(self, tree: TokenTree) -> None:
         """See `Drafter`."""
-        queue: list[tuple[float, int, int, int]] = []
-        node, probability, pushed = tree.root, 1.0, 0
-        for _ in range(self._most):
-            if tree.depths[node] - tree.depths[tree.root] < tree.room:
-                for rank, token in enumerate(self._followers.get(tree.tokens[node], ())):
-                    heappush(queue, (-probability * 0.5 ** (rank + 1), pushed, node, token))
-                    pushed += 1
-            if not queue:
-                return
-            negative, _, parent, token = heappop(queue)
-            (node,) = tree.add_candidates([token], parent)
-            probability = -negative
+
+        def followers(token: int) -> Iterator[tuple[int, float]]:
+            return ((each, 0.5 ** (rank + 1)) for rank, each in enumerate(self._followers.get(token, ())))
+
+        grow(tree, self._most, followers)
 
 
 class BestCopy(TextRule):

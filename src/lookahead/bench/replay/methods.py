@@ -12,8 +12,8 @@ from lookahead.bench.replay.recordings import Recording
 from lookahead.bench.replay.suffix_decoding import SuffixDecoding, SuffixText
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import PredictedText, build_chain_drafter, build_drafter
-from lookahead.drafting.chain import ChainDrafter
-from lookahead.drafting.text_only import SKETCHED, build_text_chain_drafter, build_text_drafter, text_memory
+from lookahead.drafting.chain import SKETCHED_NODES, ChainDrafter
+from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
 
 MakeDrafter = Callable[[Recording], Any]
 
@@ -70,7 +70,9 @@ def _each(make: Callable[[Size], Any]) -> Callable[[Size], MakeDrafter]:
 
 
 def _recycled(size: Size) -> Any:
-    return RecycledText(size.tokens) if size.branches else ChainDrafter(RecycledText(SKETCHED - 1), size.tokens + 1)
+    return (
+        RecycledText(size.tokens) if size.branches else ChainDrafter(RecycledText(SKETCHED_NODES - 1), size.tokens + 1)
+    )
 
 
 def _matches(size: Size) -> Any:

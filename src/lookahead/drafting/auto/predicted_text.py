@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from lookahead.core.outputs import StepResult
-from lookahead.drafting.auto.source import TokenPaths
+from lookahead.drafting.auto.context_matches import ContextMatches
+from lookahead.drafting.auto.source import Source, TokenPaths
 
 AHEAD = 64
 """Tokens that are proposed of the predicted text."""
@@ -19,6 +20,13 @@ PLACES = 4
 """Most places where the text may go on."""
 
 PROBABILITY = 0.98
+
+
+def text_sources(predicted: PredictedText | None, *sources: Source) -> tuple[ContextMatches, list[Source]]:
+    """Matches in a text and in what is expected of it, and the sources that list paths, that text among them."""
+    if predicted is None:
+        return ContextMatches(), list(sources)
+    return ContextMatches(before=predicted.tokens), [*sources, predicted]
 
 
 class PredictedText:
