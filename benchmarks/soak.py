@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from time import monotonic
+from time import monotonic, process_time, sleep
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Options:
     period: float = option(60.0, "seconds of a row")
     kv_bytes: int = option(32 * 2**20, "memory for keys and values")
     seed: int = option(0, "of the traffic")
+    share: float = option(1.0, "share of a processor to use: requests come as slowly as that takes")
 
 
 class FaultyProcessorError(Exception):
@@ -79,6 +80,7 @@ class Soak:
         self._random = Random(options.seed)
         self._engine = Engine(self._model, max_rows=8, kv_bytes=options.kv_bytes, prompt_tokens=64)
         self._open: list[Traffic] = []
+        self._paid = process_time()
 
     def rows(self) -> Iterator[Row]:
         """A row for each period, and the verdict."""
@@ -87,6 +89,7 @@ class Soak:
             self._come()
             self._engine.step()
             self._settle()
+            self._rest()
             if monotonic() - last >= self.options.period:
                 last = monotonic()
                 yield self._row("period", last - begin)
@@ -96,6 +99,14 @@ class Soak:
         row = self._row("soak", monotonic() - begin)
         wrong = self.counts["wrong"] + self.counts["lost"]
         yield {**row, **({"error": f"{wrong} requests went wrong"} if wrong else {})}
+
+    def _rest(self) -> None:
+        """Leave the processor to others for their share of the time."""
+        if self.options.share < 1:
+            spent = process_time() - self._paid
+            if spent > 0.05:
+                sleep(spent * (1 / self.options.share - 1))
+                self._paid = process_time()
 
     def _row(self, kind: str, seconds: float) -> Row:
         load, statistics = self._engine.load, self._engine.statistics

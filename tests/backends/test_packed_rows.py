@@ -13,7 +13,7 @@ from lookahead.backends.transformers.packed_rows import PackedRowsRunner, Row
 from lookahead.backends.transformers.packed_rows.model import packed_rows_model
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
-from lookahead.core.decoder import Batch, step
+from lookahead.core.decoder import Batch, decode, step
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import build_drafter
 from model_zoo import SLIDING_WINDOW, VOCAB_SIZE, build
@@ -100,6 +100,19 @@ def test_rows_that_come_and_go_are_as_each_alone(name: str) -> None:
     assert batch.statistics.mean_nodes > 1
     for index, request in enumerate(requests):
         assert texts[index] == generate_alone(model, request, index), (index, request)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_sliding", "qwen2_mixed_sliding", "gemma4", "llama4_chunked"])
+@torch.no_grad()
+def test_plain_steps_of_one_row_past_every_window(name: str) -> None:
+    model = build(name)
+    request = Request(0, [3, 1, 4, 1, 5], 2 * SLIDING_WINDOW + 5, sample=False, nodes=1, chunk=None)
+    runner = PackedRowsRunner(packed_rows_model(model))
+    runner.rows = [Row()]
+    sequence = sequence_of(request, 0)
+    decode(runner, batch := Batch([sequence]))
+    assert sequence.tokens == generate_alone(model, request, 0)
+    assert batch.statistics.steps == request.new_tokens
 
 
 def test_a_step_moves_nothing_of_rows_that_stay() -> None:

@@ -269,15 +269,17 @@ class Engine:
 
     def _run(self, requests: list[Request]) -> None:
         self._runner.rows = [request.row for request in requests]
-        self._shared.begin(len(requests), sum(request.temperature for request in requests) / len(requests))
+        shared = self._shared if any(request.shares for request in requests) else None
+        if shared is not None:
+            shared.begin(len(requests), sum(request.temperature for request in requests) / len(requests))
         counts = Statistics()
         batch = Batch(
             [request.sequence for request in requests],
             counts,
-            self._shared,
+            shared,
             self._clock,
             _Verification(requests),
-            self._shared.share_out,
+            None if shared is None else shared.share_out,
             packed=True,
         )
         try:

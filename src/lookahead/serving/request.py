@@ -140,6 +140,7 @@ class Request:
     Attributes:
         row: Its keys and values.
         error: What went wrong with it alone, if anything did.
+        shares: Whether its candidates compete with those of other requests.
         temperature: Of sampling; 0 for the likeliest tokens.
     """
 
@@ -162,7 +163,7 @@ class Request:
         self.error: BaseException | None = None
         self._kv_memory, self._submitted = memory, perf_counter()
         self._model, self._config, self._prepared = model, config, prepared
-        shares = config.preset == "auto"
+        self.shares = shares = config.preset == "auto"
         self.most_nodes = config.max_nodes
         rule = StopRule(prepared.criteria)
         generator = torch.Generator(prompts.input_ids.device).manual_seed(extras.seed)

@@ -84,11 +84,15 @@ def packed_rows_attention(
     attend: Any = folded_sdpa if query.device.type == "cpu" else sdpa_attention_forward
     if module.config._attn_implementation == INVARIANT:  # type: ignore[union-attr]
         attend = invariant_attention
+    masks = packed_rows.masks_of(module)
+    if len(states) == 1:
+        attended: torch.Tensor = attend(
+            module, query, *states[0], masks[0], dropout=dropout, scaling=scaling, **kwargs
+        )[0]
+        return attended, None
     outputs = []
-    for (start, end), (keys, values), mask in zip(
-        packed_rows.bounds, states, packed_rows.masks_of(module), strict=True
-    ):
-        nodes = query[:, :, start:end]
+    for (start, end), (keys, values), mask in zip(packed_rows.bounds, states, masks, strict=True):
+        nodes = query.narrow(2, start, end - start)
         outputs.append(attend(module, nodes, keys, values, mask, dropout=dropout, scaling=scaling, **kwargs)[0])
     return torch.cat(outputs, dim=1), None
 

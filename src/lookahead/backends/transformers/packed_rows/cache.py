@@ -70,10 +70,15 @@ class PackedCache(Cache):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states `[1, heads, nodes of all rows, head_dim]` of one layer; returns them as they are."""
-        states = [
-            row.cache.update(key_states[:, :, start:end], value_states[:, :, start:end], layer_idx)
-            for row, (start, end) in self._rows
-        ]
+        if len(self._rows) == 1:
+            states = [self._rows[0][0].cache.update(key_states, value_states, layer_idx)]
+        else:  # `narrow` does what a slice does, in a third of the time
+            states = [
+                row.cache.update(
+                    key_states.narrow(2, start, end - start), value_states.narrow(2, start, end - start), layer_idx
+                )
+                for row, (start, end) in self._rows
+            ]
         # Held with the tensor that stands for them, so that its identity stays its own.
         self._states[id(key_states)] = (key_states, states)
         return key_states, value_states
@@ -84,9 +89,13 @@ class PackedCache(Cache):  # type: ignore[misc]
         return None if found is None else found[1]
 
     @contextmanager
-    def scratch(self) -> Iterator[None]:
-        """While the pass runs: what it writes stays only if it is committed."""
+    def scratch(self, place: torch.Tensor | None = None) -> Iterator[None]:
+        """While the pass runs: what it writes stays only if it is committed.
+
+        Args:
+            place: See `TreeCache.scratch`.
+        """
         with ExitStack() as stack:
             for row, _ in self._rows:
-                stack.enter_context(row.cache.scratch())
+                stack.enter_context(row.cache.scratch(place))
             yield
