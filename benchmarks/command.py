@@ -143,7 +143,7 @@ def parse(given: Sequence[str], name: str | None, module: Any) -> argparse.Names
             f"--{key.name.replace('_', '-')}",
             type=positive if kind is int else kind,
             default=default,
-            nargs="+" if many else None,
+            nargs="*" if many else None,
             help=f"{key.metadata['help']} ({' '.join(map(str, default)) if many else default})",
         )
     return parser.parse_args(given)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from lookahead import Engine, LookaheadConfig
+from lookahead import Engine, LookaheadConfig, RequestHandle
 from lookahead.backends.transformers.model_state import neighbours, state_of
 from lookahead.bench.rows import Row
 from lookahead.drafting import DraftMemory, build_drafter
@@ -48,6 +48,7 @@ class Options:
     temperature: float = option(0.0, "of sampling with a seed; 0 for greedy decoding")
     methods: tuple[str, ...] = option(("drafts", "plain", "4 drafts", "8 drafts"), "what is measured")
     batch_loads: tuple[int, ...] = option((4,), "requests at once of generate_batch")
+    prompt_tokens: int = option(0, "cut prompts to so many tokens; 0 for whole ones")
 
 
 class Serving:
@@ -59,7 +60,8 @@ class Serving:
         self._model: Any = loaded.model
         most = max([LEAST_REQUESTS, *options.loads])
         prompts = prompts_of(Path(options.prompts), most)
-        self._ids = [token_ids(loaded.tokenizer, self._model, prompt.text)[0] for prompt in prompts]
+        cut = options.prompt_tokens or None
+        self._ids = [token_ids(loaded.tokenizer, self._model, prompt.text)[0, :cut] for prompt in prompts]
         self._expected: dict[int, tuple[list[int], float]] = {}
         self._warm: set[int] = set()
 
@@ -143,9 +145,8 @@ class Serving:
         handles = [engine.submit(ids, seed=number, **self._arguments) for number, ids in enumerate(chosen)]
         engine.run()
         counts = engine.statistics
-        waits = sorted(handle.statistics.first_token_seconds or 0.0 for handle in handles)
         more = {"steps": counts.steps, "nodes_per_row": counts.nodes / counts.rows}
-        more |= {"tokens_per_row": counts.tokens / counts.rows, "first_token_seconds": waits[len(waits) // 2]}
+        more |= {"tokens_per_row": counts.tokens / counts.rows, **_latencies(handles)}
         more |= {"by_load": {rows: [own.nodes, own.rows] for rows, own in counts.by_load.items()}}
         return [handle.tokens for handle in handles], more
 
@@ -158,6 +159,19 @@ class Serving:
             found = self._model.generate_batch(inputs=part, generation_config=settings, progress_bar=False)
             texts += [found[f"req_{number}"].generated_tokens for number in range(len(part))]
         return texts, {}
+
+
+def _latencies(handles: Sequence[RequestHandle]) -> Row:
+    """How long the requests waited, in wall seconds: median and ninth of ten."""
+    counts = [(len(handle.tokens), handle.statistics) for handle in handles]
+    first = [own.first_token_seconds or 0.0 for _, own in counts]
+    later = [((own.total_seconds or 0.0) - wait) for (_, own), wait in zip(counts, first, strict=True)]
+    tokens = [seconds / (count - 1) for seconds, (count, _) in zip(later, counts, strict=True) if count > 1]
+    found = {}
+    for name, values in (("first_token_seconds", first), ("token_seconds", tokens)):
+        ordered = sorted(values)
+        found |= {name: ordered[len(ordered) // 2], f"{name}_90": ordered[len(ordered) * 9 // 10]}
+    return found
 
 
 def probe(options: Options) -> Probe:

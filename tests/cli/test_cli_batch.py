@@ -88,3 +88,29 @@ def test_a_prompt_that_is_too_long_has_a_line(arguments: list[str], tmp_path: Pa
     rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert "context is 64" in next(row["error"] for row in rows if row["id"] == "long")
     assert answers(tmp_path) == expected(tmp_path) | {"long": None}
+
+
+def test_a_report_counts_the_answers(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--json"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    counts = {name: sum(row[name] for row in rows) for name in ("prompt_tokens", "tokens", "steps")}
+    report = json.loads(capsys.readouterr().out)
+    assert report == {
+        "output": str(tmp_path / "answers.jsonl"),
+        "prompts": len(PROMPTS),
+        "answered": len(PROMPTS),
+        "failed": 0,
+        **counts,
+        "interrupted": False,
+    }
+
+
+def test_options_of_another_kind_of_model_are_refused(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, told in ((["--gpu-layers", "4"], "--gpu-layers 4"), (["--fast-kv"], "--fast-kv is")):
+        assert main([*arguments, *options]) == 2
+        assert told in capsys.readouterr().err
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert main([*arguments, "--model", str(tmp_path / "model.gguf")]) == 2
+    assert "GGUF files have no batches" in capsys.readouterr().err

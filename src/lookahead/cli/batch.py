@@ -17,7 +17,7 @@ from lookahead.bench.suite import TaskSpec
 from lookahead.cli import process
 from lookahead.cli.generate import text_options
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
-from lookahead.cli.rendering import Consoles, decode
+from lookahead.cli.rendering import Consoles, decode, print_json
 from lookahead.cli.settings import BatchSettings
 from lookahead.errors import InvalidArgumentError, LookaheadError
 from lookahead.serving import Engine, RequestHandle
@@ -39,13 +39,27 @@ def run(settings: BatchSettings) -> int:
             missing = [prompt for prompt in prompts if prompt.id not in file]
             try:
                 _answer(settings, loaded, file, missing, asked, consoles.notes)
+                interrupted = False
             except KeyboardInterrupt:
-                consoles.notes.print(f"interrupted; {settings.output} has what was finished, the same command goes on")
-                return process.INTERRUPTED
-            failed = [row for row in file.rows if "error" in row]
-    if failed:
-        consoles.notes.print(f"{len(failed)} of {len(prompts)} prompts were not answered; their lines say why")
+                interrupted = True
+            rows = file.rows
+    failed = sum("error" in row for row in rows)
+    if settings.json:
+        print_json(consoles.out, _report(settings, len(prompts), rows, failed) | {"interrupted": interrupted})
+    elif interrupted:
+        consoles.notes.print(f"interrupted; {settings.output} has what was finished, the same command goes on")
+    elif failed:
+        consoles.notes.print(f"{failed} of {len(prompts)} prompts were not answered; their lines say why")
+    if interrupted:
+        return process.INTERRUPTED
     return process.DIFFERENT if failed else process.OK
+
+
+def _report(settings: BatchSettings, prompts: int, rows: list[dict[str, Any]], failed: int) -> dict[str, Any]:
+    """What the file of answers holds; counts are over all runs that made it."""
+    counts = {"prompts": prompts, "answered": len(rows) - failed, "failed": failed}
+    sums = {name: sum(row.get(name, 0) for row in rows) for name in ("prompt_tokens", "tokens", "steps")}
+    return {"output": str(settings.output), **counts, **sums}
 
 
 def _answer(

@@ -82,6 +82,8 @@ def load_model(settings: DecodingSettings | ServeSettings | TuneSettings, notes:
     """Load the model that the settings name; a spinner shows that something happens."""
     device = check_device(settings.device)
     path = model_folder(settings.model)
+    if isinstance(settings, DecodingSettings) and not is_gguf(path):
+        _check_options(path, settings)
     memory = memory_errors_explained(
         f"on {device} while loading the model", "--dtype bfloat16, a smaller model or another --device"
     )
@@ -89,6 +91,20 @@ def load_model(settings: DecodingSettings | ServeSettings | TuneSettings, notes:
         if is_gguf(path) and not isinstance(settings, ServeSettings):
             return _load_gguf(path, settings)
         return _load(path, settings.dtype, device, notes)
+
+
+def _check_options(path: Path, settings: DecodingSettings) -> None:
+    """Refuse options that are about GGUF models, for a model of transformers.
+
+    Raises:
+        InvalidArgumentError: There is one.
+    """
+    for option, given in (("--gpu-layers", settings.gpu_layers), ("--fast-kv", settings.fast_kv)):
+        if given:
+            value = "" if given is True else f" {given}"
+            raise InvalidArgumentError(
+                f"{option}{value} is about GGUF models, but --model {path} is a folder; leave {option} out"
+            )
 
 
 def load_for_decoding(settings: DecodingSettings | ServeSettings, notes: Console) -> LoadedModel:

@@ -294,6 +294,7 @@ class BatchSettings(DecodingSettings):
     restart: bool = option("--restart", OUTPUT, "Throw the answers of an existing file away.", default=False)
     max_rows: int = _max_rows()
     kv_bytes: int | None = _kv_bytes()
+    json: bool = _json("Print one JSON object at the end, that counts the answers, and nothing else.")
 
     @classmethod
     def configuration(cls, options: Mapping[str, Any]) -> LookaheadConfig:
