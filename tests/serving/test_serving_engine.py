@@ -33,6 +33,24 @@ def test_500_random_schedules() -> None:
     assert min(seen.values()) > 50, seen
 
 
+@pytest.mark.parametrize(("name", "attention"), [("llama", "eager"), ("deepseek_v3", "sdpa")])
+def test_models_whose_rows_cannot_be_packed(name: str, attention: str) -> None:
+    model = build(name, attention=attention)
+    # longer than what is padded, so that it has a pass of its own
+    prompts = [[*PROMPT, number] for number in range(3)] + [[number % 50 for number in range(90)]]
+    engine = Engine(model, NODES, max_rows=3)
+    handles = [
+        engine.submit(prompt, seed=7, do_sample=number == 1, max_new_tokens=20) for number, prompt in enumerate(prompts)
+    ]
+    engine.run()
+    for number, (prompt, handle) in enumerate(zip(prompts, handles, strict=True)):
+        torch.manual_seed(7)
+        ids = torch.tensor([prompt])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=number == 1, max_new_tokens=20)
+        assert handle.tokens == expected[0, len(prompt) :].tolist()
+    assert engine.statistics.nodes > engine.statistics.rows
+
+
 def test_rows_that_outgrow_the_memory_wait_and_go_on() -> None:
     model = build("llama")
     engine = Engine(model, LookaheadConfig(step_budget=4), kv_bytes=70 * token_bytes(model))

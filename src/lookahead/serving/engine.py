@@ -16,10 +16,8 @@ from transformers import PreTrainedModel
 from lookahead.api.arguments import check_config
 from lookahead.api.gguf.model import GGUFModel
 from lookahead.api.prediction import token_ids
-from lookahead.backends.transformers import equivalence
 from lookahead.backends.transformers.model_state import draft_account
-from lookahead.backends.transformers.packed_rows import PackedRowsRunner
-from lookahead.backends.transformers.packed_rows.model import packed_rows_model
+from lookahead.backends.transformers.packed_rows.model import rows_runner
 from lookahead.backends.transformers.step_clock import step_clock
 from lookahead.config import LookaheadConfig
 from lookahead.core.decoder import Batch, step, verify
@@ -43,7 +41,8 @@ class Engine:
     of its own; without one, whoever waits for a request runs the steps.
 
     Args:
-        model: A causal language model of transformers whose attention is `"sdpa"`.
+        model: A causal language model of transformers that token trees run on; the faster with `"sdpa"` attention,
+            without which batches are padded.
         config: How to draft; if not given, the default configuration with `memory="process"`, so that requests draft
             from what the model predicted for others. `preset="auto"` sends the likeliest candidates of all rows, as
             many as pay; with a `step_budget` so many nodes a step over all rows. Other methods send theirs for each
@@ -62,7 +61,7 @@ class Engine:
     Raises:
         InvalidArgumentError: A size is out of range, or `model` is no model of transformers.
         UnsupportedArgumentError: A setting of `config` is not supported by engines.
-        UnsupportedModelError: The model cannot be run on token trees, or not with rows packed into one.
+        UnsupportedModelError: The model cannot be run on token trees, or not with several rows.
     """
 
     def __init__(
@@ -84,10 +83,9 @@ class Engine:
             raise UnsupportedModelError(f"model={type(model).__name__} is run by llama.cpp; use lookahead.generate")
         self._model = model
         self._config = _check_engine_config(LookaheadConfig(memory="process") if config is None else config)
-        clone = packed_rows_model(model, self._config.pack_weights, self._config.invariant)
-        self._runner = PackedRowsRunner(clone, equivalence(model).positions_end)
+        self._runner = rows_runner(model, self._config.pack_weights, self._config.invariant)
         self._clock = step_clock(model.device)
-        accounts = partial(draft_account, clone, self._config)
+        accounts = partial(draft_account, self._runner.model, self._config)
         self._shared = SharedBudget(accounts, self._config.step_budget)
         self._memory = memory = KVMemory(self._runner.token_bytes(), kv_bytes, prefix_cache)
         self._scheduler: Scheduler[Request] = Scheduler(max_rows, memory.tokens, prompt_tokens, memory.begin)

@@ -28,7 +28,7 @@ from lookahead.api.streaming import StreamFeeder
 from lookahead.api.text_limits import check_length
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import draft_memory, keep_memory, neighbours
-from lookahead.backends.transformers.packed_rows import PackedRowsRunner
+from lookahead.backends.transformers.packed_rows import RowsRunner
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.config import LookaheadConfig
@@ -147,7 +147,7 @@ class Request:
     def __init__(
         self,
         model: PreTrainedModel,
-        runner: PackedRowsRunner,
+        runner: RowsRunner,
         memory: KVMemory,
         prepared: Prepared,
         extras: Extras,
@@ -286,7 +286,7 @@ class Request:
         )
 
 
-def check_room(prepared: Prepared, runner: PackedRowsRunner, memory: KVMemory, nodes: int) -> None:
+def check_room(prepared: Prepared, runner: RowsRunner, memory: KVMemory, nodes: int) -> None:
     """Refuse a text for which there is not room enough, or that is read otherwise beside others.
 
     Raises:

@@ -23,7 +23,7 @@ from lookahead.backends.transformers.chain_logits import chain_logits
 from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet
 from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.backends.transformers.model_state import same_values, state_of
-from lookahead.backends.transformers.packed_rows import PackedRowsRunner, Row
+from lookahead.backends.transformers.packed_rows import PackedRowsRunner, Row, RowsRunner
 from lookahead.backends.transformers.packed_rows import attention as packed_attention
 from lookahead.backends.transformers.position_limit import PositionLimit
 from lookahead.backends.transformers.shared_clone import SharedClone
@@ -213,7 +213,7 @@ class _Comparison:
         runner.rows = [Row(), Row()]
         return self._side_by_side(runner)
 
-    def _side_by_side(self, runner: ModelRunner | PackedRowsRunner) -> bool:
+    def _side_by_side(self, runner: ModelRunner | RowsRunner) -> bool:
         # Where rows may not be at different places, batches are refused.
         texts = [text[: runner.changes_after] for text in (self._text, self._text[5:])]
         alone = [self._expected[: len(texts[0]) - _PROMPT], plain_logits(self._model, texts[1:], _PROMPT)[0]]
@@ -252,7 +252,7 @@ class _Comparison:
         return self._same([own[:, :_PROMPT]], [plain[:, padding : padding + _PROMPT]])
 
     def _tree_logits(
-        self, runner: ModelRunner | PackedRowsRunner, texts: Sequence[Sequence[int]], prompt: int = _PROMPT
+        self, runner: ModelRunner | RowsRunner, texts: Sequence[Sequence[int]], prompt: int = _PROMPT
     ) -> list[torch.Tensor]:
         """Logits `[tokens, vocabulary]` along each text after its prompt, read from trees that hold it, and more."""
         decided = [min(prompt, len(text) - 1) for text in texts]
@@ -274,7 +274,7 @@ class _Comparison:
         return [torch.cat(logits).float() for logits in found]
 
     def _tree(
-        self, runner: ModelRunner | PackedRowsRunner, row: int, text: Sequence[int], decided: int
+        self, runner: ModelRunner | RowsRunner, row: int, text: Sequence[int], decided: int
     ) -> tuple[TokenTree, list[int]]:
         """A tree behind the first tokens of `text` with some that follow, and the path of those."""
         tree = runner.begin_tree(row, text[:decided])

@@ -1,4 +1,4 @@
-"""The clone of a model that runs packed rows."""
+"""What runs the rows of many requests on a model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from lookahead.backends.transformers.check_pass import agree
 from lookahead.backends.transformers.engine_model import clone_for, engine_model
 from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.invariant.attention import PACKED_ROWS as INVARIANT
-from lookahead.backends.transformers.model_check import check_model
+from lookahead.backends.transformers.model_check import check_model, checked_setting
 from lookahead.backends.transformers.model_runner import ModelRunner
+from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.packed_rows import attention
 from lookahead.backends.transformers.packed_rows.cache import Row
+from lookahead.backends.transformers.packed_rows.padded_runner import PaddedRowsRunner
+from lookahead.backends.transformers.packed_rows.rows_runner import RowsRunner
 from lookahead.backends.transformers.packed_rows.runner import PackedRowsRunner
 from lookahead.backends.transformers.preserved_state import preserved_state
 from lookahead.backends.transformers.shared_clone import SharedClone, can_be_cloned
@@ -25,36 +28,71 @@ _TEXTS = ((5, 11, 7, 3, 13, 2), (17, 19, 23), (29, 5, 31, 37))
 """Short texts that share a pass in the equivalence check."""
 
 
-def packed_rows_model(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> PreTrainedModel:
-    """A clone of `model` for `PackedRowsRunner`, with the model's own weights. Made and tried once per model object.
+def rows_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> RowsRunner:
+    """What runs rows of `model` that come and go: packed into one row of tokens, or padded where that cannot be.
 
     Args:
-        model: A causal language model of transformers, whose attention is `"sdpa"`.
+        model: A causal language model of transformers.
         pack_weights: See `LookaheadConfig.pack_weights`.
         invariant: See `LookaheadConfig.invariant`.
 
     Raises:
         UnsupportedArgumentError: Passes of the model cannot be invariant.
+        UnsupportedModelError: The model cannot be run on token trees, or its rows give other logits together.
+    """
+    clone = _packed_rows_model(model, pack_weights, invariant)
+    ends = equivalence(model).positions_end
+    if not isinstance(clone, str):
+        return PackedRowsRunner(clone, ends)
+    if invariant:
+        raise _unsupported(model, clone)
+    engine = engine_model(model, pack_weights)
+    runner = PaddedRowsRunner(engine, ends, equivalence(model).batches)
+    state, setting = state_of(model), ("padded rows", *checked_setting(model))
+    with state.lock:
+        if setting not in state.checked:
+            runner.rows = [Row() for _ in _TEXTS]
+            with preserved_state(model):
+                same = _same(runner, engine, exactly=False)
+            if not same:
+                raise _unsupported(model, f"{clone}, and padded ones gave other logits together than each alone")
+            state.checked.add(setting)
+    runner.rows = []
+    return runner
+
+
+def packed_rows_model(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> PreTrainedModel:
+    """A clone of `model` for `PackedRowsRunner`, with the model's own weights. Made and tried once per model object.
+
+    Arguments as for `rows_runner`.
+
+    Raises:
+        UnsupportedArgumentError: Passes of the model cannot be invariant.
         UnsupportedModelError: The model cannot be run on token trees, or not with packed rows.
     """
+    clone = _packed_rows_model(model, pack_weights, invariant)
+    if isinstance(clone, str):
+        raise _unsupported(model, clone)
+    return clone
+
+
+def _packed_rows_model(model: PreTrainedModel, pack_weights: bool, invariant: bool) -> PreTrainedModel | str:
+    """The clone, or why there is none."""
     check_model(model)
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     if implementation != "sdpa" or not getattr(model, "_supports_attention_backend", False):
-        raise _unsupported(
-            model,
+        return (
             f"its attention, {implementation!r}, is not called through transformers' AttentionInterface as 'sdpa'; "
-            "load it with attn_implementation='sdpa' if it has that",
+            "load it with attn_implementation='sdpa' if it has that"
         )
     if not can_be_cloned(model):
-        raise _unsupported(model, "it was compiled, or a hook stands in for the forward pass of one of its modules")
+        return "it was compiled, or a hook stands in for the forward pass of one of its modules"
     if not equivalence(model).packed_rows:
-        raise _unsupported(model, "a small copy of it gave other logits for rows that share a pass than for each alone")
+        return "a small copy of it gave other logits for rows that share a pass than for each alone"
     if invariant:  # refused where passes of one text cannot be
         engine_model(model, pack_weights, invariant=True)
     clone = clone_for(model, INVARIANT if invariant else attention.NAME, pack_weights, _tried_clone)
-    if not isinstance(clone, SharedClone):
-        raise _unsupported(model, str(clone))
-    return clone.module
+    return clone.module if isinstance(clone, SharedClone) else str(clone)
 
 
 def _tried_clone(model: PreTrainedModel, name: str | None, pack_weights: bool) -> SharedClone | str:
@@ -62,24 +100,30 @@ def _tried_clone(model: PreTrainedModel, name: str | None, pack_weights: bool) -
     clone = SharedClone(model, name, pack_weights)
     packed = PackedRowsRunner(clone.module)
     packed.rows = [Row() for _ in _TEXTS]
-    vocabulary = model.get_input_embeddings().num_embeddings
-    texts = [[token % vocabulary for token in text] for text in _TEXTS]
-    with preserved_state(model), torch.no_grad():
+    invariant = name == INVARIANT
+    with preserved_state(model):
         try:
-            found = _logits(packed, texts)
+            alone = engine_model(model, pack_weights, invariant=True) if invariant else model
+            same = _same(packed, alone, exactly=invariant)
         except UnsupportedModelError as error:
             return str(error)
-        invariant = name == INVARIANT
-        alone = engine_model(model, pack_weights, invariant=True) if invariant else model
-        expected = [_logits(ModelRunner(alone, 1), [text])[0] for text in texts]
-    pairs = zip(found, expected, strict=True)
-    same = all(torch.equal(*pair) if invariant else agree(*pair, model.dtype) for pair in pairs)
     if not same or clone.keeps_state(model):
         return "its rows gave other logits together than each alone"
     return clone
 
 
-def _logits(runner: PackedRowsRunner | ModelRunner, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+@torch.no_grad()
+def _same(runner: RowsRunner, alone: PreTrainedModel, exactly: bool) -> bool:
+    """Whether the logits of texts together are those of each alone; all their bits, or but for rounding."""
+    vocabulary = alone.get_input_embeddings().num_embeddings
+    texts = [[token % vocabulary for token in text] for text in _TEXTS]
+    found = _logits(runner, texts)
+    expected = [_logits(ModelRunner(alone, 1), [text])[0] for text in texts]
+    pairs = zip(found, expected, strict=True)
+    return all(torch.equal(*pair) if exactly else agree(*pair, alone.dtype) for pair in pairs)
+
+
+def _logits(runner: RowsRunner | ModelRunner, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Logits `[reads, vocabulary]` for each text: of two steps with a tree for each, the second behind the first."""
     found: list[list[torch.Tensor]] = [[] for _ in texts]
     for pending in (texts, [text[:1] for text in texts]):
