@@ -15,8 +15,9 @@ import torch
 import lookahead.core.cost_model as cost_model
 from lookahead import InvalidArgumentError
 from lookahead.backends.transformers.cost_store import CostStore, StoredCost, default_folder, describe_setting
+from lookahead.backends.transformers.first_guess import first_guess
 from lookahead.core.cost_model import GRID, MEMORY, TRUST, CostModel, bucket, isotonic
-from model_zoo import build
+from model_zoo import build, in_type
 
 SIZES = np.arange(1, 257)
 
@@ -298,3 +299,15 @@ def test_the_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("platformdirs.user_cache_path", lambda name, appauthor: tmp_path / name)
     assert default_folder() == tmp_path / "lookahead-decoding" / "cost"
     assert CostStore().folder == default_folder()
+
+
+@pytest.mark.parametrize("packs", [False, True, "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_first_guess_goes_by_how_the_processor_multiplies(dtype: torch.dtype, packs: bool | str) -> None:
+    costs = first_guess(in_type("llama", dtype), packs)
+    sizes = [costs.relative(nodes, 100) for nodes in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
+    assert not costs.in_seconds
+    assert sizes[0] == 1.0
+    assert sizes == sorted(sizes)
+    # Never dearer than a step for each node, and not for free beyond a few rows.
+    assert all(1.02 <= cost <= nodes for cost, nodes in zip(sizes[3:], (8, 16, 32, 64, 128, 256), strict=True))

@@ -13,14 +13,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lookahead.backends.transformers.cost_store import CostStore, StoredCost, describe_setting, device_name
+from lookahead.backends.transformers.cost_store import (
+    CostStore,
+    StoredCost,
+    describe_setting,
+    device_name,
+    engine_setting,
+)
 from lookahead.backends.transformers.tuning import CONTEXTS, NODE_COUNTS, Measurement, Point, measure, timings
 from lookahead.bench.plots import require_matplotlib
 from lookahead.cli import process
 from lookahead.cli.loading import LoadedModel, load_model, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress, print_json
 from lookahead.cli.settings import TuneSettings
-from lookahead.config import MAX_NODES_PER_STEP
+from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 from lookahead.core.cost_model import CostModel
 from lookahead.errors import InvalidArgumentError
 
@@ -93,7 +99,7 @@ def _measure(
             bar.update(task, advance=1, description=what, refresh=True)
 
         with memory:
-            return measure(loaded.model, nodes, contexts, settings.repeats, progress, settings.pack_weights)
+            return measure(loaded.model, nodes, contexts, settings.repeats, progress, settings.packing)
 
 
 def measurement_table(measured: Measurement, cost: CostModel) -> Table:
@@ -163,7 +169,7 @@ def _report(
 
 
 def _setting(settings: TuneSettings, loaded: LoadedModel) -> dict[str, Any]:
-    return describe_setting(loaded.model, {"pack_weights": settings.pack_weights})
+    return describe_setting(loaded.model, engine_setting(LookaheadConfig(pack_weights=settings.packing)))
 
 
 def check_plot(path: Path) -> None:

@@ -14,6 +14,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.json_file import cache_folder, file_about, read_about, write_about
+from lookahead.config import LookaheadConfig
 from lookahead.core.cost_model import CostModel
 from lookahead.errors import InvalidArgumentError
 from lookahead.version import __version__
@@ -105,7 +106,7 @@ def describe_setting(model: PreTrainedModel, engine: Mapping[str, Any] | None = 
 
     Args:
         model: The model, on its device.
-        engine: Options of the engine that change how fast it is, by name.
+        engine: See `engine_setting`.
     """
     config = model.config.get_text_config(decoder=True)
     weights = list(model.parameters())
@@ -128,6 +129,16 @@ def describe_setting(model: PreTrainedModel, engine: Mapping[str, Any] | None = 
             "transformers": transformers.__version__,
         },
     }
+
+
+def engine_setting(config: LookaheadConfig) -> dict[str, Any]:
+    """The options of the engine that change how fast it is, by name."""
+    setting: dict[str, Any] = {"pack_weights": config.pack_weights}
+    if config.engine != "dynamic":
+        setting["engine"] = config.engine
+    if config.invariant:
+        setting["invariant"] = True
+    return setting
 
 
 def device_name(device: torch.device) -> str:

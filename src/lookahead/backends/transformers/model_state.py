@@ -7,13 +7,14 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.cost_store import CostStore, describe_setting
+from lookahead.backends.transformers.cost_store import CostStore, describe_setting, engine_setting
+from lookahead.backends.transformers.first_guess import first_guess
 from lookahead.backends.transformers.identity import model_identity
 from lookahead.backends.transformers.memory_file import MemoryFile
 from lookahead.config import MEMORY_SCOPES, LookaheadConfig
@@ -120,11 +121,8 @@ def draft_account(model: PreTrainedModel, config: LookaheadConfig, rows: int, te
 
 def _stored_costs(model: PreTrainedModel, config: LookaheadConfig) -> CostModel:
     """What `lookahead tune` measured, else a first guess."""
-    engine: dict[str, Any] = {} if config.engine == "dynamic" else {"engine": config.engine}
-    if config.invariant:
-        engine["invariant"] = True
-    stored = CostStore().load(describe_setting(model, {"pack_weights": config.pack_weights, **engine}))
-    return CostModel.prior() if stored is None else stored.cost
+    stored = CostStore().load(describe_setting(model, engine_setting(config)))
+    return first_guess(model, config.pack_weights) if stored is None else stored.cost
 
 
 def neighbours(model: PreTrainedModel) -> EmbeddingNeighbours | None:
