@@ -45,6 +45,7 @@ PROBES = {
     "grammar": "answers that follow a JSON schema: steps with what the grammar knows, and without",
     "load": "a public load generator against the server, with drafts and without, and transformers serve",
     "prediction": "edits of code with the file as the request's prediction, and without",
+    "int8": "what rounding weights to eight bits changes",
     "precision": "how often texts of 16-bit models differ from plain decoding's",
     "invariant": "what a step costs with invariant=True, and without",
     "same_bits": "whether every logit of invariant texts has the bits of plain decoding",

@@ -67,7 +67,7 @@ class ChainResources:
 def _check_settings(model: PreTrainedModel, config: LookaheadConfig) -> None:
     name = type(model).__name__
     for setting in ("pack_weights", "invariant"):
-        if getattr(config, setting):
+        if value := getattr(config, setting):
             raise UnsupportedArgumentError(
-                f"{setting}=True is not possible for {name}, which keeps a running state; use {setting}=False"
+                f"{setting}={value!r} is not possible for {name}, which keeps a running state; use {setting}=False"
             )

@@ -65,8 +65,8 @@ def _check(model: GGUFModel, prompts: Prompts, config: LookaheadConfig) -> None:
     if prompts.cache is not None:
         raise no_cache()
     if config.pack_weights or config.invariant or config.engine != "dynamic":
-        what = "pack_weights=True" if config.pack_weights else f"engine={config.engine!r}"
-        what = "invariant=True" if config.invariant else what
+        what = f"pack_weights={config.pack_weights!r}" if config.pack_weights else f"engine={config.engine!r}"
+        what = "invariant=True" if config.invariant and not config.pack_weights else what
         raise InvalidArgumentError(f"{what} is about models of transformers, but this is a GGUF model; leave it out")
     if prompts.rows > MOST_SEQUENCES:
         raise InvalidArgumentError(

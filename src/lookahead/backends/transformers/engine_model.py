@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 
 import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers import folded_attention, tree_attention
-from lookahead.backends.transformers.check_pass import agree, check_logits
+from lookahead.backends.transformers.check_pass import agree, are_near, check_logits
 from lookahead.backends.transformers.folded_attention import FOLDED_SDPA
+from lookahead.backends.transformers.int8_linear import check_int8
 from lookahead.backends.transformers.invariant import attention as invariant_attention
 from lookahead.backends.transformers.invariant.attention import LEAST_NODES
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
@@ -22,15 +24,16 @@ from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.packed_linear import check_packing
 from lookahead.backends.transformers.preserved_state import preserved_state
 from lookahead.backends.transformers.shared_clone import SharedClone, all_modules, can_be_cloned, structure
+from lookahead.config import INT8
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
-MakeClone = Callable[[PreTrainedModel, str | None, bool], SharedClone | str]
+MakeClone = Callable[[PreTrainedModel, str | None, bool | str], SharedClone | str]
 """Makes a clone, given the model, the attention of the clone, and whether to pack its weights, and tries it. Gives a
 reason in its place if it is not right."""
 
 
 def engine_model(
-    model: PreTrainedModel, pack_weights: bool = False, static: bool = False, invariant: bool = False
+    model: PreTrainedModel, pack_weights: bool | str = False, static: bool = False, invariant: bool = False
 ) -> PreTrainedModel:
     """The module that runs the trees of `model`, which itself is not changed. Made and checked once per model object.
 
@@ -46,8 +49,8 @@ def engine_model(
     """
     check_model(model)
     if pack_weights:
-        _check_packing(model)
-    if invariant:
+        _check_packing(model, pack_weights)
+    if invariant or pack_weights == INT8:
         _check_invariant(model, static)
         attention: str | None = INVARIANT
     else:
@@ -57,16 +60,17 @@ def engine_model(
     clone = clone_for(model, attention, pack_weights, _tried_clone)
     if isinstance(clone, SharedClone):
         return clone.module
-    for name, asked in (("invariant", invariant), ("pack_weights", pack_weights)):
+    asked_for = (("pack_weights", pack_weights), ("invariant", invariant))  # int8 asks for both
+    for name, asked in asked_for if pack_weights == INT8 else reversed(asked_for):
         if asked:
             raise UnsupportedArgumentError(
-                f"{name}=True is not possible for this {type(model).__name__}: {clone}; use {name}=False"
+                f"{name}={asked!r} is not possible for this {type(model).__name__}: {clone}; use {name}=False"
             )
     return model
 
 
 def clone_for(
-    model: PreTrainedModel, attention: str | None, pack_weights: bool, make: MakeClone
+    model: PreTrainedModel, attention: str | None, pack_weights: bool | str, make: MakeClone
 ) -> SharedClone | str | None:
     """The clone that is kept for these settings, after an update; what `make` makes if none fits: a clone, or the
     reason why none is right."""
@@ -75,7 +79,7 @@ def clone_for(
 
 
 def _clone_for(
-    model: PreTrainedModel, attention: str | None, pack_weights: bool, make: MakeClone
+    model: PreTrainedModel, attention: str | None, pack_weights: bool | str, make: MakeClone
 ) -> SharedClone | str | None:
     setting = (model.config._attn_implementation, attention, model.dtype, pack_weights)
     clones = state_of(model).clones
@@ -113,12 +117,16 @@ def _attention_for_trees(model: PreTrainedModel, static: bool) -> str | None:
     return FOLDED_SDPA if folds else None
 
 
-def _check_packing(model: PreTrainedModel) -> None:
+def _check_packing(model: PreTrainedModel, pack_weights: bool | str) -> None:
     name = type(model).__name__
-    check_packing()
+    if pack_weights == INT8:
+        check_int8()
+    else:
+        check_packing()
     if model.device.type != "cpu":
         raise UnsupportedArgumentError(
-            f"pack_weights=True is for models on the CPU; this {name} is on {model.device}: use pack_weights=False"
+            f"pack_weights={pack_weights!r} is for models on the CPU; this {name} is on {model.device}: use "
+            "pack_weights=False"
         )
 
 
@@ -132,7 +140,7 @@ def _check_invariant(model: PreTrainedModel, static: bool) -> None:
         )
 
 
-def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bool) -> SharedClone | str:
+def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bool | str) -> SharedClone | str:
     """A clone that does what the model does; a reason in its place if there is none."""
     if not can_be_cloned(model):
         return "it was compiled, or a hook stands in for the forward pass of one of its modules"
@@ -145,8 +153,9 @@ def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bo
             check_trees(clone.module)
         except UnsupportedModelError as error:
             return f"a clone of it that shares its weights fails ({error})"
-        same = (trees or agree(_plain_logits(clone.module), _plain_logits(model), model.dtype)) and agree(
-            check_logits(ModelRunner(clone.module, 1)), check_logits(ModelRunner(model, 1)), model.dtype
+        alike = partial(agree, dtype=model.dtype) if pack_weights != INT8 else are_near
+        same = (trees or alike(_plain_logits(clone.module), _plain_logits(model))) and alike(
+            check_logits(ModelRunner(clone.module, 1)), check_logits(ModelRunner(model, 1))
         )
         uneven = same and trees and not is_invariant(clone.module)
     if trees and least_rows(clone.module) > 1:

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.backends.transformers.int8_linear import Int8Linear
 from lookahead.backends.transformers.invariant.attention import LEAST_NODES, PACKED_ROWS
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
 from lookahead.backends.transformers.invariant.modules import FINDINGS, empty_module, invariant_kind
 from lookahead.backends.transformers.packed_linear import PACKED_WEIGHT, PackedLinear, can_pack
+from lookahead.config import INT8
 
 _ITS_OWN = frozenset({"_modules", "config", "generate", PACKED_WEIGHT, FINDINGS, LEAST_NODES})
 """Attributes that the modules of a clone do not share. `generate`, where it is attached, refers to the model."""
@@ -46,7 +48,7 @@ def all_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def structure(modules: Sequence[torch.nn.Module], pack_weights: bool) -> list[object]:
+def structure(modules: Sequence[torch.nn.Module], pack_weights: bool | str) -> list[object]:
     """The module tree, its configurations, and hooks in it. Equal lists mean that a clone still fits.
 
     Parameters and buffers are no part of it, since a clone looks them up in the model. Modules are weakly referenced:
@@ -72,7 +74,7 @@ def structure(modules: Sequence[torch.nn.Module], pack_weights: bool) -> list[ob
                 configs[id(config)] = f"{vars(config) if hasattr(config, '__dict__') else config!r}"
             part.append(configs.get(id(config)))
         if pack_weights:
-            part.append(can_pack(module))
+            part.append(can_pack(module, pack_weights))
         if _runs_others(module):
             part.append("forward")
         parts.append(part)
@@ -93,13 +95,13 @@ class SharedClone:
         attention: What the clone's layers use where the model's use `sdpa`, registered with transformers; `sdpa` as
             well if not given. Invariant attention takes the place of `eager`, too, and its products and activations
             are those of `invariant_kind`.
-        pack_weights: Replace the clone's linear layers with `PackedLinear`.
+        pack_weights: Replace the clone's linear layers with `PackedLinear`, or with `Int8Linear`.
 
     Attributes:
         module: The clone itself.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: str | None, pack_weights: bool) -> None:
+    def __init__(self, model: PreTrainedModel, attention: str | None, pack_weights: bool | str) -> None:
         self._attention = attention
         self._pack_weights = pack_weights
         self._clones: dict[int, torch.nn.Module] = {}  # by the id of the module that each stands for
@@ -168,7 +170,8 @@ class SharedClone:
 
     def _new_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """An empty module to stand for `module`, or `module` itself where that is to be shared."""
-        kind = PackedLinear if self._pack_weights and can_pack(module) else module.__class__
+        packed = Int8Linear if self._pack_weights == INT8 else PackedLinear
+        kind = packed if self._pack_weights and can_pack(module, self._pack_weights) else module.__class__
         if self._is_invariant:
             kind = invariant_kind(module, kind)
         if kind is module.__class__ and not module._parameters and not module._modules:

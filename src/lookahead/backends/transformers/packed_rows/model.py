@@ -28,7 +28,7 @@ _TEXTS = ((5, 11, 7, 3, 13, 2), (17, 19, 23), (29, 5, 31, 37))
 """Short texts that share a pass in the equivalence check."""
 
 
-def rows_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> RowsRunner:
+def rows_runner(model: PreTrainedModel, pack_weights: bool | str = False, invariant: bool = False) -> RowsRunner:
     """What runs rows of `model` that come and go: packed into one row of tokens, or padded where that cannot be.
 
     Args:
@@ -61,7 +61,7 @@ def rows_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: b
     return runner
 
 
-def packed_rows_model(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> PreTrainedModel:
+def packed_rows_model(model: PreTrainedModel, pack_weights: bool | str = False, invariant: bool = False) -> PreTrainedModel:
     """A clone of `model` for `PackedRowsRunner`, with the model's own weights. Made and tried once per model object.
 
     Arguments as for `rows_runner`.
@@ -76,7 +76,7 @@ def packed_rows_model(model: PreTrainedModel, pack_weights: bool = False, invari
     return clone
 
 
-def _packed_rows_model(model: PreTrainedModel, pack_weights: bool, invariant: bool) -> PreTrainedModel | str:
+def _packed_rows_model(model: PreTrainedModel, pack_weights: bool | str, invariant: bool) -> PreTrainedModel | str:
     """The clone, or why there is none."""
     check_model(model)
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
@@ -95,7 +95,7 @@ def _packed_rows_model(model: PreTrainedModel, pack_weights: bool, invariant: bo
     return clone.module if isinstance(clone, SharedClone) else str(clone)
 
 
-def _tried_clone(model: PreTrainedModel, name: str | None, pack_weights: bool) -> SharedClone | str:
+def _tried_clone(model: PreTrainedModel, name: str | None, pack_weights: bool | str) -> SharedClone | str:
     attention.register()
     clone = SharedClone(model, name, pack_weights)
     packed = PackedRowsRunner(clone.module)
