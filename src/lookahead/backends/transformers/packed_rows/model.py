@@ -61,7 +61,9 @@ def rows_runner(model: PreTrainedModel, pack_weights: bool | str = False, invari
     return runner
 
 
-def packed_rows_model(model: PreTrainedModel, pack_weights: bool | str = False, invariant: bool = False) -> PreTrainedModel:
+def packed_rows_model(
+    model: PreTrainedModel, pack_weights: bool | str = False, invariant: bool = False
+) -> PreTrainedModel:
     """A clone of `model` for `PackedRowsRunner`, with the model's own weights. Made and tried once per model object.
 
     Arguments as for `rows_runner`.
