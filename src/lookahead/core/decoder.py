@@ -158,6 +158,6 @@ def _settle(sequence: SequenceState, outputs: NodeOutputs, walk: Walk) -> tuple[
     sequence.finished = walk.stopped
     shaping = sequence.sampler.shaping if sequence.sampler.samples else None
     listed = outputs.top_ids, outputs.top_probabilities
-    result = StepResult(tree, outputs.predictions, walk.path, walk.tokens, *listed, shaping)
+    result = StepResult(tree, lambda: outputs.predictions, walk.path, walk.tokens, *listed, shaping)
     sequence.drafter.observe(result)
     return result, StepRecord(sequence.index, sequence.steps, walk.tokens, len(tree) - tree.root, sequence.finished)

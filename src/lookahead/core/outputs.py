@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -37,8 +38,7 @@ class StepResult:
 
     Attributes:
         tree: The tree that was sent.
-        predictions: For each node of the tree the model's likeliest next token after it (greedy, from the
-            unprocessed logits), `[nodes]` int64; -1 where the prediction was not read.
+        predicted: `predictions`, or a function that finds them: a drafter that rests has no use for them.
         path: The accepted candidate nodes, from below the root downwards.
         tokens: The tokens the step added to the text: those of `path`, and the one selected after it.
         top_ids: For each node the model's likeliest next tokens, likeliest first, `[nodes, top_k]` int64; -1 where
@@ -49,12 +49,18 @@ class StepResult:
     """
 
     tree: TokenTree
-    predictions: NDArray[np.int64]
+    predicted: NDArray[np.int64] | Callable[[], NDArray[np.int64]]
     path: list[int]
     tokens: list[int]
     top_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
     top_probabilities: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), dtype=np.float32))
     shaping: Shaping | None = None
+
+    @property
+    def predictions(self) -> NDArray[np.int64]:
+        """For each node of the tree the model's likeliest next token after it (greedy, from the unprocessed logits),
+        `[nodes]` int64; -1 where the prediction was not read."""
+        return self.predicted() if callable(self.predicted) else self.predicted
 
     @property
     def samples(self) -> bool:
