@@ -118,6 +118,7 @@ plots: $(VENV)/installed  ## Draw the plots of docs/ anew from benchmarks/result
 	cp $(addprefix build/plots/,$(PLOTS)) docs/images/bench
 	$(BIN)/lookahead bench report $(addprefix benchmarks/results/bench/,paper-grid.jsonl paper-tasks.jsonl) --plots build/plots/paper
 	cp $(addprefix build/plots/paper/,$(PAPER_PLOTS)) docs/images/paper
+	$(BIN)/python tools/replay_plot.py docs/images/replay benchmarks/results/replay.jsonl
 
 pictures: $(VENV)/installed  ## Draw the pictures of docs/method.md from a real run of the demo model
 	$(BIN)/python tools/method_pictures.py docs/images
