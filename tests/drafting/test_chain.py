@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 
 from lookahead import LookaheadConfig, UnsupportedArgumentError
 from lookahead.core.chain_budget import ChainBudget
+from lookahead.core.cost_model import CostModel
 from lookahead.core.draft_account import DraftAccount
 from lookahead.core.outputs import StepResult
+from lookahead.core.shared_budget import SharedBudget
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting import build_chain_drafter
+from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, build_chain_drafter
 from lookahead.drafting.chain import ChainDrafter
 
 
@@ -136,3 +138,41 @@ def test_chosen_is_the_best_rate_when_tokens_are_sent_again(seed: int) -> None:
 def test_the_paper_needs_trees() -> None:
     with pytest.raises(UnsupportedArgumentError, match="preset='paper'"):
         build_chain_drafter(LookaheadConfig(preset="paper"))
+
+
+@pytest.mark.parametrize("sketched", [2, 8])
+def test_a_grown_chain_is_the_best_path_of_the_tree_and_what_is_likeliest_after_it(sketched: int) -> None:
+    random, depth = Random(0), 16
+    text = [random.randrange(3) for _ in range(300)]
+    plain = AutoDrafter(DraftMemory(), ContextMatches(), None, sketched, explore=False)
+    grown = AutoDrafter(DraftMemory(), ContextMatches(), None, sketched, explore=False, chain=depth)
+    trees = []
+    for drafter in (plain, grown):
+        drafter.start(text)
+        trees.append(TokenTree(text[-1:], depth))
+        drafter.propose(trees[-1])
+    sketch, tree = trees
+    assert (tree.tokens[: len(sketch)], tree.parents[: len(sketch)]) == (sketch.tokens, sketch.parents)
+    added = range(len(sketch), len(tree))
+    assert added, "the best path of so small a tree is not as deep as this"
+    assert [tree.parents[node] for node in added[1:]] == list(added)[:-1]
+    assert max(tree.depths) <= depth
+    expected = [0.0]
+    for node, probability in enumerate(plain.path_probabilities.tolist(), 1):
+        expected.append(expected[sketch.parents[node]] + probability)
+    assert tree.parents[added[0]] == int(np.argmax(expected))
+    assert (np.diff(grown.path_probabilities[len(sketch) - 1 :]) <= 0).all()
+
+
+def test_a_budget_shared_with_others_cuts_chains() -> None:
+    shared = SharedBudget(lambda rows, temperature: DraftAccount(CostModel.prior()), nodes=5)
+    drafters = [
+        ChainDrafter(Proposer([0, 1, 2, 3], likely), shared.row()) for likely in ([0.9, 0.8, 0.7, 0.6], [0.5] * 4)
+    ]
+    shared.begin(2)
+    trees = [TokenTree([1]), TokenTree([2])]
+    for drafter, tree in zip(drafters, trees, strict=True):
+        drafter.start([tree.tokens[0]])
+        drafter.propose(tree)
+    shared.share_out(trees)
+    assert [tree.tokens for tree in trees] == [[1, 100, 101, 102], [2]]

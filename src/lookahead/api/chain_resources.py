@@ -7,8 +7,8 @@ from transformers.cache_utils import Cache
 
 from lookahead.api.prompts import Prompts
 from lookahead.api.text_limits import check_chain_text
+from lookahead.backends.step_clock import step_clock
 from lookahead.backends.transformers import ChainCache, ChainRunner, SavedState, chain_engine, check_states, equivalence
-from lookahead.backends.transformers.step_clock import step_clock
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 from lookahead.errors import UnsupportedArgumentError
 

@@ -13,6 +13,7 @@ from lookahead.api.gguf.model import GGUFModel
 from lookahead.api.gguf.resources import GGUFResources
 from lookahead.api.prompts import Prompts
 from lookahead.api.text_limits import check_text
+from lookahead.backends.step_clock import step_clock
 from lookahead.backends.transformers import (
     ModelRunner,
     StaticBuffers,
@@ -24,7 +25,6 @@ from lookahead.backends.transformers import (
     runs_on_chains,
 )
 from lookahead.backends.transformers.invariant.modules import least_rows
-from lookahead.backends.transformers.step_clock import step_clock
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 
 

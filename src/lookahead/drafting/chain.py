@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
+from lookahead.core.budget import StepBudget
 from lookahead.core.chain_budget import ChainBudget
 from lookahead.core.drafter import Drafter
 from lookahead.core.outputs import StepResult
@@ -38,8 +39,9 @@ class ChainDrafter:
         budget: Nodes of a step at most, pending tokens not counted but the root, or what chooses them.
     """
 
-    def __init__(self, drafter: Drafter, budget: int | ChainBudget) -> None:
+    def __init__(self, drafter: Drafter, budget: int | StepBudget) -> None:
         self._drafter = drafter
+        self._scored = drafter if isinstance(drafter, ScoredDrafter) else None
         self._most = budget - 1 if isinstance(budget, int) else MOST_CHOSEN_NODES
         self._budget = None if isinstance(budget, int) else budget
         self._length = 0  # of the text
@@ -75,16 +77,24 @@ class ChainDrafter:
         self._drafter.propose(sketch)
         if self._prompt:  # later pending tokens were read already, as candidates
             tree.needs_logits[:] = sketch.needs_logits[: len(tree)]
-        scores = self._drafter.path_probabilities if isinstance(self._drafter, ScoredDrafter) else None
+        scores = None if self._scored is None else self._scored.path_probabilities
         path = _first_path(sketch) if scores is None else _best_path(sketch, scores)
         path = path[: self._most]
-        if self._budget is not None and scores is not None:
-            likely = scores[np.array(path, dtype=np.int64) - sketch.root - 1]
+
+        def send(count: int) -> None:
+            tree.add_candidates([sketch.tokens[node] for node in path[:count]])
+            self._places = [*range(sketch.root + 1), *path[:count]]
+            self._sketch, self._tree = sketch, tree
+
+        if self._budget is None or scores is None:
+            send(len(path))
+            return
+        likely = scores[np.array(path, dtype=np.int64) - sketch.root - 1]
+        if isinstance(self._budget, ChainBudget):
             self._budget.offer_chain(likely, tree.root + 1, self._length)
-            path = path[: self._budget.chosen]
-        tree.add_candidates([sketch.tokens[node] for node in path])
-        self._places = [*range(sketch.root + 1), *path]
-        self._sketch, self._tree = sketch, tree
+        else:
+            self._budget.offer(likely, self._length)
+        self._budget.when_chosen(send)
 
     def explain(self, tree: TokenTree) -> Explanation:
         """What the drafter says of those nodes that were sent."""

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from lookahead.api.arguments import check_config
 from lookahead.api.gguf.model import GGUFModel
 from lookahead.api.prediction import token_ids
+from lookahead.backends.step_clock import step_clock
 from lookahead.backends.transformers.model_state import draft_account
 from lookahead.backends.transformers.packed_rows.model import rows_runner
-from lookahead.backends.transformers.step_clock import step_clock
 from lookahead.config import LookaheadConfig
 from lookahead.core.decoder import Batch, step, verify
 from lookahead.core.shared_budget import SharedBudget

@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 from lookahead.backends.transformers.cost_store import CostStore, describe_setting, engine_setting
 from lookahead.backends.transformers.first_guess import first_guess
 from lookahead.backends.transformers.identity import model_identity
-from lookahead.backends.transformers.memory_file import MemoryFile
 from lookahead.config import MEMORY_SCOPES, LookaheadConfig
 from lookahead.core.cost_model import CostModel
 from lookahead.core.draft_account import DraftAccount
 from lookahead.drafting import DraftMemory, EmbeddingNeighbours, NGramMemory
 from lookahead.drafting.auto.embedding_neighbours import COORDINATES
+from lookahead.drafting.memory_file import MemoryFile
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 
 if TYPE_CHECKING:

@@ -59,6 +59,8 @@ class AutoDrafter:
         continuations: Draft after the root what the model said after the tokens that were tried in its place.
         sources: What else lists paths before each step; each serves this sequence alone.
         surest: Highest probability that a token is given after another.
+        chain: Levels to which the path that promises the most tokens is grown beyond the nodes of a step, for those
+            who send nothing but that path. Nodes are in no order of probability then.
 
     Raises:
         InvalidArgumentError: The budget is less than one node.
@@ -77,15 +79,17 @@ class AutoDrafter:
         continuations: bool = True,
         sources: Sequence[Source] = (),
         surest: float = SUREST,
+        chain: int = 0,
     ) -> None:
         if isinstance(budget, int):
             most = budget
-        self.budget: StepBudget = FixedBudget(budget) if isinstance(budget, int) else budget
+        self.budget: StepBudget = FixedBudget(budget + chain) if isinstance(budget, int) else budget
         self.memory = DraftMemory(NGramMemory(1, 1, 1)) if memory is None else memory
         self._top_k = 0 if memory is None else memory.ngrams.top_k
         self.matches = matches
         self.window = window
         self._most = most - 1
+        self._kept = self._most + chain
         self._read_prompt = warm_up
         self._recent = RecentPredictions(explore)
         self._notes_predictions = explore or neighbours is not None
@@ -93,7 +97,7 @@ class AutoDrafter:
         self._searched = self._most * (_SEARCHED_WHERE_FORBIDDEN if self._permits.asks else 1)
         names = [RejectedSiblings.name, *(source.name for source in sources)]
         with self.memory.lock:
-            self._search = TreeSearch(self._searched, self.memory, neighbours, names, surest)
+            self._search = TreeSearch(self._searched, self.memory, neighbours, names, surest, chain)
         self._takes_continuations = continuations
         self._siblings = RejectedSiblings(self._search.nodes, self.memory.ngrams.top_k)
         self._sources: list[Source] = [self._siblings, *sources]
@@ -160,7 +164,7 @@ class AutoDrafter:
             likely = self._search.path_probabilities
             if self._trust.is_lost:
                 likely = likely[: np.count_nonzero(likely >= _LEAST_UNTRUSTED)]
-            rows = self._permits.rows(*self._search.found(len(likely)))[: self._most + 1]
+            rows = self._permits.rows(*self._search.found(len(likely)))[: self._kept + 1]
             more = self.budget.offer(likely[rows[1:] - 1], self._length)
             if not more or len(rows) > self._most or limit == self._searched or len(likely) < limit:
                 break

@@ -42,6 +42,9 @@ _LEAST_ASKING = 0.3
 for less likely nodes did not help."""
 
 
+_LEAST_CHAINED = 0.001
+"""A chain grows no further than to where it is accepted with this probability."""
+
 SUREST = 0.999
 """Highest probability of a proposal, whatever it has been worth."""
 
@@ -69,6 +72,7 @@ class TreeSearch:
         neighbours: Which tokens resemble each other; none do if not given.
         listed: Names of the sources that list paths before each search.
         surest: Highest probability of a proposal, whatever it has been worth.
+        chain: Most levels that the best path is grown to, beyond these nodes.
 
     Attributes:
         nodes: The tree.
@@ -82,8 +86,11 @@ class TreeSearch:
         neighbours: EmbeddingNeighbours | None,
         listed: Sequence[str],
         surest: float = SUREST,
+        chain: int = 0,
     ) -> None:
         self._surest = surest
+        self._chain = chain
+        nodes += chain
         ngrams, acceptance = memory.ngrams, memory.acceptance
         self._memory = memory
         self._size = LONGEST + nodes + 1
@@ -138,7 +145,7 @@ class TreeSearch:
         self._proposals.table_nodes.fill(-1)
         arrays = map(loop_tuple, (self.nodes, self._proposals, sources, self._queue))
         own = loop_arrays(self._memory.acceptance.weights, self._context)
-        self._count = _search_tree(most, room, self.root, self._surest, *own, *arrays)
+        self._count = _search_tree(most, room, self.root, self._surest, self._chain, *own, *arrays)
         return self._count
 
     def found(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -287,12 +294,37 @@ def _try_recent(root: int, proposals: Proposals, sources: Sources, queue: PathQu
             push(row, probability_of(index, recent, sources.entries), queue)
 
 
+@inner
+def _end_of_best_path(root: int, count: int, nodes: Nodes) -> int:
+    """The last node of the path that promises the most tokens."""
+    best, most = root, 0.0
+    for node in range(root + 1, root + count + 1):
+        expected, at = 0.0, node
+        while at > root:
+            expected += nodes.probabilities[at]
+            at = nodes.parents[at]
+        if expected > most:
+            best, most = node, expected
+    return best
+
+
+@inner
+def _likeliest(node: int, nodes: Nodes, proposals: Proposals, queue: PathQueue) -> int:
+    """The proposal after a node whose path is the most probable; -1 if there is none."""
+    likeliest = -1
+    for row in range(nodes.starts[node], nodes.starts[node + 1]):
+        if likeliest < 0 or queue.probabilities[row] > queue.probabilities[likeliest]:
+            likeliest = row
+    return likeliest
+
+
 @compiled
 def _search_tree(
     most: int,
     room: int,
     root: int,
     surest: float,
+    chain: int,
     weights: NDArray[np.float64],
     context: NDArray[np.int64],
     nodes: Nodes,
@@ -302,11 +334,14 @@ def _search_tree(
 ) -> int:
     """Add the most probable unexplored continuation again and again, until there are `most` nodes; returns how many.
 
+    Then the path that promises the most tokens grows by its most probable continuation, to `chain` levels.
+
     Args:
         most: Nodes to find.
         room: Levels that fit below the root.
         root: The last node that is text.
         surest: Highest probability of a proposal.
+        chain: Levels of the best path; 0 leaves the tree as it is.
         weights: Those of `Acceptance`.
         context: Room for the last tokens of a path, `[LONGEST]`.
         nodes: The tree.
@@ -320,6 +355,7 @@ def _search_tree(
     nodes.depths[node] = 0
     nodes.probabilities[node] = 1.0
     count = 0
+    chains = False
     while True:
         begin = begin_node(proposals)
         open_below = nodes.depths[node] < room
@@ -332,14 +368,20 @@ def _search_tree(
             kind = kind_of(row, proposals, sources.columns)
             proposals.kinds[row] = kind
             worth = proposals.estimates[row] * sources.worth.factors[kind]
-            probability = nodes.probabilities[node] * min(worth, surest)
-            if is_useful(probability, most, queue):
-                push(row, probability, queue)
+            queue.probabilities[row] = nodes.probabilities[node] * min(worth, surest)
+            if not chains and is_useful(queue.probabilities[row], most, queue):
+                push(row, queue.probabilities[row], queue)
         if node == root and open_below:
             _try_recent(root, proposals, sources, queue)
-        if count == most or queue.counts[0] == 0:
-            return count
-        row = pop(queue)
+        if not chains and count < most and queue.counts[0] > 0:
+            row = pop(queue)
+        else:
+            if not chains:
+                node = _end_of_best_path(root, count, nodes)
+                chains = True
+            row = _likeliest(node, nodes, proposals, queue)
+            if nodes.depths[node] >= min(chain, room) or row < 0 or queue.probabilities[row] < _LEAST_CHAINED:
+                return count
         count += 1
         node = root + count
         nodes.tokens[node] = proposals.tokens[row]

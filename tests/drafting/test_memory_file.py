@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lookahead.backends.transformers.file_lock import exclusive
-from lookahead.backends.transformers.memory_file import MemoryFile
 from lookahead.drafting import DraftMemory, NGramMemory
 from lookahead.drafting.auto.ngram_entries import WAYS
+from lookahead.drafting.file_lock import exclusive
+from lookahead.drafting.memory_file import MemoryFile
 from lookahead.errors import InvalidArgumentError
 
 MODEL = "a model"

@@ -10,8 +10,8 @@ from pathlib import Path
 from threading import Lock
 from uuid import uuid4
 
-from lookahead.backends.transformers.file_lock import exclusive
 from lookahead.drafting import DraftMemory
+from lookahead.drafting.file_lock import exclusive
 from lookahead.errors import InvalidArgumentError
 
 _KINDS = {

@@ -1,0 +1,68 @@
+"""Measure drafts in vLLM: tokens per step of its engine and CPU time, beside its own `ngram` and `suffix`.
+
+Each number of drafted tokens is a process in vLLM's environment (`vllm_worker.py`), where the methods draft for the
+same engine in turns. Steps are those of the engine, counted from outside. Texts are greedy, go past their end, and are
+compared with those that the engine makes without drafts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from lookahead.bench.rows import Row
+from lookahead.demo import demo_model_path
+from lookahead.errors import LookaheadError
+from probe import Probe, Unit, option
+
+_WORKER = Path(__file__).with_name("vllm_worker.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure."""
+
+    python: str = option("build/vllm/bin/python", "Python of vLLM's environment; `make build/vllm` installs it")
+    data: str = option("../shared/data", "folder of the tasks")
+    tasks: tuple[str, ...] = option(("humaneval", "gsm8k", "code_edits"), "files of prompts, without their ending")
+    model: str = option(str(demo_model_path()), "folder of the model")
+    prompts: int = option(24, "take the first so many prompts")
+    new_tokens: int = option(96, "tokens to generate")
+    drafted: tuple[int, ...] = option((4, 8, 16), "most tokens that a request is given in a step")
+    batch: tuple[int, ...] = option((1, 16), "requests at once")
+
+
+def measure(options: Options, drafted: int, batch: int) -> Iterator[Row]:
+    """The rows of one process.
+
+    Raises:
+        LookaheadError: It failed.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = Path(scratch) / "rows.jsonl"
+        command = [options.python, str(_WORKER), "--model", options.model, "--output", str(rows)]
+        command += ["--drafted", str(drafted), "--batch", str(batch), "--prompts", str(options.prompts)]
+        command += ["--new-tokens", str(options.new_tokens)]
+        command += [str(Path(options.data) / f"{task}.jsonl") for task in options.tasks]
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        if done.returncode:
+            raise LookaheadError(f"vLLM with {drafted} drafted tokens failed: {done.stderr[-800:]}")
+        for line in rows.read_text(encoding="utf-8").splitlines():
+            yield json.loads(line)
+
+
+def probe(options: Options) -> Probe:
+    """The units: each number of drafted tokens with each number of requests."""
+    units = [
+        Unit(f"{drafted} drafted, {batch} at once", partial(measure, options, drafted, batch))
+        for batch in options.batch
+        for drafted in options.drafted
+    ]
+    about = {"model": {"name": Path(options.model).name}, "tasks": list(options.tasks)}
+    return Probe(units, {**about, "prompts": options.prompts, "new_tokens": options.new_tokens})

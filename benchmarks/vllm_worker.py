@@ -1,0 +1,186 @@
+"""What `benchmarks vllm_drafts` runs in vLLM's environment: one engine, whose drafts come from each method in turn.
+
+vLLM's own methods are its own objects, called with the arguments that vLLM gives them. They all draft for the same
+engine in the same process, prompt by prompt, so that what else the machine does disturbs them alike. Each keeps what it
+learned to itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+import torch
+import vllm
+
+METHODS = ("no drafts", "ngram", "suffix", "lookahead", "lookahead, full drafts")
+PROMPT_TOKENS = 700
+Row = dict[str, Any]
+
+
+class Switch:
+    """A proposer that hands on to one of several."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        # Here, for these import numba, beside which vLLM 0.32 does not start on CPUs.
+        from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+        from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
+
+        from lookahead.integrations.vllm import LookaheadProposer
+
+        self.config, self.active, self.runner = vllm_config, "no drafts", None
+        speculative = vllm_config.speculative_config
+        speculative.prompt_lookup_min, speculative.prompt_lookup_max = 2, 4
+        self._drafted = speculative.num_speculative_tokens
+        self.proposers: dict[str, Any] = {
+            "ngram": NgramProposer(vllm_config),
+            "suffix": SuffixDecodingProposer(vllm_config),
+        }
+        for adaptive in (True, False):
+            vllm_config.additional_config = {"lookahead": {"adaptive": adaptive}}
+            self.proposers["lookahead" if adaptive else "lookahead, full drafts"] = LookaheadProposer(vllm_config)
+        self.drafts = 0
+
+    def load_model(self, model: Any) -> None:
+        """Each proposer of this library reads the logits along, but only while it drafts."""
+        plain = model.compute_logits
+        self._readers = {}
+        for name in METHODS[3:]:
+            model.compute_logits = plain
+            self.proposers[name].load_model(model)
+            self._readers[name] = model.compute_logits
+        self._model, self._plain = model, plain
+        model.compute_logits = plain
+
+    def choose(self, name: str) -> None:
+        """Let this method draft from now on."""
+        self.active = name
+        self._model.compute_logits = self._readers.get(name, self._plain)
+
+    def propose(
+        self, sampled: Sequence[Sequence[int]], lengths: Any, tokens: Any, slot_mappings: Any
+    ) -> list[list[int]]:
+        """See vLLM."""
+        if self.active == "no drafts":
+            return [[] for _ in sampled]
+        proposer = self.proposers[self.active]
+        if self.active == "ngram":
+            drafts = proposer.propose(self._drafted, sampled, lengths, tokens, slot_mappings=slot_mappings)
+        elif self.active == "suffix":
+            drafts = proposer.propose(self._drafted, self.runner.input_batch, sampled, slot_mappings=slot_mappings)
+        else:
+            drafts = proposer.propose(sampled, lengths, tokens, slot_mappings=slot_mappings)
+        self.drafts += sum(map(len, drafts))
+        return drafts
+
+
+def prompts_of(path: Path, count: int) -> Iterator[str]:
+    """Texts of a file of prompts, or of edits: what to do, the file, and the beginning of the new one."""
+    for line in path.read_text(encoding="utf-8").splitlines()[:count]:
+        row = json.loads(line)
+        if "instruction" in row:
+            yield f"# {row['instruction']}\n\n# Before:\n{row['input']}\n\n# After:\n"
+        else:
+            yield row.get("prompt") or row["turns"][0]
+
+
+class Bench:
+    """One engine and all methods.
+
+    Args:
+        options: What to measure.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        drafts = {"method": "custom_class", "model": "vllm_worker.Switch", "num_speculative_tokens": options.drafted}
+        settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "disable_log_stats": True}
+        model = vllm.LLM(str(options.model), speculative_config=drafts, max_num_seqs=max(options.batch, 2), **settings)
+        torch.set_num_threads(1)
+        self._engine, self._tokenizer = model.llm_engine, model.get_tokenizer()
+        runner = self._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        self._switch = runner.drafter
+        self._switch.runner = runner
+        self._count = 0
+
+    def texts(self, task: str, prompts: Sequence[list[int]], new: int) -> tuple[list[list[int]], int, int, float]:
+        """Continue prompts, so many at once; returns texts, engine steps, drafted tokens and CPU seconds."""
+        asked = vllm.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        names, texts, running, steps = [], {}, 0, 0
+        self._switch.drafts = 0
+        waiting = list(prompts)[::-1]
+        begin = time.process_time()
+        while waiting or running:
+            while waiting and running < self._options.batch:
+                self._count += 1
+                names.append(str(self._count))
+                self._engine.add_request(names[-1], {"prompt_token_ids": waiting.pop()}, asked)
+                running += 1
+            for output in self._engine.step():
+                if output.finished:
+                    texts[output.request_id] = list(output.outputs[0].token_ids)
+                    running -= 1
+            steps += 1
+        seconds = time.process_time() - begin
+        by_number = sorted(texts, key=lambda name: int(name.split("-")[0]))
+        return [texts[name] for name in by_number], steps, self._switch.drafts, seconds
+
+    def rows(self, path: Path) -> Iterator[Row]:
+        """A row for each method."""
+        options = self._options
+        texts = [self._tokenizer(text).input_ids[-PROMPT_TOKENS:] for text in prompts_of(path, options.prompts + 1)]
+        warm, prompts = texts[-1], texts[:-1]
+        totals = {name: [0, 0, 0, 0.0, 0] for name in METHODS}
+        groups = [[prompt] for prompt in prompts] if options.batch == 1 else [prompts]
+        for turn, group in enumerate([[warm], *groups]):
+            found: dict[str, list[list[int]]] = {}
+            shift = turn % len(METHODS)
+            for name in (*METHODS[shift:], *METHODS[:shift]):
+                self._switch.choose(name)
+                found[name], steps, drafts, seconds = self.texts(path.stem, group, options.new_tokens)
+                if turn:
+                    measured = (sum(map(len, found[name])), steps, drafts, seconds, 0)
+                    totals[name] = [total + new for total, new in zip(totals[name], measured, strict=True)]
+            for name in METHODS if turn else ():
+                totals[name][4] += sum(map(list.__ne__, found[name], found["no drafts"]))
+        for name, (tokens, steps, drafts, seconds, differing) in totals.items():
+            row: Row = {"kind": "run", "task": path.stem, "drafted": options.drafted, "batch": options.batch}
+            row |= {"method": name, "prompts": len(prompts), "tokens": tokens, "steps": steps, "drafts": drafts}
+            row |= {"seconds": seconds, "differing": differing, "S": tokens / steps, "vllm": vllm.__version__}
+            row |= {"drafts_per_step": drafts / steps, "ms_per_token": 1000 * seconds / tokens}
+            if differing:
+                row["error"] = f"{name}, {path.stem}, {options.drafted} drafted tokens: {differing} texts differ"
+            yield row
+
+
+def main() -> None:
+    """Measure, and write the rows."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--drafted", type=int)
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--prompts", type=int)
+    parser.add_argument("--new-tokens", type=int)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("files", type=Path, nargs="+")
+    options = parser.parse_args()
+    bench = Bench(options)
+    rows = [row for path in options.files for row in bench.rows(path)]
+    options.output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

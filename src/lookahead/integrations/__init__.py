@@ -1,0 +1,1 @@
+"""Drafts for engines of others, which run and verify them."""
