@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # never touches thread settings.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quantized test-gguf test-page test-hostile test-vllm ray-serve ray-serve-llm bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
+.PHONY: help demo test test-quantized test-gguf test-page test-hostile test-vllm ray-serve bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -91,9 +91,6 @@ build/ray: constraints.txt | $(VENV)/installed
 
 ray-serve: build/ray  ## Two replicas of an engine under Ray Serve: 200 requests, and a replica is killed: benchmarks/results/ray-serve.jsonl
 	PYTHONPATH=build/ray $(BIN)/python examples/ray_serve.py --load --output benchmarks/results/ray-serve.jsonl
-
-ray-serve-llm: build/vllm  ## The same with Ray Serve LLM, vLLM and our drafts: benchmarks/results/ray-serve-llm.jsonl
-	$</bin/python examples/ray_serve_llm.py --load --output benchmarks/results/ray-serve-llm.jsonl
 
 test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled and 300 batched random cases, and 500 schedules of many requests, against transformers' own generate; and all tests marked exact
 	$(BIN)/python tests/support/run_exactness.py --cases 1000 --seed 0

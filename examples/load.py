@@ -1,0 +1,108 @@
+"""A load run for the examples: so many clients, one request after another each, and a replica that is killed meanwhile.
+
+Every request has to end in an answer or a clear error before its time-out; what did not is counted as hanging.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from statistics import median
+from typing import Any
+
+import psutil
+
+PROMPTS = (
+    "def quicksort(items):\n",
+    "class Stack:\n    def __init__(self):\n",
+    "import json\n\n\ndef read_lines(path):\n",
+    "def test_addition():\n",
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a request ended: `"answered"`, `"error"` or `"hanging"`; its HTTP status, seconds, and what was said."""
+
+    ended: str
+    status: int
+    seconds: float
+    body: Any
+
+
+def ask(port: int, path: str, body: dict[str, Any], headers: dict[str, str], timeout: float) -> Answer:
+    """Send one request."""
+    begin = time.monotonic()
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **headers})
+        response = connection.getresponse()
+        text = response.read()
+        seconds = time.monotonic() - begin
+        if response.status != 200:
+            return Answer("error", response.status, seconds, text.decode(errors="replace")[:300])
+        return Answer("answered", 200, seconds, json.loads(text))
+    except TimeoutError:
+        return Answer("hanging", 0, time.monotonic() - begin, "no answer before the time-out")
+    except (OSError, http.client.HTTPException) as error:
+        return Answer("error", 0, time.monotonic() - begin, repr(error))
+    finally:
+        connection.close()
+
+
+def replicas_of(deployment: str) -> list[int]:
+    """Process ids of the replicas of a deployment on this machine, oldest first; Ray writes it into their titles."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline", "create_time", "uids"]):
+        title = " ".join(process.info["cmdline"] or ())
+        if title.startswith("ray::ServeReplica:") and deployment in title and process.info["uids"].real == os.getuid():
+            found.append((process.info["create_time"], process.info["pid"]))
+    return [pid for _, pid in sorted(found)]
+
+
+def run(
+    send: Callable[[int], Answer], kill: Callable[[], int], requests: int, clients: int, kill_after: int
+) -> tuple[list[Answer], int]:
+    """Send requests 0, 1, ... from so many clients; kill a replica when so many have ended. Returns who was killed."""
+    numbers, lock, killed = count(), threading.Lock(), []
+    answers: list[Answer] = []
+
+    def client() -> None:
+        while (number := next(numbers)) < requests:
+            answer = send(number)
+            with lock:
+                answers.append(answer)
+                if len(answers) == kill_after:
+                    killed.append(kill())
+
+    threads = [threading.Thread(target=client) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers, killed[0]
+
+
+def kill_one(deployment: str) -> int:
+    """Kill the oldest replica of a deployment, as a crash would; returns its process id."""
+    pid = replicas_of(deployment)[0]
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def summary(answers: list[Answer], seconds: float) -> dict[str, Any]:
+    """Counts and latencies."""
+    times = sorted(answer.seconds for answer in answers)
+    row: dict[str, Any] = {"kind": "run", "requests": len(answers), "seconds": round(seconds, 2)}
+    row |= {ended: sum(answer.ended == ended for answer in answers) for ended in ("answered", "error", "hanging")}
+    row |= {"median_seconds": round(median(times), 3), "p99_seconds": round(times[int(0.99 * len(times))], 3)}
+    row |= {"longest_seconds": round(times[-1], 3)}
+    row["errors"] = sorted({f"{answer.status}: {answer.body}"[:200] for answer in answers if answer.ended == "error"})
+    return row
