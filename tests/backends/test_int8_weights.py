@@ -113,6 +113,15 @@ def test_other_words_and_processors_without_the_products_are_refused(monkeypatch
         decode(model_zoo.in_type("llama", torch.float32), PLAIN)
 
 
+def test_the_compiled_loop_rounds_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = torch.Generator().manual_seed(0)
+    rows = torch.cat([torch.randn(40, 333, generator=random), torch.arange(333)[None] - 166.5, torch.zeros(1, 333)])
+    found = rounded_rows(rows)
+    monkeypatch.setattr(int8_linear, "IS_COMPILED", False)
+    for got, expected in zip(found, rounded_rows(rows), strict=True):
+        assert torch.equal(got, expected)
+
+
 @needs_vnni
 def test_zeros_and_scales() -> None:
     whole, scales = rounded_rows(torch.tensor([[0.0, 0.0], [-2.0, 1.0]]))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lookahead.backends.transformers.packed_linear import PackedLinear, PackedWeight
+from lookahead.drafting.compiled import IS_COMPILED, compiled
 from lookahead.errors import UnsupportedArgumentError
 
 _LARGEST = 127
@@ -70,8 +73,27 @@ class Int8Weight(PackedWeight):
 def rounded_rows(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows `[rows, features]` of an input in bytes, 128 for 0, and their scales, `[rows, 1]` float32."""
     input = input.float()
+    if IS_COMPILED and not input.requires_grad:
+        whole, scales = torch.empty(input.shape, dtype=torch.uint8), torch.empty((len(input), 1))
+        _round(input.contiguous().numpy(), whole.numpy(), scales.numpy())
+        return whole, scales
     scales = torch.linalg.vector_norm(input, torch.inf, dim=-1, keepdim=True).clamp_min_(_TINY).div_(_LARGEST)
     return input.div(scales).round_().add_(_ZERO).to(torch.uint8), scales
+
+
+def _round_rows(input: NDArray[np.float32], whole: NDArray[np.uint8], scales: NDArray[np.float32]) -> None:
+    """`rounded_rows` in a quarter of the time."""
+    for row in range(input.shape[0]):
+        largest = np.float32(0)
+        for column in range(input.shape[1]):
+            largest = max(largest, abs(input[row, column]))
+        scale = max(largest, np.float32(_TINY)) / np.float32(_LARGEST)
+        scales[row, 0] = scale
+        for column in range(input.shape[1]):
+            whole[row, column] = np.uint8(np.int32(np.rint(input[row, column] / scale)) + _ZERO)
+
+
+_round = compiled(_round_rows, releases_gil=True, vectorizes=True)
 
 
 def check_int8() -> None:
