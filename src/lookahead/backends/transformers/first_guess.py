@@ -18,7 +18,7 @@ _CURVES = {
     ("oneDNN", False): (1.0, 1.04, 1.14, 1.3, 1.7, 2.5, 4.0, 7.2),
     ("oneDNN", True): (1.0, 1.05, 1.05, 1.2, 1.8, 2.9, 5.2, 9.8),
     ("rows", False): (1.0, 1.9, 3.6, 7.0, 14.0, 28.0, 56.0, 112.0),
-    (INT8, True): (1.0, 1.1, 1.15, 1.4, 2.0, 3.2, 5.9, 11.0),
+    (INT8, True): (1.0, 1.05, 1.05, 1.25, 1.6, 2.5, 4.2, 7.8),
 }
 """Time of a step of each of `_SIZES` nodes over that of one of one node, by kind of product and whether weights are
 packed. Measured with one thread and random Llamas of half a billion weights: AMX on Sapphire Rapids; float32, oneDNN
