@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Files of the root folder, and the pages that they become."""
 
-_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
+_LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
 _CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _log = logging.getLogger("mkdocs.hooks.site_pages")
 
@@ -33,7 +33,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     source = sources.get(path, f"docs/{path}")
 
     def put_right(match: re.Match[str]) -> str:
-        text, target = match.groups()
+        label, target = match.groups()
         if re.match(r"[a-z]+:|#", target):
             return match.group()
         file, mark, anchor = target.partition("#")
@@ -41,9 +41,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if not (ROOT / file).exists():
             _log.warning("%s links to %s, which is not there", source, target)
         if file in PAGES:
-            return f"[{text}]({PAGES[file]}{mark}{anchor})"
+            return f"{label}({PAGES[file]}{mark}{anchor})"
         if file.startswith("docs/"):
-            return f"[{text}]({file.removeprefix('docs/')}{mark}{anchor})"
+            return f"{label}({file.removeprefix('docs/')}{mark}{anchor})"
+        text = label.strip("![]")
         return f"{text} (`{file}`)" if text.strip("`") != file else f"`{file}`"
 
     parts, last = [], 0
