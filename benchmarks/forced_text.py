@@ -4,8 +4,9 @@ Recorded answers, edits of code, steps of agents and turns of talks, are written
 grammar or a tool's protocol makes a model write what it would not choose. What is drafted from the model's own
 predictions is wrong there; what is drafted from the text is not. For each case the methods take turns: plain
 `model.generate`, its prompt lookup (ten tokens at most: those that the processor, asked beforehand, allows),
-`context_matches` and `auto` at a number of nodes, and `auto` with as many as pay. Every text is compared with the
-recorded one. Times are CPU times of a call, the pass over the prompt included.
+`context_matches` and `auto` at a number of nodes, drafts from text alone, `auto` with as many nodes as pay, and the
+same with the unchanged code as the text that is expected, where there is one. Every text is compared with the recorded
+one. Times are CPU times of a call, the pass over the prompt included.
 
 S hardly depends on the size of the model: for that alone, `--layers 1 --hidden-size 64` will do. `--family granite` is
 a hybrid, which runs on chains; before its cases stands what copies of its states take.
@@ -15,11 +16,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from time import process_time
+from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
@@ -30,10 +32,15 @@ from lookahead.bench.forward_counter import ForwardCounter
 from lookahead.bench.models import BenchModel, sharing_weights
 from lookahead.bench.rows import Row
 from lookahead.core.token_tree import TokenTree
+from lookahead.drafting.text_only import build_text_drafter
 from lookahead.errors import InvalidArgumentError
 from probe import FAMILIES, Probe, Unit, generate, option, random_model
 
 PLAIN, LOOKUP = "transformers", "prompt lookup"
+PREDICTED = "auto, predicted text"
+LEAST = 0.2
+"""Least probability of a token that is drafted from text alone."""
+
 TASKS = ("edits", "traces", "talks")
 WARM_UP_TOKENS = 8
 COPIES = 5
@@ -60,17 +67,19 @@ class Options:
     max_prompt_tokens: int = option(1536, "take only so many tokens of the end of a prompt")
     max_new_tokens: int = option(256, "take only so many tokens of the beginning of an answer")
     nodes: int = option(16, "nodes of a step")
+    pack_weights: bool = option(False, "run this library's methods with packed weights")
     methods: tuple[str, ...] = option((), "of those above, by the names that rows have; all if not given")
     repeats: int = option(1, "runs of each method on each case")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt and the answer to be written, in tokens."""
+    """A prompt and the answer to be written, in tokens, and what is expected, if there is such a text."""
 
     id: str
     prompt: list[int]
     answer: list[int]
+    expected: list[int] = field(default_factory=list)
 
 
 class Forced(LogitsProcessor):
@@ -102,12 +111,17 @@ def methods_of(options: Options) -> dict[str, LookaheadConfig | None]:
         LOOKUP: None,
         f"context_matches, {nodes} nodes": LookaheadConfig(preset="context_matches", step_budget=nodes),
         f"auto, {nodes} nodes": LookaheadConfig(step_budget=nodes),
+        f"text only, {nodes} nodes": LookaheadConfig(drafter=partial(build_text_drafter, nodes, least=LEAST)),
         "auto": LookaheadConfig(),
+        PREDICTED: LookaheadConfig(),
     }
     unknown = [name for name in options.methods if name not in known]
     if unknown:
         raise InvalidArgumentError(f"--methods {unknown[0]!r} is none of {', '.join(map(repr, known))}")
-    return {name: known[name] for name in options.methods or known}
+    chosen = {name: known[name] for name in options.methods or known}
+    if not options.pack_weights:
+        return chosen
+    return {name: config and replace(config, pack_weights=True) for name, config in chosen.items()}
 
 
 def read_cases(path: Path, tokenizer: PreTrainedTokenizerBase, count: int, options: Options) -> list[Case]:
@@ -123,7 +137,10 @@ def read_cases(path: Path, tokenizer: PreTrainedTokenizerBase, count: int, optio
             raise InvalidArgumentError(f"{path.name} needs `id`, `output`, and `prompt` or `instruction` and `input`")
         prompt = row["prompt"] if "prompt" in row else f"{row['instruction']}\n\n{row['input']}\n\n"
         text, answer = tokenizer(prompt).input_ids, tokenizer(row["output"]).input_ids
-        cases.append(Case(str(row["id"]), text[-options.max_prompt_tokens :], answer[: options.max_new_tokens]))
+        expected = tokenizer(row["input"]).input_ids if "input" in row else []
+        cases.append(
+            Case(str(row["id"]), text[-options.max_prompt_tokens :], answer[: options.max_new_tokens], expected)
+        )
     return cases
 
 
@@ -140,6 +157,8 @@ class Bench:
         """A row for each method and repeat."""
         for repeat in range(self._repeats):
             for name in self._methods:
+                if name == PREDICTED and not case.expected:
+                    continue
                 output, nodes, lengths, seconds = self._run(name, case)
                 row: Row = {"kind": "run", "task": task, "id": case.id, "method": name, "repeat": repeat}
                 row |= {"prompt_tokens": len(case.prompt), "tokens": len(output), "steps": len(lengths)}
@@ -152,8 +171,7 @@ class Bench:
         config = self._methods[name]
         if self._models[name] is None:  # what is done once for a model is not measured
             self._models[name] = sharing_weights(self._loaded.model)
-            short = Case(case.id, case.prompt, case.answer[:WARM_UP_TOKENS])
-            self._call(name, short)
+            self._call(name, replace(case, answer=case.answer[:WARM_UP_TOKENS]))
         if config is not None or name == PLAIN:
             return self._call(name, case)
         with ForwardCounter(self._loaded.model, len(case.prompt)) as counter:
@@ -162,11 +180,13 @@ class Bench:
 
     def _call(self, name: str, case: Case) -> tuple[list[int], list[int], list[int], float]:
         config, ids = self._methods[name], torch.tensor([case.prompt])
-        lookup = {"prompt_lookup_num_tokens": 10} if name == LOOKUP else {}
+        more: dict[str, Any] = {"prompt_lookup_num_tokens": 10} if name == LOOKUP else {}
+        if name == PREDICTED:
+            more["prediction"] = torch.tensor(case.expected)
         processors = LogitsProcessorList([Forced(case)])
         begin = process_time()
         text, output = generate(
-            self._models[name], ids, config, max_new_tokens=len(case.answer), logits_processor=processors, **lookup
+            self._models[name], ids, config, max_new_tokens=len(case.answer), logits_processor=processors, **more
         )
         seconds = process_time() - begin
         if config is None:
@@ -215,4 +235,5 @@ def probe(options: Options) -> Probe:
         for case in () if task not in options.tasks else read_cases(Path(path), loaded.tokenizer, count, options):
             units.append(Unit(f"{task}, {case.id}", partial(bench.rows, task, case)))
     lengths = {"max_prompt_tokens": options.max_prompt_tokens, "max_new_tokens": options.max_new_tokens}
-    return Probe(units, {"model": loaded.settings(), **lengths, "methods": list(methods_of(options))})
+    settings = {**lengths, "pack_weights": options.pack_weights, "methods": list(methods_of(options))}
+    return Probe(units, {"model": loaded.settings(), **settings})
