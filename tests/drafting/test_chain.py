@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lookahead import LookaheadConfig, UnsupportedArgumentError
 from lookahead.core.chain_budget import ChainBudget
 from lookahead.core.cost_model import CostModel
-from lookahead.core.draft_account import DraftAccount
+from lookahead.core.draft_account import DraftAccount, StepTime
 from lookahead.core.outputs import StepResult
 from lookahead.core.shared_budget import SharedBudget
 from lookahead.core.token_tree import TokenTree
@@ -133,6 +133,20 @@ def test_chosen_is_the_best_rate_when_tokens_are_sent_again(seed: int) -> None:
     budget.offer_chain(likely, pending, 100)
     rates = [rate(nodes) * (1.02 / account.idle_cost if nodes == 0 else 1) for nodes in range(len(likely) + 1)]
     assert rates[budget.chosen] == pytest.approx(max(rates))
+
+
+def test_no_step_is_more_than_twice_as_large_as_one_that_was_run() -> None:
+    account = DraftAccount(CostModel.prior())
+    budget = ChainBudget(account)
+    sure = np.ones(60)
+    budget.offer_chain(sure, 3, 100)
+    assert 3 + budget.chosen == account.most_nodes == 8
+    budget.offer_chain(sure, 12, 100)
+    assert budget.chosen == 0
+    for nodes in (8, 16):
+        account.book(StepTime(nodes, 100, 1.0, nodes, 1, drafted=True))
+        budget.offer_chain(sure, 3, 100)
+        assert 3 + budget.chosen == 2 * nodes
 
 
 def test_the_paper_needs_trees() -> None:

@@ -15,7 +15,7 @@ class ChainBudget(ThroughputBudget):
 
     Where the draft is accepted as a whole, the next step has one pending token. Where it is not, the states are put
     back, and the tokens of this step and the pending ones before them are sent again: a step is charged with what
-    these will cost.
+    these will cost. No step is more than twice as large as one that was run, before it is known what large ones cost.
 
     Args:
         account: What steps cost and drafts bring.
@@ -33,9 +33,9 @@ class ChainBudget(ThroughputBudget):
             pending: Pending tokens before them, the root included.
             context: Tokens of text before the step.
         """
-        room = max(len(self._sizes) - pending, 0)
+        room = max(min(len(self._sizes), self._account.most_nodes) - pending, 0)
         self._offered = probabilities[:room]
-        if not len(self._offered):  # a prompt, to which nothing is added, may be longer than any step
+        if not len(self._offered):  # a prompt, to which nothing is added, or more pending tokens than were ever sent
             self.chosen = 0
             return
         probabilities = self._account.calibration.correct(self._offered)

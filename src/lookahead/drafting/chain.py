@@ -110,31 +110,39 @@ class ChainDrafter:
         drafted = result.tree is self._tree
         if self._budget is not None and drafted:
             self._budget.learn(range(len(result.path)))
-        self._drafter.observe(self._of_sketch(result) if drafted else result)
+        if drafted and self._sketch is not None:
+            result = seen_in_sketch(result, self._sketch, self._places)
+        self._drafter.observe(result)
         self._tree = self._sketch = None
 
     def statistics(self) -> dict[str, Any]:
         """Of the drafter."""
         return self._drafter.statistics()
 
-    def _of_sketch(self, result: StepResult) -> StepResult:
-        assert self._sketch is not None
-        nodes = len(self._sketch)
 
-        def spread(values: NDArray[Any], unread: int) -> NDArray[Any]:
-            spread = np.full((nodes, *values.shape[1:]), unread, dtype=values.dtype)
-            spread[self._places] = values
-            return spread
+def seen_in_sketch(result: StepResult, sketch: TokenTree, places: Sequence[int]) -> StepResult:
+    """What came of a part of a proposed tree, as if all of that tree had been sent and the rest of it not read.
 
-        return StepResult(
-            self._sketch,
-            spread(result.predictions, -1),
-            [self._places[node] for node in result.path],
-            result.tokens,
-            spread(result.top_ids, -1),
-            spread(result.top_probabilities, 0),
-            result.shaping,
-        )
+    Args:
+        result: What came of the tree that was sent.
+        sketch: The tree that was proposed.
+        places: The node of `sketch` that each node sent is.
+    """
+
+    def spread(values: NDArray[Any], unread: int) -> NDArray[Any]:
+        spread = np.full((len(sketch), *values.shape[1:]), unread, dtype=values.dtype)
+        spread[list(places)] = values
+        return spread
+
+    return StepResult(
+        sketch,
+        spread(result.predictions, -1),
+        [places[node] for node in result.path],
+        result.tokens,
+        spread(result.top_ids, -1),
+        spread(result.top_probabilities, 0),
+        result.shaping,
+    )
 
 
 def _first_path(tree: TokenTree) -> list[int]:

@@ -14,6 +14,27 @@ from lookahead.core.token_tree import TokenTree
 
 _MOST_DRAFTED = 4
 
+_TEXT = (5, 11, 7, 3, 13, 2, 17, 19, 23, 29, 31, 37, 41, 43)
+_PROMPT = 6
+_TEXTS = 3
+"""A difference counts if it shows with each of so many texts: near-ties between experts are rounding's."""
+_LEAST_TOLERANCE = 1e-3
+"""Of the largest logit. Wrong states make for far more, and what is finer the miniature shows."""
+
+
+def goes_on_rightly(model: PreTrainedModel, engine: PreTrainedModel) -> bool:
+    """Whether `engine` reads chains as `model` reads one token at a time."""
+    return any(_agrees(model, engine, text) for text in range(_TEXTS))
+
+
+def _agrees(model: PreTrainedModel, engine: PreTrainedModel, text: int) -> bool:
+    vocabulary = model.get_input_embeddings().num_embeddings
+    tokens = [(token + text) % vocabulary for token in _TEXT]
+    expected = stepwise_logits(model, tokens[:-1], _PROMPT)
+    logits = chain_logits(engine, tokens, _PROMPT, random.Random(text))
+    tolerance = max(_LEAST_TOLERANCE, 64 * torch.finfo(model.dtype).eps) * float(expected.abs().max())
+    return float((logits - expected).abs().max()) <= tolerance  # not if they are no numbers
+
 
 def chain_logits(model: PreTrainedModel, text: Sequence[int], prompt: int, draws: random.Random) -> torch.Tensor:
     """Logits `[tokens, vocabulary]` float32 along `text` after its prompt, read from chains that hold it, and more.
