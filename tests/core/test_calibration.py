@@ -38,3 +38,13 @@ def test_what_is_long_past_is_forgotten() -> None:
     for _ in range(3000):
         calibration.learn(predicted, [0, 1, 2, 3])
     assert calibration.correct(predicted)[0] == pytest.approx(0.5, rel=0.05)
+
+
+def test_what_has_seen_little_leans_on_what_is_near_it() -> None:
+    calibration = Calibration()
+    calibration.learn(np.full(40, 0.5), [])  # a long run that was wrong from its first token
+    assert calibration.correct(np.array([0.36]))[0] < 0.1
+    assert calibration.correct(np.array([0.05]))[0] == pytest.approx(0.05, rel=0.6)
+    for _ in range(4):
+        calibration.learn(np.full(16, 0.9), range(14))
+    assert calibration.correct(np.array([0.9]))[0] == pytest.approx(0.87, abs=0.06)

@@ -11,7 +11,7 @@ BINS = 18
 """Bins of predicted probability, each half a power of two wide; the last one holds all that is smaller."""
 
 PRIOR = 2.0
-"""Accepted candidates that each bin begins with, as if they had been predicted rightly."""
+"""Candidates that each bin begins with, as if they had been accepted as those of its neighbours were."""
 
 DECAY = 0.998
 """What evidence keeps of its weight from one draft to the next, so that some 500 drafts count."""
@@ -21,12 +21,13 @@ class Calibration:
     """Corrects the probabilities that a draft was given by how often such drafts were accepted.
 
     Candidates are counted in bins of predicted probability. Where those of a bin were accepted half as often as was
-    predicted, the probabilities of that bin count half.
+    predicted, the probabilities of that bin count half. A bin that has seen little leans on those near it: of runs that
+    are accepted as a whole or not at all, each bin would else have to see one fail.
     """
 
     def __init__(self) -> None:
-        self._expected = np.full(BINS, PRIOR)
-        self._accepted = np.full(BINS, PRIOR)
+        self._expected = np.zeros(BINS)
+        self._accepted = np.zeros(BINS)
         self._factors = np.ones(BINS)
 
     def correct(self, probabilities: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -48,13 +49,19 @@ class Calibration:
             probabilities: Predicted for each candidate that was sent, `[sent]`.
             accepted: Places in `probabilities` of those that were accepted.
         """
-        self._expected = PRIOR + DECAY * (self._expected - PRIOR)
-        self._accepted = PRIOR + DECAY * (self._accepted - PRIOR)
+        self._expected *= DECAY
+        self._accepted *= DECAY
         bins = _bins(probabilities)
         self._expected += np.bincount(bins, probabilities, BINS)
         for place in accepted:
             self._accepted[bins[place]] += 1
-        self._factors = self._accepted / self._expected
+        near = (1 + _NEAR @ self._accepted) / (1 + _NEAR @ self._expected)
+        self._factors = (self._accepted + PRIOR * near) / (self._expected + PRIOR)
+
+
+_NEAR = 0.5 ** np.abs(np.subtract.outer(np.arange(BINS), np.arange(BINS)))
+"""Weight of each bin for each other, `[bins, bins]`."""
+np.fill_diagonal(_NEAR, 0)
 
 
 def _bins(probabilities: NDArray[np.float64]) -> NDArray[np.int64]:
