@@ -92,11 +92,13 @@ build/ray: constraints.txt | $(VENV)/installed
 ray-serve: build/ray  ## Two replicas of an engine under Ray Serve: 200 requests, and a replica is killed: benchmarks/results/ray-serve.jsonl
 	PYTHONPATH=build/ray $(BIN)/python examples/ray_serve.py --load --output benchmarks/results/ray-serve.jsonl
 
-test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled and 300 batched random cases, and 500 schedules of many requests, against transformers' own generate; and all tests marked exact
+test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled and 300 batched random cases, 500 with running states, 200 with images, and 500 schedules of many requests, against transformers' own generate; and all tests marked exact
 	$(BIN)/python tests/support/run_exactness.py --cases 1000 --seed 0
 	$(BIN)/python tests/support/run_exactness.py --cases 200 --seed 1 --engine static
 	$(BIN)/python tests/support/run_sampling.py --cases 500 --seed 0
 	$(BIN)/python tests/support/run_batches.py --cases 300 --seed 0
+	$(BIN)/python tests/support/run_fuzz.py --running-states --equal 500 --seed-start 10000
+	$(BIN)/python tests/support/run_fuzz.py --images --equal 200 --seed-start 20000
 	$(BIN)/python -m pytest -m exact
 
 test-parallel: $(VENV)/installed  ## 200 random cases on 1 to 4 ranks against one process, 20 times a rank is killed, and every signal in every phase
@@ -104,8 +106,9 @@ test-parallel: $(VENV)/installed  ## 200 random cases on 1 to 4 ranks against on
 
 CASES ?= 3000
 SEED ?=
-fuzz: $(VENV)/installed  ## CASES=3000 random cases on every family of models against transformers' own generate; SEED=n one again
-	$(BIN)/python tests/support/run_fuzz.py $(if $(SEED),--seed $(SEED),--cases $(CASES))
+FUZZ ?=
+fuzz: $(VENV)/installed  ## CASES=3000 random cases on every family of models against transformers' own generate; SEED=n one again; FUZZ=--images or --running-states such cases
+	$(BIN)/python tests/support/run_fuzz.py $(FUZZ) $(if $(SEED),--seed $(SEED),--cases $(CASES))
 
 models: $(VENV)/installed  ## Try every family of models and write docs/models.md (ten minutes); MODELS="qwen3 lfm2" some of them
 	$(BIN)/python tools/supported_models.py $(MODELS)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from fuzz.case import Case, Turn, draw_case
 from fuzz.families import build, family_names
 from fuzz.outcome import EQUAL, REFUSED, WRONG, Outcome, compare, run_case
 from fuzz.report import report
+from fuzz.rows import CaseRows
 from fuzz.variant import Variant
-from run_fuzz import draw_cases, run_all
+from run_fuzz import Enough, draw_cases, run_all
 
 SLICE = 6
 """How many cases are run here; `make fuzz` runs more."""
@@ -101,9 +104,23 @@ def test_report_names_the_command() -> None:
     assert "2 cases: 1 equal" in text
 
 
+def test_rows_are_gone_on_with(tmp_path: Path) -> None:
+    def cases() -> Iterator[Case]:
+        return (_case(seed=seed, family="mamba" if seed % 2 else "llama") for seed in range(100))
+
+    for equal, seeds in ((2, [0, 1, 2]), (3, [3, 4])):  # one that was equal in between, and mamba is refused
+        outcomes: list[Outcome] = []
+        with CaseRows(tmp_path / "fuzz.jsonl", "all") as rows:
+            run_all(cases(), Enough(1, equal), outcomes, skips=False, rows=rows)
+            assert rows.equal() == equal
+        assert [outcome.case.seed for outcome in outcomes] == seeds
+    with CaseRows(tmp_path / "fuzz.jsonl", "all") as rows:
+        assert {family: len(set(found)) for family, found in rows.reasons().items()} == {"llama": 1, "mamba": 1}
+
+
 def test_slice_of_the_cases() -> None:
     outcomes: list[Outcome] = []
-    run_all(draw_cases(40_000, family_names()), SLICE, outcomes, skips=True)
+    run_all(draw_cases(40_000, family_names()), Enough(SLICE), outcomes, skips=True)
     wrong = [outcome for outcome in outcomes if outcome.kind == WRONG]
     assert not wrong, report(wrong)
     assert sum(outcome.kind == EQUAL for outcome in outcomes) > SLICE // 3  # not merely refused

@@ -3,11 +3,13 @@
     python tests/support/run_fuzz.py --cases 3000            # seeds 0 to 2999
     python tests/support/run_fuzz.py --seed 123              # one of them again, in words
     python tests/support/run_fuzz.py --family qwen3 --cases 50
-    python tests/support/run_fuzz.py --running-states --cases 500
-    python tests/support/run_fuzz.py --images --cases 200
+    python tests/support/run_fuzz.py --running-states --equal 500
+    python tests/support/run_fuzz.py --images --equal 200 --output benchmarks/results/fuzz.jsonl
 
 A case is made from one number alone. The last lines count what came of the cases; the exit code is 1 if any was wrong.
-Interrupted with Ctrl-C, the report is about what was run so far.
+Interrupted with Ctrl-C, the report is about what was run so far. `--equal` runs as many cases as it takes for so many
+to have been run and found equal. With `--output` each case is a row of a file at once, and cases that are in it count
+and are not run again.
 """
 
 from __future__ import annotations
@@ -17,15 +19,19 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 
 import torch
 from transformers.utils import logging
 
 from fuzz.case import Case, draw_case
 from fuzz.families import family_names, image_families, keeps_running_state
-from fuzz.outcome import NOT_BUILT, REFUSED, WRONG, Outcome, run_case
+from fuzz.outcome import EQUAL, WRONG, Outcome, run_case
 from fuzz.report import describe, report
+from fuzz.rows import CaseRows, reason_not_to_run
 from fuzz.shrink import shrink
 
 SAME_REASON = 2
@@ -43,13 +49,17 @@ def main() -> int:
             print("\n".join(["simplified:", *describe(shrink(outcome))]))
         return 1 if outcome.kind == WRONG else 0
     cases = draw_cases(arguments.seed_start, families, arguments.family, arguments.images)
+    of = "images" if arguments.images else "running states" if arguments.running_states else "all"
     if arguments.running_states:
         cases = (case for case in cases if keeps_running_state(case.family))
     outcomes: list[Outcome] = []
-    try:
-        run_all(cases, arguments.cases, outcomes, skips=arguments.family is None)
-    except KeyboardInterrupt:
-        print("\ninterrupted")
+    with ExitStack() as stack:
+        rows = stack.enter_context(CaseRows(arguments.output, of)) if arguments.output else None
+        try:
+            enough = Enough(arguments.cases, arguments.equal)
+            run_all(cases, enough, outcomes, skips=arguments.family is None, rows=rows)
+        except KeyboardInterrupt:
+            print("\ninterrupted")
     print(report(outcomes))
     return 1 if any(outcome.kind == WRONG for outcome in outcomes) else 0
 
@@ -60,27 +70,52 @@ def draw_cases(start: int, families: list[str], family: str | None = None, image
     return (case for case in cases if family is None or case.family == family)
 
 
-def run_all(cases: Iterator[Case], total: int, outcomes: list[Outcome], skips: bool) -> None:
-    """Run `total` of `cases`, each into `outcomes` as it is done; failures and progress are printed.
+@dataclass(frozen=True)
+class Enough:
+    """When to stop.
 
-    If `skips`, a family that gave nothing but the same reason not to run it is left out after a few cases.
+    Attributes:
+        cases: After so many cases, if `equal` is not given.
+        equal: After so many that were equal.
+    """
+
+    cases: int
+    equal: int | None = None
+
+    def is_reached(self, outcomes: list[Outcome], before: int) -> bool:
+        """Whether `outcomes`, and so many equal ones before them, are enough."""
+        if self.equal is None:
+            return len(outcomes) >= self.cases
+        return before + sum(outcome.kind == EQUAL for outcome in outcomes) >= self.equal
+
+
+def run_all(
+    cases: Iterator[Case], enough: Enough, outcomes: list[Outcome], skips: bool, rows: CaseRows | None = None
+) -> None:
+    """Run as many of `cases` as are `enough`, each into `outcomes` as it is done; failures and progress are printed.
+
+    If `skips`, a family that gave nothing but the same reason not to run it is left out after a few cases. Cases that
+    are in `rows` are left out as well, and the others go there.
     """
     begin = time.monotonic()
-    reasons: dict[str, list[str]] = defaultdict(list)
+    reasons: dict[str, list[str]] = defaultdict(list) if rows is None else rows.reasons()
+    before = 0 if rows is None else rows.equal()
     for case in cases:
-        if len(outcomes) == total:
+        if enough.is_reached(outcomes, before):
             break
-        if skips and _is_hopeless(reasons[case.family]):
+        if (rows is not None and case.seed in rows) or (skips and _is_hopeless(reasons[case.family])):
             continue
         outcome = run_case(case)
         outcomes.append(outcome)
-        reasons[case.family].append(outcome.detail if outcome.kind in (NOT_BUILT, REFUSED) else "")
+        if rows is not None:
+            rows.add(outcome)
+        reasons[case.family].append(reason_not_to_run(outcome))
         if outcome.kind == WRONG:
             print("\n".join(describe(outcome)), flush=True)
         if len(outcomes) % 100 == 0:
             kinds = Counter(outcome.kind for outcome in outcomes)
             counts = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
-            print(f"{len(outcomes)} of {total}, {time.monotonic() - begin:.0f} s: {counts}", flush=True)
+            print(f"{len(outcomes)} cases, {time.monotonic() - begin:.0f} s: {counts}", flush=True)
 
 
 def _is_hopeless(reasons: list[str]) -> bool:
@@ -91,12 +126,14 @@ def _is_hopeless(reasons: list[str]) -> bool:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cases", type=int, default=300, help="how many cases to run (default: 300)")
+    parser.add_argument("--equal", type=int, help="how many cases have to be equal, instead of --cases")
     parser.add_argument("--seed-start", type=int, default=0, help="number of the first case (default: 0)")
     parser.add_argument("--seed", type=int, help="run the case with this number alone")
     parser.add_argument("--shrink", action="store_true", help="with --seed: look for a simpler case that fails")
     parser.add_argument("--family", choices=family_names(), metavar="NAME", help="only cases with this family")
     parser.add_argument("--running-states", action="store_true", help="only cases of families with running states")
     parser.add_argument("--images", action="store_true", help="only prompts with images, of classes that see them")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines: a row for each case, added at once")
     return parser.parse_args()
 
 

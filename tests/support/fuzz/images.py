@@ -43,7 +43,8 @@ def images(model: PreTrainedModel, count: int, seed: int) -> tuple[dict[str, Ten
             continue
         try:
             with torch.no_grad():
-                found = features(**taken, return_dict=True).pooler_output
+                output = features(**taken, return_dict=True)
+            found = output.last_hidden_state if output.pooler_output is None else output.pooler_output
             total = sum(part.shape[:-1].numel() for part in (found if isinstance(found, list | tuple) else [found]))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
@@ -103,22 +104,34 @@ def _ways(model: PreTrainedModel, count: int, generator: torch.Generator) -> Ite
         return torch.rand(shape, generator=generator) * 2 - 1
 
     height, width = 3 * merge, 2 * merge  # so that rotary positions in three dimensions fall behind the count
-    grid = torch.tensor([[1, height, width]] * count)
-    flat = channels * patch * patch
-    for frames in dict.fromkeys((getattr(vision, "temporal_patch_size", None) or 1, 1)):
-        yield {"pixel_values": pixels(count * height * width, frames * flat), "image_grid_thw": grid}
+    grid = {"image_grid_thw": torch.tensor([[1, height, width]] * count)}
+    flat, total = channels * patch * patch, count * height * width
+    merges = {"image_merge_sizes": torch.tensor([merge] * count)}
+    for frames in dict.fromkeys((getattr(vision, "temporal_patch_size", None) or 1, 1, 2)):
+        yield {"pixel_values": pixels(total, frames * flat), **grid}
+        yield {"pixel_values": pixels(total, frames * flat), **grid, **merges}
+    yield {"pixel_values": pixels(total, channels, patch, patch), **grid}
+    yield {"pixel_values": pixels(total, merge * patch, merge * patch, channels), **grid}
     for side in dict.fromkeys((size, 2 * patch * merge, 4 * patch)):
         square = pixels(count, channels, side, side)
-        sizes = torch.tensor([[side, side]] * count)
-        yield {"pixel_values": square, "image_sizes": sizes}
+        sizes = {"image_sizes": torch.tensor([[side, side]] * count)}
+        tiles = square[:, None].expand(-1, 3, -1, -1, -1).clone()
+        yield {"pixel_values": square, **sizes}
         yield {"pixel_values": square}
-        yield {"pixel_values": square[:, None].expand(-1, 3, -1, -1, -1).clone(), "image_sizes": sizes}
+        yield {"pixel_values": tiles, **sizes}
         yield {"pixel_values": square[:, None]}
+        yield {"pixel_values": tiles, "pixel_attention_mask": torch.ones(count, 3, dtype=torch.bool)}
+        yield {"pixel_values": square, "high_res_pixel_values": pixels(count, channels, side, side)}
     patches = (size // patch) ** 2
     shapes = torch.tensor([[size // patch] * 2] * count)
     mask = torch.ones(count, patches, dtype=torch.long)
     yield {"pixel_values": pixels(count, patches, flat), "spatial_shapes": shapes, "pixel_attention_mask": mask}
-    yield {"pixel_values": pixels(count, patches, flat), "image_position_ids": _places(count, size // patch)}
+    pool = getattr(vision, "pooling_kernel_size", None) or 1
+    pooled = 4 * pool * pool
+    for values in (pixels(count, pooled, flat), pixels(count, pooled, pool * pool * flat)):
+        yield {"pixel_values": values, "image_position_ids": _places(count, 2 * pool)}
+    targets = torch.tensor([[4, 4]] * count)  # in patches, which lie one beside the other
+    yield {"pixel_values": pixels(1, channels, patch, count * 16 * patch), "target_sizes": targets}
 
 
 def _places(count: int, side: int) -> Tensor:

@@ -28,7 +28,8 @@ def report(outcomes: list[Outcome]) -> str:
 def describe(outcome: Outcome) -> list[str]:
     """A failure: what it was, and how to run it again."""
     case = outcome.case
-    return [f"  make fuzz SEED={case.seed}   {outcome.kind}: {outcome.detail}", f"      {case.describe()}"]
+    images = " FUZZ=--images" if any(turn.images for turn in case.turns) else ""
+    return [f"  make fuzz SEED={case.seed}{images}   {outcome.kind}: {outcome.detail}", f"      {case.describe()}"]
 
 
 def _families(outcomes: list[Outcome]) -> list[str]:
