@@ -42,6 +42,7 @@ PROBES = {
     "serving": "many requests at once: tokens per second of CPU time at several loads",
     "soak": "random traffic on an engine: texts, memory, requests that are lost",
     "forced_text": "texts that a processor forces: steps and CPU time beside prompt lookup",
+    "several_chains": "what several chains as rows of one pass would bring on a hybrid, and what they cost",
     "grammar": "answers that follow a JSON schema: steps with what the grammar knows, and without",
     "load": "a public load generator against the server, with drafts and without, and transformers serve",
     "prediction": "edits of code with the file as the request's prediction, and without",
