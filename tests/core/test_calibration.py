@@ -12,8 +12,9 @@ def test_at_first_probabilities_are_unchanged() -> None:
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0, 1.5])
-def test_corrected_probabilities_are_the_shares_that_were_accepted(share: float) -> None:
-    generator, calibration = np.random.default_rng(0), Calibration()
+@pytest.mark.parametrize("leans", [False, True])
+def test_corrected_probabilities_are_the_shares_that_were_accepted(share: float, leans: bool) -> None:
+    generator, calibration = np.random.default_rng(0), Calibration(leans)
     for _ in range(3000):
         predicted = np.sort(generator.uniform(0.02, 0.6, size=20))[::-1]
         calibration.learn(predicted, np.flatnonzero(generator.random(20) < share * predicted).tolist())
@@ -41,7 +42,7 @@ def test_what_is_long_past_is_forgotten() -> None:
 
 
 def test_what_has_seen_little_leans_on_what_is_near_it() -> None:
-    calibration = Calibration()
+    calibration = Calibration(leans=True)
     calibration.learn(np.full(40, 0.5), [])  # a long run that was wrong from its first token
     assert calibration.correct(np.array([0.36]))[0] < 0.1
     assert calibration.correct(np.array([0.05]))[0] == pytest.approx(0.05, rel=0.6)

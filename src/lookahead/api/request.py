@@ -208,7 +208,7 @@ class Request:
             # a seed gives the same texts again, these must not depend on the clock, nor on other calls.
             return DraftAccount(CostModel.prior(), rows, adaptive=False)
         temperature = 0.0 if not sampling.do_sample else float(sampling.temperature or 1.0)
-        return draft_account(self._model, self._config, rows, temperature)
+        return draft_account(self._model, self._config, rows, temperature, self._resources.chains)
 
     def _drafters(self, pool: NGramPool | None, account: DraftAccount | None) -> list[Drafter]:
         config = self._config

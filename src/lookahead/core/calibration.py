@@ -11,7 +11,7 @@ BINS = 18
 """Bins of predicted probability, each half a power of two wide; the last one holds all that is smaller."""
 
 PRIOR = 2.0
-"""Candidates that each bin begins with, as if they had been accepted as those of its neighbours were."""
+"""Accepted candidates that each bin begins with, as if they had been predicted rightly, or as those near it were."""
 
 DECAY = 0.998
 """What evidence keeps of its weight from one draft to the next, so that some 500 drafts count."""
@@ -21,11 +21,15 @@ class Calibration:
     """Corrects the probabilities that a draft was given by how often such drafts were accepted.
 
     Candidates are counted in bins of predicted probability. Where those of a bin were accepted half as often as was
-    predicted, the probabilities of that bin count half. A bin that has seen little leans on those near it: of runs that
-    are accepted as a whole or not at all, each bin would else have to see one fail.
+    predicted, the probabilities of that bin count half.
+
+    Args:
+        leans: Whether a bin that has seen little goes by those near it. Of chains, whose tokens are wrong together, each
+            bin would else have to see a long one fail.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leans: bool = False) -> None:
+        self._leans = leans
         self._expected = np.zeros(BINS)
         self._accepted = np.zeros(BINS)
         self._factors = np.ones(BINS)
@@ -55,7 +59,7 @@ class Calibration:
         self._expected += np.bincount(bins, probabilities, BINS)
         for place in accepted:
             self._accepted[bins[place]] += 1
-        near = (1 + _NEAR @ self._accepted) / (1 + _NEAR @ self._expected)
+        near = (1 + _NEAR @ self._accepted) / (1 + _NEAR @ self._expected) if self._leans else 1.0
         self._factors = (self._accepted + PRIOR * near) / (self._expected + PRIOR)
 
 

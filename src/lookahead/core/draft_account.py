@@ -86,16 +86,19 @@ class DraftAccount:
         adaptive: Go by the clock. Else go by `costs`, which then stays as it is, so that the same calls take the same
             steps.
         cautious: Risk little, and time plain steps before the first draft: for sampling, by which drafts gain less.
+        chains: Whether drafts are chains.
 
     Attributes:
         adaptive: Whether it goes by the clock.
         calibration: How far the probabilities of drafts are to be believed.
     """
 
-    def __init__(self, costs: CostModel, rows: int = 1, adaptive: bool = True, cautious: bool = False) -> None:
+    def __init__(
+        self, costs: CostModel, rows: int = 1, adaptive: bool = True, cautious: bool = False, chains: bool = False
+    ) -> None:
         self.costs = costs
         self.rows = rows
-        self.calibration = Calibration()
+        self.calibration = Calibration(leans=chains)
         self._plain_surprise, self._draft_surprise, self._idle = _Surprise(), _Surprise(), _Surprise(1.05)
         self.adaptive = adaptive
         self._cautious = adaptive and cautious

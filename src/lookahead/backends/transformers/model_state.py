@@ -97,7 +97,9 @@ def same_values(first: dict[str, object], second: dict[str, object]) -> bool:
         return False
 
 
-def draft_account(model: PreTrainedModel, config: LookaheadConfig, rows: int, temperature: float) -> DraftAccount:
+def draft_account(
+    model: PreTrainedModel, config: LookaheadConfig, rows: int, temperature: float, chains: bool = False
+) -> DraftAccount:
     """What steps of `model` cost and drafts bring: as learned in earlier calls; else costs are as `lookahead tune`
     stored them, or a first guess.
 
@@ -106,16 +108,17 @@ def draft_account(model: PreTrainedModel, config: LookaheadConfig, rows: int, te
         config: How its engine is set.
         rows: Sequences that run together.
         temperature: Of sampling, 0 for greedy decoding. What drafts bring differs with it.
+        chains: Whether drafts are chains.
     """
     settings = (config.pack_weights, config.engine, config.invariant, model.config._attn_implementation)
     setting = (rows, torch.get_num_threads(), model.dtype, model.device, *settings)
-    key = (round(temperature, 1), *setting)
+    key = (round(temperature, 1), chains, *setting)
     state = state_of(model)
     with state.lock:
         if setting not in state.costs:
             state.costs[setting] = _stored_costs(model, config)
         if key not in state.accounts:
-            state.accounts[key] = DraftAccount(state.costs[setting], rows, cautious=temperature > 0)
+            state.accounts[key] = DraftAccount(state.costs[setting], rows, cautious=temperature > 0, chains=chains)
         return state.accounts[key]
 
 
