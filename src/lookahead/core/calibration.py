@@ -24,8 +24,8 @@ class Calibration:
     predicted, the probabilities of that bin count half.
 
     Args:
-        leans: Whether a bin that has seen little goes by those near it. Of chains, whose tokens are wrong together, each
-            bin would else have to see a long one fail.
+        leans: Whether a bin that has seen little goes by those near it. Of chains, whose tokens are wrong together,
+            each bin would else have to see a long one fail.
     """
 
     def __init__(self, leans: bool = False) -> None:
