@@ -82,7 +82,7 @@ def run(name: str, probe: Probe, own: Any, options: argparse.Namespace, console:
         for unit in probe.units:
             list(unit.measure())
         return process.OK
-    machine = {**describe_machine(torch.device("cpu")), "instructions": instruction_sets()}
+    machine = {**describe_machine(torch.device(getattr(own, "device", "cpu"))), "instructions": instruction_sets()}
     header = {"unit": "header", "kind": "header", "benchmark": name, **probe.header, "options": named(own)}
     header |= {"machine": machine, "versions": process.versions(), "date": date.today().isoformat()}
     kept = [] if options.restart or not options.output.exists() else read_lines(options.output)

@@ -22,6 +22,7 @@ from lookahead import LookaheadConfig
 from lookahead.bench.prompts import read_prompts
 from lookahead.bench.rows import Row
 from lookahead.bench.suite import TaskSpec
+from lookahead.errors import UnsupportedArgumentError
 from probe import RANDOM, Probe, Unit, load_model, option
 
 BUDGETS = (1, 7, 16, 33, 64)
@@ -88,17 +89,18 @@ class Options:
     data: str = option("../shared/data", "folder of the prompts")
     models: str = option("../shared/models", "folder of the story model")
     limit: int = option(50, "prompts of each model in each type at most")
+    device: str = option("cpu", "`cpu`, or `cuda`, where passes are static and of one size")
 
 
 @lru_cache(maxsize=2)
-def load(name: str, dtype: str, models: str) -> tuple[Any, Any]:
+def load(name: str, dtype: str, models: str, device: str) -> tuple[Any, Any]:
     """A model, and its tokenizer if it has one."""
     if name in FAMILIES:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(FAMILIES[name], **_TINY))
-        return model.to(getattr(torch, dtype)).eval(), None
+        return model.to(device, getattr(torch, dtype)).eval(), None
     loaded = load_model(name if name in ("demo", RANDOM) else str(Path(models) / name), dtype)
-    return loaded.model, None if name == RANDOM else loaded.tokenizer
+    return loaded.model.to(device), None if name == RANDOM else loaded.tokenizer
 
 
 class Comparison:
@@ -163,8 +165,8 @@ class Comparison:
 
 
 def compare(name: str, dtype: str, number: int, options: Options) -> Iterator[Row]:
-    """Rows of one prompt, and of a batch that begins with it."""
-    share, (model, tokenizer) = SHARES[name], load(name, dtype, options.models)
+    """Rows of one prompt, and of a batch that begins with it; a model that is refused is an error."""
+    share, (model, tokenizer) = SHARES[name], load(name, dtype, options.models, options.device)
     if tokenizer is None:
         draws = torch.Generator().manual_seed(number)
         ids = torch.randint(3, 200, (8, share.tokens), generator=draws)
@@ -173,7 +175,13 @@ def compare(name: str, dtype: str, number: int, options: Options) -> Iterator[Ro
         prompts = read_prompts(TaskSpec(path.stem, path))
         texts = [prompts[(number + row) % len(prompts)].text for row in range(8)]
         ids = torch.stack([tokenizer(text * 9, return_tensors="pt").input_ids[0, : share.tokens] for text in texts])
+    ids = ids.to(options.device)
     own = Comparison(model, ids[:1], share.new_tokens)
+    try:
+        own.plain(sampled=False)
+    except UnsupportedArgumentError as error:
+        yield {"kind": "refused", "model": name, "dtype": dtype, "prompt": number, "error": f"{name}, {dtype}: {error}"}
+        return
     own.drafts(number, BUDGETS, sampled=False)
     if name != RANDOM:
         own.drafts(number, (BUDGETS[1 + number % 4],), sampled=True)

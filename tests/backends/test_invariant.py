@@ -17,6 +17,7 @@ import model_zoo
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers.invariant import check, rows
 from lookahead.backends.transformers.invariant.attention import invariant_attention
+from lookahead.backends.transformers.static_steps import FIXED_ROWS
 from lookahead.backends.transformers.tree_attention import unpack
 from model_zoo import ARCHITECTURES
 from tree_attention_cases import Step, attention_by_definition, states, steps, tolerance
@@ -183,7 +184,6 @@ def test_the_model_and_other_calls_are_left_alone() -> None:
         ("gptj", torch.bfloat16, {}, "attention interface"),
         ("gpt_oss", torch.bfloat16, {}, "attention sinks"),
         ("llama", torch.float64, {}, "float64"),
-        ("llama", torch.bfloat16, {"engine": "static"}, "static"),
     ],
 )
 def test_what_cannot_be_invariant_is_refused_with_the_reason(
@@ -191,6 +191,45 @@ def test_what_cannot_be_invariant_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(lookahead.UnsupportedArgumentError, match=f"invariant=True.*{words}.*invariant=False"):
         decode(in_type(name, dtype), PROMPT, LookaheadConfig(invariant=True, **config))
+
+
+def test_compiled_passes_are_refused() -> None:
+    with pytest.raises(lookahead.UnsupportedArgumentError, match="engine='compiled' has no invariant.*'static'"):
+        decode(in_type("llama", torch.bfloat16), PROMPT, LookaheadConfig(invariant=True, engine="compiled"))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama", BFLOAT), ("gemma3", HALF), *(pytest.param(name, BFLOAT, marks=pytest.mark.exact) for name in EXACT)],
+    ids=str,
+)
+def test_static_passes_of_one_size_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    """Of prompts longer than a pass, of trees that are and of trees that are not, and in batches that fill it."""
+    model, few = in_type(name, dtype), {"max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
+    try:
+        plain = decode(model, PROMPT, PLAIN, **few)
+    except lookahead.UnsupportedArgumentError:
+        assert name in ("falcon_new", "falcon_multi_query", "stablelm")
+        return
+    for draft in ({"preset": "autoregressive"}, {"step_budget": 16}, {"step_budget": 90}, DRAFTS[-2]):
+        output = decode(model, PROMPT, LookaheadConfig(invariant=True, engine="static", **draft), **few)
+        assert_same_bits(output, plain, draft)
+        assert name not in ("llama", "gemma3") or output.statistics.invariant_rows == FIXED_ROWS
+    if name == "llama":
+        long = torch.cat([PROMPT] * 5, dim=1)
+        plain, static = decode(model, long, PLAIN, **few), LookaheadConfig(invariant=True, engine="static")
+        output = decode(model, long, static, **few)
+        assert_same_bits(output, plain)
+        assert output.statistics.prefill_passes == 1
+        rows = torch.cat([PROMPT, PROMPT + 5, PROMPT + 1])
+        first = decode(model, rows, static, **few | {"max_new_tokens": 3})
+        kept = {"past_key_values": first.past_key_values, "attention_mask": torch.ones_like(first.sequences)}
+        rest = decode(model, first.sequences, static, **few | {"max_new_tokens": 5, **kept})
+        plain = decode(model, rows, PLAIN, **few)
+        assert torch.equal(rest.sequences, plain.sequences)
+        assert all(torch.equal(a, b) for a, b in zip((*first.logits, *rest.logits), plain.logits, strict=True))
+        with pytest.raises(lookahead.UnsupportedArgumentError, match="65 rows is more than the 64"):
+            decode(model, PROMPT.expand(65, -1), static, **few)
 
 
 def test_a_layer_that_looks_at_its_company_is_noticed() -> None:

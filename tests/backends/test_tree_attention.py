@@ -76,6 +76,7 @@ try:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from lookahead.backends.transformers.tree_attention import by_position
     from lookahead.backends.transformers.tree_attention import kernel as kernel_module
 except ModuleNotFoundError:
     triton = None
@@ -142,9 +143,9 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Launches, Launches]]:
     """The attention kernel and the one that combines splits, not launched."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    pair = Launches(kernel_module._attention_kernel), Launches(kernel_module._combine_kernel)
+    pair = Launches(kernel_module._attention_kernel), Launches(kernel_module.combine_kernel)
     monkeypatch.setattr(kernel_module, "_attention_kernel", pair[0])
-    monkeypatch.setattr(kernel_module, "_combine_kernel", pair[1])
+    monkeypatch.setattr(kernel_module, "combine_kernel", pair[1])
     return pair
 
 
@@ -208,3 +209,44 @@ def test_kernel_compiles_for_every_size(launches: tuple[Launches, Launches], cap
         for nodes, keys, softcap in ((1, 8192, None), (8, 300, 30.0), (16, 300, None), (128, 8192, 30.0)):
             used = compile_step(launches, capability, dtype, size, nodes, keys, softcap)
             print(f"sm_{capability} {dtype} head size {size}, {nodes} nodes: {used} bytes of shared memory")
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("capability", "dtype", "size", "softcap"),
+    [
+        (90, torch.bfloat16, 128, None),
+        pytest.param(90, torch.float16, 256, 50.0, marks=pytest.mark.exact),
+        pytest.param(80, torch.bfloat16, 80, None, marks=pytest.mark.exact),
+        pytest.param(80, torch.float16, 64, 30.0, marks=pytest.mark.exact),
+        pytest.param(90, torch.float32, 64, None, marks=pytest.mark.exact),
+    ],
+)
+def test_kernel_by_position_compiles(
+    launches: tuple[Launches, Launches],
+    monkeypatch: pytest.MonkeyPatch,
+    capability: int,
+    dtype: torch.dtype,
+    size: int,
+    softcap: float | None,
+) -> None:
+    """One kernel for all steps of a model: neither their nodes nor the room for the text are constants of it."""
+    own = Launches(by_position._attention_kernel)
+    monkeypatch.setattr(by_position, "_attention_kernel", own)
+    monkeypatch.setattr(by_position, "combine_kernel", launches[1])
+    fixed = []
+    for nodes, keys in ((64, 4096), (8, 700)):
+        query = torch.empty(1, nodes, 32, size, dtype=dtype, device="meta").transpose(1, 2)
+        key = torch.empty(1, 8, keys, size, dtype=dtype, device="meta")
+        mask = torch.empty(1, 1, nodes, packed_width(nodes) + 200, dtype=torch.int32, device="meta")
+        result = by_position.attention_by_position(query, key, key, mask, size**-0.5, softcap)
+        assert result.shape == (1, nodes, 32, size)
+        constants = {name: own.arguments[name] for name in own.arguments if name.isupper()}
+        assert by_position.SPAN % constants["BLOCK_N"] == 0
+        fixed.append((constants, own.options))
+    assert fixed[0] == fixed[1]
+    for launch in (own, launches[1]):
+        compiled = launch.compile(capability)
+        assert f".target sm_{capability}" in compiled.asm["ptx"]
+        assert len(compiled.asm["cubin"]) > 0
+        assert compiled.metadata.shared <= SHARED_MEMORY[capability]

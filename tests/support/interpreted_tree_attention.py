@@ -6,29 +6,43 @@ its own: `TRITON_INTERPRET=1 python -m pytest tests/support/interpreted_tree_att
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import ModelRunner
+from lookahead.backends.transformers import ModelRunner, static_engine
 from lookahead.backends.transformers.check_pass import CHECK_LENGTH, check_logits
 from lookahead.backends.transformers.graph_recorder import NoRecorder
+from lookahead.backends.transformers.invariant.check import check_invariance
+from lookahead.backends.transformers.shared_clone import SharedClone
 from lookahead.backends.transformers.static_cache import layer_shapes
 from lookahead.backends.transformers.static_steps import StaticSteps
-from lookahead.backends.transformers.tree_attention import NAME, kernel, pack, register, unpack
+from lookahead.backends.transformers.tree_attention import BY_POSITION as BY_POSITION_NAME
+from lookahead.backends.transformers.tree_attention import (
+    NAME,
+    by_position,
+    kernel,
+    pack,
+    register,
+    register_by_position,
+    unpack,
+)
+from lookahead.backends.transformers.tree_attention.by_position import attention_by_position
 from lookahead.backends.transformers.tree_attention.kernel import Tiling, choose_tiling, tree_attention
+from lookahead.backends.transformers.tree_attention.packed_mask import along_paths
 from lookahead.backends.transformers.tree_attention.reference import dense_attention
 from lookahead.core.token_tree import TokenTree, lay_out
-from model_zoo import SLIDING_WINDOW, build
+from model_zoo import SLIDING_WINDOW, build, in_type
 from quick import quickly
 from tree_attention_cases import Step, attention_by_definition, states, steps, tolerance
 
@@ -50,27 +64,28 @@ def interpreter() -> Iterator[None]:
 
 
 # Splits are put together by a program for each row and head, which are what takes the interpreter its time.
-cases = given(
-    step=steps(max_batch=2),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    heads=st.sampled_from([(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2)]),  # of keys, and queries for each of them
-    sizes=st.sampled_from([(64, 64), (80, 80), (96, 96), (128, 128), (16, 16), (8, 24), (24, 16), (256, 256)]),
-    room=st.sampled_from([0, 0, 7, 200]),
-    softcap=st.sampled_from([None, None, 1.0, 30.0]),
-    tiling=st.sampled_from([None, (16, 16, 1), (16, 16, 2), (32, 16, 4), (64, 32, 2), (16, 64, 8)]),
-    seed=st.integers(0, 2**31),
-)
+BY_POSITION = "by position"
+CASES: dict[str, Any] = {
+    "step": steps(max_batch=2),
+    "dtype": st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    "heads": st.sampled_from([(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2)]),  # of keys, and queries for each of them
+    "sizes": st.sampled_from([(64, 64), (80, 80), (96, 96), (128, 128), (16, 16), (8, 24), (24, 16), (256, 256)]),
+    "room": st.sampled_from([0, 0, 7, 200]),
+    "softcap": st.sampled_from([None, None, 1.0, 30.0]),
+    "tiling": st.sampled_from([None, (16, 16, 1), (16, 16, 2), (32, 16, 4), (64, 32, 2), (16, 64, 8)]),
+    "seed": st.integers(0, 2**31),
+}
 
 
 @settings(max_examples=3, deadline=None)
-@cases
+@given(**CASES)
 def test_kernel_is_attention_by_its_definition(**case: Any) -> None:
     assert_attention(**case)
 
 
 @pytest.mark.exact
 @settings(max_examples=60, deadline=None)
-@cases
+@given(**CASES)
 def test_kernel_is_attention_by_its_definition_in_many_cases(**case: Any) -> None:
     assert_attention(**case)
 
@@ -82,15 +97,18 @@ def assert_attention(
     sizes: tuple[int, int],
     room: int,
     softcap: float | None,
-    tiling: tuple[int, int, int] | None,
+    tiling: tuple[int, int, int] | str | None,
     seed: int,
 ) -> None:
     kv_heads, group = heads
     query, key, value = states(step, kv_heads * group, kv_heads, *sizes, room, dtype, seed)
     packed, scaling = step.packed(), sizes[0] ** -0.5
-    result = tree_attention(
-        query, key, value, packed, scaling, softcap, None if tiling is None else Tiling(*tiling, warps=4, stages=2)
-    )
+    if tiling == BY_POSITION:
+        result = attention_by_position(query, key, value, along_paths(packed), scaling, softcap)
+    else:
+        result = tree_attention(
+            query, key, value, packed, scaling, softcap, None if tiling is None else Tiling(*tiling, warps=4, stages=2)
+        )
     visible = step.visible(key.shape[2])
     assert result.dtype == dtype
     limit = tolerance(dtype, value)
@@ -131,6 +149,81 @@ def test_same_input_same_bits_whoever_else_is_in_the_batch() -> None:
     alone = tree_attention(*(tensor[1:] for tensor in tensors), step.packed()[1:], 0.25, tiling=tiling)
     assert torch.equal(both, again)
     assert torch.equal(both[1:], alone)
+
+
+@pytest.fixture
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of a test lie in several splits."""
+    monkeypatch.setattr(by_position, "SPAN", 64)
+
+
+@pytest.mark.usefixtures("short_splits")
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(**{**CASES, "step": steps(max_batch=2, max_nodes=12, max_length=210), "tiling": st.just(BY_POSITION)})
+def test_attention_by_position_is_attention_by_its_definition(**case: Any) -> None:
+    assert_attention(**case)
+
+
+@pytest.mark.exact
+@pytest.mark.usefixtures("short_splits")
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(**{**CASES, "step": steps(max_batch=2, max_nodes=40, max_length=210), "tiling": st.just(BY_POSITION)})
+def test_attention_by_position_is_attention_by_its_definition_in_many_cases(**case: Any) -> None:
+    assert_attention(**case)
+
+
+TEXT = 141
+SMALL, LARGE = (torch.float16, (4, 2, 24, 16)), (torch.bfloat16, (8, 1, 128, 128))
+
+
+@pytest.mark.usefixtures("short_splits")
+@pytest.mark.parametrize(
+    ("others", "cached", "room", "window", "kind"),
+    [
+        (0, 140, 40, None, SMALL),
+        (7, 139, 0, None, SMALL),
+        (16, 128, 300, None, SMALL),
+        (33, 127, 0, None, LARGE),
+        (64, 120, 70, None, SMALL),
+        pytest.param(64, 121, 70, 50, LARGE, marks=pytest.mark.exact),
+        pytest.param(7, 130, 0, 9, SMALL, marks=pytest.mark.exact),
+        pytest.param(16, 135, 7, 100, (torch.float32, (4, 2, 64, 64)), marks=pytest.mark.exact),
+        pytest.param(64, 64, 200, None, (torch.float32, (4, 2, 64, 64)), marks=pytest.mark.exact),
+    ],
+)
+def test_bits_of_a_query_do_not_depend_on_its_company(
+    others: int, cached: int, room: int, window: int | None, kind: tuple[torch.dtype, tuple[int, int, int, int]]
+) -> None:
+    """The last tokens of a text as a path through a tree, among others and in a batch: each as if it came alone."""
+    dtype, (heads, shared, size, value_size) = kind
+    draws = torch.Generator().manual_seed(others + cached)
+    query, key, value = (
+        torch.randn(1, count, TEXT, width, generator=draws).to(dtype)
+        for count, width in ((heads, size), (shared, size), (shared, value_size))
+    )
+    depth = TEXT - cached
+    parents, path = [], []
+    for level in range(depth):  # before each token of the path some that hang from the one before it
+        wrong = others // depth + (level < others % depth)
+        parents += [path[-1] if path else -1] * (wrong if path else 0)
+        parents.append(path[-1] if path else -1)
+        path.append(len(parents) - 1)
+    parents += [path[-1]] * (depth + others - len(parents))
+    step = Step([parents, [-1]], [cached, 30], 3, window, None)
+    tree = list(states(step, heads, shared, size, value_size, room, dtype, 1))
+    for buffer, own in zip(tree[1:], (key, value), strict=True):
+        buffer[0, :, :cached] = own[0, :, :cached]
+        buffer[0, :, step.scratch + torch.tensor(path)] = own[0, :, cached:]
+    tree[0][0, :, path] = query[0, :, cached:]
+    packed = along_paths(step.packed())
+    inside = attention_by_position(*tree, packed, size**-0.5)[0, path]
+    for level in range(0, depth, max(1, depth // 4)):
+        seen = cached + level + 1
+        single = along_paths(Step([[-1]], [seen - 1], 0, window, None).packed())
+        alone = attention_by_position(
+            query[:, :, seen - 1 : seen], key[:, :, :seen], value[:, :, :seen], single, size**-0.5
+        )
+        assert torch.equal(alone[0, 0], inside[level]), level
 
 
 @pytest.fixture
@@ -220,6 +313,16 @@ def test_both_engines_with_the_kernel(name: str) -> None:
         for buffer in steps.cache.buffers:
             buffer.fill_(float("nan"))
         torch.testing.assert_close(check_logits(ModelRunner(model, 1, steps=steps)), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", quickly(["llama", "qwen2_mixed_sliding", "gemma2"], []))
+@torch.no_grad()
+def test_static_passes_of_one_size_are_invariant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that runs on CUDA, but for its products and graphs."""
+    register_by_position()
+    monkeypatch.setattr(static_engine, "FIXED_ROWS", 8)
+    clone = SharedClone(in_type(name, torch.float16), BY_POSITION_NAME, False).module
+    assert check_invariance(clone, partial(static_engine.fixed_runner, clone))
 
 
 @pytest.mark.exact

@@ -23,9 +23,12 @@ from lookahead.backends.transformers import (
     equivalence,
     return_cache,
     runs_on_chains,
+    runs_static,
 )
 from lookahead.backends.transformers.invariant.modules import least_rows
+from lookahead.backends.transformers.static_steps import FIXED_ROWS
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
+from lookahead.errors import UnsupportedArgumentError
 
 
 class CallResources(Protocol):
@@ -100,8 +103,8 @@ class Resources:
     def __init__(
         self, model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
     ) -> None:
-        engine = engine_model(model, config.pack_weights, config.engine != "dynamic", config.invariant)
-        self.invariant_rows = least_rows(engine) if config.invariant else 0
+        is_static = runs_static(model, config.engine, config.invariant)
+        engine = engine_model(model, config.pack_weights, is_static, config.invariant)
         kind = equivalence(model)
         self._prompts = prompts
         cache: TreeCache | None = None
@@ -109,7 +112,11 @@ class Resources:
             cache = adopt_cache(prompts.cache, prompts.mask)
         elif not bool(prompts.mask.all()):  # hidden tokens are laid out again in the cache that the caller gets
             cache = TreeCache()
-        self._buffers = _static_buffers(engine, config, prompts, generation_config)
+        self._buffers = _static_buffers(engine, config, prompts, generation_config) if is_static else None
+        steps = self._buffers.steps if self._buffers else None
+        self.invariant_rows = 0
+        if config.invariant:
+            self.invariant_rows = FIXED_ROWS if steps is not None else least_rows(engine)
         self.runner = ModelRunner(
             engine,
             prompts.rows,
@@ -117,7 +124,7 @@ class Resources:
             prompts.before,
             prompts.padding,
             prompts.input_ids.device,
-            self._buffers.steps if self._buffers else None,
+            steps,
             most_nodes=config.max_nodes,
             positions_end=kind.positions_end,
         )
@@ -143,10 +150,19 @@ class Resources:
 def _static_buffers(
     engine: PreTrainedModel, config: LookaheadConfig, prompts: Prompts, generation_config: GenerationConfig
 ) -> StaticBuffers | None:
-    """The buffers of a static engine; `None` for the dynamic one."""
-    if config.engine == "dynamic":
-        return None
+    """The buffers of a static engine; `None` if the model cannot be run so, and need not.
+
+    Raises:
+        UnsupportedArgumentError: Its passes would not be invariant without.
+    """
     longest = max(prompts.before) + generation_config.max_length
     compiler = "inductor" if config.engine == "compiled" else None
-    buffers = StaticBuffers(engine, prompts.rows, longest, config.max_nodes, compiler)
-    return buffers if buffers.steps is not None else None
+    buffers = StaticBuffers(engine, prompts.rows, longest, config.max_nodes, compiler, config.invariant)
+    if buffers.steps is not None:
+        return buffers
+    if config.invariant and engine.device.type == "cuda":
+        raise UnsupportedArgumentError(
+            f"invariant=True is not possible for this {type(engine).__name__} and texts of {longest} tokens: it cannot "
+            "be run with fixed shapes; use invariant=False"
+        )
+    return None

@@ -6,7 +6,7 @@ from lookahead.backends.transformers.chain_cache import ChainCache, check_states
 from lookahead.backends.transformers.chain_check import runs_on_chains
 from lookahead.backends.transformers.chain_engine import chain_engine
 from lookahead.backends.transformers.chain_runner import ChainRunner
-from lookahead.backends.transformers.engine_model import engine_model
+from lookahead.backends.transformers.engine_model import engine_model, runs_static
 from lookahead.backends.transformers.equivalence import Equivalence, equivalence
 from lookahead.backends.transformers.model_check import check_adapters, check_model
 from lookahead.backends.transformers.model_runner import ModelRunner
@@ -35,4 +35,5 @@ __all__ = [
     "has_running_state",
     "return_cache",
     "runs_on_chains",
+    "runs_static",
 ]

@@ -24,6 +24,7 @@ from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.packed_linear import check_packing
 from lookahead.backends.transformers.preserved_state import preserved_state
 from lookahead.backends.transformers.shared_clone import SharedClone, all_modules, can_be_cloned, structure
+from lookahead.backends.transformers.static_engine import fixed_runner
 from lookahead.config import INT8
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
@@ -51,8 +52,8 @@ def engine_model(
     if pack_weights:
         _check_packing(model, pack_weights)
     if invariant or pack_weights == INT8:
-        _check_invariant(model, static)
-        attention: str | None = INVARIANT
+        _check_invariant(model)
+        attention: str | None = INVARIANT if model.device.type == "cpu" else tree_attention.BY_POSITION
     else:
         attention = _attention_for_trees(model, static)
         if not pack_weights and attention is None:
@@ -130,10 +131,23 @@ def _check_packing(model: PreTrainedModel, pack_weights: bool | str) -> None:
         )
 
 
-def _check_invariant(model: PreTrainedModel, static: bool) -> None:
+def runs_static(model: PreTrainedModel, engine: str, invariant: bool) -> bool:
+    """Whether steps have fixed shapes: with a static `LookaheadConfig.engine`, and on CUDA where passes are invariant,
+    which they are by that alone.
+
+    Raises:
+        UnsupportedArgumentError: There are no such steps.
+    """
+    if invariant and engine == "compiled":
+        raise UnsupportedArgumentError(
+            "engine='compiled' has no invariant passes, as the compiler chooses the order of sums; use "
+            "engine='static', or invariant=False"
+        )
+    return engine != "dynamic" or (invariant and model.device.type == "cuda")
+
+
+def _check_invariant(model: PreTrainedModel) -> None:
     reason = what_is_in_the_way(model)
-    if static:
-        reason = "the static engine has no invariant passes; use engine='dynamic'"
     if reason is not None:
         raise UnsupportedArgumentError(
             f"invariant=True is not possible for this {type(model).__name__}: {reason}; use invariant=False"
@@ -147,7 +161,8 @@ def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bo
     if attention is not None:
         _REGISTER[attention]()
     clone = SharedClone(model, attention, pack_weights)
-    trees = attention == INVARIANT  # which reads nothing else
+    trees = attention in (INVARIANT, tree_attention.BY_POSITION)  # which read nothing else
+    fixed = partial(fixed_runner, clone.module) if attention == tree_attention.BY_POSITION else None
     with preserved_state(model), torch.no_grad():
         try:
             check_trees(clone.module)
@@ -157,8 +172,11 @@ def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bo
         same = (trees or alike(_plain_logits(clone.module), _plain_logits(model))) and alike(
             check_logits(ModelRunner(clone.module, 1)), check_logits(ModelRunner(model, 1))
         )
-        uneven = same and trees and not is_invariant(clone.module)
-    if trees and least_rows(clone.module) > 1:
+        try:
+            uneven = same and trees and not is_invariant(clone.module, fixed)
+        except UnsupportedModelError as error:
+            return str(error)
+    if attention == INVARIANT and least_rows(clone.module) > 1:
         vars(clone.module)[LEAST_NODES] = 4 if pack_weights else 2
     if not same or clone.keeps_state(model):
         return "a clone of it that shares its weights does not compute what it computes"
@@ -171,6 +189,7 @@ _REGISTER = {
     INVARIANT: invariant_attention.register,
     FOLDED_SDPA: folded_attention.register,
     tree_attention.NAME: tree_attention.register,
+    tree_attention.BY_POSITION: tree_attention.register_by_position,
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from lookahead.backends.transformers.tree_attention.packed_mask import first_position, pack
+from lookahead.backends.transformers.tree_attention.packed_mask import along_paths, first_position, pack
 from lookahead.errors import UnsupportedModelError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -109,6 +109,7 @@ class MaskBuilder:
         lengths: Sequence[int],
         positions: NDArray[np.int64],
         device: torch.device,
+        paths: bool = False,
     ) -> Any:
         """The masks of one step for attention that reads packed ones; see `tree_attention.packed_mask.pack`.
 
@@ -117,11 +118,13 @@ class MaskBuilder:
             lengths: Cached tokens of each row.
             positions: Position ids of the nodes, `[batch, nodes]`.
             device: Where the masks go.
+            paths: Whether masks along paths are wanted, see `along_paths` there.
 
         Returns:
             As `build`, of `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32.
         """
-        return self.arrange({kind: self.packed(kind, ancestors, lengths, positions).to(device) for kind in self.kinds})
+        masks = {kind: self.packed(kind, ancestors, lengths, positions).to(device) for kind in self.kinds}
+        return self.arrange({kind: along_paths(mask) if paths else mask for kind, mask in masks.items()})
 
     def packed(
         self, kind: str, ancestors: NDArray[np.bool_], lengths: Sequence[int], positions: NDArray[np.int64]

@@ -21,6 +21,7 @@ from lookahead.backends.transformers.model_state import same_values, state_of
 from lookahead.backends.transformers.position_limit import PositionLimit
 from lookahead.backends.transformers.slot_limit import SlotLimit
 from lookahead.backends.transformers.static_steps import StaticSteps
+from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
 from lookahead.backends.transformers.tree_attention.interface import NAME as TREE_ATTENTION
 from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.config import MOST_CHOSEN_NODES
@@ -29,6 +30,10 @@ from lookahead.core.token_tree import ONE_NODE, Layout, TokenTree, lay_out
 LONGEST_DRAFTED_PREFILL = 1024
 """Pending tokens up to which a step may also draft. A longer prompt is sent alone, with no mask of ours, as
 transformers sends it: a dense mask grows with the square of its length."""
+
+
+_PACKED = (TREE_ATTENTION, INVARIANT, BY_POSITION)
+"""Attention that reads packed masks, or what is made of them."""
 
 
 def _limits(model: PreTrainedModel, positions_end: bool) -> tuple[MaskBuilder, PositionLimit, SlotLimit]:
@@ -54,7 +59,7 @@ class ModelRunner:
         padding: Per sequence, how many padding tokens its prompt had; they count where transformers counts them.
         device: Where inputs go if the model cannot say, because its weights are loaded when they are needed.
         steps: Runs trees of up to a certain size over fixed buffers; `cache` is copied into its own. Larger trees,
-            such as a prompt, are run as they are without it.
+            such as a prompt, are run as they are without it, unless its passes are of one size only.
         most_nodes: Nodes, the root included, that a draft makes of a tree at most.
         positions_end: See `PositionLimit`.
 
@@ -78,7 +83,7 @@ class ModelRunner:
         self._masks, self._limit, self._slots = _limits(model, positions_end)
         if cache is None:
             # Packed masks and static buffers are of all columns.
-            keeps_all = steps is not None or model.config._attn_implementation in (TREE_ATTENTION, INVARIANT)
+            keeps_all = steps is not None or model.config._attn_implementation in _PACKED
             cache = TreeCache(() if keeps_all else self._masks.windows)
         self.cache = cache
         self._own_cache = self.cache
@@ -86,6 +91,7 @@ class ModelRunner:
         if steps is not None:
             steps.begin(self.cache)
             self.cache = steps.cache
+        self._chunk = (steps.chunk if steps is not None else None) or LONGEST_DRAFTED_PREFILL
         self._shifts = [0] * batch_size
         self._batch_size = batch_size
         self.before = list(before) if before is not None else [0] * batch_size
@@ -104,7 +110,7 @@ class ModelRunner:
     @property
     def is_invariant(self) -> bool:
         """Whether the bits of a node depend on its own text alone; see `LookaheadConfig.invariant`."""
-        return bool(self.model.config._attn_implementation == INVARIANT)
+        return self.model.config._attn_implementation in (INVARIANT, BY_POSITION)
 
     @property
     def _nodes(self) -> int:
@@ -158,7 +164,7 @@ class ModelRunner:
         Returns:
             The number of forward passes it took.
         """
-        size = chunk_size or (None if len(texts) == 1 and not self.is_invariant else LONGEST_DRAFTED_PREFILL)
+        size = chunk_size or (None if len(texts) == 1 and not self.is_invariant else self._chunk)
         passes = 0
         while size is not None:
             trees = [self.begin_tree(row, text) for row, text in enumerate(texts)]
@@ -179,9 +185,7 @@ class ModelRunner:
             if not any(behind):
                 return
             chunks = [
-                TokenTree(self.begin_tree(row, text[:-1]).tokens[:LONGEST_DRAFTED_PREFILL])
-                if behind[row]
-                else self.idle_tree()
+                TokenTree(self.begin_tree(row, text[:-1]).tokens[: self._chunk]) if behind[row] else self.idle_tree()
                 for row, text in enumerate(texts)
             ]
             self._send(chunks, behind)
@@ -319,11 +323,12 @@ class ModelRunner:
 
     def _mask(self, lengths: list[int], positions: NDArray[np.int64]) -> object:
         batch, nodes = positions.shape
-        if self.model.config._attn_implementation in (TREE_ATTENTION, INVARIANT):
+        attention = self.model.config._attn_implementation
+        if attention in _PACKED:
             ancestors = np.zeros((batch, nodes, nodes), dtype=np.bool_)
             for row, layout in enumerate(self._layouts):
                 ancestors[row, : len(layout.order), : len(layout.order)] = layout.ancestor_mask()
-            return self._masks.pack(ancestors, lengths, positions, self._device)
+            return self._masks.pack(ancestors, lengths, positions, self._device, paths=attention == BY_POSITION)
         scratch = max(lengths)
         visible = np.zeros((batch, nodes, scratch + nodes), dtype=np.bool_)
         # A padding node sees itself alone, so that no row of the softmax is empty.

@@ -16,6 +16,7 @@ from lookahead.backends.transformers.invariant.attention import LEAST_NODES, PAC
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
 from lookahead.backends.transformers.invariant.modules import FINDINGS, empty_module, invariant_kind
 from lookahead.backends.transformers.packed_linear import PACKED_WEIGHT, PackedLinear, can_pack
+from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
 from lookahead.config import INT8
 
 _ITS_OWN = frozenset({"_modules", "config", "generate", PACKED_WEIGHT, FINDINGS, LEAST_NODES})
@@ -93,8 +94,8 @@ class SharedClone:
     Args:
         model: Any model that `can_be_cloned`.
         attention: What the clone's layers use where the model's use `sdpa`, registered with transformers; `sdpa` as
-            well if not given. Invariant attention takes the place of `eager`, too, and its products and activations
-            are those of `invariant_kind`.
+            well if not given. Invariant attention takes the place of `eager`, too, and on a CPU its products and
+            activations are those of `invariant_kind`.
         pack_weights: Replace the clone's linear layers with `PackedLinear`, or with `Int8Linear`.
 
     Attributes:
@@ -159,13 +160,15 @@ class SharedClone:
 
     def _configure(self, config: Any) -> None:
         used = getattr(config, "_attn_implementation", None)
-        if self._attention is not None and (used == "sdpa" or (used == "eager" and self._is_invariant)):
+        replaces_eager = self._is_invariant or self._attention == BY_POSITION
+        if self._attention is not None and (used == "sdpa" or (used == "eager" and replaces_eager)):
             config._attn_implementation = self._attention
         if self._is_invariant and getattr(config, "_experts_implementation", None) is not None:
             config._experts_implementation = "eager"  # the one in which experts are asked one after another
 
     @property
     def _is_invariant(self) -> bool:
+        """Whether its modules have care of their own; passes of one size need none."""
         return self._attention in (INVARIANT, PACKED_ROWS)
 
     def _new_module(self, module: torch.nn.Module) -> torch.nn.Module:

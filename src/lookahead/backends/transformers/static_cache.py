@@ -40,7 +40,7 @@ def layer_shapes(cache: TreeCache) -> tuple[LayerShape | None, ...]:
 class StaticTreeCache(TreeCache):
     """A `TreeCache` for texts up to a length known beforehand.
 
-    States of one size lie in one buffer `[states, batch, heads, capacity, size]` over all layers, so that what a commit
+    States of one size lie in one buffer `[states, rows, heads, capacity, size]` over all layers, so that what a commit
     moves is moved in all of them at once. While `columns` is set, a pass writes its nodes to those columns and gets
     whole buffers back, whatever the length of the text: the same shapes and the same work in Python for every step.
     Without it, passes see the text so far, as those of any tree cache do.
@@ -48,14 +48,29 @@ class StaticTreeCache(TreeCache):
     Attributes:
         columns: Columns that a static pass writes to, `[nodes]` int64 on the device; `None` in other passes.
         capacity: Columns of each buffer.
-        batch: Rows.
+        batch: Rows that hold texts.
+
+    Args:
+        shapes: What each layer keeps of a token.
+        batch: As above.
+        capacity: As above.
+        device: Where the buffers are.
+        rows: Rows of the buffers, if more than hold texts.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape | None], batch: int, capacity: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape | None],
+        batch: int,
+        capacity: int,
+        device: torch.device,
+        rows: int | None = None,
+    ) -> None:
         super().__init__()
         self.columns: torch.Tensor | None = None
         self.capacity = 0
         self.batch = batch
+        self._rows = rows or batch
         self._shapes = tuple(shapes)
         self._device = device
         self._buffers: list[torch.Tensor] = []
@@ -70,7 +85,7 @@ class StaticTreeCache(TreeCache):
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """All memory for states, each `[states, batch, heads, capacity, size]`."""
+        """All memory for states, each `[states, rows, heads, capacity, size]`."""
         return tuple(self._buffers)
 
     @property
@@ -91,7 +106,7 @@ class StaticTreeCache(TreeCache):
         with torch.inference_mode(False), torch.no_grad():
             for (heads, size, dtype), owners in sizes.items():
                 # Zeros, as attention with a dense mask multiplies hidden values by 0, and 0 * NaN is NaN.
-                buffer = torch.zeros((len(owners), self.batch, heads, capacity, size), dtype=dtype, device=self._device)
+                buffer = torch.zeros((len(owners), self._rows, heads, capacity, size), dtype=dtype, device=self._device)
                 for states, (layer, name) in zip(buffer, owners, strict=True):
                     if kept:
                         states[:, :, :kept] = getattr(layer, name)[:, :, :kept]
@@ -144,8 +159,9 @@ class StaticTreeCache(TreeCache):
         for layer, own in zip(cache.layers, self.layers, strict=False):
             if layer.is_initialized:
                 # What a sliding layer has forgotten is hidden by its window.
-                own.keys[:, :, layer.dropped : longest] = layer.keys[:, :, : longest - layer.dropped]
-                own.values[:, :, layer.dropped : longest] = layer.values[:, :, : longest - layer.dropped]
+                columns = slice(layer.dropped, longest)
+                own.keys[: self.batch, :, columns] = layer.keys[:, :, : longest - layer.dropped]
+                own.values[: self.batch, :, columns] = layer.values[:, :, : longest - layer.dropped]
         self._set_lengths(lengths)
 
     def copy_to(self, cache: TreeCache) -> None:
@@ -157,7 +173,9 @@ class StaticTreeCache(TreeCache):
             cache.layers.append(own)
             if layer.is_initialized:
                 own.dtype, own.device, own.is_initialized = layer.dtype, layer.device, True
-                own.keys, own.values = layer.keys[:, :, :longest].clone(), layer.values[:, :, :longest].clone()
+                own.keys, own.values = (
+                    states[: self.batch, :, :longest].clone() for states in (layer.keys, layer.values)
+                )
                 own.lengths = list(layer.lengths)
 
     def _set_lengths(self, lengths: list[int]) -> None:

@@ -32,16 +32,20 @@ class StaticInputs:
         batch: Rows.
         nodes: Nodes of each row, the padding included.
         device: Where the model is.
+        most: Nodes of the largest tree, if that may be more: passes then read it part by part.
 
     Attributes:
         tokens: `[batch, nodes]` int32.
         positions: `[batch, nodes]` int32.
         columns: Columns of the cache where the nodes go, `[nodes]` int32.
-        packed_masks: For each kind of layer `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32.
+        packed_masks: For each kind of layer `[batch, 1, nodes, 3 + ceil(most / 32)]` int32.
     """
 
-    def __init__(self, masks: MaskBuilder, batch: int, nodes: int, device: torch.device) -> None:
-        width = packed_width(nodes)
+    def __init__(
+        self, masks: MaskBuilder, batch: int, nodes: int, device: torch.device, most: int | None = None
+    ) -> None:
+        passes = -(-(most or nodes) // nodes)
+        width = packed_width(passes * nodes)
         shapes = [(batch, nodes), (batch, nodes), (nodes,), *[(batch, 1, nodes, width)] * len(masks.kinds)]
         sizes = [int(np.prod(shape)) for shape in shapes]
         on_host = device.type == "cpu"
@@ -61,38 +65,42 @@ class StaticInputs:
         ]
         self._tokens, self._positions, self._columns, *self._packed = own
         # The bit of each slot for itself, which is all that a padding node sees.
-        bits = np.zeros((nodes, (width - BITS) * WORD), dtype=np.bool_)
-        bits[:, :nodes] = np.eye(nodes, dtype=np.bool_)
-        self._alone = np.packbits(bits, axis=1, bitorder="little").view("<i4")
+        self._alone = [
+            np.packbits(np.eye(nodes, (width - BITS) * WORD, start, dtype=np.bool_), axis=1, bitorder="little")
+            for start in range(0, passes * nodes, nodes)
+        ]
         self._offsets = np.arange(nodes, dtype=np.int32)
 
-    def stage(self, layouts: Sequence[Layout], lengths: Sequence[int], shifts: Sequence[int]) -> None:
-        """Bring one step to the device.
+    def stage(self, layouts: Sequence[Layout], lengths: Sequence[int], shifts: Sequence[int], part: int = 0) -> None:
+        """Bring one step, or a part of it, to the device.
 
         Args:
-            layouts: The trees, of at most `nodes` nodes, one for each row.
+            layouts: The trees, of at most `nodes` nodes, or `most`; one for each row. Rows that have none are padding.
             lengths: Cached tokens of each row.
             shifts: What is added to places in the text to have positions, for each row.
+            part: Which `nodes` slots of the trees.
         """
-        scratch = max(lengths)
-        np.add(self._offsets, scratch, out=self._columns)
+        scratch, start = max(lengths), part * self.nodes
+        np.add(self._offsets, scratch + start, out=self._columns)
         for packed in self._packed:
             packed[:, 0, :, VISIBLE : FIRST + 1] = 0
             packed[:, 0, :, SCRATCH] = scratch
-            packed[:, 0, :, BITS:] = self._alone
+            packed[:, 0, :, BITS:] = self._alone[part].view("<i4")
         for row, (layout, length, shift) in enumerate(zip(layouts, lengths, shifts, strict=True)):
-            self._stage_row(row, layout, length, shift)
+            self._stage_row(row, layout, slice(start, start + self.nodes), length, shift)
         if self._staged is not self._host:
             self._staged.copy_(self._host, non_blocking=True)
 
-    def _stage_row(self, row: int, layout: Layout, length: int, shift: int) -> None:
-        own = len(layout.order)
-        self._tokens[row, :own], self._tokens[row, own:] = layout.tokens, 0
+    def _stage_row(self, row: int, layout: Layout, part: slice, length: int, shift: int) -> None:
+        tokens, depths = layout.tokens[part], layout.depths[part]
+        own = len(tokens)
+        self._tokens[row, :own], self._tokens[row, own:] = tokens, 0
         # A finished row has no position; behind its text the model might have no position.
         has_position = len(layout.read_slots) > 0
-        positions = (length if has_position else 0) + layout.depths
+        start = length if has_position else 0
+        positions, all_positions = start + depths, start + layout.depths
         self._positions[row, :own], self._positions[row, own:] = positions + (shift if has_position else 0), 0
-        ancestors = layout.ancestor_mask()
+        ancestors = layout.ancestor_mask()[part]
         for kind, packed in zip(self._masks.kinds, self._packed, strict=True):
             own_rows = packed[row, 0, :own]
             own_rows[:, VISIBLE] = length
@@ -100,6 +108,6 @@ class StaticInputs:
             seen = ancestors
             if window is not None or chunk is not None:
                 own_rows[:, FIRST] = first = first_position(positions, window, chunk)
-                seen = ancestors & (positions >= first[:, None])
+                seen = ancestors & (all_positions >= first[:, None])
             bits = np.packbits(seen, axis=1, bitorder="little")
             own_rows[:, BITS:].view(np.uint8)[:, : bits.shape[1]] = bits

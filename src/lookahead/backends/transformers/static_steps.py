@@ -14,11 +14,13 @@ from transformers import PreTrainedModel
 from lookahead.backends.forward_result import ForwardResult
 from lookahead.backends.predictions import argmax, top_predictions
 from lookahead.backends.transformers.graph_recorder import Outputs, Pass, Recorder
+from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.static_cache import LayerShape, StaticTreeCache
 from lookahead.backends.transformers.static_inputs import StaticInputs
+from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
 from lookahead.backends.transformers.tree_attention.interface import NAME as TREE_ATTENTION
-from lookahead.backends.transformers.tree_attention.packed_mask import unpack
+from lookahead.backends.transformers.tree_attention.packed_mask import along_paths, unpack
 from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.core.token_tree import Layout
 
@@ -42,6 +44,16 @@ def rounded(tokens: int) -> int:
     return power * 3 // 4 if tokens <= power * 3 // 4 else power
 
 
+FIXED_ROWS = 64
+"""Rows of every pass of one size only, so that products and means are those of one shape: enough for the drafts that
+pay, and no more than fit into one tile of a GPU's matrix product, whose rows are all summed alike."""
+
+
+def padded_batch(batch: int) -> int:
+    """Rows of a batch in passes of one size, those without a text included: they divide `FIXED_ROWS`."""
+    return 1 << (batch - 1).bit_length()
+
+
 class StaticSteps:
     """Runs steps of a model with fixed shapes; serves one batch at a time.
 
@@ -52,13 +64,16 @@ class StaticSteps:
         shapes: What its layers keep of a token.
         batch: Rows.
         capacity: Tokens that fit into the cache, the nodes of a step included; for more it grows.
-        sizes: Sizes of passes, ascending; larger trees are run elsewhere.
+        sizes: Sizes of passes, ascending; larger trees are run elsewhere, unless `most` is given.
         recorder: Records and replays passes.
         compiler: Backend of `torch.compile` that the pass goes through first, "inductor" for one; none if not given.
+        most: Nodes of the largest tree, for passes of one size only: these read larger trees part by part, and rows
+            are added until they divide `FIXED_ROWS`.
 
     Attributes:
         cache: Keys and values.
         sizes: As above.
+        chunk: Nodes of every pass, if they are of one size only.
         recordings: Passes that were recorded so far, over all sizes.
     """
 
@@ -71,10 +86,14 @@ class StaticSteps:
         sizes: Sequence[int],
         recorder: Recorder,
         compiler: str | None = None,
+        most: int | None = None,
     ) -> None:
         self._device = model.device
-        self.cache = StaticTreeCache(shapes, batch, capacity, self._device)
+        self._rows = batch if most is None else padded_batch(batch)
+        self.cache = StaticTreeCache(shapes, batch, capacity, self._device, self._rows)
         self.sizes = tuple(sizes)
+        self.chunk = None if most is None else self.sizes[-1]
+        self._most = most
         self.recordings = 0
         self._masks = MaskBuilder(model.config)
         self._recorder = recorder
@@ -105,22 +124,45 @@ class StaticSteps:
             A result for each row; `None` if the trees are too large. Then, too, there is room for them in the cache.
         """
         nodes = max(len(layout.order) for layout in layouts)
-        size = next((size for size in self.sizes if size >= nodes), None)
-        needed = self.cache.longest + (size or nodes)
+        size = next((size for size in self.sizes if size >= nodes), self.chunk)
+        parts = 1 if size is None else -(-nodes // size)
+        needed = self.cache.longest + (nodes if size is None else parts * size)
         if needed > self.cache.capacity:
             self._grow(needed)
         if size is None:
             return None
+        if parts > 1 and self._most is not None and nodes > self._most:
+            self._most = nodes
+            self._inputs.clear()
+            self._passes.clear()
         if size not in self._inputs:
-            self._inputs[size] = StaticInputs(self._masks, self.cache.batch, size, self._device)
-        self._inputs[size].stage(layouts, self.cache.lengths(self.cache.batch), shifts)
-        key = (size, top_k)
+            self._inputs[size] = StaticInputs(self._masks, self._rows, size, self._device, self._most)
+        logits, results = self._run(model, layouts, (size, top_k), shifts, 0)
+        if parts > 1:  # what a pass gives, the next one overwrites
+            given = [(logits.clone(), results.copy())]
+            for part in range(1, parts):
+                logits, results = self._run(model, layouts, (size, top_k), shifts, part)
+                given.append((logits.clone(), results.copy()))
+            logits = torch.cat([logits for logits, _ in given], dim=1)
+            results = np.concatenate([results for _, results in given], axis=1)
+        return [_result(layout, logits[row], results[row]) for row, layout in enumerate(layouts)]
+
+    def _run(
+        self,
+        model: PreTrainedModel,
+        layouts: Sequence[Layout],
+        key: tuple[int, int],
+        shifts: Sequence[int],
+        part: int,
+    ) -> tuple[torch.Tensor, NDArray[np.int32]]:
+        """The pass `key` over a part of the trees: logits on the device, and what they say on the host."""
+        inputs = self._inputs[key[0]]
+        inputs.stage(layouts, self.cache.lengths(self.cache.batch), shifts, part)
         if key not in self._passes:
-            self._passes[key] = self._recorder.record(self._pass(model, self._inputs[size], top_k))
+            self._passes[key] = self._recorder.record(self._pass(model, inputs, key[1]))
             self.recordings += 1
         logits, packed = self._passes[key]()
-        results = self._to_host(key, packed)
-        return [_result(layout, logits[row], results[row]) for row, layout in enumerate(layouts)]
+        return logits, self._to_host(key, packed)
 
     def _pass(self, model: PreTrainedModel, inputs: StaticInputs, top_k: int) -> Pass:
         reference, cache, masks = weakref.ref(model), self.cache, self._masks
@@ -175,14 +217,17 @@ def run_pass(
         masks: What masks the model takes.
         tokens: `[batch, nodes]` int32.
         positions: `[batch, nodes]` int32.
-        packed_masks: For each kind of layer `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32.
+        packed_masks: For each kind of layer `[batch, 1, nodes, 3 + words]` int32.
         top_k: How many of the likeliest tokens are wanted.
 
     Returns:
         Logits `[batch, nodes, vocabulary]`, and what they say in int32, `[batch, nodes, 1 + 2 * top_k]`: the likeliest
         token, the `top_k` likeliest ones, and the bits of their probabilities in float32.
     """
-    if model.config._attn_implementation != TREE_ATTENTION:
+    attention = model.config._attn_implementation
+    if attention == BY_POSITION:
+        packed_masks = tuple(along_paths(mask) for mask in packed_masks)
+    elif attention not in (TREE_ATTENTION, INVARIANT):
         packed_masks = tuple(_dense(mask, cache.capacity, model.dtype) for mask in packed_masks)
     logits = model(
         input_ids=tokens.long(),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers import ModelRunner, StaticBuffers, engine_model
+from lookahead.backends.transformers import ModelRunner, StaticBuffers, engine_model, runs_static
 from lookahead.core.cost_model import CostModel
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
@@ -169,10 +169,11 @@ class StepBench:
         self._random = np.random.default_rng(seed)
         self._vocabulary = int(vocabulary)
         self.context = context
-        module, steps = engine_model(model, pack_weights, static=engine != "dynamic", invariant=invariant), None
-        if engine != "dynamic":
+        is_static = runs_static(model, engine, invariant)
+        module, steps = engine_model(model, pack_weights, is_static, invariant), None
+        if is_static:
             compiler = "inductor" if engine == "compiled" else None
-            steps = StaticBuffers(module, 1, context + 2, max(NODE_COUNTS), compiler).steps
+            steps = StaticBuffers(module, 1, context + 2, max(NODE_COUNTS), compiler, invariant).steps
         self._runner = ModelRunner(module, 1, steps=steps)
         self.text = self._random.integers(self._vocabulary, size=context + 1).tolist()
         last = self._runner.last_length

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
 
 import torch
 from transformers import PreTrainedModel
@@ -16,18 +18,24 @@ from lookahead.drafting.compiled import IS_COMPILED
 _TEXT, _PROMPT = 7, 3
 """Tokens of the text that passes are compared along, and of its prompt."""
 
+MakeRunner = Callable[[int], ModelRunner]
+"""Makes an empty runner for so many rows."""
+
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def what_is_in_the_way(model: PreTrainedModel) -> str | None:
     """Why passes of `model` cannot be made invariant, as far as that is known without a pass; `None` for nothing."""
-    if model.device.type != "cpu":
-        return f"it is on {model.device}, and invariant passes are written for CPUs"
+    device = model.device.type
+    if device not in ("cpu", "cuda"):
+        return f"it is on {model.device}, and invariant passes are written for CPUs and CUDA"
+    if device == "cuda" and find_spec("triton") is None:
+        return "Triton is not installed"
     if model.dtype not in _TYPES:
         return f"it is in {model.dtype}; invariant passes are of {', '.join(map(str, _TYPES))}"
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled(device):
         return "autocast chooses number types while it runs"
-    if not IS_COMPILED:
+    if device == "cpu" and not IS_COMPILED:
         return "numba is not installed"
     if not getattr(model, "_supports_attention_backend", False):
         return "its attention is not called through transformers' attention interface"
@@ -39,14 +47,17 @@ def what_is_in_the_way(model: PreTrainedModel) -> str | None:
     return None
 
 
-def is_invariant(model: PreTrainedModel) -> bool:
+def is_invariant(model: PreTrainedModel, fixed: MakeRunner | None = None) -> bool:
     """Whether passes of `model` are: as an earlier process found for this architecture on this machine, else tried.
 
     Weights are no part of it: which order a sum is made in does not depend on the numbers.
 
     Args:
         model: The clone that is to be invariant.
+        fixed: Makes runners with static passes of one size, if it is run so. These are tried by each process.
     """
+    if fixed is not None:
+        return check_invariance(model, fixed)
     about = architecture(model)
     if about is not None and recall(about) is True:
         return True
@@ -57,38 +68,42 @@ def is_invariant(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def check_invariance(model: PreTrainedModel) -> bool:
+def check_invariance(model: PreTrainedModel, fixed: MakeRunner | None = None) -> bool:
     """Whether trees, chains, batches and single tokens along a text give the same bits after each of its tokens.
 
     Args:
         model: The clone that is to be invariant.
+        fixed: As for `is_invariant`.
     """
+    runner = partial(ModelRunner, model) if fixed is None else fixed
     draws = torch.Generator().manual_seed(1)
     vocabulary = model.get_input_embeddings().num_embeddings
     text, other = torch.randint(vocabulary, (2, _TEXT), generator=draws).tolist()
-    single = _along([text], model, 1, 0)
-    prompted = _along([text], model, 2, 1, _PROMPT)
-    several = (
-        _along([text], model, _TEXT, 0),
-        _along([text], model, 5, 3),
-        _along([other, text], model, 3, 1),
-        _along([other[:5], text, other], model, 3, 0),
-    )
+    single = _along([text], runner, 1, 0)
+    prompted = _along([text], runner, 2, 1, _PROMPT)
+    several = [
+        _along([text], runner, _TEXT, 0),
+        _along([text], runner, 5, 3),
+        _along([other, text], runner, 3, 1),
+        _along([other[:5], text, other], runner, 3, 0),
+    ]
+    if fixed is not None:
+        several.append(_along([text], runner, _TEXT, 6))  # more nodes than a pass has, and right ones all over it
     return torch.equal(prompted, single[_PROMPT - 1 :]) and all(torch.equal(logits, single) for logits in several)
 
 
-def _along(texts: Sequence[list[int]], model: PreTrainedModel, size: int, wrong: int, prompt: int = 1) -> torch.Tensor:
+def _along(texts: Sequence[list[int]], make_runner: MakeRunner, size: int, wrong: int, prompt: int = 1) -> torch.Tensor:
     """Logits after each token of one of the texts, the second if there are several, read `size` tokens at a time.
 
     Args:
         texts: The rows; one that is shorter goes on with an idle tree.
-        model: The model.
+        make_runner: Makes what runs the model.
         size: Tokens of the text in a pass, if it is not the first.
         wrong: Branches of wrong tokens beside each right one, which the right ones are sent behind.
         prompt: Tokens that the first pass sends as decided; nothing is asked about those before the last of them.
     """
-    runner = ModelRunner(model, len(texts))
-    vocabulary = model.get_input_embeddings().num_embeddings
+    runner = make_runner(len(texts))
+    vocabulary = runner.model.get_input_embeddings().num_embeddings
     which = min(1, len(texts) - 1)
     logits = []
     place = 0

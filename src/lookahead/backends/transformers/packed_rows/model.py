@@ -22,7 +22,7 @@ from lookahead.backends.transformers.packed_rows.runner import PackedRowsRunner
 from lookahead.backends.transformers.preserved_state import preserved_state
 from lookahead.backends.transformers.shared_clone import SharedClone, can_be_cloned
 from lookahead.core.token_tree import TokenTree
-from lookahead.errors import UnsupportedModelError
+from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
 _TEXTS = ((5, 11, 7, 3, 13, 2), (17, 19, 23), (29, 5, 31, 37))
 """Short texts that share a pass in the equivalence check."""
@@ -91,6 +91,11 @@ def _packed_rows_model(model: PreTrainedModel, pack_weights: bool | str, invaria
         return "it was compiled, or a hook stands in for the forward pass of one of its modules"
     if not equivalence(model).packed_rows:
         return "a small copy of it gave other logits for rows that share a pass than for each alone"
+    if invariant and model.device.type != "cpu":
+        raise UnsupportedArgumentError(
+            f"invariant=True is not possible for rows that share a pass on {model.device}, but on CPUs only; use "
+            "lookahead.generate, or invariant=False"
+        )
     if invariant:  # refused where passes of one text cannot be
         engine_model(model, pack_weights, invariant=True)
     clone = clone_for(model, INVARIANT if invariant else attention.NAME, pack_weights, _tried_clone)

@@ -16,6 +16,9 @@ from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 NAME = "lookahead_tree"
 """What `attn_implementation` is called, once it is registered."""
 
+BY_POSITION = "lookahead_tree_by_position"
+"""The name of the kernel whose bits for a query depend on its own text alone."""
+
 _BEYOND_MASKS = {
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
@@ -40,6 +43,18 @@ def register() -> None:
 
     AttentionInterface.register(NAME, tree_attention_forward)
     AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def register_by_position() -> None:
+    """Make `attn_implementation="lookahead_tree_by_position"` known to transformers; again does no harm.
+
+    Raises:
+        ModuleNotFoundError: Triton is not installed.
+    """
+    import lookahead.backends.transformers.tree_attention.by_position  # noqa: F401  (as above)
+
+    AttentionInterface.register(BY_POSITION, by_position_forward)
+    AttentionMaskInterface.register(BY_POSITION, sdpa_mask)
 
 
 def tree_attention_forward(
@@ -97,6 +112,47 @@ def tree_attention_forward(
     from lookahead.backends.transformers.tree_attention.kernel import tree_attention
 
     return tree_attention(query, key, value, attention_mask, scaling, softcap), None
+
+
+def by_position_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers that takes masks along paths, and no others.
+
+    Args:
+        module: The layer that calls.
+        query: `[batch, heads, nodes, head_dim]`.
+        key: `[batch, kv_heads, keys, head_dim]`.
+        value: `[batch, kv_heads, keys, value_dim]`.
+        attention_mask: `[batch, 1, nodes, 3 + slots]` int32; see `packed_mask.along_paths`.
+        scaling: What scores are multiplied by; `head_dim ** -0.5` if not given.
+        dropout: Must be 0.
+        softcap: Bends scores to stay below this.
+        **kwargs: What else transformers passes. Windows and causality are in the mask.
+
+    Returns:
+        `[batch, nodes, heads, value_dim]`, and no weights.
+
+    Raises:
+        UnsupportedModelError: The layer has something that this attention has not.
+    """
+    refuse_unknown(module, BY_POSITION, kwargs)
+    if attention_mask is None or attention_mask.dtype != torch.int32 or dropout:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not hand the masks of token trees to its attention, or wants dropout"
+        )
+    from lookahead.backends.transformers.tree_attention.by_position import attention_by_position
+
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attention_by_position(query, key, value, attention_mask, scaling, softcap), None
 
 
 def refuse_unknown(module: torch.nn.Module, name: str, kwargs: Mapping[str, object]) -> None:

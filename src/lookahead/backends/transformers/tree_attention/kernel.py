@@ -115,11 +115,7 @@ def tree_attention(
     Raises:
         InvalidArgumentError: The tensors are not on a CUDA device, and Triton's interpreter is not on.
     """
-    if not query.is_cuda and isinstance(_attention_kernel, triton.JITFunction):
-        raise InvalidArgumentError(
-            f"tree attention got tensors on {query.device}, but its kernel runs on CUDA devices only; choose "
-            "attn_implementation='sdpa' there"
-        )
+    refuse_other_devices(query, _attention_kernel)
     # The innermost dimension is read as it lies; any other may have any stride.
     query, key, value, packed_mask = (
         states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value, packed_mask)
@@ -143,16 +139,25 @@ def tree_attention(
     }
     with torch.cuda.device_of(query):
         _launch_attention(
-            query, key, value, packed_mask, (shares, sums), _score_factors(scaling, softcap), tiling, shape
+            query, key, value, packed_mask, (shares, sums), score_factors(scaling, softcap), tiling, shape
         )
         if tiling.splits > 1:
-            _combine_kernel[rows, batch * kv_heads](
-                shares, sums, output, nodes, SPLITS=tiling.splits, num_warps=4, enable_fp_fusion=True, **shape
+            combine_kernel[rows, batch * kv_heads](
+                shares, sums, output, nodes, tiling.splits, num_warps=4, enable_fp_fusion=True, **shape
             )
     return output
 
 
-def _score_factors(scaling: float, softcap: float | None) -> tuple[float, float]:
+def refuse_other_devices(query: torch.Tensor, kernel: object) -> None:
+    """Raise an `InvalidArgumentError` if `kernel` cannot read `query` where it is: compiled ones run on CUDA alone."""
+    if not query.is_cuda and isinstance(kernel, triton.JITFunction):
+        raise InvalidArgumentError(
+            f"tree attention got tensors on {query.device}, but its kernel runs on CUDA devices only; choose "
+            "attn_implementation='sdpa' there"
+        )
+
+
+def score_factors(scaling: float, softcap: float | None) -> tuple[float, float]:
     """Scale and cap of a softmax to the base 2, which is what the hardware computes: exp(x) = exp2(x * log2(e))."""
     if softcap is None:
         return scaling * math.log2(math.e), 0.0
@@ -199,13 +204,13 @@ def _launch_attention(
 
 
 @triton.jit
-def _load_rows(start, offsets, is_row, is_dim):
+def load_rows(start, offsets, is_row, is_dim):
     """The rows and dimensions that are there, of queries, keys or values; zeros for the others, which are not read."""
     return tl.load(start + offsets, mask=is_row[:, None] & is_dim[None, :], other=0.0)
 
 
 @triton.jit
-def _scores(query, key, scale, cap, CAPPED: tl.constexpr):
+def scores_of(query, key, scale, cap, CAPPED: tl.constexpr):
     """Scores to the base 2, `[BLOCK_M, BLOCK_N]` float32."""
     scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     if CAPPED:
@@ -215,7 +220,7 @@ def _scores(query, key, scale, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _fold(scores, value, acc, peak, total):
+def fold(scores, value, acc, peak, total):
     """Take one block of keys into a running softmax."""
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     # A row that has seen nothing yet has no peak, and -inf less -inf is no number.
@@ -306,7 +311,7 @@ def _attention_kernel(
 
     query += batch * query_stride_b + kv_head * GROUP * query_stride_h
     query_offsets = (node * query_stride_t + member * query_stride_h)[:, None] + key_dim[None, :]
-    query_block = _load_rows(query, query_offsets, is_row, is_key_dim)
+    query_block = load_rows(query, query_offsets, is_row, is_key_dim)
     key += batch * key_stride_b + kv_head * key_stride_h
     value += batch * value_stride_b + kv_head * value_stride_h
     key_offsets = column[:, None] * key_stride_n + key_dim[None, :]
@@ -319,12 +324,12 @@ def _attention_kernel(
         start = low + block * BLOCK_N
         # Behind the text lies garbage. A weight of 0 does not make a value harmless that is no number: it is not read.
         is_cached = start + column < length
-        key_block = _load_rows(key + start.to(tl.int64) * key_stride_n, key_offsets, is_cached, is_key_dim)
-        value_block = _load_rows(value + start.to(tl.int64) * value_stride_n, value_offsets, is_cached, is_value_dim)
+        key_block = load_rows(key + start.to(tl.int64) * key_stride_n, key_offsets, is_cached, is_key_dim)
+        value_block = load_rows(value + start.to(tl.int64) * value_stride_n, value_offsets, is_cached, is_value_dim)
         position = (start + column)[None, :]
         seen = (position >= first[:, None]) & (position < visible[:, None])
-        scores = tl.where(seen, _scores(query_block, key_block, scale, cap, CAPPED), float("-inf"))
-        acc, peak, total = _fold(scores, value_block, acc, peak, total)
+        scores = tl.where(seen, scores_of(query_block, key_block, scale, cap, CAPPED), float("-inf"))
+        acc, peak, total = fold(scores, value_block, acc, peak, total)
 
     key += scratch.to(tl.int64) * key_stride_n
     value += scratch.to(tl.int64) * value_stride_n
@@ -332,15 +337,15 @@ def _attention_kernel(
         start = block * BLOCK_N
         slot = start + column
         is_slot = slot < slots
-        key_block = _load_rows(key + start.to(tl.int64) * key_stride_n, key_offsets, is_slot, is_key_dim)
-        value_block = _load_rows(value + start.to(tl.int64) * value_stride_n, value_offsets, is_slot, is_value_dim)
+        key_block = load_rows(key + start.to(tl.int64) * key_stride_n, key_offsets, is_slot, is_key_dim)
+        value_block = load_rows(value + start.to(tl.int64) * value_stride_n, value_offsets, is_slot, is_value_dim)
         # 32 neighbours read the same word.
         words = tl.load(
             own_mask[:, None] + (slot // _WORD + _BITS)[None, :], mask=is_row[:, None] & is_slot[None, :], other=0
         )
         seen = ((words >> (slot % _WORD)[None, :]) & 1) != 0
-        scores = tl.where(seen, _scores(query_block, key_block, scale, cap, CAPPED), float("-inf"))
-        acc, peak, total = _fold(scores, value_block, acc, peak, total)
+        scores = tl.where(seen, scores_of(query_block, key_block, scale, cap, CAPPED), float("-inf"))
+        acc, peak, total = fold(scores, value_block, acc, peak, total)
 
     # A row that has seen nothing in this split has no peak: its sum is -inf, and it does not count.
     total = tl.where(total == 0.0, 1.0, total)
@@ -356,34 +361,46 @@ def _attention_kernel(
         tl.store(sums + row, peak + tl.log2(total), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["nodes"])
-def _combine_kernel(
+@triton.jit(do_not_specialize=["nodes", "splits"])
+def combine_kernel(
     shares,
     sums,
     out,
     nodes,
+    splits,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
-    """Put the splits of one row together; grid `[rows, batch * KV_HEADS]`. See `_attention_kernel`."""
+    """Put the splits of one row together; grid `[rows, batch * KV_HEADS]`. See `_attention_kernel`.
+
+    Sixteen splits at a time, whatever their number: those that are not there, or saw nothing, change no bit.
+    """
     row = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     batch, kv_head = head // KV_HEADS, head % KV_HEADS
     rows = nodes * GROUP
-    split = tl.arange(0, SPLITS)
     dim = tl.arange(0, BLOCK_V)
-    own_sums = tl.load(sums + head * SPLITS * rows + split * rows + row)
-    # A split that saw nothing wrote nothing: what lies there is not read.
-    mine = tl.load(
-        shares + head * SPLITS * rows * VALUE_SIZE + ((split * rows + row) * VALUE_SIZE)[:, None] + dim[None, :],
-        mask=(own_sums > float("-inf"))[:, None] & (dim < VALUE_SIZE)[None, :],
-        other=0.0,
-    )
-    # Every row sees itself, so one of the splits has a number here.
-    weights = tl.exp2(own_sums - tl.max(own_sums, 0))
-    result = tl.sum(weights[:, None] * mine, 0) / tl.sum(weights, 0)
+    sums += head * splits * rows + row
+    shares += (head * splits * rows + row) * VALUE_SIZE
+    peak = float("-inf")
+    for start in range(0, splits, 16):
+        split = start + tl.arange(0, 16)
+        peak = tl.maximum(peak, tl.max(tl.load(sums + split * rows, mask=split < splits, other=float("-inf")), 0))
+    total = 0.0
+    result = tl.zeros([BLOCK_V], tl.float32)
+    for start in range(0, splits, 16):
+        split = start + tl.arange(0, 16)
+        own_sums = tl.load(sums + split * rows, mask=split < splits, other=float("-inf"))
+        # A split that saw nothing wrote nothing: what lies there is not read.
+        mine = tl.load(
+            shares + (split.to(tl.int64) * rows * VALUE_SIZE)[:, None] + dim[None, :],
+            mask=(own_sums > float("-inf"))[:, None] & (dim < VALUE_SIZE)[None, :],
+            other=0.0,
+        )
+        weights = tl.exp2(own_sums - peak)  # every row sees itself, so one of the splits has a number
+        total += tl.sum(weights, 0)
+        result += tl.sum(weights[:, None] * mine, 0)
     out += ((batch * nodes + row // GROUP) * KV_HEADS + kv_head) * GROUP * VALUE_SIZE + row % GROUP * VALUE_SIZE
-    tl.store(out + dim, result.to(out.dtype.element_ty), mask=dim < VALUE_SIZE)
+    tl.store(out + dim, (result / total).to(out.dtype.element_ty), mask=dim < VALUE_SIZE)

@@ -30,6 +30,8 @@ from numpy.typing import NDArray
 from lookahead.errors import InvalidArgumentError
 
 VISIBLE, FIRST, SCRATCH, BITS = 0, 1, 2, 3
+END = SCRATCH
+"""In a mask along paths, the column for the position where what a query sees ends."""
 WORD = 32
 """Slots in one word of a bit set."""
 
@@ -95,20 +97,45 @@ def unpack(packed: torch.Tensor, keys: int) -> torch.Tensor:
     """The dense mask that equals a packed one: its definition.
 
     Args:
-        packed: `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32, on any device.
+        packed: `[batch, 1, nodes, 3 + words]` int32, on any device.
         keys: Columns of keys, the scratch included; more than are in use, if they lie in a buffer.
 
     Returns:
         Which keys each query may see, `[batch, 1, nodes, keys]` bool.
     """
-    nodes = packed.shape[2]
+    slots = (packed.shape[3] - BITS) * WORD
     column = torch.arange(keys, device=packed.device, dtype=torch.int32).expand(*packed.shape[:3], keys)
     cached = (column >= packed[..., FIRST, None]) & (column < packed[..., VISIBLE, None])
     slot = column - packed[..., SCRATCH, None]
-    in_tree = (slot >= 0) & (slot < nodes)
-    slot = slot.clamp(0, nodes - 1)
+    in_tree = (slot >= 0) & (slot < slots)
+    slot = slot.clamp(0, slots - 1)
     word = packed[..., BITS:].gather(-1, (slot // WORD).long())
     return cached | (in_tree & ((word >> (slot % WORD)) & 1).bool())
+
+
+def along_paths(packed: torch.Tensor) -> torch.Tensor:
+    """A packed mask with the path of each node in place of its bits: in which columns the nodes lie that it sees.
+
+    Nothing is read back from the device.
+
+    Args:
+        packed: `[batch, 1, nodes, 3 + words]` int32, on any device. The first node of each row is padding only if all
+            of them are.
+
+    Returns:
+        `[batch, 1, nodes, 3 + 32 * words]` int32: `VISIBLE`, `FIRST`, `END`, and from `BITS` on the columns of the
+        nodes on the path of each node, itself included, in the order of their positions; -1 behind them. The first
+        of these positions is the end of the row's text, or `FIRST` if that is later.
+    """
+    words = packed.shape[-1] - BITS
+    bit, slot = (torch.arange(count, device=packed.device, dtype=torch.int32) for count in (WORD, WORD * words))
+    seen = ((packed[..., BITS:, None] >> bit) & 1).flatten(-2).bool()
+    # Parents lie before their children, so that the order of slots is that of positions.
+    path = torch.where(seen, slot, WORD * words).sort(dim=-1).values
+    columns = torch.where(path < WORD * words, path + packed[..., SCRATCH, None], -1)
+    length = packed[:, :, :1, VISIBLE]
+    end = torch.maximum(packed[..., FIRST], length) + seen.sum(dim=-1, dtype=torch.int32)
+    return torch.cat([packed[..., :SCRATCH], end[..., None], columns], dim=-1).int()
 
 
 def first_position(positions: NDArray[np.int64], window: int | None, chunk: int | None) -> NDArray[np.int64]:
