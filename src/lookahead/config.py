@@ -186,8 +186,9 @@ class LookaheadConfig:
         invariant: Make every pass in a way in which the bits of a token's logits depend on its own text alone: not on
             the drafts, the nodes of a step, the other rows of a batch, or how a prompt was split. So the text is that
             of `preset="autoregressive"` with the same settings in every number type, bfloat16 and float16 included,
-            and greedy logits are equal to the bit; see `docs/precision.md`. On CPUs. A model that cannot be run so is
-            refused with the reason.
+            and greedy logits are equal to the bit; see `docs/precision.md`. Measured on CPUs; on CUDA steps are static,
+            whatever `engine` says, and nothing was measured yet. A model that cannot be run so is refused with the
+            reason.
         engine: How steps are run. `"dynamic"` sends each step as large as it is, which is right on a CPU.
             `"static"` takes memory for the longest text of the call beforehand (`max_length`, so choose that or
             `max_new_tokens` with care), pads steps to a few sizes, and on CUDA captures a graph of each;

@@ -45,8 +45,8 @@ def rounded(tokens: int) -> int:
 
 
 FIXED_ROWS = 64
-"""Rows of every pass of one size only, so that products and means are those of one shape: enough for the drafts that
-pay, and no more than fit into one tile of a GPU's matrix product, whose rows are all summed alike."""
+"""Rows of every pass of one size only, so that products and means are those of one shape: enough for most drafts, and
+few enough to share a tile in most products on a GPU, so that all of them are summed alike."""
 
 
 def padded_batch(batch: int) -> int:

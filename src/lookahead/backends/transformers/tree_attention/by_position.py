@@ -16,8 +16,9 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from lookahead.backends.transformers.tree_attention.kernel import (
-    choose_tiling,
+from lookahead.backends.transformers.tree_attention.kernel import choose_tiling
+from lookahead.backends.transformers.tree_attention.packed_mask import BITS, END, FIRST, VISIBLE
+from lookahead.backends.transformers.tree_attention.running_softmax import (
     combine_kernel,
     fold,
     load_rows,
@@ -25,7 +26,6 @@ from lookahead.backends.transformers.tree_attention.kernel import (
     score_factors,
     scores_of,
 )
-from lookahead.backends.transformers.tree_attention.packed_mask import BITS, END, FIRST, VISIBLE
 
 _VISIBLE, _FIRST, _END, _PATH = tl.constexpr(VISIBLE), tl.constexpr(FIRST), tl.constexpr(END), tl.constexpr(BITS)
 
