@@ -143,6 +143,7 @@ plots: $(VENV)/installed  ## Draw the plots of docs/ anew from benchmarks/result
 	$(BIN)/lookahead bench report $(addprefix benchmarks/results/bench/,paper-grid.jsonl paper-tasks.jsonl) --plots build/plots/paper
 	cp $(addprefix build/plots/paper/,$(PAPER_PLOTS)) docs/images/paper
 	$(BIN)/python tools/replay_plot.py docs/images/replay benchmarks/results/replay.jsonl
+	$(BIN)/python tools/serving_plot.py docs/images/serving $(wildcard benchmarks/results/serving*.jsonl)
 
 pictures: $(VENV)/installed  ## Draw the pictures of docs/method.md from a real run of the demo model
 	$(BIN)/python tools/method_pictures.py docs/images

@@ -41,6 +41,7 @@ PROBES = {
     "gguf_models": "texts, steps and CPU time of GGUF models, beside llama-cpp-python",
     "serving": "many requests at once: tokens per second of CPU time at several loads",
     "soak": "random traffic on an engine: texts, memory, requests that are lost",
+    "engine_texts": "how often texts of an engine in 16 bits differ from plain decoding's, and what makes them differ",
     "forced_text": "texts that a processor forces: steps and CPU time beside prompt lookup",
     "several_chains": "what several chains as rows of one pass would bring on a hybrid, and what they cost",
     "grammar": "answers that follow a JSON schema: steps with what the grammar knows, and without",

@@ -4,7 +4,9 @@ For each load and repeat the methods take turns on the same prompts, in one proc
 
 - `drafts`: an `Engine` as it comes; its n-gram memory is empty at the beginning of each run;
 - `plain`: an `Engine` with `preset="autoregressive"`;
-- `4 drafts`, `8 drafts`: an `Engine` whose requests draft for themselves, so many nodes a step.
+- `4 drafts`, `8 drafts`: an `Engine` whose requests draft for themselves, so many nodes a step;
+- `batches`, `drafted batches`: `model.generate` and `lookahead.generate` with so many prompts a call, padded. Their
+  sampled rows share one generator, so that only greedy texts can be compared.
 
 Before the first repeat of a load `drafts` and `plain` run once unmeasured, as an engine learns what steps cost from the
 first ones. Beside them `generate`, each prompt by itself, with whose texts all are compared, and once for each of
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+import lookahead
 from lookahead import Engine, LookaheadConfig, RequestHandle
 from lookahead.backends.transformers.model_state import neighbours, state_of
 from lookahead.bench.rows import Row
@@ -30,9 +33,6 @@ from lookahead.drafting import DraftMemory, build_drafter
 from probe import Probe, Unit, generate, load_model, option, prompts_of, token_ids
 
 Texts = list[list[int]]
-
-LEAST_REQUESTS = 8
-"""Requests of a run, at least; at small loads they follow each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,8 @@ class Options:
     temperature: float = option(0.0, "of sampling with a seed; 0 for greedy decoding")
     methods: tuple[str, ...] = option(("drafts", "plain", "4 drafts", "8 drafts"), "what is measured")
     batch_loads: tuple[int, ...] = option((4,), "requests at once of generate_batch")
+    least_requests: int = option(8, "requests of a run, at least; at small loads they follow each other")
+    compared: int = option(64, "compare the first so many texts with those of generate")
     prompt_tokens: int = option(0, "cut prompts to so many tokens; 0 for whole ones")
 
 
@@ -58,7 +60,7 @@ class Serving:
         self._options = options
         loaded = load_model(options.model, options.dtype)
         self._model: Any = loaded.model
-        most = max([LEAST_REQUESTS, *options.loads])
+        most = max([options.least_requests, *options.loads])
         prompts = prompts_of(Path(options.prompts), most)
         cut = options.prompt_tokens or None
         self._ids = [token_ids(loaded.tokenizer, self._model, prompt.text)[0, :cut] for prompt in prompts]
@@ -68,7 +70,7 @@ class Serving:
     def alone(self) -> Iterator[Row]:
         """Each prompt by itself."""
         for load in self._options.loads:
-            chosen = range(self._requests(load))
+            chosen = range(min(self._requests(load), self._options.compared))
             seconds = sum(self._reference(number)[1] for number in chosen)
             tokens = sum(len(self._reference(number)[0]) for number in chosen)
             yield {"kind": "serving", "load": load, "method": "generate", "rate": tokens / seconds, "tokens": tokens}
@@ -101,14 +103,14 @@ class Serving:
         begin = process_time()
         texts, more = method(load)
         seconds = process_time() - begin
-        expected = [self._reference(number)[0] for number in range(len(texts))]
+        expected = [self._reference(number)[0] for number in range(min(len(texts), self._options.compared))]
         tokens = sum(map(len, texts))
         row = {"kind": "serving", "load": load, "method": name, "rate": tokens / seconds, "tokens": tokens}
-        row["differ"] = sum(own != other for own, other in zip(texts, expected, strict=True))
+        row["differ"] = sum(own != other for own, other in zip(texts, expected, strict=False))
         return row | {"seconds": seconds, "requests": len(texts), **more}
 
     def _requests(self, load: int) -> int:
-        return min(max(load, LEAST_REQUESTS), len(self._ids))
+        return min(max(load, self._options.least_requests), len(self._ids))
 
     @property
     def _arguments(self) -> dict[str, Any]:
@@ -130,6 +132,8 @@ class Serving:
             return partial(self._engine, LookaheadConfig(memory="process"))
         if name == "plain":
             return partial(self._engine, LookaheadConfig(preset="autoregressive"))
+        if name.endswith("batches"):
+            return partial(self._batches, LookaheadConfig(memory="process") if name.startswith("drafted") else None)
         nodes = int(name.split()[0]) + 1
 
         def serve(load: int) -> tuple[Texts, Row]:
@@ -150,6 +154,25 @@ class Serving:
         more |= {"by_load": {rows: [own.nodes, own.rows] for rows, own in counts.by_load.items()}}
         return [handle.tokens for handle in handles], more
 
+    def _batches(self, config: LookaheadConfig | None, load: int) -> tuple[Texts, Row]:
+        """Padded batches; a text ends with its first end-of-sequence token."""
+        chosen, texts = self._ids[: self._requests(load)], list[list[int]]()
+        ends = self._model.generation_config.eos_token_id
+        stops = set(ends if isinstance(ends, list) else [ends])
+        for begin in range(0, len(chosen), load):
+            part = chosen[begin : begin + load]
+            longest = max(map(len, part))
+            mask = torch.stack([torch.arange(longest) >= longest - len(ids) for ids in part]).long()
+            padded = torch.stack([torch.nn.functional.pad(ids, (longest - len(ids), 0)) for ids in part])
+            call: Any = self._model.generate
+            if config is not None:
+                call = partial(lookahead.generate, self._model, lookahead_config=config)
+            output = call(padded, attention_mask=mask, **self._arguments)
+            for row in output[:, longest:].tolist():
+                end = next((place for place, token in enumerate(row) if token in stops), len(row))
+                texts.append(row[: end + 1])
+        return texts, {}
+
     def _generate_batch(self, load: int) -> tuple[Texts, Row]:
         settings = GenerationConfig.from_dict({**self._model.generation_config.to_dict(), **self._arguments})
         texts: Texts = []
@@ -167,7 +190,7 @@ def _latencies(handles: Sequence[RequestHandle]) -> Row:
     first = [own.first_token_seconds or 0.0 for _, own in counts]
     later = [((own.total_seconds or 0.0) - wait) for (_, own), wait in zip(counts, first, strict=True)]
     tokens = [seconds / (count - 1) for seconds, (count, _) in zip(later, counts, strict=True) if count > 1]
-    found = {}
+    found: Row = {}
     for name, values in (("first_token_seconds", first), ("token_seconds", tokens)):
         ordered = sorted(values)
         found |= {name: ordered[len(ordered) // 2], f"{name}_90": ordered[len(ordered) * 9 // 10]}

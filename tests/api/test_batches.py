@@ -53,6 +53,28 @@ def test_random_cases_match(name: str, number: int) -> None:
     check(random_batch_case(Random(f"sample {name} {number}"), name))
 
 
+def test_greedy_rows_are_packed_unless_a_cache_is_wanted() -> None:
+    model, shapes = build("llama"), []
+    ids = torch.tensor([PROMPTS[0], (0,) * 10 + PROMPTS[1]])
+    mask = (ids != 0).long()
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda module, inputs: shapes.append(inputs[0].shape[0]) if isinstance(module, torch.nn.Embedding) else None
+    )
+    try:
+        for options, rows in (({}, 1), ({"return_dict_in_generate": True}, 2), ({"do_sample": True}, 2)):
+            lookahead.generate(model, ids, attention_mask=mask, max_new_tokens=2)  # checks run before
+            shapes.clear()
+            found = lookahead.generate(
+                model, ids, attention_mask=mask, max_new_tokens=9, **{"do_sample": False} | options
+            )
+            assert set(shapes) == {rows}, options
+            if rows == 1:
+                assert torch.equal(found, expected)
+    finally:
+        hook.remove()
+
+
 def test_rows_get_ahead_of_each_other() -> None:
     # Where all rows accept the same, equality says nothing about rows at different places.
     steps: list[lookahead.StepRecord] = []

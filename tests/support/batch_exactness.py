@@ -15,7 +15,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -170,10 +170,12 @@ def run_batch_case(case: BatchCase) -> BatchOutcome:
     """Decode `case` in the three ways, and compare. A case of several texts of each prompt is also sampled freely."""
     outcome = BatchOutcome(case)
     model = build(case.architecture, case.model_seed, case.attention)
-    plain_columns, columns = Collector(), Collector()
+    plain_columns, columns, packed_columns = Collector(), Collector(), Collector()
     expected = _run(model.generate, case, plain_columns)
     try:
         got = _run(_lookahead(model, case), case, columns)
+        # A call that leaves no cache need not pad its rows.
+        packed = _run(_lookahead(model, case), _without_scores(case), packed_columns, return_dict_in_generate=False)
         alone = [_run_alone(model, case, row) for row in range(len(case.rows))]
     except Exception:  # a case that raises is a case that failed; the run goes on
         outcome.problems.append(traceback.format_exc())
@@ -185,6 +187,8 @@ def run_batch_case(case: BatchCase) -> BatchOutcome:
     if shape[0] != wanted[0]:
         return outcome
     _compare_texts(outcome, model, expected.sequences, got.sequences)
+    _compare_texts(outcome, model, expected.sequences, packed)
+    outcome.check(packed_columns.puts == columns.puts, f"without a cache streamed {packed_columns.puts}")
     _compare_rows(outcome, model, got.sequences, alone)
     lengths = _lengths(case, got.sequences, alone)
     outcome.check(outcome.tokens == sum(lengths), f"counted {outcome.tokens} tokens, not {sum(lengths)}")
@@ -199,6 +203,10 @@ def run_batch_case(case: BatchCase) -> BatchOutcome:
         outcome.problems += sampled.problems
         outcome.checks += sampled.checks
     return outcome
+
+
+def _without_scores(case: BatchCase) -> BatchCase:
+    return replace(case, collected=False)
 
 
 def run_sampled_case(case: BatchCase) -> BatchOutcome:
@@ -355,7 +363,7 @@ def _run_alone(model: PreTrainedModel, case: BatchCase, row: int, scores: bool =
 def _quietly(generate: Callable[..., Any], **arguments: Any) -> Any:
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")
-        return generate(return_dict_in_generate=True, **arguments)
+        return generate(**{"return_dict_in_generate": True} | arguments)
 
 
 def _inputs(case: BatchCase) -> dict[str, torch.Tensor]:

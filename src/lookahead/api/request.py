@@ -10,8 +10,10 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from lookahead.api.arguments import check_devices, check_mode, check_model_inputs, check_prompt_ids
+from lookahead.api.gguf.model import GGUFModel
 from lookahead.api.output import LookaheadOutput, padded_texts, stack_collected, stack_texts
 from lookahead.api.own_prefill import check_own_prefill
+from lookahead.api.packed_batch import PackedBatch, packed_batch
 from lookahead.api.prediction import Prediction, predicted_texts
 from lookahead.api.processors import row_processors
 from lookahead.api.prompt_warm_up import warm_up_tokens
@@ -113,6 +115,8 @@ class Request:
         self._resources = acquire(model, prompts, config, generation_config)
         ranks.check(model, self._resources.runner)
         ranks.begin(model, config, generation_config, (prompts.input_ids, prompts.mask))
+        alone = isinstance(ranks, Alone) and not self._resources.chains and not isinstance(model, GGUFModel)
+        self._packed = packed_batch(model, prompts, config, generation_config) if alone else None
         wants_cache = generation_config.return_dict_in_generate and generation_config.use_cache
         self._returns_cache = bool(wants_cache and self._resources.keeps_cache)
         self._feeder: StreamFeeder | None = None
@@ -129,7 +133,7 @@ class Request:
         known = self._model.get_input_embeddings().num_embeddings if prediction is not None else 0
         self._predicted = predicted_texts(prediction, config, prompts.rows, known)
         self._memory = draft_memory(self._model, config) if config.preset == "auto" else None
-        account = self._account() if config.chooses_nodes else None
+        account = self._account() if config.chooses_nodes and self._packed is None else None
         drafters = self._drafters(pool, account)
         ends = last_lengths(self._resources.runner.last_length, prompts, rule.has_eos)
         generators = self._generators()
@@ -215,7 +219,8 @@ class Request:
         if pool is None and config.share_pool:
             pool = NGramPool(config.ngram_size, config.guess_set_size)
         nearest = neighbours(self._model) if self._memory is not None else None
-        adaptive = account is not None and account.adaptive
+        common = None if self._packed is None else self._packed.shared
+        adaptive = common is not None or (account is not None and account.adaptive)
         reads = account is None or account.reads_prompts
         read = [warm_up_tokens(self._model, len(row), adaptive) if reads else 0 for row in self._prompts.tokens]
         known = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
@@ -226,12 +231,17 @@ class Request:
         most = self._resources.most_nodes
         arguments = (config, pool, self._memory, account, nearest)
         return [
-            build_drafter(*arguments, tokens, most, known, predicted=predicted)
+            build_drafter(
+                *arguments, tokens, most, known, predicted=predicted, budget=None if common is None else common.row()
+            )
             for tokens, predicted in zip(read, self._predicted, strict=True)
         ]
 
     @torch.no_grad()
     def _decode(self, keeps_cache: bool) -> None:
+        if self._packed is not None:
+            self._decode_packed(self._packed)
+            return
         batch = self._batch
         backend = self._ranks.backend(self._resources.runner, batch, self._rule.asks_others)
         if self._feeder is not None:
@@ -249,6 +259,16 @@ class Request:
             decode(backend, batch)
         if keeps_cache:
             backend.complete(padded_texts(self._sequences, self._pad_token))
+
+    def _decode_packed(self, packed: PackedBatch) -> None:
+        if self._feeder is not None:
+            self._feeder.start(self._prompts.input_ids)
+        chunk_size = self._generation_config.prefill_chunk_size
+        self._batch.statistics.prefill_passes = packed.prefill(self._prompts.tokens, chunk_size)
+        packed.decode(self._batch)
+        if not self._rule.has_eos:
+            self._lengthen()
+            packed.decode(self._batch)
 
     def _lengthen(self) -> None:
         """Let rows go on that ended before others: without an end-of-sequence token transformers pads nothing."""

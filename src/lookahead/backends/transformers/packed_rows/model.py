@@ -40,7 +40,7 @@ def rows_runner(model: PreTrainedModel, pack_weights: bool | str = False, invari
         UnsupportedArgumentError: Passes of the model cannot be invariant.
         UnsupportedModelError: The model cannot be run on token trees, or its rows give other logits together.
     """
-    clone = _packed_rows_model(model, pack_weights, invariant)
+    clone = packed_clone(model, pack_weights, invariant)
     ends = equivalence(model).positions_end
     if not isinstance(clone, str):
         return PackedRowsRunner(clone, ends)
@@ -72,14 +72,19 @@ def packed_rows_model(
         UnsupportedArgumentError: Passes of the model cannot be invariant.
         UnsupportedModelError: The model cannot be run on token trees, or not with packed rows.
     """
-    clone = _packed_rows_model(model, pack_weights, invariant)
+    clone = packed_clone(model, pack_weights, invariant)
     if isinstance(clone, str):
         raise _unsupported(model, clone)
     return clone
 
 
-def _packed_rows_model(model: PreTrainedModel, pack_weights: bool | str, invariant: bool) -> PreTrainedModel | str:
-    """The clone, or why there is none."""
+def packed_clone(model: PreTrainedModel, pack_weights: bool | str, invariant: bool) -> PreTrainedModel | str:
+    """What `packed_rows_model` gives, or why there is none.
+
+    Raises:
+        UnsupportedArgumentError: Passes of the model cannot be invariant.
+        UnsupportedModelError: The model cannot be run on token trees.
+    """
     check_model(model)
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     if implementation != "sdpa" or not getattr(model, "_supports_attention_backend", False):
