@@ -112,4 +112,6 @@ def probe(options: Options) -> Probe:
     bench = Bench(options)
     units = [Unit(method, partial(bench.of_engine, method)) for method in METHODS]
     units.append(Unit("batches", bench.of_batches))
-    return Probe(units, {"model": options.model, "dtype": options.dtype, "prompts": Path(options.prompts).name})
+    return Probe(
+        units, {"model": Path(options.model).name, "dtype": options.dtype, "prompts": Path(options.prompts).name}
+    )

@@ -107,7 +107,8 @@ class Serving:
         tokens = sum(map(len, texts))
         row = {"kind": "serving", "load": load, "method": name, "rate": tokens / seconds, "tokens": tokens}
         row["differ"] = sum(own != other for own, other in zip(texts, expected, strict=False))
-        return row | {"seconds": seconds, "requests": len(texts), **more}
+        row |= {"temperature": self._options.temperature, "seconds": seconds, "requests": len(texts)}
+        return row | more
 
     def _requests(self, load: int) -> int:
         return min(max(load, self._options.least_requests), len(self._ids))
@@ -206,4 +207,4 @@ def probe(options: Options) -> Probe:
             units.append(Unit(f"{load} requests, run {repeat + 1}", partial(serving.rows, load, repeat)))
     for load in options.batch_loads:
         units.append(Unit(f"generate_batch, {load} requests", partial(serving.continuous_batching, load)))
-    return Probe(units, {"model": options.model, "dtype": options.dtype, "temperature": options.temperature})
+    return Probe(units, {"model": Path(options.model).name, "dtype": options.dtype, "temperature": options.temperature})

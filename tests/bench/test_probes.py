@@ -389,3 +389,21 @@ def test_predictions_follow_the_law() -> None:
     assert all(row["speed_up"] == pytest.approx(law, rel=0.02) for row in on_cpu), "where nodes cost nothing, S is all"
     assert parallel.largest_load(1, 15, 5) == 121
     assert parallel.largest_load(4, 15, 5) == 30 + 1 + 15 / 4
+
+
+def test_serving(measure: Measure, model_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    methods = ["drafts", "plain", "4 drafts", "batches", "drafted batches"]
+    arguments = ["--model", model_folder, "--prompts", prompts, "--loads", 1, 2, "--repeats", 1, "--max-new-tokens", 6]
+    assert measure("serving", *arguments, "--methods", *methods, "--batch-loads") == 0
+    rows = [row for row in rows_in(tmp_path) if "repeat" in row]
+    assert [(row["load"], row["method"]) for row in rows] == [(load, name) for load in (1, 2) for name in methods]
+    assert all(row["tokens"] == 12 and row["differ"] == 0 and row["over_plain"] > 0 for row in rows)
+    assert all(row["first_token_seconds"] <= row["first_token_seconds_90"] for row in rows[:3])
+
+
+def test_texts_of_an_engine(measure: Measure, model_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    arguments = ["--model", model_folder, "--prompts", prompts, "--dtype", "float32", "--max-new-tokens", 6]
+    assert measure("engine_texts", *arguments) == 0
+    _, *rows = rows_in(tmp_path)
+    assert len(rows) == 9
+    assert all((row["texts"], row["differ"], row["compared"]) == (2, 0, 12) for row in rows)
