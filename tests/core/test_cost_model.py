@@ -71,6 +71,19 @@ def test_one_bad_step_does_not_condemn_a_size() -> None:
     assert cost.relative(16, 300) == pytest.approx(float(true_time(16) / true_time(1)), rel=0.15)
 
 
+def test_sizes_beyond_those_seen_are_not_thought_slower_than_a_line() -> None:
+    cost = CostModel.prior()
+    for _ in range(2 * TRUST):  # many rows, of which each costs far more than another node
+        cost.observe(64, 100, 0.070)
+        cost.observe(256, 100, 0.085)
+    slope = 0.015 / 192
+    assert cost.step_time(512, 100) == pytest.approx(0.085 + slope * 256, rel=0.02)
+    assert cost.step_time(1024, 100) > cost.step_time(512, 100) > cost.step_time(256, 100)
+    for _ in range(2 * TRUST):
+        cost.observe(512, 100, 0.2)
+    assert cost.step_time(512, 100) == pytest.approx(0.2, rel=0.02), "what is seen counts"
+
+
 def test_follows_a_machine_that_becomes_slower() -> None:
     cost = watched(CostModel.prior(), [1, 8, 32, 64], 200)
     before = cost.relative(64, 300)

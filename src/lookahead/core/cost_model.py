@@ -272,11 +272,25 @@ class CostModel:
         sizes = np.arange(size)
         table = np.empty((2, size))
         for row, part in enumerate((self._fixed, self._per_token)):
-            values = isotonic(part * correction, weights) if part.any() else part
+            values = self._straight_on(isotonic(part * correction, weights)) if part.any() else part
             table[row] = np.interp(sizes, self._knots, values)
             beyond = sizes > self._knots[-1]
             table[row, beyond] = values[-1] * sizes[beyond] / self._knots[-1]
         return table
+
+    def _straight_on(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Times at all knots, those beyond the largest size seen no larger than a straight line says.
+
+        What was expected there may rise far too fast, where rows cost more than nodes do; and what looks slow is never
+        tried. The line goes on with the steeper of two slopes, the last one and the mean one.
+        """
+        sizes = [GRID[place] for place, count in enumerate(self._counts) if count]
+        if len(sizes) < 2 or sizes[-1] < FEW:
+            return values
+        seen = np.interp(sizes, self._knots, values)
+        slopes = (seen[-1] - seen[-2]) / (sizes[-1] - sizes[-2]), (seen[-1] - seen[0]) / (sizes[-1] - sizes[0])
+        line = seen[-1] + max(slopes) * (self._knots - sizes[-1])
+        return np.where(self._knots > sizes[-1], np.minimum(values, line), values)
 
     def _corrections(self) -> NDArray[np.float64]:
         """Logarithm of the correction at each size of the grid: seen ones, and between them straight lines.
