@@ -75,12 +75,14 @@ def packed_batch(
 
     Sampled rows share torch's generator, and which of them draws first depends on the nodes of the steps; so they stay
     as they are. A cache that a call takes or leaves has padded rows. On a GPU a call for each row takes longer than
-    padding does.
+    padding does. Of packed weights there is one copy for a model, which calls of one prompt have.
     """
     leaves_cache = generation_config.return_dict_in_generate and generation_config.use_cache
     if prompts.rows == 1 or prompts.cache is not None or prompts.inputs or leaves_cache:
         return None
-    if generation_config.do_sample or config.engine != "dynamic" or config.invariant or model.device.type != "cpu":
+    if generation_config.do_sample or config.engine != "dynamic" or config.invariant or config.pack_weights:
         return None
-    clone = packed_clone(model, config.pack_weights, config.invariant)
+    if model.device.type != "cpu":
+        return None
+    clone = packed_clone(model, pack_weights=False, invariant=False)
     return None if isinstance(clone, str) else PackedBatch(clone, model, config, prompts.rows)
