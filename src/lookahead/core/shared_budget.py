@@ -49,6 +49,7 @@ class SharedBudget:
         self.backs_off = False
         self._account_of = account
         self._nodes = nodes
+        self._accounts: dict[tuple[int, float], DraftAccount] = {}
         self._account: DraftAccount | None = None
         self._calibrations: dict[float, Calibration] = {}
         self._offers: list[tuple[RowBudget, NDArray[np.float64], Send]] = []
@@ -73,7 +74,10 @@ class SharedBudget:
         if self._nodes is not None:
             self.backs_off = self._nodes <= rows
             return
-        self._account = self._account_of(1 << max(rows - 1, 0).bit_length(), round(2 * temperature) / 2)
+        key = 1 << max(rows - 1, 0).bit_length(), round(2 * temperature) / 2
+        if key not in self._accounts:
+            self._accounts[key] = self._account_of(*key)
+        self._account = self._accounts[key]
         self._account.rows = rows
         self.backs_off = self._account.backs_off
 
