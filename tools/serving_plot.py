@@ -40,6 +40,7 @@ def name_of(header: Row) -> str:
 def draw(files: list[Path], folder: Path) -> None:
     """One plot, with a line for each file."""
     found = [(rows[0], shares(rows)) for rows in map(read_lines, files)]
+    found = [(header, line) for header, line in found if line]
     found.sort(key=lambda each: (each[0]["model"], each[0]["temperature"]))
     figure, axes = new_figure(3.6)
     loads = sorted({load for _, line in found for load in line})
