@@ -142,7 +142,9 @@ class LookaheadProposer:
         return drafts
 
     def _account(self, rows: int, temperature: float) -> DraftAccount:
-        return self._accounts.setdefault(rows, DraftAccount(CostModel.prior(), rows))
+        if rows not in self._accounts:
+            self._accounts[rows] = DraftAccount(CostModel.prior(), rows)
+        return self._accounts[rows]
 
     def _recognise(
         self, texts: Sequence[NDArray[np.integer]], sampled: Sequence[Sequence[int]]
@@ -153,6 +155,8 @@ class LookaheadProposer:
         for row, same_place in enumerate(self._requests[: len(texts)]):  # where nobody came or left, that is all
             if same_place is not None and sampled[row] and same_place.is_at(befores[row]):
                 found[row] = same_place
+        if all(one is not None or not new for one, new in zip(found, sampled, strict=True)):
+            return found
         others = [one for one in (*self._requests, *self._absent) if one is not None and one not in found]
         others.sort(key=lambda one: len(one.text), reverse=True)
         for row, before in enumerate(befores):

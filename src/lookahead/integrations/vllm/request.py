@@ -36,11 +36,11 @@ class DraftedRequest:
 
     def is_at(self, text: NDArray[np.integer]) -> bool:
         """Whether `text` is what was seen."""
-        return len(self.text) == len(text) and np.array_equal(self.text, text)
+        return len(self.text) == len(text) and bool((self.text == text).all())
 
     def precedes(self, text: NDArray[np.integer]) -> bool:
         """Whether `text` goes on from what was seen."""
-        return len(self.text) <= len(text) and np.array_equal(self.text, text[: len(self.text)])
+        return len(self.text) <= len(text) and self.is_at(text[: len(self.text)])
 
     def catch_up(self, text: NDArray[np.integer]) -> None:
         """The draft was not verified. Read tokens that came while the proposer was asked for others, or for none."""
