@@ -1,7 +1,9 @@
 """What all tests share."""
 
 import os
+import shutil
 from collections.abc import Iterator
+from typing import Any
 
 # Before torch is imported: one thread, as in the Makefile, also where pytest is called by hand.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -60,3 +62,16 @@ def compiled_loops() -> None:
     from lookahead.drafting import compile_loops
 
     compile_loops()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The system's Chromium, without a window."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no chromium")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()

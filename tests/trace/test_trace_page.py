@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +16,12 @@ from lookahead import LookaheadConfig, Trace
 from lookahead.demo import DEMO_PROMPT
 
 pytest.importorskip("playwright")
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
-CHROMIUM = shutil.which("chromium")
 PICTURES = Path("build/trace")
 TOKENS = 160
 
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium"),
-    pytest.mark.usefixtures("compiled_loops"),
-]
+pytestmark = pytest.mark.usefixtures("compiled_loops")
 
 
 @dataclass(frozen=True)
@@ -78,14 +73,6 @@ def pages(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> dict[str, Pa
             lookahead.generate(model, inputs, lookahead_config=config, max_new_tokens=TOKENS, **run.options)
         made[name] = (PICTURES / f"{name}.html").resolve()
     return made
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
