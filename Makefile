@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # never touches thread settings.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quantized test-gguf test-page test-hostile test-vllm ray-serve bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
+.PHONY: help demo test test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -54,6 +54,14 @@ test-page: build/playwright  ## The pages of server and traces in Chromium, whic
 	mkdir -p docs/images/server docs/images/trace
 	cp build/page/page-light.png build/page/page-dark.png docs/images/server
 	cp $(addprefix build/trace/,code-light.png repeat-dark.png sampled-light.png paper-light.png code.html) docs/images/trace
+
+build/clients: constraints.txt | $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ \
+		litellm langchain-openai
+	touch $@
+
+test-clients: build/clients  ## The server with litellm and langchain-openai
+	PYTHONPATH=build/clients $(BIN)/python -m pytest tests/server/test_server_clients.py
 
 build/schemathesis: constraints.txt | $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ schemathesis
