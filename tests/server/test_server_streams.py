@@ -1,0 +1,128 @@
+"""Every feature, streaming and not: what OpenAI's client puts together from a stream is the whole answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai import LengthFinishReasonError, OpenAI
+from pydantic import BaseModel, ConfigDict, Field
+
+MODEL = "chatty"
+PROMPT = "def add(a, b):"
+TURN = [{"role": "user", "content": PROMPT}]
+
+
+class Place(BaseModel):
+    """What answers and calls are to look like."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(max_length=6)
+    large: bool
+
+
+SCHEMA = Place.model_json_schema()
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "go", "parameters": SCHEMA}}
+NAMED = {"type": "function", "function": {"name": "go"}}
+
+CHATS: dict[str, dict[str, Any]] = {
+    "max_tokens": {"max_tokens": 7},
+    "max_completion_tokens": {"max_completion_tokens": 7},
+    "sampling": {"temperature": 0.8, "top_p": 0.9, "seed": 3},
+    "n": {"temperature": 0.9, "seed": 5, "n": 3},
+    "stop": {"stop": [" ", "\n"], "max_tokens": 30},
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+    "logit_bias": {"logit_bias": {"300": 100}},
+    "logprobs": {"logprobs": True, "top_logprobs": 3},
+    "json_object": {"response_format": {"type": "json_object"}, "max_tokens": 24},
+    "json_schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+    "tools, required": {"tools": [TOOL], "tool_choice": "required", "max_tokens": 120},
+    "tools, named": {"tools": [TOOL], "tool_choice": NAMED, "max_tokens": 120},
+    "tools, auto": {"tools": [TOOL], "tool_choice": "auto"},
+    "prediction": {"prediction": {"type": "content", "content": "return a + b"}},
+    "extensions": {"temperature": 1.1, "seed": 4, "extra_body": {"top_k": 9, "min_p": 0.02, "repetition_penalty": 1.2}},
+    "plain": {"extra_body": {"lookahead": {"enabled": False, "statistics": True}}},
+    "preset": {"extra_body": {"lookahead": {"preset": "token_recycling", "step_budget": 9, "statistics": True}}},
+}
+
+FLATS: dict[str, dict[str, Any]] = {
+    "sampling": {"temperature": 0.8, "top_p": 0.9, "seed": 3, "n": 2},
+    "prompts": {"prompt": [PROMPT, "class Stack:"]},
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": {"300": 5}},
+    "logprobs": {"logprobs": 2},
+    "stop": {"stop": [" ", "\n"]},
+}
+
+
+def said(choice: Any) -> dict[str, Any]:
+    """What of a choice has to be the same in a stream; the identifiers of calls are random."""
+    message = choice.message
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
+    tokens = [entry.token for entry in rated(choice)]
+    return {"text": message.content or "", "calls": calls, "reason": choice.finish_reason, "tokens": tokens}
+
+
+def rated(choice: Any) -> list[Any]:
+    """The tokens of a choice, with their rivals, if log-probabilities were asked for."""
+    entries = (choice.logprobs.content or []) if choice.logprobs else []
+    return [told for entry in entries for told in (entry, *entry.top_logprobs)]
+
+
+def counted(usage: Any) -> dict[str, Any]:
+    """All but how much of the prompt was known before."""
+    return usage.model_dump(exclude={"prompt_tokens_details"})
+
+
+@pytest.mark.parametrize("feature", CHATS)
+def test_chats(client: OpenAI, feature: str) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": TURN, "temperature": 0} | CHATS[feature]
+    if "max_completion_tokens" not in asked:
+        asked.setdefault("max_tokens", 16)
+    whole = client.chat.completions.create(**asked)
+    with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+        try:
+            put_together: Any = stream.get_final_completion()
+        except LengthFinishReasonError as cut:
+            put_together = cut.completion
+    assert [said(choice) for choice in put_together.choices] == [said(choice) for choice in whole.choices]
+    assert counted(put_together.usage) == counted(whole.usage)
+    for mine, other in zip(put_together.choices, whole.choices, strict=True):
+        assert [each.logprob for each in rated(mine)] == pytest.approx(
+            [each.logprob for each in rated(other)], abs=1e-4
+        )
+    if "extra_body" in asked and "lookahead" in asked["extra_body"]:
+        *_, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        told: Any = last
+        assert told.lookahead["tokens_per_step"] >= 1
+        assert set(told.lookahead) == set(whole.lookahead)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("feature", FLATS)
+def test_completions(client: OpenAI, feature: str) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0} | FLATS[feature]
+    whole = client.completions.create(**asked)
+    texts, reasons, logprobs, usage = {}, {}, {}, None
+    for chunk in client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+            reasons[choice.index] = choice.finish_reason
+            logprobs.setdefault(choice.index, []).extend(choice.logprobs.token_logprobs if choice.logprobs else [])
+    assert counted(usage) == counted(whole.usage)
+    for choice in whole.choices:
+        assert (texts[choice.index], reasons[choice.index]) == (choice.text, choice.finish_reason)
+        expected = choice.logprobs.token_logprobs if choice.logprobs else []
+        assert logprobs[choice.index] == pytest.approx(expected, abs=1e-4)
+
+
+def test_classes_for_answers(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "temperature": 0}
+    answer = client.chat.completions.parse(**asked, messages=TURN, response_format=Place)  # type: ignore[arg-type]
+    parsed = answer.choices[0].message.parsed
+    assert isinstance(parsed, Place)
+    with client.chat.completions.stream(**asked, messages=TURN, response_format=Place) as stream:  # type: ignore[arg-type]
+        assert stream.get_final_completion().choices[0].message.parsed == parsed
+    assert client.responses.parse(**asked, input=PROMPT, text_format=Place).output_parsed == parsed
+    with client.responses.stream(**asked, input=PROMPT, text_format=Place) as events:
+        assert events.get_final_response().output_parsed == parsed
