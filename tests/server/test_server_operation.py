@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +22,9 @@ from openai import AuthenticationError, OpenAI, RateLimitError
 from prometheus_client.parser import text_string_to_metric_families
 
 from lookahead import Engine, LookaheadConfig
+from lookahead.cli import main
 from lookahead.server.app import create_app
+from lookahead.server.log import write_line
 from lookahead.server.process import Server, warning
 from lookahead.server.served_model import ServedModel
 from lookahead.server.settings import ServerSettings
@@ -156,10 +162,22 @@ def served(demo: Any) -> ServedModel:
     return ServedModel("demo", *demo, Engine(demo[0], kv_bytes=2**28), LookaheadConfig(), context_length=2048)
 
 
-def test_memory_for_keys_and_values_is_told_as_a_share(served: ServedModel) -> None:
-    client = TestClient(create_app(served, ServerSettings()))
-    assert value_of(client, "vllm:kv_cache_usage_perc") == 0
-    assert "vllm:kv_cache_usage_perc{" in client.get("/metrics").text
+def test_memory_for_keys_and_values_is_bounded_and_told(http: httpx.Client) -> None:
+    wait_for(lambda: idle(http))
+    assert "vllm:kv_cache_usage_perc{" in http.get("/metrics").text
+    assert value_of(http, "vllm:kv_cache_usage_perc") == 0
+    limit = value_of(http, "lookahead:kv_limit_bytes")
+    assert 0 < limit < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    assert http.get("/load").json()["kv_limit_bytes"] == limit
+    before = value_of(http, "lookahead:prefix_bytes")
+    slow = {**LONG, "stream": True, "lookahead": {"enabled": False}}
+    with http.stream("POST", "/v1/completions", json=slow) as answer:
+        next(answer.iter_bytes())
+        wait_for(lambda: value_of(http, "vllm:kv_cache_usage_perc") > 0)
+        assert value_of(http, "lookahead:kv_bytes") / limit < 1
+    wait_for(lambda: idle(http))
+    assert before <= value_of(http, "lookahead:prefix_bytes") <= 2**30
+    assert value_of(http, "process_resident_memory_bytes") > 0
 
 
 def test_a_request_that_takes_too_long_is_given_up(served: ServedModel) -> None:
@@ -171,6 +189,24 @@ def test_a_request_that_takes_too_long_is_given_up(served: ServedModel) -> None:
         assert streamed.text.endswith("data: [DONE]\n\n")
 
 
+def test_a_server_goes_on_where_its_log_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        write_line("x")
+        monkeypatch.setattr(sys, "stderr", None)
+        write_line("x")
+        with suppress(OSError):
+            full.close()
+
+
+def test_a_port_in_use_is_told_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):  # enough to look like a model
+        (tmp_path / name).write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert main(["serve", "--model", str(tmp_path), "--port", str(other.getsockname()[1])]) == 2
+    assert "in use" in capsys.readouterr().err
+
+
 def test_the_second_signal_stops_at_once() -> None:
     server = Server(uvicorn.Config("unused"))
     server.handle_exit(signal.SIGTERM, None)
@@ -178,6 +214,9 @@ def test_the_second_signal_stops_at_once() -> None:
     assert not server.force_exit
     server.handle_exit(signal.SIGTERM, None)
     assert server.force_exit
+    logger = logging.getLogger("uvicorn.error")
+    assert logger.disabled  # what is broken off is no error
+    logger.disabled = False
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 import asyncio
 import gc
+import os
 import weakref
 from collections import Counter
 from concurrent.futures import CancelledError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorS
 
 import lookahead
 from lookahead import Engine, InvalidArgumentError, LookaheadConfig, UnsupportedArgumentError
+from lookahead.serving.free_memory import free_bytes, of_the_group
 from model_zoo import build, in_type
 from schedules import Wanted, run_schedule, token_bytes
 
@@ -270,6 +273,34 @@ def test_finished_texts_make_room_for_running_ones() -> None:
     handle = long.submit(engine)
     engine.run()
     assert handle.result()[0].tolist() == long.alone(model)
+
+
+@pytest.mark.parametrize("kv_bytes", [None, 400])
+def test_finished_texts_have_a_bound_of_their_own(kv_bytes: int | None) -> None:
+    model = build("llama")
+    size = token_bytes(model)
+    limits: Any = {"kv_bytes": kv_bytes and kv_bytes * size, "prefix_bytes": 70 * size}
+    engine = Engine(model, LookaheadConfig(step_budget=4), **limits)
+    held = []
+    for number in range(4):
+        wanted = Wanted(0, [number + 1, *PROMPT * 3], 0, options={"max_new_tokens": 8, "do_sample": False})
+        handle = wanted.submit(engine)
+        engine.run()
+        assert handle.result()[0].tolist() == wanted.alone(model)
+        held.append(engine.load.prefix_bytes)
+    assert 0 < max(held) <= 70 * size
+
+
+def test_free_memory_is_that_of_the_container(tmp_path: Path) -> None:
+    whole = free_bytes(torch.device("cpu"))
+    assert 0 < whole <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("7\n")
+    assert of_the_group(tmp_path) == []
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert of_the_group(tmp_path) == [993]
+    (tmp_path / "memory.current").write_text("1007\n")
+    assert of_the_group(tmp_path) == [0]
 
 
 def test_log_probabilities_are_those_of_the_model() -> None:

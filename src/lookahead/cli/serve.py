@@ -10,14 +10,22 @@ from lookahead.cli.rendering import Consoles
 from lookahead.cli.settings import ServeSettings
 from lookahead.errors import InvalidArgumentError
 from lookahead.serving import Engine
+from lookahead.serving.free_memory import free_bytes
+from lookahead.serving.kv_memory import PREFIX_BYTES
 
 DEMO_NAME = "demo"
+
+_SHORTEST = 64
+"""Tokens of a text that there has to be room for, at least."""
+
+_SHARE = 2
+"""Part of the free memory that keys and values take where nothing is said about it."""
 
 
 def run(settings: ServeSettings) -> int:
     """Serve until a signal ends it, and return the exit code."""
     try:
-        from lookahead.server.process import serve
+        from lookahead.server.process import bind, serve
         from lookahead.server.served_model import ServedModel
     except ImportError as error:
         raise InvalidArgumentError(
@@ -27,43 +35,52 @@ def run(settings: ServeSettings) -> int:
     from lookahead.server.settings import ServerSettings
 
     consoles = Consoles.create(no_color=settings.no_color)
-    keys = _read_keys(settings.api_key_file)
-    with quiet_libraries():
+    server = ServerSettings(
+        host=settings.host,
+        port=settings.port,
+        api_keys=_read_keys(settings.api_key_file),
+        limits=Limits(settings.max_prompt_tokens, settings.max_new_tokens),
+        body_bytes=settings.max_body_bytes,
+        queue=settings.queue,
+        timeout=settings.timeout,
+        read_timeout=settings.read_timeout,
+        rows=settings.max_rows,
+    )
+    with quiet_libraries(), bind(server) as listener:
         loaded = load_for_decoding(settings, consoles.notes)
+        engine = _engine(settings, loaded)
+        context = min(most for most in (loaded.context_length, _longest_text(engine)) if most is not None)
         served = ServedModel(
             name=settings.name or (DEMO_NAME if settings.model is None else loaded.path.resolve().name),
             model=loaded.model,
             tokenizer=loaded.tokenizer,
-            engine=_engine(settings, loaded),
+            engine=engine,
             config=settings.config,
             sampling=loaded.sampling,
-            context_length=loaded.context_length,
+            context_length=context,
         )
-        serve(
-            served,
-            ServerSettings(
-                host=settings.host,
-                port=settings.port,
-                api_keys=keys,
-                limits=Limits(settings.max_prompt_tokens, settings.max_new_tokens),
-                body_bytes=settings.max_body_bytes,
-                queue=settings.queue,
-                timeout=settings.timeout,
-                read_timeout=settings.read_timeout,
-                rows=settings.max_rows,
-            ),
-        )
+        serve(served, server, listener)
     return process.OK
 
 
 def _engine(settings: ServeSettings, loaded: LoadedModel) -> Engine:
+    given = settings.kv_bytes
     return Engine(
         loaded.model,
         settings.config,
         max_rows=settings.max_rows,
-        kv_bytes=settings.kv_bytes,
+        kv_bytes=free_bytes(loaded.model.device) // _SHARE if given is None else given,
+        prefix_bytes=PREFIX_BYTES if given is None else None,
         prompt_tokens=settings.prompt_tokens,
     )
+
+
+def _longest_text(engine: Engine) -> int:
+    """Most tokens of a text that the memory for keys and values has room for."""
+    longest, kv_bytes = engine.longest_text or 0, engine.load.most_kv_bytes
+    if longest < _SHORTEST:
+        raise InvalidArgumentError(f"--kv-bytes: {kv_bytes} bytes have room for a text of {longest} tokens; give more")
+    return longest
 
 
 def _read_keys(path: Path | None) -> tuple[str, ...]:

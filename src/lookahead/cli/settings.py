@@ -33,9 +33,9 @@ from lookahead.config import INT8, LookaheadConfig
 from lookahead.errors import InvalidArgumentError
 
 
-def _model() -> Any:
+def _model(files: str = ", or a GGUF file") -> Any:
     """The folder of the model, `None` for the demonstration model."""
-    about = "Folder of a causal language model with its tokenizer, or a GGUF file. Nothing is ever downloaded."
+    about = f"Folder of a causal language model with its tokenizer{files}. Nothing is ever downloaded."
     return option("--model -m PATH", SOURCE, about, shown="the demonstration model")
 
 
@@ -275,9 +275,9 @@ def _max_rows() -> Any:
     return option("--max-rows", RUN, "Most answers that are made at once.", positive_whole_number, 16)
 
 
-def _kv_bytes() -> Any:
+def _kv_bytes(shown: str = "any number") -> Any:
     about = "Most bytes of keys and values that are held at once."
-    return option("--kv-bytes", RUN, about, positive_whole_number, shown="any number")
+    return option("--kv-bytes", RUN, about, positive_whole_number, shown=shown)
 
 
 def _shared_memory(options: Mapping[str, Any]) -> LookaheadConfig:
@@ -312,7 +312,7 @@ class ServeSettings(Settings):
 
     panels: ClassVar = (SOURCE, NETWORK, LIMITS, DRAFT, RUN)
 
-    model: Path | None = _model()
+    model: Path | None = _model(files="")
     name: str | None = option("--name TEXT", SOURCE, "What clients call the model.", shown="the name of its folder")
     host: str = option("--host ADDRESS", NETWORK, "Address to listen on; 0.0.0.0 for all.", default="127.0.0.1")
     port: int = option("--port", NETWORK, "Port to listen on, 0 for any that is free.", port, 8000)
@@ -334,7 +334,7 @@ class ServeSettings(Settings):
         "--max-body-bytes", LIMITS, "Most bytes of a request.", positive_whole_number, 8 * 2**20
     )
     max_rows: int = _max_rows()
-    kv_bytes: int | None = _kv_bytes()
+    kv_bytes: int | None = _kv_bytes("half of the free memory")
     prompt_tokens: int = option(
         "--prompt-tokens", RUN, "Most tokens of prompts in one step.", positive_whole_number, 512
     )

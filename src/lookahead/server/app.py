@@ -19,7 +19,8 @@ from lookahead.errors import LookaheadError
 from lookahead.server import errors
 from lookahead.server.answers import ChatForm, CompletionForm
 from lookahead.server.errors import ApiError
-from lookahead.server.guard import Guard, log_line
+from lookahead.server.guard import Guard
+from lookahead.server.log import write_entry
 from lookahead.server.metrics import Metrics
 from lookahead.server.requests import ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest
 from lookahead.server.responses import ResponsesForm
@@ -51,7 +52,7 @@ def create_app(served: ServedModel, settings: ServerSettings) -> FastAPI:
     metrics = Metrics(served.name)
     service = Service(served, settings, metrics)
     _add_gauges(metrics, served.engine)
-    app.add_middleware(Guard, settings=settings, refused=metrics.refused, log=log_line)
+    app.add_middleware(Guard, settings=settings, refused=metrics.refused, log=write_entry)
     _add_state(app, served, metrics)
     _add_texts(app, served, service)
 
@@ -77,7 +78,8 @@ def _add_state(app: FastAPI, served: ServedModel, metrics: Metrics) -> None:
         """How much there is to do at the moment."""
         now = served.engine.load
         counts = {"server_load": now.running + now.waiting, "running": now.running, "waiting": now.waiting}
-        return {**counts, "kv_bytes": now.kv_bytes, "prefix_bytes": now.prefix_bytes}
+        sizes = {"kv_bytes": now.kv_bytes, "prefix_bytes": now.prefix_bytes}
+        return {**counts, **sizes, **({} if now.most_kv_bytes is None else {"kv_limit_bytes": now.most_kv_bytes})}
 
     @app.get("/metrics")
     async def told_metrics() -> Response:
@@ -139,6 +141,7 @@ def _add_gauges(metrics: Metrics, engine: Engine) -> None:
     if (most := engine.load.most_kv_bytes) is not None:  # else there is nothing that it could be a share of
         about = "Share of the memory for keys and values that running answers hold."
         metrics.gauge("vllm:kv_cache_usage_perc", about, lambda: engine.load.kv_bytes / most)
+        metrics.gauge("lookahead:kv_limit_bytes", "Most bytes of keys and values, kept ones included.", lambda: most)
 
 
 def _card(served: ServedModel) -> dict[str, Any]:

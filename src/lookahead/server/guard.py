@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import secrets
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -131,9 +129,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
-
-
-def log_line(fields: dict[str, Any]) -> None:
-    """Write one line of JSON to standard error."""
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    print(json.dumps({"time": stamp, **fields}, ensure_ascii=True), file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 if TYPE_CHECKING:
     from lookahead.server.generation import Answer
@@ -23,6 +23,7 @@ class Metrics:
 
     def __init__(self, model: str) -> None:
         self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)  # memory, time, open files of this process
         self._model = model
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests.")
         self.generated_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import socket
-import sys
 from types import FrameType
 
 import uvicorn
@@ -12,6 +12,7 @@ import uvicorn
 from lookahead.errors import InvalidArgumentError
 from lookahead.server.app import create_app
 from lookahead.server.connection import guarded_protocol
+from lookahead.server.log import write_line
 from lookahead.server.served_model import ServedModel
 from lookahead.server.settings import ServerSettings
 
@@ -25,23 +26,29 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
+        if self.force_exit:  # what is broken off is no error to be told
+            logging.getLogger("uvicorn.error").disabled = True
 
 
-def serve(served: ServedModel, settings: ServerSettings) -> None:
+def serve(served: ServedModel, settings: ServerSettings, listener: socket.socket) -> None:
     """Serve a model until a signal ends it.
 
     SIGTERM and SIGINT let running requests finish and take no further ones; a second signal stops at once.
 
-    Raises:
-        InvalidArgumentError: The address cannot be listened on.
+    Args:
+        served: The model.
+        settings: Settings of the server.
+        listener: Bound to its address; see `bind`.
     """
-    listener = _listen(settings)
+    listener.listen(_BACKLOG)  # before its address is told: whoever reads it may connect at once
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     _raise_file_limit()
     if (warned := warning(settings)) is not None:
-        print("warning:", warned, file=sys.stderr)
-    print(f"serving {served.name} at http://{shown}:{port}", file=sys.stderr, flush=True)
+        write_line(f"warning: {warned}")
+    if (most := served.engine.load.most_kv_bytes) is not None:
+        write_line(f"keys and values take {most / 2**30:.2f} GiB at most")
+    write_line(f"serving {served.name} at http://{shown}:{port}")
     config = uvicorn.Config(
         create_app(served, settings),
         log_config=None,
@@ -68,7 +75,12 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _listen(settings: ServerSettings) -> socket.socket:
+def bind(settings: ServerSettings) -> socket.socket:
+    """The address of a server, taken before the model is loaded: it may be in use. Nobody can connect yet.
+
+    Raises:
+        InvalidArgumentError: It cannot be had.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -76,7 +88,6 @@ def _listen(settings: ServerSettings) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)  # so that whoever reads the address may connect at once
     except OSError as error:
         raise InvalidArgumentError(f"--host {settings.host} --port {settings.port}: {error}") from error
     listener.set_inheritable(True)

@@ -54,6 +54,7 @@ class Engine:
             least 1.
         prefix_cache: Keep keys and values of finished texts, up to 1 GiB or what `kv_bytes` leaves, and let requests
             begin with those of the text, finished or running, that has most in common with theirs.
+        prefix_bytes: Most bytes of finished texts, instead of that.
 
     Attributes:
         statistics: Counts since the engine was made.
@@ -73,8 +74,10 @@ class Engine:
         kv_bytes: int | None = None,
         prompt_tokens: int = 512,
         prefix_cache: bool = True,
+        prefix_bytes: int | None = None,
     ) -> None:
-        for name, value in (("max_rows", max_rows), ("prompt_tokens", prompt_tokens), ("kv_bytes", kv_bytes)):
+        sizes = {"max_rows": max_rows, "prompt_tokens": prompt_tokens, "kv_bytes": kv_bytes}
+        for name, value in (sizes | {"prefix_bytes": prefix_bytes}).items():
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise InvalidArgumentError(f"{name}={value!r} must be a whole number, at least 1")
         if not isinstance(model, PreTrainedModel):
@@ -87,7 +90,7 @@ class Engine:
         self._clock = step_clock(model.device)
         accounts = partial(draft_account, self._runner.model, self._config)
         self._shared = SharedBudget(accounts, self._config.step_budget)
-        self._memory = memory = KVMemory(self._runner.token_bytes(), kv_bytes, prefix_cache)
+        self._memory = memory = KVMemory(self._runner.token_bytes(), kv_bytes, prefix_cache, prefix_bytes)
         self._scheduler: Scheduler[Request] = Scheduler(max_rows, memory.tokens, prompt_tokens, memory.begin)
         self._arrivals: deque[Request] = deque()
         self._submitted = 0
@@ -224,6 +227,12 @@ class Engine:
         held = sum(request.row.capacity for request in running)
         most = None if self._memory.tokens is None else self._memory.tokens * size
         return EngineLoad(waiting, len(running), held * size, self._memory.kept * size, most)
+
+    @property
+    def longest_text(self) -> int | None:
+        """Most tokens that a text may come to beside the largest draft of the engine's own; any number if `None`."""
+        tokens, block = self._memory.tokens, self._memory.block
+        return None if tokens is None else max(tokens // block * block - self._config.max_nodes, 0)
 
     def wake(self) -> None:
         """Let the thread look at what has changed."""

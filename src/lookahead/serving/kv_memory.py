@@ -21,7 +21,7 @@ FEWEST_BLOCKS = 64
 """Blocks that there are, at least, where memory is limited."""
 
 PREFIX_BYTES = 1 << 30
-"""Bytes of finished texts that are kept where memory is not limited."""
+"""Bytes of finished texts that are kept where nothing is said about it and memory is not limited."""
 
 
 class KVMemory:
@@ -31,6 +31,7 @@ class KVMemory:
         token_bytes: Bytes that a token takes.
         kv_bytes: Most bytes to hold at once, any number if `None`.
         reuses: Whether requests begin with the keys and values of others.
+        prefix_bytes: Most bytes of finished texts; what `kv_bytes` leaves, or `PREFIX_BYTES`, if `None`.
 
     Attributes:
         tokens: Most tokens to hold at once, any number if `None`.
@@ -40,7 +41,7 @@ class KVMemory:
         reused: Those that another text had.
     """
 
-    def __init__(self, token_bytes: int, kv_bytes: int | None, reuses: bool) -> None:
+    def __init__(self, token_bytes: int, kv_bytes: int | None, reuses: bool, prefix_bytes: int | None = None) -> None:
         self.token_bytes = token_bytes
         self.tokens = None if kv_bytes is None else kv_bytes // token_bytes
         if self.tokens == 0:
@@ -48,7 +49,10 @@ class KVMemory:
                 f"kv_bytes={kv_bytes} is too small: keys and values of one token take {token_bytes} bytes"
             )
         self.block = BLOCK if self.tokens is None else min(max(self.tokens // FEWEST_BLOCKS, 1), BLOCK)
-        self._prefixes = PrefixCache(self.block) if reuses else None
+        self._prefixes = PrefixCache() if reuses else None
+        if prefix_bytes is None and kv_bytes is None:
+            prefix_bytes = PREFIX_BYTES
+        self._prefix_tokens = None if prefix_bytes is None else prefix_bytes // token_bytes
         self.asked = self.reused = 0
 
     def new_row(self) -> Row:
@@ -117,6 +121,5 @@ class KVMemory:
 
     def _room(self, running: Sequence[Request]) -> int:
         """Tokens of finished texts that there is room for."""
-        if self.tokens is None:
-            return PREFIX_BYTES // self.token_bytes
-        return self.tokens - sum(request.reserved for request in running)
+        left = None if self.tokens is None else self.tokens - sum(request.reserved for request in running)
+        return min(room for room in (left, self._prefix_tokens) if room is not None)

@@ -21,10 +21,14 @@ class Prefix:
     Attributes:
         tokens: Its token ids.
         row: Their keys and values.
+        size: Tokens that there is room for.
+        start: The first `LEAST` of the tokens: most texts differ there already.
     """
 
     tokens: NDArray[np.int64]
     row: Row
+    size: int
+    start: list[int]
 
 
 Text = Sequence[int] | NDArray[np.int64]
@@ -45,18 +49,13 @@ class PrefixCache:
     A request that begins like one of them copies what they have in common. So do requests that begin like one that
     runs; that is for the caller to look up.
 
-    Args:
-        block: Tokens by which the room of rows grows.
+    Attributes:
+        held: Tokens that the rows in here have room for.
     """
 
-    def __init__(self, block: int) -> None:
-        self._block = block
+    def __init__(self) -> None:
         self._kept: list[Prefix] = []
-
-    @property
-    def held(self) -> int:
-        """Tokens that the rows in here have room for."""
-        return sum(prefix.row.capacity for prefix in self._kept)
+        self.held = 0
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -64,7 +63,7 @@ class PrefixCache:
     def find(self, text: Sequence[int]) -> tuple[Prefix | None, int]:
         """The text in here that has most in common with the beginning of `text`, and how many tokens that is."""
         best, most = None, 0
-        for prefix in self._kept:
+        for prefix in self._alike(text):
             common = common_start(text, prefix.tokens)
             if common >= most and common:
                 best, most = prefix, common
@@ -84,26 +83,33 @@ class PrefixCache:
         tokens = np.array(text[: row.length], dtype=np.int64)
         if len(tokens) < LEAST or row.capacity > room:
             return
-        for prefix in list(self._kept):
+        for prefix in self._alike(text):
             common = common_start(tokens, prefix.tokens)
             if common == len(tokens):
                 return  # it has all of this one
             if common == len(prefix.tokens):
-                self._kept.remove(prefix)  # this one has all of it
-        self._kept.append(Prefix(tokens, row))
+                self.remove(prefix)  # this one has all of it
+        self._kept.append(Prefix(tokens, row, row.capacity, tokens[:LEAST].tolist()))
+        self.held += row.capacity
         self.shrink(room)
 
     def shrink(self, room: int, but: Prefix | None = None) -> None:
         """Forget the least recently used texts until no more than `room` tokens are held, but not `but`."""
-        held = self.held
+        if self.held <= room:
+            return
         for prefix in list(self._kept):
-            if held <= room:
-                return
             if prefix is not but:
-                self._kept.remove(prefix)
-                held -= prefix.row.capacity
+                self.remove(prefix)
+            if self.held <= room:
+                return
 
     def remove(self, prefix: Prefix) -> None:
         """Forget one, if it is still there."""
         if prefix in self._kept:
             self._kept.remove(prefix)
+            self.held -= prefix.size
+
+    def _alike(self, text: Sequence[int]) -> list[Prefix]:
+        """Those that begin as `text` does."""
+        start = list(text[:LEAST])
+        return [prefix for prefix in self._kept if prefix.start == start]

@@ -1,0 +1,38 @@
+"""How much memory there is for keys and values."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+_MEMINFO = Path("/proc/meminfo")
+_GROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that may still be taken where `device` keeps its tensors; those of all memory where nothing tells."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min([_of_the_system(), *of_the_group(_GROUP)])
+
+
+def _of_the_system() -> int:
+    with suppress(OSError, ValueError, IndexError):
+        for line in _MEMINFO.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def of_the_group(group: Path) -> list[int]:
+    """Bytes that a container leaves, in a list of one, or of none where it has no limit (cgroup 2, or 1)."""
+    for limit, used in (
+        (group / "memory.max", group / "memory.current"),
+        (group / "memory/memory.limit_in_bytes", group / "memory/memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # there is none, or it is "max"
+            return [max(int(limit.read_text()) - int(used.read_text()), 0)]
+    return []
