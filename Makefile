@@ -78,6 +78,7 @@ build/guidellm: | $(VENV)/installed
 
 bench-server: build/guidellm  ## A load generator against the server, and transformers serve, on this machine alone: benchmarks/results/load.jsonl
 	$(BIN)/python benchmarks load --guidellm build/guidellm/bin/guidellm --output benchmarks/results/load.jsonl
+	$(BIN)/python tools/load_plot.py build/plots/load.svg benchmarks/results/load.jsonl
 
 # In an environment of its own: vLLM brings other versions of nearly everything. torchvision, torchaudio and torchcodec,
 # which it asks for, are built for CUDA and cannot be imported beside torch for CPUs.

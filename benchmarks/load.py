@@ -2,20 +2,24 @@
 
 guidellm sends the prompts to `lookahead serve` with drafts, to the same with `--preset autoregressive`, and to
 `transformers serve`, which runs on the same model. Servers follow each other, each in a process of its own on the
-loop-back interface; requests are greedy, stream, and are bounded in number, length and time. Times are those that users
-see, so they are as quiet as the machine is; `cpu_seconds` is what the server's process took for all of its loads.
+loop-back interface, and all of them as often as there are repeats. Requests are greedy, stream, and are bounded in
+number, length and time; no two of a server have the same prompt. A server has one core, and the load generator the
+others. Times are those that users see, as quiet as the machine is; `cpu_seconds` is what the server's process
+took for a load.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import resource
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +27,7 @@ from typing import Any
 
 import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from lookahead.bench.rows import Row
 from lookahead.demo import demo_model_path
@@ -30,6 +35,13 @@ from lookahead.errors import LookaheadError
 from probe import Probe, Unit, option, prompts_of
 
 START_SECONDS = 300
+NOTES = {
+    "steps": "lookahead:steps_total",
+    "drafted": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+}
+"""What a server of ours says of a load, by name in a row."""
+
 SERVERS = ("lookahead serve", "lookahead serve, no drafts", "transformers serve")
 
 
@@ -42,7 +54,8 @@ class Options:
     users: tuple[int, ...] = option((1, 8, 32), "users at once")
     requests: tuple[int, ...] = option((8, 24, 48), "requests of each of these loads")
     max_tokens: int = option(48, "tokens of an answer at most")
-    seconds: int = option(40, "longest time of a load")
+    seconds: int = option(60, "longest time of a load")
+    repeats: int = option(3, "how often each server is measured")
 
 
 def command_of(server: str, model: str, port: int) -> list[str]:
@@ -75,6 +88,16 @@ def running(server: str, model: str) -> Iterator[tuple[str, psutil.Process]]:
             process.kill()
 
 
+def pin(process: psutil.Process) -> None:
+    """Give a server a core to itself, and all that this process starts the others, if there are any."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:
+        for thread in process.threads():
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(thread.id, cores[:1])
+        os.sched_setaffinity(0, cores[1:])
+
+
 def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and process.poll() is None:
@@ -91,55 +114,88 @@ class Bench:
 
     def __init__(self, options: Options, model: str) -> None:
         self._options, self._model = options, model
+        self._cores = os.sched_getaffinity(0)
+        prompts = [prompt.text for prompt in prompts_of(Path(options.prompts))]
+        if len(prompts) <= sum(options.requests):
+            raise LookaheadError(
+                f"{options.prompts} holds {len(prompts)} prompts; {sum(options.requests) + 1} are needed"
+            )
+        self._first, self._prompts = prompts[0], prompts[1:]
 
-    def rows(self, server: str) -> Iterator[Row]:
+    def rows(self, server: str, repeat: int) -> Iterator[Row]:
         """A row for each number of users."""
         name = self._model if server == "transformers serve" else Path(self._model).name
-        with running(server, self._model) as (url, process), tempfile.TemporaryDirectory() as folder:
-            asked = {"model": name, "prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0, "stream": False}
-            httpx.post(f"{url}/v1/completions", json=asked, timeout=START_SECONDS).raise_for_status()
-            before = sum(process.cpu_times()[:2])
-            report = self._load(url, name, Path(folder))
-            seconds = sum(process.cpu_times()[:2]) - before
-        for benchmark, users in zip(report["benchmarks"], self._options.users, strict=True):
-            yield self._row(server, users, benchmark, seconds)
+        os.sched_setaffinity(0, self._cores)
+        with running(server, self._model) as (url, process):
+            asked = {"model": name, "prompt": self._first, "max_tokens": 48, "temperature": 0, "stream": False}
+            for _ in range(2):
+                httpx.post(f"{url}/v1/completions", json=asked, timeout=START_SECONDS).raise_for_status()
+            pin(process)
+            start, rows = 0, []
+            for users, requests in zip(self._options.users, self._options.requests, strict=True):
+                texts, start = self._prompts[start : start + requests], start + requests
+                before = _counts(url, process)
+                benchmark = self._load(url, name, texts, users)
+                after = _counts(url, process)
+                row: Row = {"kind": "run", "server": server, "repeat": repeat, "users": users}
+                rows.append(row | self._figures(benchmark) | {key: after[key] - before[key] for key in after})
+        seconds = sum(row["cpu_seconds"] for row in rows)
+        for row in rows:
+            yield row | {"cpu_seconds_of_all_loads": seconds}
 
-    def _load(self, url: str, name: str, folder: Path) -> Any:
-        options, prompts, report = self._options, folder / "prompts.jsonl", folder / "report.json"
-        texts = [prompt.text for prompt in prompts_of(Path(options.prompts))]
-        prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
-        backend = {"kind": "openai_http", "target": url, "model": name, "request_format": "/v1/completions"}
-        backend |= {"max_tokens": options.max_tokens, "extras": {"body": {"temperature": 0}}}
-        limits = {"kind": "max_requests", "count": list(options.requests)}
-        command = [options.guidellm, "run", "--disable-console", "--backend", json.dumps(backend)]
-        command += ["--profile", json.dumps({"kind": "concurrent", "streams": list(options.users)})]
-        command += ["--constraint", json.dumps(limits), "--constraint", f"kind=max_duration,seconds={options.seconds}"]
-        command += ["--data", f"kind=json_file,path={prompts}", "--output", f"kind=json,path={report}"]
-        home = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "HF_HUB_OFFLINE": "1"}
-        subprocess.run(command, env=home, check=True, capture_output=True)
-        return json.loads(report.read_text(encoding="utf-8"))
+    def _load(self, url: str, name: str, texts: Sequence[str], users: int) -> Any:
+        options = self._options
+        with tempfile.TemporaryDirectory() as folder:
+            prompts, report = Path(folder) / "prompts.jsonl", Path(folder) / "report.json"
+            prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
+            backend = {"kind": "openai_http", "target": url, "model": name, "request_format": "/v1/completions"}
+            backend |= {"max_tokens": options.max_tokens, "extras": {"body": {"temperature": 0}}}
+            command = [options.guidellm, "run", "--disable-console", "--backend", json.dumps(backend)]
+            command += ["--profile", json.dumps({"kind": "concurrent", "streams": [users]})]
+            command += ["--constraint", f"kind=max_requests,count={len(texts)}"]
+            command += ["--constraint", f"kind=max_duration,seconds={options.seconds}"]
+            command += ["--data", f"kind=json_file,path={prompts}", "--output", f"kind=json,path={report}"]
+            home = {"PATH": "/usr/bin:/bin", "HOME": folder, "HF_HUB_OFFLINE": "1"}
+            subprocess.run(command, env=home, check=True, capture_output=True)
+            return json.loads(report.read_text(encoding="utf-8"))["benchmarks"][0]
 
-    def _row(self, server: str, users: int, benchmark: Any, seconds: float) -> Row:
+    def _figures(self, benchmark: Any) -> Row:
         told, counts = benchmark["metrics"], benchmark["metrics"]["request_totals"]
 
         def of(name: str, figure: str = "median") -> float:
             return float(told[name]["successful"][figure])
 
         tokens = of("output_token_count", "total_sum")
-        row: Row = {"kind": "run", "server": server, "users": users, "requests": counts["successful"]}
-        row |= {"not_completed": counts["errored"] + counts["incomplete"], "tokens": int(tokens)}
-        row |= {"seconds": benchmark["duration"], "tokens_per_second": tokens / benchmark["duration"]}
+        row: Row = {"requests": counts["successful"], "not_completed": counts["errored"] + counts["incomplete"]}
+        row |= {"tokens": int(tokens), "seconds": benchmark["duration"]}
+        row |= {"tokens_per_second": tokens / benchmark["duration"], "latency_seconds": of("request_latency")}
         row |= {"first_token_ms": of("time_to_first_token_ms"), "per_token_ms": of("time_per_output_token_ms")}
-        row |= {"latency_seconds": of("request_latency"), "cpu_seconds_of_all_loads": seconds}
         if counts["errored"]:
-            row["error"] = f"{server}, {users} users: {counts['errored']} requests failed"
+            row["error"] = f"{counts['errored']} requests failed"
         return row
 
 
+def _counts(url: str, process: psutil.Process) -> dict[str, float]:
+    """What a server has done so far, and the load generators: seconds of CPU time, steps and drafts."""
+    times = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = {"cpu_seconds": sum(process.cpu_times()[:2]), "generator_cpu_seconds": times.ru_utime + times.ru_stime}
+    answer = httpx.get(f"{url}/metrics")
+    if answer.status_code != 200:
+        return seconds
+    told = {
+        sample.name: sample.value for each in text_string_to_metric_families(answer.text) for sample in each.samples
+    }
+    return seconds | {key: told[name] for key, name in NOTES.items() if name in told}
+
+
 def probe(options: Options) -> Probe:
-    """The units: each server."""
+    """The units: each server, as often as there are repeats, in turn."""
     model = str(demo_model_path())
     bench = Bench(options, model)
-    units = [Unit(server, partial(bench.rows, server)) for server in SERVERS]
+    units = [
+        Unit(f"{server}, {repeat}", partial(bench.rows, server, repeat))
+        for repeat in range(options.repeats)
+        for server in SERVERS
+    ]
     about = {"model": "demo", "dtype": "float32", "servers": list(SERVERS), "max_tokens": options.max_tokens}
     return Probe(units, about)
