@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import DeepseekV4Config, Gemma3TextConfig, GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from lookahead.backends.transformers import ModelRunner
 from lookahead.backends.transformers.model_runner import LONGEST_DRAFTED_PREFILL
@@ -100,6 +100,13 @@ def test_trees_end_where_the_context_does() -> None:
     assert PositionLimit(LlamaConfig(max_position_embeddings=100)).deepest(10) == 99
     assert PositionLimit(LlamaConfig(max_position_embeddings=100)).last_length is None
     assert PositionLimit(PreTrainedConfig()).deepest(10) is None
+
+
+def test_trees_end_where_a_model_begins_to_choose_what_it_attends_to() -> None:
+    config = DeepseekV4Config(index_topk=3, compress_rates={"compressed_sparse_attention": 4})
+    limit = PositionLimit(config)
+    # The token at place 15 completes a fourth entry of four tokens; the one before it may come with what is pending.
+    assert [limit.deepest(place) for place in (0, 12, 13, 14, 15, 40)] == [13, 13, 13, 14, 15, 40]
 
 
 def test_trees_do_not_reach_across_a_change_of_rope() -> None:

@@ -18,10 +18,11 @@ _BROKEN = ("phi4_multimodal",)
 class PositionLimit:
     """Where the next place is that a model's positions change, so that no step reaches across it.
 
-    Plain decoding sends one position at a time. A tree sends several, and three kinds of models would notice:
+    Plain decoding sends one position at a time. A tree sends several, and four kinds of models would notice:
     one with a table of positions cannot look beyond its end; one with long RoPE switches to other frequencies
-    for the whole pass once any position passes the original context; and one with dynamic RoPE scaling changes
-    them at every position beyond it.
+    for the whole pass once any position passes the original context; one with dynamic RoPE scaling changes
+    them at every position beyond it; and one that attends to the best of its compressed entries (DeepSeek V4), many of
+    whose scores are exactly 0, chooses others among equal ones in a pass that has made further entries.
 
     Args:
         config: The model's configuration.
@@ -46,6 +47,7 @@ class PositionLimit:
         ends = self.context is not None and not any(ropes) and positions_end
         self.last_length: int | None = self.context + 1 if self.context is not None and ends else None
         originals = [(str(rope.get("rope_type", "default")), self._original(rope, text_config)) for rope in ropes]
+        self._chooses_after = _chooses_after(text_config)
         self._changes = [(kind, end) for kind, end in originals if _changes(kind) and end is not None]
         self.changes_after: int | None = min((end for _, end in self._changes), default=None)
         original = next((end for _, end in self._changes or originals), None)
@@ -59,6 +61,8 @@ class PositionLimit:
         Beyond its context a model is on its own, as in transformers; a table of positions fails there.
         """
         limits = [self.context - 1] if self.context is not None and root_position < self.context else []
+        if self._chooses_after is not None:
+            limits.append(max(root_position, self._chooses_after - 2))  # its last token may come with others
         for kind, original in self._changes:
             # A longer text leaves its frequencies behind; a pass with dynamic RoPE takes the first ones again if its
             # last position lies before the last one of the context.
@@ -80,6 +84,12 @@ class PositionLimit:
 
 def _changes(rope_type: str) -> bool:
     return rope_type == "longrope" or "dynamic" in rope_type
+
+
+def _chooses_after(config: PreTrainedConfig) -> int | None:
+    """Longest text all of whose compressed entries are attended to; `None` for models that do not choose."""
+    rate = (getattr(config, "compress_rates", None) or {}).get("compressed_sparse_attention")
+    return None if rate is None else int((config.index_topk + 1) * rate - 1)
 
 
 def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, object]]:
