@@ -33,12 +33,12 @@ def test_corrected_probabilities_descend_and_are_probabilities() -> None:
 
 
 def test_what_is_long_past_is_forgotten() -> None:
-    calibration, predicted = Calibration(), np.full(8, 0.5)
+    generator, calibration, predicted = np.random.default_rng(0), Calibration(), np.full(8, 0.5)
     for _ in range(3000):
         calibration.learn(predicted, [])
     for _ in range(3000):
-        calibration.learn(predicted, [0, 1, 2, 3])
-    assert calibration.correct(predicted)[0] == pytest.approx(0.5, rel=0.05)
+        calibration.learn(predicted, generator.choice(8, 4, replace=False).tolist())
+    assert calibration.correct(predicted) == pytest.approx(0.5, rel=0.05)
 
 
 def test_what_has_seen_little_leans_on_what_is_near_it() -> None:
@@ -49,3 +49,14 @@ def test_what_has_seen_little_leans_on_what_is_near_it() -> None:
     for _ in range(4):
         calibration.learn(np.full(16, 0.9), range(14))
     assert calibration.correct(np.array([0.9]))[0] == pytest.approx(0.87, abs=0.06)
+
+
+def test_the_end_of_a_long_run_is_less_sure_than_its_beginning() -> None:
+    generator, calibration, predicted = np.random.default_rng(0), Calibration(), np.linspace(0.99, 0.97, 64)
+    for _ in range(2000):  # each token is right with 0.95 if the one before it was
+        right = np.cumprod(generator.random(64) < 0.95)
+        calibration.learn(predicted, np.flatnonzero(right).tolist())
+    corrected = calibration.correct(predicted)
+    for first, last in ((0, 1), (2, 4), (8, 16), (32, 64)):
+        expected = np.mean(0.95 ** np.arange(first + 1, last + 1))
+        assert corrected[first:last].mean() == pytest.approx(expected, rel=0.1, abs=0.02)
