@@ -11,9 +11,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from lookahead.backends.transformers.tree_attention.interface import refuse_unknown
+from lookahead.backends.transformers.tree_attention.interface import only_packed
 from lookahead.drafting.compiled import IS_COMPILED
-from lookahead.errors import UnsupportedModelError
 
 if IS_COMPILED:
     from lookahead.backends.transformers.invariant.kernel import attend
@@ -73,11 +72,7 @@ def invariant_attention(
     Raises:
         UnsupportedModelError: The layer has something that this attention has not.
     """
-    refuse_unknown(module, NAME, kwargs)
-    if attention_mask is None or attention_mask.dtype != torch.int32 or dropout:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} does not hand the masks of token trees to its attention, or wants dropout"
-        )
+    mask = only_packed(module, NAME, attention_mask, dropout, kwargs)
     query, key, value = (states if states.stride(3) == 1 else states.contiguous() for states in (query, key, value))
     batch, heads, nodes, size = query.shape
     _, shared, keys, value_size = value.shape
@@ -87,7 +82,7 @@ def invariant_attention(
         (_KINDS[query.dtype], _KINDS[key.dtype], _KINDS[value.dtype]),
         (query.stride(), key.stride(), value.stride()),
         (heads, shared, nodes, keys, size, value_size),
-        attention_mask.numpy(),
+        mask.numpy(),
         (np.float32(size**-0.5 if scaling is None else scaling), np.float32(softcap or 0.0)),
     )
     units = batch * shared

@@ -25,6 +25,9 @@ from lookahead.backends.transformers.tree_attention.running_softmax import (
     refuse_other_devices,
     score_factors,
     scores_of,
+    shares_of_splits,
+    sizes_of_heads,
+    unit_strides,
 )
 
 _VISIBLE, _FIRST, _END, _PATH = tl.constexpr(VISIBLE), tl.constexpr(FIRST), tl.constexpr(END), tl.constexpr(BITS)
@@ -60,19 +63,14 @@ def attention_by_position(
         InvalidArgumentError: The tensors are not on a CUDA device, and Triton's interpreter is not on.
     """
     refuse_other_devices(query, _attention_kernel)
-    query, key, value, path_mask = (
-        states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value, path_mask)
-    )
+    query, key, value, path_mask = unit_strides(query, key, value, path_mask)
     batch, heads, nodes, key_size = query.shape
-    kv_heads, value_size = key.shape[1], value.shape[3]
-    group = heads // kv_heads
+    sizes = sizes_of_heads(query, value)
+    kv_heads, group, value_size = sizes["KV_HEADS"], sizes["GROUP"], sizes["VALUE_SIZE"]
     tiling = choose_tiling(_ROWS, 1, SPAN, max(key_size, value_size), key.dtype)  # the same for all steps of a model
     rows, splits = nodes * group, -(-key.shape[2] // SPAN)
     output = query.new_empty((batch, nodes, heads, value_size))
-    shares = query.new_empty((batch * kv_heads, splits, rows, value_size), dtype=torch.float32)
-    sums = query.new_empty((batch * kv_heads, splits, rows), dtype=torch.float32)
-    block_v = max(triton.next_power_of_2(value_size), 16)
-    shape = {"KV_HEADS": kv_heads, "GROUP": group, "VALUE_SIZE": value_size, "BLOCK_V": block_v}
+    shares, sums = shares_of_splits(query, splits, sizes)
     factors = score_factors(scaling, softcap)
     with torch.cuda.device_of(query):
         _attention_kernel[nodes * -(-group // tiling.rows), splits, batch * kv_heads](
@@ -88,10 +86,10 @@ def attention_by_position(
             num_warps=tiling.warps,
             num_stages=tiling.stages,
             enable_fp_fusion=True,
-            **shape,
+            **sizes,
         )
         combine_kernel[rows, batch * kv_heads](
-            *(shares, sums, output, nodes, splits), num_warps=4, enable_fp_fusion=True, **shape
+            *(shares, sums, output, nodes, splits), num_warps=4, enable_fp_fusion=True, **sizes
         )
     return output
 

@@ -144,15 +144,27 @@ def by_position_forward(
     Raises:
         UnsupportedModelError: The layer has something that this attention has not.
     """
-    refuse_unknown(module, BY_POSITION, kwargs)
-    if attention_mask is None or attention_mask.dtype != torch.int32 or dropout:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} does not hand the masks of token trees to its attention, or wants dropout"
-        )
+    mask = only_packed(module, BY_POSITION, attention_mask, dropout, kwargs)
     from lookahead.backends.transformers.tree_attention.by_position import attention_by_position
 
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attention_by_position(query, key, value, attention_mask, scaling, softcap), None
+    return attention_by_position(query, key, value, mask, scaling, softcap), None
+
+
+def only_packed(
+    module: torch.nn.Module, name: str, mask: torch.Tensor | None, dropout: float, kwargs: Mapping[str, object]
+) -> torch.Tensor:
+    """The mask that `module` hands to attention `name`, which takes packed ones alone.
+
+    Raises:
+        UnsupportedModelError: It is another one, or the layer has something that this attention has not.
+    """
+    refuse_unknown(module, name, kwargs)
+    if mask is None or mask.dtype != torch.int32 or dropout:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not hand the masks of token trees to its attention, or wants dropout"
+        )
+    return mask
 
 
 def refuse_unknown(module: torch.nn.Module, name: str, kwargs: Mapping[str, object]) -> None:

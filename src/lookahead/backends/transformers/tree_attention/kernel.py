@@ -29,6 +29,9 @@ from lookahead.backends.transformers.tree_attention.running_softmax import (
     refuse_other_devices,
     score_factors,
     scores_of,
+    shares_of_splits,
+    sizes_of_heads,
+    unit_strides,
 )
 
 # Triton's language sees globals only as constants of its own.
@@ -122,34 +125,24 @@ def tree_attention(
         InvalidArgumentError: The tensors are not on a CUDA device, and Triton's interpreter is not on.
     """
     refuse_other_devices(query, _attention_kernel)
-    # The innermost dimension is read as it lies; any other may have any stride.
-    query, key, value, packed_mask = (
-        states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value, packed_mask)
-    )
+    query, key, value, packed_mask = unit_strides(query, key, value, packed_mask)
     batch, heads, nodes, key_size = query.shape
-    kv_heads, value_size = key.shape[1], value.shape[3]
-    rows = nodes * heads // kv_heads
+    sizes = sizes_of_heads(query, value)
+    kv_heads, value_size, rows = sizes["KV_HEADS"], sizes["VALUE_SIZE"], nodes * sizes["GROUP"]
     if tiling is None:
         tiling = choose_tiling(rows, batch * kv_heads, key.shape[2], max(key_size, value_size), key.dtype)
     output = query.new_empty((batch, nodes, heads, value_size))
     if tiling.splits == 1:
         shares = sums = output
     else:
-        shares = query.new_empty((batch * kv_heads, tiling.splits, rows, value_size), dtype=torch.float32)
-        sums = query.new_empty((batch * kv_heads, tiling.splits, rows), dtype=torch.float32)
-    shape = {
-        "KV_HEADS": kv_heads,
-        "GROUP": heads // kv_heads,
-        "VALUE_SIZE": value_size,
-        "BLOCK_V": max(triton.next_power_of_2(value_size), 16),
-    }
+        shares, sums = shares_of_splits(query, tiling.splits, sizes)
     with torch.cuda.device_of(query):
         _launch_attention(
-            query, key, value, packed_mask, (shares, sums), score_factors(scaling, softcap), tiling, shape
+            query, key, value, packed_mask, (shares, sums), score_factors(scaling, softcap), tiling, sizes
         )
         if tiling.splits > 1:
             combine_kernel[rows, batch * kv_heads](
-                shares, sums, output, nodes, tiling.splits, num_warps=4, enable_fp_fusion=True, **shape
+                shares, sums, output, nodes, tiling.splits, num_warps=4, enable_fp_fusion=True, **sizes
             )
     return output
 
@@ -162,10 +155,10 @@ def _launch_attention(
     out: tuple[torch.Tensor, torch.Tensor],
     factors: tuple[float, float],
     tiling: Tiling,
-    shape: dict[str, int],
+    sizes: dict[str, int],
 ) -> None:
     batch, _, nodes, key_size = query.shape
-    grid = (-(-nodes * shape["GROUP"] // tiling.rows), tiling.splits, batch * shape["KV_HEADS"])
+    grid = (-(-nodes * sizes["GROUP"] // tiling.rows), tiling.splits, batch * sizes["KV_HEADS"])
     _attention_kernel[grid](
         query,
         key,
@@ -189,7 +182,7 @@ def _launch_attention(
         num_warps=tiling.warps,
         num_stages=tiling.stages,
         enable_fp_fusion=True,
-        **shape,
+        **sizes,
     )
 
 

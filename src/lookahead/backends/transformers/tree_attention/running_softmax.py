@@ -23,6 +23,31 @@ def refuse_other_devices(query: torch.Tensor, kernel: object) -> None:
         )
 
 
+def unit_strides(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors, copied where their innermost dimension has gaps; any other one is read as it lies."""
+    return tuple(states if states.stride(-1) == 1 else states.contiguous() for states in tensors)
+
+
+def sizes_of_heads(query: torch.Tensor, value: torch.Tensor) -> dict[str, int]:
+    """What kernels know of heads when they are compiled."""
+    kv_heads, value_size = value.shape[1], value.shape[3]
+    block_v = max(triton.next_power_of_2(value_size), 16)
+    return {
+        "KV_HEADS": kv_heads,
+        "GROUP": query.shape[1] // kv_heads,
+        "VALUE_SIZE": value_size,
+        "BLOCK_V": block_v,
+    }
+
+
+def shares_of_splits(query: torch.Tensor, splits: int, sizes: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the average of the values of each split, `[batch * KV_HEADS, splits, rows, VALUE_SIZE]` float32, and
+    for the logarithm of its sum of weights, `[batch * KV_HEADS, splits, rows]` float32."""
+    shape = (query.shape[0] * sizes["KV_HEADS"], splits, query.shape[2] * sizes["GROUP"])
+    averages = query.new_empty((*shape, sizes["VALUE_SIZE"]), dtype=torch.float32)
+    return averages, query.new_empty(shape, dtype=torch.float32)
+
+
 def score_factors(scaling: float, softcap: float | None) -> tuple[float, float]:
     """Scale and cap of a softmax to the base 2, which is what the hardware computes: exp(x) = exp2(x * log2(e))."""
     if softcap is None:
