@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.core.budget import WORTHWHILE, FixedBudget, ThroughputBudget
+from lookahead.core.budget import LEANING, WORTHWHILE, FixedBudget, ThroughputBudget
 from lookahead.core.cost_model import CostModel
 from lookahead.core.draft_account import DraftAccount, StepTime
 from lookahead.errors import InvalidArgumentError
@@ -47,6 +47,47 @@ def test_the_number_of_nodes_is_the_one_with_most_tokens_per_second(
         for count in range(len(probabilities) + 1, MOST):
             best = (1 + probabilities.sum() + probabilities[-1] * (count - len(probabilities))) / seconds[count]
             assert best <= max(rates) * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(probabilities, st.lists(st.floats(0.1, 10), min_size=MOST, max_size=MOST), st.floats(1, 9))
+def test_a_step_that_promises_less_than_usual_gains_the_most_over_a_rate_between_its_own_and_the_usual_one(
+    probabilities: np.ndarray, seconds: list[float], usual: float
+) -> None:
+    account = DraftAccount(Costs(seconds), adaptive=False)
+    for _ in range(1000):
+        account.book(StepTime(1, 7, 0.0, round(usual), rows=1, drafted=True))
+    assert account.usual_rate == pytest.approx(round(usual) / account.idle_cost, rel=0.01)
+    budget = ThroughputBudget(account, most=MOST)
+    more = budget.offer(probabilities, context=7)
+    tokens = [1 + probabilities[:count].sum() for count in range(min(len(probabilities), MOST - 1) + 1)]
+    tokens[0] *= WORTHWHILE
+    times = [seconds[0] * account.idle_cost, *seconds[1:]]
+    own = max(token / time for token, time in zip(tokens, times, strict=False))
+    rate = max(own, (1 - LEANING) * own + LEANING * account.usual_rate / seconds[0])
+    gains = [token - rate * time for token, time in zip(tokens, times, strict=False)]
+    assert gains[budget.chosen] == pytest.approx(max(gains))
+    if not more and 0 < len(probabilities) < MOST - 1:
+        further = probabilities.sum() + probabilities[-1] * np.arange(1, MOST - len(probabilities))
+        assert (1 + further - rate * np.array(seconds[len(tokens) :])).max() <= max(gains) + 1e-9
+
+
+def test_text_that_is_foreseen_now_and_then_is_decoded_sooner_than_by_the_best_ratio_of_each_step() -> None:
+    costs = Costs([1 + 0.05 * nodes for nodes in range(MOST)])
+    random = np.random.default_rng(0)
+
+    def tokens_per_second(usual: bool) -> float:
+        account, tokens, seconds = DraftAccount(costs, adaptive=False), 0, 0.0
+        for turn in range(3000):
+            budget = ThroughputBudget(account if usual else DraftAccount(costs, adaptive=False), most=MOST)
+            likely = np.full(MOST - 1, 0.95) if turn % 3 else np.linspace(0.15, 0.01, MOST - 1)
+            budget.offer(likely, context=7)
+            accepted = int((random.random(budget.chosen) < likely[: budget.chosen]).sum())
+            account.book(StepTime(1 + budget.chosen, 7, 0.0, 1 + accepted, rows=1, drafted=True))
+            tokens, seconds = tokens + 1 + accepted, seconds + costs.seconds[1 + budget.chosen]
+        return tokens / seconds
+
+    assert tokens_per_second(usual=True) > 1.02 * tokens_per_second(usual=False)
 
 
 def test_rows_of_a_batch_pay_for_their_nodes_together() -> None:

@@ -15,6 +15,10 @@ from lookahead.errors import InvalidArgumentError
 WORTHWHILE = 1.02
 """A draft must promise this many times the tokens per second of a step without one; estimates are not better."""
 
+LEANING = 0.5
+"""How far a step that promises less than usual goes by the usual rate. By that alone it would send the least that pays
+now; but what more nodes teach the drafter, pays later."""
+
 Send = Callable[[int], None]
 """Sends so many candidates, the likeliest ones."""
 
@@ -98,8 +102,11 @@ class ThroughputBudget:
     """Sends the candidates that make for the most tokens per second.
 
     n candidates of probabilities p1 >= p2 >= ... make a step of 1 + p1 + ... + pn tokens that takes the time of
-    n + 1 nodes; the n with the best ratio is taken. The probabilities are believed as far as they were right so far,
-    and whether a step drafts at all, the account decides by the clock.
+    n + 1 nodes. The n with the best ratio is taken; or, where that ratio is below the usual one, the n that loses the
+    fewest tokens against a ratio between the two: a long text is decoded fastest if a step that has little to send is
+    over soon. (Where the ratio is better than usual, more nodes would pay by the same reasoning. But the probabilities
+    of long drafts are the least reliable ones.) The probabilities are believed as far as they were right so far, and
+    whether a step drafts at all, the account decides by the clock.
 
     Args:
         account: What steps cost and drafts bring; rows that share a step share it, too. All of them send about as
@@ -127,14 +134,30 @@ class ThroughputBudget:
         likely = self._account.calibration.correct(self._offered)
         tokens = 1 + np.concatenate([[0.0], np.cumsum(likely)])
         seconds = self._account.costs.step_time(self._sizes[: most + 1], context)
-        rates = tokens / seconds[: len(tokens)]
-        rates[0] *= WORTHWHILE / self._account.idle_cost
-        self.chosen = int(rates.argmax())
+        gain, rate = self._choose(tokens, seconds[: len(tokens)])
         if len(likely) in (0, most):
             return False
         # Were all that follow as likely as the last one, would any number of them pay?
         ahead = np.arange(1, len(seconds) - len(likely))
-        return bool(((tokens[-1] + likely[-1] * ahead) / seconds[len(tokens) :]).max() > rates[self.chosen])
+        return bool((tokens[-1] + likely[-1] * ahead - rate * seconds[len(tokens) :]).max() > gain)
+
+    def _choose(self, tokens: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float]:
+        """Choose how many candidates are sent.
+
+        Args:
+            tokens: Expected of a step with none, one, two, ... of them, `[candidates + 1]`.
+            seconds: What the step takes then, likewise.
+
+        Returns:
+            What the chosen number gains over as much time at the usual rate, in tokens, and that rate, per second.
+        """
+        worth = np.concatenate([[tokens[0] * WORTHWHILE], tokens[1:]])
+        price = np.concatenate([[seconds[0] * self._account.idle_cost], seconds[1:]])
+        rate = float((worth / price).max())
+        rate += LEANING * max(self._account.usual_rate / float(seconds[0]) - rate, 0.0)
+        gains = worth - rate * price
+        self.chosen = int(gains.argmax())
+        return float(gains[self.chosen]), rate
 
     def when_chosen(self, send: Send) -> None:
         """See `StepBudget`."""

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
-from lookahead.core.budget import WORTHWHILE, ThroughputBudget
+from lookahead.core.budget import ThroughputBudget
 from lookahead.core.draft_account import DraftAccount
 
 
@@ -46,6 +46,4 @@ class ChainBudget(ThroughputBudget):
         # Expected number of tokens that are sent again, at the price of a token in this step.
         again = (1 - whole) * pending + accepted - np.arange(len(accepted)) * whole
         price = np.maximum(own - seconds[0], 0) / np.maximum(np.arange(len(accepted)) + pending - 1, 1)
-        rates = (1 + accepted) / (own + price * again)
-        rates[0] *= WORTHWHILE / self._account.idle_cost
-        self.chosen = int(rates.argmax())
+        self._choose(1 + accepted, own + price * again)

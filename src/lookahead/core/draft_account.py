@@ -36,6 +36,12 @@ MOST_SURPRISE = 10.0
 RATE = 0.03
 """Weight of the latest step in a mean."""
 
+KEPT = 0.99
+"""What a drafted step keeps of its weight in the usual rate from one to the next, so that some 100 steps count."""
+
+FIRST_STEPS = 4.0
+"""Plain steps that count in the usual rate before anything was drafted."""
+
 FIRST_NODES = 8
 """Nodes that the first step with a draft has at most, or two for each row; each one that was run allows for twice as
 many. So nobody pays for a large step before a smaller one has shown what steps cost."""
@@ -107,6 +113,7 @@ class DraftAccount:
         self._drafted = 0  # steps since the last plain one
         self._interval = 1  # drafted steps after which a plain one is run
         self._plain = 0
+        self._tokens = self._time = FIRST_STEPS  # of a row, in plain steps; what is older counts less
         self._saved = 0.0  # by a draft in the mean, in plain steps
         self._times_plain = self._cautious
         # Nodes of each row of the largest step so far.
@@ -162,7 +169,9 @@ class DraftAccount:
             if self.adaptive:
                 self._idle.add(step.seconds / plain)
             cost = self.idle_cost
-        saved = step.tokens / step.rows - cost
+        tokens = step.tokens / step.rows
+        self._tokens, self._time = KEPT * self._tokens + tokens, KEPT * self._time + cost
+        saved = tokens - cost
         self._saved += RATE * (saved - self._saved)
         self._credit = min(self._credit + saved, MOST_CREDIT)
         self._backs_off = self._credit <= 0
@@ -179,6 +188,11 @@ class DraftAccount:
         if self.costs.evidence(step.nodes) < TRUST:  # what is usual leans on other sizes, or on a guess
             cost = max(cost, min(step.seconds, MOST_SURPRISE * plain))
         return cost / (plain * self._plain_surprise.mean)
+
+    @property
+    def usual_rate(self) -> float:
+        """Tokens that drafted steps add to a row lately, in the time of a plain step."""
+        return self._tokens / self._time
 
     @property
     def idle_cost(self) -> float:

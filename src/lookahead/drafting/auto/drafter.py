@@ -156,7 +156,7 @@ class AutoDrafter:
             tree.needs_logits[node] = True
         matches = self._no_text if self.matches is None else self.matches
         paths = [source.propose() for source in self._sources]
-        sources = self._search.ask(matches, paths, self._recent.arrays(tries=not self._trust.is_lost))
+        sources = self._search.ask(matches, paths, self._recent.arrays(trusted=not self._trust.is_lost))
         # Nodes that the budget will not take need not be searched; the last step shows how many that is.
         limit = min(self._wanted, self._searched)
         while True:

@@ -27,6 +27,9 @@ class RecentArrays(NamedTuple):
     probabilities: NDArray[np.float64]
 
 
+_NOTHING = RecentArrays(np.zeros(0, dtype=np.int64), np.zeros(0))
+
+
 class RecentPredictions:
     """The tokens of the end of the prompt, and what the model predicted since, each once.
 
@@ -47,10 +50,11 @@ class RecentPredictions:
         """Put the tokens, the latest first, before all others."""
         self._tokens = list(dict.fromkeys([*tokens, *self._tokens]))[:_LATEST]
 
-    def arrays(self, tries: bool = True) -> RecentArrays:
-        """What compiled loops read; without tries, none are given to follow the root."""
-        probabilities = self._probabilities if tries else self._probabilities[:0]
-        return RecentArrays(np.array(self._tokens, dtype=np.int64), probabilities)
+    def arrays(self, trusted: bool = True) -> RecentArrays:
+        """What compiled loops read: nothing where what the model predicts is not what is selected."""
+        if not trusted:
+            return _NOTHING
+        return RecentArrays(np.array(self._tokens, dtype=np.int64), self._probabilities)
 
 
 @inner
