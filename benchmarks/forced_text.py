@@ -3,10 +3,11 @@
 Recorded answers, edits of code, steps of agents and turns of talks, are written by a model with random weights, as a
 grammar or a tool's protocol makes a model write what it would not choose. What is drafted from the model's own
 predictions is wrong there; what is drafted from the text is not. For each case the methods take turns: plain
-`model.generate`, its prompt lookup (ten tokens at most: those that the processor, asked beforehand, allows),
-`context_matches` and `auto` at a number of nodes, drafts from text alone, `auto` with as many nodes as pay, and the
-same with the unchanged code as the text that is expected, where there is one. Every text is compared with the recorded
-one. Times are CPU times of a call, the pass over the prompt included.
+`model.generate`, its prompt lookup (ten tokens at most: those that the processor, asked beforehand, allows), the same
+with a processor that does not answer beforehand, as a model does not, `context_matches` and `auto` at a number of
+nodes, drafts from text alone, `auto` with as many nodes as pay, the same with a source that tells it what the
+processor forbids, and with the unchanged code as the text that is expected, where there is one. Every text is compared
+with the recorded one. Times are CPU times of a call, the pass over the prompt included.
 
 S hardly depends on the size of the model: for that alone, `--layers 1 --hidden-size 64` will do. `--family granite` is
 a hybrid, which runs on chains; before its cases stands what copies of its states take.
@@ -31,13 +32,17 @@ from lookahead.backends.transformers import ChainRunner, chain_engine, runs_on_c
 from lookahead.bench.forward_counter import ForwardCounter
 from lookahead.bench.models import BenchModel, sharing_weights
 from lookahead.bench.rows import Row
+from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
+from lookahead.drafting.auto.source import TokenPaths
 from lookahead.drafting.text_only import build_text_drafter
 from lookahead.errors import InvalidArgumentError
 from probe import FAMILIES, Probe, Unit, generate, option, random_model
 
 PLAIN, LOOKUP = "transformers", "prompt lookup"
+UNASKED = "prompt lookup, unasked"
 PREDICTED = "auto, predicted text"
+TOLD = "auto, told"
 LEAST = 0.2
 """Least probability of a token that is drafted from text alone."""
 
@@ -83,20 +88,57 @@ class Case:
 
 
 class Forced(LogitsProcessor):
-    """Leaves only the recorded token at each place after the prompt."""
+    """Leaves only the recorded token at each place after the prompt.
 
-    def __init__(self, case: Case) -> None:
+    Args:
+        case: The text.
+        answers: Whether prompt lookup, which asks about each token before it sends it, is told the text. It asks with
+            logits that are all the same.
+    """
+
+    def __init__(self, case: Case, answers: bool = True) -> None:
         self._case = case
+        self._answers = answers
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """See transformers; input_ids: `[1, S]`, scores: `[1, vocabulary]`."""
         place = input_ids.shape[1] - len(self._case.prompt)
         if place >= len(self._case.answer):  # prompt lookup asks for more than it may send
             return scores  # type: ignore[return-value]
+        if not self._answers and bool((scores == scores[0, 0]).all()):
+            return scores  # type: ignore[return-value]
         token = self._case.answer[place]
         forced = torch.full_like(scores, -torch.inf)
         forced[:, token] = 0
         return forced  # type: ignore[return-value]
+
+
+class Told:
+    """A source that drafts nothing, and knows of each draft what the processor forbids, as prompt lookup does."""
+
+    name = "forced text"
+
+    def __init__(self, case: Case) -> None:
+        self._answer = case.answer
+        self._tokens = 0
+
+    def start(self, prompt: Sequence[int]) -> None:
+        """See `lookahead.drafting.auto.source.Source`."""
+
+    def propose(self) -> TokenPaths:
+        """See `Source`."""
+        return TokenPaths((), (), ())
+
+    def observe(self, result: StepResult) -> None:
+        """See `Source`."""
+        self._tokens += len(result.tokens)
+
+    def permits(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
+        """See `lookahead.drafting.auto.permits.Permits`."""
+        places = [self._tokens - 1]  # of the text itself, and of each node in the answer
+        for parent in parents:
+            places.append(places[parent] + 1)
+        return [self._answer[place : place + 1] == [token] for token, place in zip(tokens, places[1:], strict=True)]
 
 
 def methods_of(options: Options) -> dict[str, LookaheadConfig | None]:
@@ -109,10 +151,12 @@ def methods_of(options: Options) -> dict[str, LookaheadConfig | None]:
     known: dict[str, LookaheadConfig | None] = {
         PLAIN: None,
         LOOKUP: None,
+        UNASKED: None,
         f"context_matches, {nodes} nodes": LookaheadConfig(preset="context_matches", step_budget=nodes),
         f"auto, {nodes} nodes": LookaheadConfig(step_budget=nodes),
         f"text only, {nodes} nodes": LookaheadConfig(drafter=partial(build_text_drafter, nodes, least=LEAST)),
         "auto": LookaheadConfig(),
+        TOLD: LookaheadConfig(),
         PREDICTED: LookaheadConfig(),
     }
     unknown = [name for name in options.methods if name not in known]
@@ -180,10 +224,12 @@ class Bench:
 
     def _call(self, name: str, case: Case) -> tuple[list[int], list[int], list[int], float]:
         config, ids = self._methods[name], torch.tensor([case.prompt])
-        more: dict[str, Any] = {"prompt_lookup_num_tokens": 10} if name == LOOKUP else {}
+        more: dict[str, Any] = {"prompt_lookup_num_tokens": 10} if name in (LOOKUP, UNASKED) else {}
         if name == PREDICTED:
             more["prediction"] = torch.tensor(case.expected)
-        processors = LogitsProcessorList([Forced(case)])
+        if name == TOLD and config is not None:
+            config = replace(config, sources=(partial(Told, case),))
+        processors = LogitsProcessorList([Forced(case, answers=name != UNASKED)])
         begin = process_time()
         text, output = generate(
             self._models[name], ids, config, max_new_tokens=len(case.answer), logits_processor=processors, **more
