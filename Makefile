@@ -70,13 +70,15 @@ build/schemathesis: constraints.txt | $(VENV)/installed
 test-hostile: build/schemathesis  ## 2,000 random requests to the server, and hostile ones
 	PYTHONPATH=build/schemathesis $(BIN)/python tests/support/run_hostile.py --cases 2000
 
-# In an environment of its own: it brings other versions of what is here.
-build/guidellm: | $(VENV)/installed
-	$(PYTHON) -m venv $@
-	$@/bin/python -m pip install --quiet --disable-pip-version-check guidellm
+# In an environment of its own: it brings other versions of what is here. torch before it, in the version that is here:
+# asked for by itself, guidellm takes the newest one, with gigabytes for CUDA even where a build for CPUs can be had.
+build/guidellm/installed: constraints.txt
+	$(PYTHON) -m venv build/guidellm
+	build/guidellm/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	build/guidellm/bin/python -m pip install --quiet --disable-pip-version-check guidellm
 	touch $@
 
-bench-server: build/guidellm  ## A load generator against the server, and transformers serve, on this machine alone: benchmarks/results/load.jsonl
+bench-server: build/guidellm/installed | $(VENV)/installed  ## A load generator against the server, and transformers serve, on this machine alone: benchmarks/results/load.jsonl
 	$(BIN)/python benchmarks load --guidellm build/guidellm/bin/guidellm --output benchmarks/results/load.jsonl
 	$(BIN)/python tools/load_plot.py build/plots/load.svg benchmarks/results/load.jsonl
 
@@ -153,6 +155,7 @@ plots: $(VENV)/installed  ## Draw the plots of docs/ anew from benchmarks/result
 	cp $(addprefix build/plots/paper/,$(PAPER_PLOTS)) docs/images/paper
 	$(BIN)/python tools/replay_plot.py docs/images/replay benchmarks/results/replay.jsonl
 	$(BIN)/python tools/serving_plot.py docs/images/serving $(wildcard benchmarks/results/serving*.jsonl)
+	$(BIN)/python tools/load_plot.py docs/images/server/load.svg benchmarks/results/load.jsonl
 
 pictures: $(VENV)/installed  ## Draw the pictures of docs/method.md from a real run of the demo model
 	$(BIN)/python tools/method_pictures.py docs/images

@@ -49,7 +49,7 @@ SERVERS = ("lookahead serve", "lookahead serve, no drafts", "transformers serve"
 class Options:
     """What to measure."""
 
-    guidellm: str = option("build/guidellm/bin/guidellm", "the load generator; `make build/guidellm` installs it")
+    guidellm: str = option("build/guidellm/bin/guidellm", "the load generator; `make bench-server` installs it")
     prompts: str = option("../shared/data/humaneval.jsonl", "JSON lines with `id`, and `prompt` or `turns`")
     users: tuple[int, ...] = option((1, 8, 32), "users at once")
     requests: tuple[int, ...] = option((8, 24, 48), "requests of each of these loads")

@@ -31,6 +31,7 @@ from lookahead.server.settings import ServerSettings
 from server_process import ServerProcess
 
 PROMPT = "def add(a, b):"
+LEFT = "lookahead:disconnected_requests_total"
 LONG = {"model": "chatty", "prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "logit_bias": {"0": -100}}
 
 
@@ -108,7 +109,7 @@ def test_a_full_queue_sends_clients_away(client: OpenAI, http: httpx.Client) -> 
 
 def test_a_client_that_leaves_is_cancelled(http: httpx.Client) -> None:
     wait_for(lambda: idle(http))
-    before = value_of(http, "vllm:generation_tokens_total")
+    before, left = (value_of(http, name) for name in ("vllm:generation_tokens_total", LEFT))
     with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
         next(answer.iter_bytes())
     wait_for(lambda: idle(http))
@@ -117,6 +118,9 @@ def test_a_client_that_leaves_is_cancelled(http: httpx.Client) -> None:
         http.post("/v1/completions", json={**LONG, "n": 8}, timeout=1)
     wait_for(lambda: idle(http))
     assert value_of(http, "vllm:generation_tokens_total") - before < 8 * 1500
+    wait_for(lambda: value_of(http, LEFT) == left + 2)
+    assert http.post("/v1/completions", json={**LONG, "max_tokens": 2, "stream": True}).text.endswith("[DONE]\n\n")
+    assert value_of(http, LEFT) == left + 2
 
 
 def test_metrics_and_log_say_what_was_done(server: ServerProcess, client: OpenAI, http: httpx.Client) -> None:

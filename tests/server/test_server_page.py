@@ -114,3 +114,32 @@ def test_a_server_that_goes_away(page: Page) -> None:
     page.unroute("**/v1/chat/completions")
     page.get_by_role("button", name="Send").click()
     expect(page.get_by_role("status")).to_have_text("Done.")
+
+
+def test_clear_begins_anew_even_in_the_middle_of_an_answer(page: Page) -> None:
+    page.get_by_text("Settings").click()
+    page.get_by_label("Most tokens").fill("1500")
+    send(page)
+    expect(page.locator("#log pre span").first).to_be_visible()
+    page.get_by_role("button", name="Clear").click()
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
+    assert page.locator("#log .turn").count() == 0
+    page.get_by_label("Most tokens").fill("4")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        send(page, "again")
+    assert sent.value.post_data_json["messages"] == [{"role": "user", "content": "again"}]
+    expect(page.get_by_role("status")).to_have_text("Done.")
+
+
+def test_a_server_that_dies_in_the_middle_of_an_answer(page: Page) -> None:
+    with ServerProcess("--dtype", "float32") as mortal:
+        page.goto(mortal.url)
+        expect(page.locator("#model")).to_have_text("demo")
+        page.get_by_text("Settings").click()
+        page.get_by_label("Most tokens").fill("1500")
+        send(page)
+        expect(page.locator("#log pre span").first).to_be_visible()
+        mortal.process.kill()
+        expect(page.get_by_role("status")).to_contain_text("went away")
+        expect(page.get_by_label("Message")).to_have_value(PROMPT)
+        expect(page.locator("#load")).to_have_text("load unknown")

@@ -202,6 +202,8 @@ def test_a_predicted_text_saves_steps_alone(client: OpenAI) -> None:
     wrong = chat(client, **asked, prediction={"type": "content", "content": [{"type": "text", "text": "No. " * 9}]})
     assert wrong.choices[0].message.content == text
     assert wrong.usage.completion_tokens_details.rejected_prediction_tokens > 0
+    details = chat(client, **asked, prediction={"type": "content", "content": ""}).usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
 
 
 def test_responses(client: OpenAI, demo: Any) -> None:
@@ -239,6 +241,9 @@ def test_requests_at_once_are_those_of_generate(client: OpenAI, demo: Any, count
         assert [answer.choices[0].text for answer in answers] == expected
 
 
+EXPECTED = {"type": "content", "content": "x"}
+
+
 @pytest.mark.parametrize(
     ("field", "options"),
     [
@@ -254,6 +259,9 @@ def test_requests_at_once_are_those_of_generate(client: OpenAI, demo: Any, count
         ("stream_options", {"stream_options": {"include_usage": True}}),
         ("lookahead.preset", {"extra_body": {"lookahead": {"preset": "magic"}}}),
         ("lookahead.fast", {"extra_body": {"lookahead": {"fast": True}}}),
+        ("messages.0.content.0.type", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        ("tool_choice.function", {"tools": [], "tool_choice": {"type": "function"}}),
+        ("prediction", {"prediction": EXPECTED, "extra_body": {"lookahead": {"enabled": False}}}),
     ],
 )
 def test_what_is_not_supported_is_named(client: OpenAI, field: str, options: Any) -> None:
@@ -283,7 +291,7 @@ ODD = (
 def test_other_models_and_bad_bodies(client: OpenAI, http: httpx.Client) -> None:
     with pytest.raises(NotFoundError):
         chat(client, model="gpt-4")
-    for body in (b"", b"{", b"[]", b'{"model": "\xff"}', b"[" * 100_000, *ODD):
+    for body in (b"", b"{", b"[]", b'{"model": "chatty", "prompt": []}', b'{"model": "\xff"}', b"[" * 100_000, *ODD):
         answer = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400
         assert answer.json()["error"]["message"]

@@ -64,7 +64,9 @@ def of_library(error: LookaheadError) -> ApiError:
 
 def of_validation(details: list[dict[str, Any]]) -> ApiError:
     """What pydantic found, of which the first is told."""
-    found = details[0]
+    field = details[0]["loc"][:2]
+    # Of a union each alternative says why it is not meant: what got farthest is nearest to what was meant.
+    found = max((each for each in details if each["loc"][:2] == field), key=lambda each: len(each["loc"]))
     place = [str(part) for part in found["loc"] if part != "body"]
     # A union's alternatives are parts of the place, too; they are no field of the request.
     param = ".".join(part for part in place if not _names_alternative(part))[:_LONGEST_NAME] or None

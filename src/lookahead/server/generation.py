@@ -145,6 +145,7 @@ class Generation:
         self._queue: asyncio.Queue[tuple[int, Piece | _End]] = asyncio.Queue()
         self._watchers: list[asyncio.Task[None]] = []
         self._closed = False
+        self._settled = False  # complete or failed: the client hears how it ended
         self.answers: list[Answer] = []
 
     def submit(self, plans: Sequence[Plan], count: int, loop: asyncio.AbstractEventLoop) -> None:
@@ -158,9 +159,11 @@ class Generation:
                     answer.handle.cancel()
 
     def close(self) -> None:
-        """Give up what is not complete, from the next step on."""
+        """Give up what is not complete, from the next step on: the client has gone, or has what there is."""
         if not self._closed:
             self._closed = True
+            if self.answers and not self._settled:
+                self._clock.leave()
             self._clock.end()
             self._ended()
         for answer in self.answers:
@@ -180,8 +183,10 @@ class Generation:
                 yield answer, told
                 continue
             if told.error is not None:
+                self._settled = True
                 raise told.error
             left -= 1
+            self._settled = left == 0
             self._clock.finish(answer.finish_reason or "abort")
             yield answer, None
 
@@ -189,6 +194,7 @@ class Generation:
         try:
             return await asyncio.wait_for(self._queue.get(), max(self._deadline - time.monotonic(), 0.001))
         except asyncio.TimeoutError:
+            self._settled = True
             raise ApiError(504, "the request took longer than this server allows", code="timeout") from None
 
     def _teller(self, loop: asyncio.AbstractEventLoop, index: int) -> Callable[[Piece], None]:

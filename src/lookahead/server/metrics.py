@@ -122,6 +122,10 @@ class RequestClock:
         self.finished[reason] += 1
         self._metrics.finished(reason)
 
+    def leave(self) -> None:
+        """The client has gone before the answers were complete."""
+        self._metrics.disconnected.inc()
+
     def end(self) -> None:
         """The request is through."""
         self._metrics.whole.observe(perf_counter() - self._begin)

@@ -107,6 +107,7 @@ def make_plan(
     options = {"max_new_tokens": _length(request, room, limits, default_tokens), **_sampling(served, request)}
     if request.logit_bias:
         _check_bias(request, served.vocabulary)
+    config = _config(served.config, request.lookahead)
     return Plan(
         prompt=prompt,
         options=options,
@@ -114,9 +115,9 @@ def make_plan(
         stops=request.stop,
         logprobs=_rivals(request),
         processors=lambda: _processors(served, request, len(prompt)),
-        config=_config(served.config, request.lookahead),
+        config=config,
         grammar=grammar,
-        prediction=_prediction(served, request),
+        prediction=_prediction(served, request, config),
         watches=request.lookahead.steps,
     )
 
@@ -130,10 +131,12 @@ def _rivals(request: TextRequest) -> int | None:
     return request.logprobs if isinstance(request, CompletionRequest) else None
 
 
-def _prediction(served: ServedModel, request: TextRequest) -> list[int] | None:
+def _prediction(served: ServedModel, request: TextRequest, config: LookaheadConfig) -> list[int] | None:
     if not isinstance(request, ChatRequest) or request.prediction is None:
         return None
-    return served.encode(joined(request.prediction.content), special=False) or None
+    if config.preset != "auto":
+        raise refused("prediction", f"prediction is drafted from by preset='auto' alone, not by {config.preset!r}")
+    return served.encode(joined(request.prediction.content), special=False)
 
 
 def _length(request: TextRequest, room: int | None, limits: Limits, default: int | None) -> int:

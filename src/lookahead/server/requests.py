@@ -11,7 +11,6 @@ from lookahead.config import MAX_NODES_PER_STEP
 
 MOST_STOPS = 16
 MOST_CHOICES = 64
-MOST_PROMPTS = 64
 MOST_LOGPROBS = 20
 
 
@@ -101,11 +100,13 @@ class TextRequest(Body):
 
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
+Texts = Annotated[list[str], Field(min_length=1)]
+
 
 class CompletionRequest(TextRequest):
     """`POST /v1/completions`."""
 
-    prompt: str | Tokens | list[str] | list[Tokens]
+    prompt: str | Tokens | Texts | Annotated[list[Tokens], Field(min_length=1)]
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     echo: Literal[False] = False
 

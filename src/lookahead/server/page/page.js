@@ -207,7 +207,7 @@ at("text").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
 });
 at("stop").addEventListener("click", () => running?.abort());
-at("clear").addEventListener("click", () => { messages = []; at("log").replaceChildren(); say(""); });
+at("clear").addEventListener("click", () => { running?.abort(); messages = []; at("log").replaceChildren(); say(""); });
 at("key").addEventListener("change", () => { model = null; lookAround(); });
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") running?.abort(); });
 lookAround();
