@@ -224,10 +224,19 @@ def test_responses(client: OpenAI, demo: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     form = {"format": {"type": "json_schema", "name": "x", "schema": schema | {"additionalProperties": False}}}
     assert client.responses.create(**asked, text=form).output_text in ('{"a": true}', '{"a": false}')
-    for field, value in (("store", True), ("previous_response_id", "resp_1"), ("input", [])):
+    form = {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}
+    for field, value in (
+        ("store", True),
+        ("previous_response_id", "resp_1"),
+        ("input", []),
+        ("input", "x " * 9000),
+        ("max_output_tokens", 100_000),
+        ("text", form),
+    ):
         with pytest.raises(BadRequestError) as raised:
             client.responses.create(**asked | {field: value})
-        assert raised.value.param == field
+        assert raised.value.param in (field, f"{field}.format")
+        assert "response_format" not in raised.value.message
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(64, marks=pytest.mark.exact)])
@@ -259,6 +268,8 @@ EXPECTED = {"type": "content", "content": "x"}
         ("stream_options", {"stream_options": {"include_usage": True}}),
         ("lookahead.preset", {"extra_body": {"lookahead": {"preset": "magic"}}}),
         ("lookahead.fast", {"extra_body": {"lookahead": {"fast": True}}}),
+        ("messages", {"messages": [{"role": "user", "content": "x " * 4000}], "max_tokens": 1}),
+        ("prediction", {"prediction": {"type": "content", "content": "x" * 200_000}}),
         ("messages.0.content.0.type", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         ("tool_choice.function", {"tools": [], "tool_choice": {"type": "function"}}),
         ("prediction", {"prediction": EXPECTED, "extra_body": {"lookahead": {"enabled": False}}}),

@@ -39,6 +39,8 @@ CHATS: dict[str, dict[str, Any]] = {
     "json_schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
     "tools, required": {"tools": [TOOL], "tool_choice": "required", "max_tokens": 120},
     "tools, named": {"tools": [TOOL], "tool_choice": NAMED, "max_tokens": 120},
+    "tools, one call": {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 120},
+    "tools, none": {"tools": [TOOL], "tool_choice": "none"},
     "tools, auto": {"tools": [TOOL], "tool_choice": "auto"},
     "prediction": {"prediction": {"type": "content", "content": "return a + b"}},
     "extensions": {"temperature": 1.1, "seed": 4, "extra_body": {"top_k": 9, "min_p": 0.02, "repetition_penalty": 1.2}},
@@ -52,6 +54,8 @@ FLATS: dict[str, dict[str, Any]] = {
     "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": {"300": 5}},
     "logprobs": {"logprobs": 2},
     "stop": {"stop": [" ", "\n"]},
+    "token ids": {"prompt": [[1429], [300, 301]], "n": 2},
+    "extensions": {"temperature": 1.1, "seed": 4, "extra_body": {"top_k": 9, "min_p": 0.02, "repetition_penalty": 1.2}},
 }
 
 

@@ -204,6 +204,8 @@ def test_what_cannot_be_served_is_refused() -> None:
         engine.submit(PROMPT, max_new_tokens=4, logprobs=-1)
     with pytest.raises(InvalidArgumentError, match="prediction"):
         engine.submit(PROMPT, max_new_tokens=4, prediction=[0.5])
+    with pytest.raises(UnsupportedArgumentError, match="prediction is not supported by preset='jacobi'"):
+        engine.submit(PROMPT, max_new_tokens=4, prediction=[5], lookahead_config=LookaheadConfig(preset="jacobi"))
     with pytest.raises(InvalidArgumentError, match="kv_bytes=3"):
         Engine(model, kv_bytes=3)
     with pytest.raises(InvalidArgumentError, match="max_rows=0"):

@@ -33,6 +33,18 @@ def token_ids(name: str, tokens: Any, vocabulary: int) -> list[int]:
     return [int(token) for token in ids.flatten().tolist()]
 
 
+def check_reads_predictions(config: LookaheadConfig) -> None:
+    """Refuse a preset that does not draft from a text that is expected.
+
+    Raises:
+        UnsupportedArgumentError: It does not.
+    """
+    if config.preset != "auto":
+        raise UnsupportedArgumentError(
+            f"prediction is not supported by preset={config.preset!r}, which drafts from other texts; use preset='auto'"
+        )
+
+
 def predicted_texts(
     prediction: Prediction | None, config: LookaheadConfig, rows: int, vocabulary: int
 ) -> list[PredictedText | None]:
@@ -44,10 +56,7 @@ def predicted_texts(
     """
     if prediction is None:
         return [None] * rows
-    if config.preset != "auto":
-        raise UnsupportedArgumentError(
-            f"prediction is not supported by preset={config.preset!r}, which drafts from other texts; use preset='auto'"
-        )
+    check_reads_predictions(config)
     given: Sequence[Any] = _rows(prediction)
     if len(given) != rows:
         raise InvalidArgumentError(

@@ -22,7 +22,13 @@ from lookahead.server.errors import ApiError
 from lookahead.server.guard import Guard
 from lookahead.server.log import write_entry
 from lookahead.server.metrics import Metrics
-from lookahead.server.requests import ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest
+from lookahead.server.requests import (
+    RESPONSES_NAMES,
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
 from lookahead.server.responses import ResponsesForm
 from lookahead.server.served_model import ServedModel
 from lookahead.server.service import Service
@@ -117,7 +123,10 @@ def _add_texts(app: FastAPI, served: ServedModel, service: Service) -> None:
     async def responses(request: ResponsesRequest, http: Request) -> Response:
         """Answer a text or a conversation."""
         chat = request.as_chat()
-        return await service.answer(chat, http, ResponsesForm, lambda: [_chat_prompt(served, chat)], 1)
+        try:
+            return await service.answer(chat, http, ResponsesForm, lambda: [_chat_prompt(served, chat)], 1)
+        except ApiError as error:
+            raise error.renamed(RESPONSES_NAMES) from error
 
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:

@@ -46,6 +46,14 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The same error, where the field to blame has the name that `names` gives it."""
+        name = names.get(self.param or "", self.param)
+        message = self.message
+        if self.param is not None and name is not None and message.startswith(self.param):
+            message = name + message[len(self.param) :]
+        return ApiError(self.status, message, name, self.code, self.headers)
+
     def body(self) -> dict[str, Any]:
         """The body of the answer."""
         kind = _TYPES.get(self.status, "server_error")

@@ -103,7 +103,8 @@ def make_plan(
         ApiError: It cannot be met.
         LookaheadError: Likewise.
     """
-    room = prompt_room(served, prompt, limits.prompt_tokens)
+    field = "messages" if isinstance(request, ChatRequest) else "prompt"
+    room = prompt_room(served, prompt, limits.prompt_tokens, field)
     options = {"max_new_tokens": _length(request, room, limits, default_tokens), **_sampling(served, request)}
     if request.logit_bias:
         _check_bias(request, served.vocabulary)
@@ -136,7 +137,7 @@ def _prediction(served: ServedModel, request: TextRequest, config: LookaheadConf
         return None
     if config.preset != "auto":
         raise refused("prediction", f"prediction is drafted from by preset='auto' alone, not by {config.preset!r}")
-    return served.encode(joined(request.prediction.content), special=False)
+    return served.encode(joined(request.prediction.content), special=False, field="prediction")
 
 
 def _length(request: TextRequest, room: int | None, limits: Limits, default: int | None) -> int:

@@ -281,6 +281,10 @@ class TextOptions(Fields):
     )
 
 
+RESPONSES_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+"""What fields of a chat are called in a request to `/v1/responses`."""
+
+
 class ResponsesRequest(Body):
     """`POST /v1/responses`, for text."""
 

@@ -13,7 +13,6 @@ from llguidance import LLTokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
-from lookahead.errors import InvalidArgumentError
 from lookahead.server.errors import ApiError, refused
 from lookahead.server.grammar import grammar_tokenizer
 from lookahead.server.requests import FunctionTool, Message
@@ -78,8 +77,8 @@ class ServedModel:
         """Characters of the longest token."""
         return max(map(len, self.tokenizer.get_vocab()))
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of a text.
+    def encode(self, text: str, special: bool = True, field: str = "prompt") -> list[int]:
+        """Token ids of a text, which `field` of a request brought.
 
         Raises:
             ApiError: It is longer than any text that fits into the context.
@@ -87,8 +86,9 @@ class ServedModel:
         if self.context_length is not None and len(text) > self.context_length * self.longest_token:
             raise ApiError(
                 400,
-                f"the prompt has {len(text)} characters, more than the {self.context_length} tokens of this model's "
+                f"{field} has {len(text)} characters, more than the {self.context_length} tokens of this model's "
                 "context can have",
+                field,
                 code="context_length_exceeded",
             )
         ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
@@ -105,7 +105,7 @@ class ServedModel:
         if tools and not self.tells_tools:
             raise refused("tools", "the chat template of this model has no place for tools")
         if not self.tokenizer.chat_template:
-            return self.encode(_plain(messages))
+            return self.encode(_plain(messages), field="messages")
         told = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
         turns = [_turn(message) for message in messages]
         try:
@@ -116,7 +116,7 @@ class ServedModel:
             raise ApiError(
                 400, f"the chat template of this model fails: {error}", "messages", "invalid_value"
             ) from error
-        return self.encode(str(text), special=False)
+        return self.encode(str(text), special=False, field="messages")
 
     def text_of(self, token: int) -> str:
         """One token as text."""
@@ -147,23 +147,23 @@ def _turn(message: Message) -> dict[str, Any]:
     return turn
 
 
-def prompt_room(served: ServedModel, prompt: Sequence[int], most: int | None) -> int | None:
-    """Tokens that may follow `prompt`; any number if `None`.
+def prompt_room(served: ServedModel, prompt: Sequence[int], most: int | None, field: str) -> int | None:
+    """Tokens that may follow `prompt`, which `field` of a request brought; any number if `None`.
 
     Raises:
         ApiError: The prompt is too long.
     """
     limits = [limit for limit in (served.context_length, most and most + 1) if limit is not None]
     if not prompt:
-        raise ApiError(400, "the prompt has no tokens; write a longer one", None, "invalid_value")
+        raise ApiError(400, f"{field} has no tokens; write more", field, "invalid_value")
     if limits and len(prompt) >= min(limits):
         raise ApiError(
             400,
-            f"the prompt has {len(prompt)} tokens; the most is {min(limits) - 1}",
-            None,
+            f"{field} has {len(prompt)} tokens; the most is {min(limits) - 1}",
+            field,
             "context_length_exceeded",
         )
     outside = next((token for token in prompt if not 0 <= token < served.vocabulary), None)
     if outside is not None:
-        raise InvalidArgumentError(f"prompt holds the token id {outside}; the model knows {served.vocabulary} tokens")
+        raise refused(field, f"{field} holds the token id {outside}; the model knows {served.vocabulary} tokens")
     return None if served.context_length is None else served.context_length - len(prompt)

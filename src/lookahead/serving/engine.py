@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lookahead.api.arguments import check_config
 from lookahead.api.gguf.model import GGUFModel
-from lookahead.api.prediction import token_ids
+from lookahead.api.prediction import check_reads_predictions, token_ids
 from lookahead.backends.step_clock import step_clock
 from lookahead.backends.transformers.model_state import draft_account
 from lookahead.backends.transformers.packed_rows.model import rows_runner
@@ -140,6 +140,8 @@ class Engine:
         ids = torch.as_tensor(input_ids, device=self._model.device)
         prepared = Prepared(self._model, ids[None] if ids.dim() == 1 else ids, kwargs)
         config = self._config if lookahead_config is None else _check_engine_config(lookahead_config)
+        if prediction is not None:
+            check_reads_predictions(config)
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
         extras = Extras(seed, logprobs, None if prediction is None else self._known_tokens("prediction", prediction))
         handle = RequestHandle(self)

@@ -78,6 +78,7 @@ async function stream(place, enabled, row) {
     }),
   });
   for await (const event of events(answer)) {
+    running.signal.throwIfAborted(); // what has arrived already is still read
     if (event.error) throw new Error(event.error.message);
     const piece = event.choices[0]?.delta.content ?? "";
     if (event.lookahead) {
