@@ -155,7 +155,6 @@ plots: $(VENV)/installed  ## Draw the plots of docs/ anew from benchmarks/result
 	cp $(addprefix build/plots/paper/,$(PAPER_PLOTS)) docs/images/paper
 	$(BIN)/python tools/replay_plot.py docs/images/replay benchmarks/results/replay.jsonl
 	$(BIN)/python tools/serving_plot.py docs/images/serving $(wildcard benchmarks/results/serving*.jsonl)
-	$(BIN)/python tools/load_plot.py docs/images/server/load.svg benchmarks/results/load.jsonl
 
 pictures: $(VENV)/installed  ## Draw the pictures of docs/method.md from a real run of the demo model
 	$(BIN)/python tools/method_pictures.py docs/images

@@ -131,17 +131,14 @@ class Bench:
             for _ in range(2):
                 httpx.post(f"{url}/v1/completions", json=asked, timeout=START_SECONDS).raise_for_status()
             pin(process)
-            start, rows = 0, []
+            start = 0
             for users, requests in zip(self._options.users, self._options.requests, strict=True):
                 texts, start = self._prompts[start : start + requests], start + requests
                 before = _counts(url, process)
                 benchmark = self._load(url, name, texts, users)
                 after = _counts(url, process)
                 row: Row = {"kind": "run", "server": server, "repeat": repeat, "users": users}
-                rows.append(row | self._figures(benchmark) | {key: after[key] - before[key] for key in after})
-        seconds = sum(row["cpu_seconds"] for row in rows)
-        for row in rows:
-            yield row | {"cpu_seconds_of_all_loads": seconds}
+                yield row | self._figures(benchmark) | {key: after[key] - before[key] for key in after}
 
     def _load(self, url: str, name: str, texts: Sequence[str], users: int) -> Any:
         options = self._options

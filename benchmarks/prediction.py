@@ -66,7 +66,7 @@ class Bench:
                 "shown": shown,
                 "prediction": prediction is not None,
             }
-            row |= {"tokens": len(case.answer), "steps": told.steps}
+            row |= {"tokens": len(case.answer), "steps": told.steps, "S": len(case.answer) / told.steps}
             if prediction is not None:
                 accepted = min(told.predicted_tokens, len(file))
                 row |= {"predicted": len(file), "accepted": accepted, "rejected": len(file) - accepted}
