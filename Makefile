@@ -41,8 +41,8 @@ build/gguf: constraints.txt | $(VENV)/installed
 
 test-gguf: build/gguf  ## The tests that need llama-cpp-python, which is compiled first (six minutes)
 	PYTHONPATH=build/gguf $(BIN)/python -m pytest tests/api/test_gguf_generate.py tests/backends/test_llama_branches.py \
-		tests/backends/test_llama_runner.py tests/bench/test_gguf_probe.py tests/cli/test_cli_gguf.py \
-		tests/tools/test_convert_to_gguf.py
+		tests/backends/test_llama_chains.py tests/backends/test_llama_runner.py tests/bench/test_gguf_probe.py \
+		tests/cli/test_cli_gguf.py tests/serving/test_gguf_engine.py tests/tools/test_convert_to_gguf.py
 
 # In a folder of its own: it brings a runtime of 130 MB. The browser is the system's.
 build/playwright: constraints.txt | $(VENV)/installed

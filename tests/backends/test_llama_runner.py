@@ -1,12 +1,10 @@
 """Trees of several rows in one context of llama.cpp, against transformers on each path by itself."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from gguf_files import REASON, recurrent_file, zoo_file
+from gguf_files import REASON, zoo_file
 from lookahead import InvalidArgumentError, UnsupportedModelError
 from lookahead.core.token_tree import TokenTree
 from model_zoo import build
@@ -118,8 +116,3 @@ def test_the_check_notices_that_the_wrong_branch_is_kept(model: LlamaModel, monk
     monkeypatch.setattr(LlamaRunner, "_commit", keep_the_first)
     with pytest.raises(UnsupportedModelError, match="does not give on token trees"):
         tree_check.check_trees(model)
-
-
-def test_recurrent_models_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="recurrent"):
-        LlamaModel(recurrent_file(tmp_path / "mamba.gguf"), n_gpu_layers=0, threads=1)

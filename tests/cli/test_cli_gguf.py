@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from gguf_files import REASON, tool
 from lookahead.cli import main
 from lookahead.demo import demo_model_path
+from server_process import ServerProcess
 
 pytest.importorskip("llama_cpp", reason=REASON)
 pytestmark = pytest.mark.usefixtures("compiled_loops")
@@ -65,11 +67,65 @@ def test_chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     """The demo model has no template, so turns are plain text or as a template on the command line says."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def f(x):\n    y = 1\n"), encoding="utf-8"))
     assert main(["chat", "--raw", "-n", "12", "--model", demo_file, "--json"]) == 0
-    gguf = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    turns = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    gguf = [turn["text"] for turn in turns]
+    assert turns[1]["prefilled_tokens"] < turns[1]["prompt_tokens"] - turns[0]["prompt_tokens"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def f(x):\n    y = 1\n"), encoding="utf-8"))
     assert main(["chat", "-n", "12", "--device", "cpu", "--dtype", "float32", "--json"]) == 0
     assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == gguf
     assert len(gguf) == 2
+
+
+def test_batch(capsys: pytest.CaptureFixture[str], demo_file: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"id": f"{n}", "prompt": PROMPT}) + "\n" for n in "ab"))
+    arguments = ["batch", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "answers.jsonl"), "-n", "24"]
+    assert report(capsys, *arguments, "--model", demo_file)["answered"] == 2
+    answers = (tmp_path / "answers.jsonl").read_text().splitlines()
+    assert [json.loads(line)["text"] for line in answers] == [expected] * 2
+
+
+def test_trace(capsys: pytest.CaptureFixture[str], demo_file: str, tmp_path: Path) -> None:
+    arguments = ["trace", PROMPT, "-n", "24", "--step-budget", "16", "--output", str(tmp_path / "page.html")]
+    assert main([*arguments, "--model", demo_file]) == 0
+    assert "<html" in (tmp_path / "page.html").read_text()[:200]
+
+
+def test_bench(capsys: pytest.CaptureFixture[str], demo_file: str, tmp_path: Path) -> None:
+    """Each method on an object of its own, with the weights of the file loaded once; none may differ."""
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"id": "1", "prompt": PROMPT}) + "\n")
+    (tmp_path / "suite.toml").write_text(
+        f'[[models]]\nname = "file"\npath = "{demo_file}"\n'
+        '[[tasks]]\nname = "one"\ndata = "prompts.jsonl"\nmax_new_tokens = 16\n'
+        '[[methods]]\nname = "plain"\ntransformers = {}\n'
+        '[[methods]]\nname = "drafts"\nlookahead = { step_budget = 16 }\n'
+    )
+    results = tmp_path / "results.jsonl"
+    assert main(["bench", "run", str(tmp_path / "suite.toml"), "--output", str(results)]) == 0
+    runs = [row for row in map(json.loads, results.read_text().splitlines()) if "steps" in row]
+    assert len(runs) == 2
+    assert runs[1]["steps"] < runs[0]["steps"]
+
+
+def test_serve(demo_file: str, expected: str) -> None:
+    """Several requests at once, one of them with a grammar, through OpenAI's client."""
+    openai = pytest.importorskip("openai")
+    with ServerProcess("--model", demo_file, "--name", "file", "--max-rows", "4", "--step-budget", "24") as process:
+        client = openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+        def complete(_: int) -> str:
+            return client.completions.create(model="file", prompt=PROMPT, max_tokens=24, temperature=0).choices[0].text
+
+        with ThreadPoolExecutor(6) as threads:
+            assert list(threads.map(complete, range(6))) == [expected] * 6
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+        answer = client.chat.completions.create(
+            model="file",
+            messages=[{"role": "user", "content": PROMPT}],
+            max_tokens=60,
+            temperature=0,
+            response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+        )
+        assert isinstance(json.loads(answer.choices[0].message.content)["a"], int)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +137,8 @@ def test_chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
         (["generate", PROMPT, "--invariant"], "invariant=True .* GGUF"),
         (["tune", "--no-store"], "tune measures models of transformers"),
         (["chat"], "no chat template"),
+        (["serve", "--dtype", "bfloat16", "--port", "0"], "--dtype bfloat16 .* GGUF"),
+        (["serve", "--pack-weights", "--port", "0"], "pack_weights=True .* GGUF"),
     ],
 )
 def test_what_is_about_other_models_is_refused(

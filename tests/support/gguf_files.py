@@ -7,8 +7,13 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig, PreTrainedConfig, PreTrainedModel
 
 from model_zoo import VOCAB_SIZE, build
 
@@ -54,47 +59,126 @@ def zoo_file(folder: Path) -> Path:
     return folder / "zoo.gguf"
 
 
-def recurrent_file(path: Path) -> Path:
-    """A tiny Mamba, with weights of zero."""
-    tool()
-    import gguf
-    import numpy as np
-
-    width, inner, state, rank, kernel = 32, 64, 8, 4, 4
-    writer = gguf.GGUFWriter(path, "mamba")
-    writer.add_context_length(64)
-    writer.add_embedding_length(width)
+def mamba_file(path: Path) -> PreTrainedModel:
+    """Write a tiny Mamba, all of whose layers keep a state; returns it as transformers has it."""
+    model = _random(
+        MambaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            state_size=8,
+            num_hidden_layers=2,
+            intermediate_size=64,
+            time_step_rank=4,
+            conv_kernel=4,
+            tie_word_embeddings=True,
+            **_ENDS,
+        )
+    )
+    config, weights = model.config, _weights(model)
+    writer = _writer(path, "mamba", config)
     writer.add_feed_forward_length(0)
     writer.add_head_count(0)
-    writer.add_block_count(1)
-    writer.add_ssm_conv_kernel(kernel)
-    writer.add_ssm_inner_size(inner)
-    writer.add_ssm_state_size(state)
-    writer.add_ssm_time_step_rank(rank)
-    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_inner_size(config.intermediate_size)
+    writer.add_ssm_state_size(config.state_size)
+    writer.add_ssm_time_step_rank(config.time_step_rank)
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    tensors = {"token_embd.weight": weights["backbone.embeddings.weight"]}
+    tensors["output_norm.weight"] = weights["backbone.norm_f.weight"]
+    names = {"in_proj.weight": "ssm_in.weight", "conv1d.bias": "ssm_conv1d.bias", "x_proj.weight": "ssm_x.weight"}
+    names |= {"dt_proj.weight": "ssm_dt.weight", "dt_proj.bias": "ssm_dt.bias", "D": "ssm_d"}
+    names |= {"out_proj.weight": "ssm_out.weight", "conv1d.weight": "ssm_conv1d.weight"}
+    for layer in range(config.num_hidden_layers):
+        start = f"backbone.layers.{layer}"
+        tensors[f"blk.{layer}.attn_norm.weight"] = weights[f"{start}.norm.weight"]
+        tensors[f"blk.{layer}.ssm_a"] = -np.exp(weights[f"{start}.mixer.A_log"])
+        for name, target in names.items():
+            tensors[f"blk.{layer}.{target}"] = weights[f"{start}.mixer.{name}"]
+    _write(writer, tensors)
+    return model
+
+
+def hybrid_file(path: Path) -> PreTrainedModel:
+    """Write a tiny LFM2, some of whose layers keep a state and others keys and values; returns it likewise."""
+    model = _random(
+        Lfm2Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=64,
+            block_auto_adjust_ff_dim=False,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            layer_types=["conv", "full_attention", "conv"],
+            conv_L_cache=3,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            **_ENDS,
+        )
+    )
+    config, weights = model.config, _weights(model)
+    attends = [kind == "full_attention" for kind in config.layer_types]
+    writer = _writer(path, "lfm2", config)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv([config.num_key_value_heads * attend for attend in attends])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+    tensors = {"token_embd.weight": weights["model.embed_tokens.weight"]}
+    tensors["token_embd_norm.weight"] = weights["model.embedding_norm.weight"]
+    names = {"operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "feed_forward.w1": "ffn_gate"}
+    names |= {"feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up"}
+    attention = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "out_proj": "attn_output"}
+    attention |= {"q_layernorm": "attn_q_norm", "k_layernorm": "attn_k_norm"}
+    attention = {f"self_attn.{name}": target for name, target in attention.items()}
+    short = {"in_proj": "shortconv.in_proj", "conv": "shortconv.conv", "out_proj": "shortconv.out_proj"}
+    short = {f"conv.{name}": target for name, target in short.items()}
+    for layer, attend in enumerate(attends):
+        for name, target in (names | (attention if attend else short)).items():
+            tensors[f"blk.{layer}.{target}.weight"] = weights[f"model.layers.{layer}.{name}.weight"]
+    _write(writer, tensors)
+    return model
+
+
+_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def _random(config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.mul_(4)  # so that no token is likely everywhere
+    return model
+
+
+def _weights(model: PreTrainedModel) -> dict[str, NDArray[np.float32]]:
+    return {name: weight.detach().numpy().squeeze() for name, weight in model.state_dict().items()}
+
+
+def _writer(path: Path, architecture: str, config: PreTrainedConfig) -> Any:
+    tool()
+    import gguf
+
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(512)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(["<end>", "ab", *"abcdef"])
-    writer.add_token_types([3, *[1] * 7])
+    writer.add_token_list(["<end>", "ab", *map(chr, range(ord("!"), ord("!") + VOCAB_SIZE - 2))])
+    writer.add_token_types([3, *[1] * (VOCAB_SIZE - 1)])
     writer.add_token_merges(["a b"])
-    shapes = {
-        "token_embd.weight": (8, width),
-        "output_norm.weight": (width,),
-        "blk.0.attn_norm.weight": (width,),
-        "blk.0.ssm_in.weight": (2 * inner, width),
-        "blk.0.ssm_conv1d.weight": (inner, kernel),
-        "blk.0.ssm_conv1d.bias": (inner,),
-        "blk.0.ssm_x.weight": (rank + 2 * state, inner),
-        "blk.0.ssm_dt.weight": (inner, rank),
-        "blk.0.ssm_dt.bias": (inner,),
-        "blk.0.ssm_a": (inner, state),
-        "blk.0.ssm_d": (inner,),
-        "blk.0.ssm_out.weight": (width, inner),
-    }
-    for name, shape in shapes.items():
-        writer.add_tensor(name, np.zeros(shape, dtype=np.float32))
+    return writer
+
+
+def _write(writer: Any, tensors: dict[str, NDArray[np.float32]]) -> None:
+    for name, values in tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path

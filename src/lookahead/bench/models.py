@@ -18,10 +18,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lookahead.api.gguf.loading import load_gguf
+from lookahead.api.gguf.model import GGUFModel
 from lookahead.backends.transformers.identity import model_identity
 from lookahead.bench.suite import MethodSpec, ModelSpec
 from lookahead.demo import demo_model_path
-from lookahead.errors import InvalidArgumentError
+from lookahead.errors import InvalidArgumentError, LookaheadError
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class BenchModel:
         return {
             **self.spec.settings(),
             "architecture": type(self.model).__name__,
-            "parameters": sum(weight.numel() for weight in self.model.parameters()),
+            "parameters": _parameters(self.model),
             "identity": self.identity,
         }
 
@@ -62,6 +64,8 @@ def load(spec: ModelSpec, device: torch.device) -> BenchModel:
     Raises:
         InvalidArgumentError: It cannot be loaded; the message names the model.
     """
+    if spec.path is not None and Path(spec.path).suffix.lower() == ".gguf":
+        return _load_gguf(spec)
     tokenizer_path = spec.tokenizer or spec.path or "demo"
     try:
         tokenizer = AutoTokenizer.from_pretrained(_folder(tokenizer_path), local_files_only=True)
@@ -89,8 +93,25 @@ def load_assistant(method: MethodSpec, model: PreTrainedModel) -> PreTrainedMode
 
 def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Another object of the same model, weights shared: nothing that the library keeps for the one is known of it."""
+    if isinstance(model, GGUFModel):
+        return GGUFModel(model.llama)
     tensors = chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def _load_gguf(spec: ModelSpec) -> BenchModel:
+    assert spec.path is not None
+    try:
+        model = load_gguf(spec.path)
+    except LookaheadError as error:
+        raise InvalidArgumentError(f"models: {spec.name!r} cannot be loaded: {error}") from error
+    return BenchModel(spec, model, model.tokenizer, model_identity(model))
+
+
+def _parameters(model: PreTrainedModel) -> int:
+    if isinstance(model, GGUFModel):
+        return model.llama.parameters
+    return sum(weight.numel() for weight in model.parameters())
 
 
 def _folder(path: Path | str) -> Path:

@@ -187,13 +187,15 @@ def _name(table: Table) -> str:
 
 
 def _source(table: Table, key: str, *folders: Path) -> Path | str | None:
-    """A folder of a model, seen from the first of `folders` that has it; or the demonstration model."""
+    """A folder of a model, or a GGUF file, seen from the first of `folders` that has it; or the demonstration model."""
     text = table.text(key)
     if text is None or text == DEMO:
         return text
     paths = [folder / Path(text).expanduser() for folder in folders]
     for path in paths:
         if (path / "config.json").is_file() or (key == "tokenizer" and path.is_dir()):
+            return path
+        if key == "path" and path.suffix.lower() == ".gguf" and path.is_file():
             return path
     raise InvalidArgumentError(
         f"{table.key(key)}={text!r} is no model folder ({paths[0]} has no config.json); give the path of one, seen "

@@ -15,7 +15,7 @@ import typer
 from lookahead.bench.suite_file import read_suite
 from lookahead.cli import process, remote
 from lookahead.cli.bench_settings import BenchSettings, ReportSettings, TablesSettings
-from lookahead.cli.inputs import is_gguf, model_folder, read_prompt, read_prompt_or
+from lookahead.cli.inputs import model_folder, read_prompt, read_prompt_or
 from lookahead.cli.options import command
 from lookahead.cli.replay_settings import ReplaySettings
 from lookahead.cli.settings import (
@@ -206,8 +206,7 @@ def batch(settings: BatchSettings) -> int:
     Each gets the text that it would get alone. A line is written as soon as an answer is complete; the same command
     goes on where an earlier one was stopped. The exit code is 1 if a prompt could not be answered.
     """
-    if is_gguf(model_folder(settings.model)):
-        raise InvalidArgumentError(f"--model {settings.model}: GGUF files have no batches; give a model folder")
+    model_folder(settings.model)
     from lookahead.cli.batch import run  # late, as in `generate`
 
     return run(settings)
@@ -220,8 +219,7 @@ def serve(settings: ServeSettings) -> int:
     Requests share forward passes, and each gets the text that it would get alone. SIGTERM or Ctrl-C lets running
     requests finish; a second one ends the server at once.
     """
-    if is_gguf(model_folder(settings.model)):
-        raise InvalidArgumentError(f"--model {settings.model}: GGUF files cannot be served; give a model folder")
+    model_folder(settings.model)
     from lookahead.cli.serve import run  # late, as in `generate`
 
     return run(settings)

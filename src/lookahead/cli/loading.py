@@ -82,18 +82,18 @@ def load_model(settings: DecodingSettings | ServeSettings | TuneSettings, notes:
     """Load the model that the settings name; a spinner shows that something happens."""
     device = check_device(settings.device)
     path = model_folder(settings.model)
-    if isinstance(settings, DecodingSettings) and not is_gguf(path):
+    if isinstance(settings, (DecodingSettings, ServeSettings)) and not is_gguf(path):
         _check_options(path, settings)
     memory = memory_errors_explained(
         f"on {device} while loading the model", "--dtype bfloat16, a smaller model or another --device"
     )
     with spinner(notes, f"loading {path.resolve().name}"), memory:
-        if is_gguf(path) and not isinstance(settings, ServeSettings):
+        if is_gguf(path):
             return _load_gguf(path, settings)
         return _load(path, settings.dtype, device, notes)
 
 
-def _check_options(path: Path, settings: DecodingSettings) -> None:
+def _check_options(path: Path, settings: DecodingSettings | ServeSettings) -> None:
     """Refuse options that are about GGUF models, for a model of transformers.
 
     Raises:
@@ -181,7 +181,7 @@ def _load(path: Path, dtype: str, device: torch.device, notes: Console) -> Loade
     return LoadedModel(path, model.to(device), tokenizer, sampling)
 
 
-def _load_gguf(path: Path, settings: DecodingSettings | TuneSettings) -> LoadedModel:
+def _load_gguf(path: Path, settings: DecodingSettings | ServeSettings | TuneSettings) -> LoadedModel:
     if isinstance(settings, TuneSettings):
         raise InvalidArgumentError(
             f"--model {path}: tune measures models of transformers; what a step of a GGUF model costs is learned as it "

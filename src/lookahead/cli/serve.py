@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lookahead.cli import process
+from lookahead.cli.inputs import is_gguf
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.rendering import Consoles
 from lookahead.cli.settings import ServeSettings
@@ -64,12 +65,14 @@ def run(settings: ServeSettings) -> int:
 
 
 def _engine(settings: ServeSettings, loaded: LoadedModel) -> Engine:
-    given = settings.kv_bytes
+    given = most = settings.kv_bytes
+    if given is None and not is_gguf(loaded.path):  # llama.cpp takes its room at once, no more than can be used
+        most = free_bytes(loaded.model.device) // _SHARE
     return Engine(
         loaded.model,
         settings.config,
         max_rows=settings.max_rows,
-        kv_bytes=free_bytes(loaded.model.device) // _SHARE if given is None else given,
+        kv_bytes=most,
         prefix_bytes=PREFIX_BYTES if given is None else None,
         prompt_tokens=settings.prompt_tokens,
     )

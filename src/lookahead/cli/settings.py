@@ -49,6 +49,14 @@ def _gpu_layers() -> Any:
     return option("--gpu-layers", RUN, about, layers, 0)
 
 
+def _fast_kv() -> Any:
+    about = (
+        "Keep keys and values of a GGUF model in float16, with the attention that llama.cpp chooses: faster, but close "
+        "choices may fall otherwise."
+    )
+    return option("--fast-kv", RUN, about, default=False)
+
+
 def device_option() -> Any:
     """The device to run on, `None` for the best one there is."""
     about = "Device to run on, such as cpu, cuda or cuda:1."
@@ -148,13 +156,7 @@ class DecodingSettings(Settings):
     dtype: str = _dtype("auto")
     device: str | None = device_option()
     gpu_layers: int = _gpu_layers()
-    fast_kv: bool = option(
-        "--fast-kv",
-        RUN,
-        "Keep keys and values of a GGUF model in float16, with the attention that llama.cpp chooses: faster, but close "
-        "choices may fall otherwise.",
-        default=False,
-    )
+    fast_kv: bool = _fast_kv()
     config: LookaheadConfig
     json: bool = _json()
     no_color: bool = no_color_option()
@@ -312,7 +314,7 @@ class ServeSettings(Settings):
 
     panels: ClassVar = (SOURCE, NETWORK, LIMITS, DRAFT, RUN)
 
-    model: Path | None = _model(files="")
+    model: Path | None = _model()
     name: str | None = option("--name TEXT", SOURCE, "What clients call the model.", shown="the name of its folder")
     host: str = option("--host ADDRESS", NETWORK, "Address to listen on; 0.0.0.0 for all.", default="127.0.0.1")
     port: int = option("--port", NETWORK, "Port to listen on, 0 for any that is free.", port, 8000)
@@ -341,6 +343,8 @@ class ServeSettings(Settings):
     config: LookaheadConfig
     dtype: str = _dtype("auto")
     device: str | None = device_option()
+    gpu_layers: int = _gpu_layers()
+    fast_kv: bool = _fast_kv()
     no_color: bool = no_color_option()
 
     @classmethod

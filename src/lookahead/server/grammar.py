@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance import hf as llguidance_hf
 from llguidance import numpy as llguidance_numpy
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from transformers import LogitsProcessor
 from lookahead.core.outputs import StepResult
 from lookahead.drafting.auto.source import TokenPaths
 from lookahead.server.errors import refused
+from lookahead.server.token_bytes import token_bytes
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -39,7 +40,32 @@ def grammar_tokenizer(tokenizer: Any, vocabulary: int, ends: Collection[int]) ->
         vocabulary: How many tokens the model knows.
         ends: Those that end an answer.
     """
+    if not tokenizer.is_fast:  # of a GGUF file, say
+        return LLTokenizer(TokenizerWrapper(_Tokens(tokenizer, vocabulary, ends)), n_vocab=vocabulary)
     return llguidance_hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=sorted(ends) or None)
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer that it does not know.
+
+    Args:
+        tokenizer: The tokenizer.
+        vocabulary: How many tokens the model knows.
+        ends: Those that end an answer; at least one.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        names = tokenizer.convert_ids_to_tokens(list(range(vocabulary)))
+        self.tokens = [token_bytes(tokenizer.decode([token]), name) for token, name in enumerate(names)]
+        self.eos_token_id = min(ends)
+        self.bos_token_id = tokenizer.bos_token_id
+        self.special_token_ids = sorted({*tokenizer.all_special_ids, *ends})
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        known = text.decode(errors="replace") if isinstance(text, bytes) else text
+        ids: list[int] = self._tokenizer(known, add_special_tokens=False)["input_ids"]
+        return ids
 
 
 def json_grammar(schema: dict[str, Any]) -> str:

@@ -14,18 +14,16 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.api.arguments import check_config
-from lookahead.api.gguf.model import GGUFModel
 from lookahead.api.prediction import check_reads_predictions, token_ids
-from lookahead.backends.step_clock import step_clock
 from lookahead.backends.transformers.model_state import draft_account
-from lookahead.backends.transformers.packed_rows.model import rows_runner
 from lookahead.config import LookaheadConfig
 from lookahead.core.decoder import Batch, step, verify
 from lookahead.core.shared_budget import SharedBudget
 from lookahead.core.statistics import OnStep, Statistics
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import Walk
-from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
+from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.serving.engine_runner import check_nodes, engine_clock, engine_runner
 from lookahead.serving.handle import RequestHandle
 from lookahead.serving.kv_memory import KVMemory
 from lookahead.serving.request import Extras, Prepared, Request, check_room
@@ -82,15 +80,20 @@ class Engine:
                 raise InvalidArgumentError(f"{name}={value!r} must be a whole number, at least 1")
         if not isinstance(model, PreTrainedModel):
             raise InvalidArgumentError(f"model={type(model).__name__} is no transformers language model")
-        if isinstance(model, GGUFModel):
-            raise UnsupportedModelError(f"model={type(model).__name__} is run by llama.cpp; use lookahead.generate")
         self._model = model
         self._config = _check_engine_config(LookaheadConfig(memory="process") if config is None else config)
-        self._runner = rows_runner(model, self._config.pack_weights, self._config.invariant)
-        self._clock = step_clock(model.device)
+        self._runner, kv_bytes = engine_runner(model, self._config, max_rows, kv_bytes)
+        self._clock = engine_clock(model)
         accounts = partial(draft_account, self._runner.model, self._config)
         self._shared = SharedBudget(accounts, self._config.step_budget)
-        self._memory = memory = KVMemory(self._runner.token_bytes(), kv_bytes, prefix_cache, prefix_bytes)
+        self._memory = memory = KVMemory(
+            self._runner.token_bytes(),
+            kv_bytes,
+            prefix_cache,
+            prefix_bytes,
+            self._runner.new_row,
+            self._runner.most_texts,
+        )
         self._scheduler: Scheduler[Request] = Scheduler(max_rows, memory.tokens, prompt_tokens, memory.begin)
         self._arrivals: deque[Request] = deque()
         self._submitted = 0
@@ -142,6 +145,7 @@ class Engine:
         config = self._config if lookahead_config is None else _check_engine_config(lookahead_config)
         if prediction is not None:
             check_reads_predictions(config)
+        check_nodes(self._runner, config)
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
         extras = Extras(seed, logprobs, None if prediction is None else self._known_tokens("prediction", prediction))
         handle = RequestHandle(self)
@@ -277,7 +281,7 @@ class Engine:
                 self._leave(request)
 
     def _run(self, requests: list[Request]) -> None:
-        self._runner.rows = [request.row for request in requests]
+        self._runner.rows = [request.row for request in requests]  # type: ignore[assignment]
         shared = self._shared if any(request.shares for request in requests) else None
         if shared is not None:
             shared.begin(len(requests), sum(request.temperature for request in requests) / len(requests))

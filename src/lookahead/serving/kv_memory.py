@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from lookahead.backends.transformers.packed_rows import Row
 from lookahead.backends.transformers.tree_cache import whole_blocks
 from lookahead.errors import InvalidArgumentError
-from lookahead.serving.prefix_cache import LEAST, PrefixCache, common_start
+from lookahead.serving.prefix_cache import LEAST, PrefixCache, TextRow, common_start
 
 if TYPE_CHECKING:
     from lookahead.serving.request import Request
@@ -32,6 +32,8 @@ class KVMemory:
         kv_bytes: Most bytes to hold at once, any number if `None`.
         reuses: Whether requests begin with the keys and values of others.
         prefix_bytes: Most bytes of finished texts; what `kv_bytes` leaves, or `PREFIX_BYTES`, if `None`.
+        make_row: Makes an empty row, whose room grows by so many tokens.
+        most_texts: Most finished texts to keep, any number if `None`.
 
     Attributes:
         tokens: Most tokens to hold at once, any number if `None`.
@@ -41,7 +43,15 @@ class KVMemory:
         reused: Those that another text had.
     """
 
-    def __init__(self, token_bytes: int, kv_bytes: int | None, reuses: bool, prefix_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        token_bytes: int,
+        kv_bytes: int | None,
+        reuses: bool,
+        prefix_bytes: int | None = None,
+        make_row: Callable[[int], TextRow] = Row,
+        most_texts: int | None = None,
+    ) -> None:
         self.token_bytes = token_bytes
         self.tokens = None if kv_bytes is None else kv_bytes // token_bytes
         if self.tokens == 0:
@@ -49,15 +59,16 @@ class KVMemory:
                 f"kv_bytes={kv_bytes} is too small: keys and values of one token take {token_bytes} bytes"
             )
         self.block = BLOCK if self.tokens is None else min(max(self.tokens // FEWEST_BLOCKS, 1), BLOCK)
-        self._prefixes = PrefixCache() if reuses else None
+        self._prefixes = PrefixCache(most_texts) if reuses else None
         if prefix_bytes is None and kv_bytes is None:
             prefix_bytes = PREFIX_BYTES
         self._prefix_tokens = None if prefix_bytes is None else prefix_bytes // token_bytes
+        self._make_row = make_row
         self.asked = self.reused = 0
 
-    def new_row(self) -> Row:
+    def new_row(self) -> TextRow:
         """An empty row."""
-        return Row(self.block)
+        return self._make_row(self.block)
 
     def reserved(self, tokens: int) -> int:
         """Tokens that a row takes which comes to `tokens`."""

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.backends.transformers.packed_rows import Row
-
 LEAST = 16
 """Tokens that two texts must begin with in common, or nothing is reused."""
+
+
+class TextRow(Protocol):
+    """The keys and values of one text, on any engine.
+
+    Attributes:
+        most_pending: How many tokens of a text that is not cached yet the coming step sends at most; any number if
+            `None`.
+    """
+
+    most_pending: int | None
+
+    @property
+    def length(self) -> int:
+        """Tokens whose keys and values are kept."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+
+    def copy_start(self, other: Any, tokens: int) -> None:
+        """Begin with the first `tokens` tokens of another row, which has them."""
+
+    def crop(self, tokens: int) -> None:
+        """Forget all behind the first `tokens` tokens."""
 
 
 @dataclass(eq=False)
@@ -26,7 +50,7 @@ class Prefix:
     """
 
     tokens: NDArray[np.int64]
-    row: Row
+    row: TextRow
     size: int
     start: list[int]
 
@@ -49,11 +73,15 @@ class PrefixCache:
     A request that begins like one of them copies what they have in common. So do requests that begin like one that
     runs; that is for the caller to look up.
 
+    Args:
+        most: Texts to keep at most, any number if `None`.
+
     Attributes:
         held: Tokens that the rows in here have room for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
         self._kept: list[Prefix] = []
         self.held = 0
 
@@ -72,7 +100,7 @@ class PrefixCache:
             self._kept.append(best)
         return best, most
 
-    def keep(self, text: Sequence[int], row: Row, room: int) -> None:
+    def keep(self, text: Sequence[int], row: TextRow, room: int) -> None:
         """Keep the keys and values of a text that is finished, as long as there is room.
 
         Args:
@@ -91,6 +119,8 @@ class PrefixCache:
                 self.remove(prefix)  # this one has all of it
         self._kept.append(Prefix(tokens, row, row.capacity, tokens[:LEAST].tolist()))
         self.held += row.capacity
+        if self._most is not None and len(self._kept) > self._most:
+            self.remove(self._kept[0])
         self.shrink(room)
 
     def shrink(self, room: int, but: Prefix | None = None) -> None:

@@ -28,7 +28,6 @@ from lookahead.api.streaming import StreamFeeder
 from lookahead.api.text_limits import check_length
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import draft_memory, keep_memory, neighbours
-from lookahead.backends.transformers.packed_rows import RowsRunner
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.config import LookaheadConfig
@@ -36,6 +35,7 @@ from lookahead.core.shared_budget import SharedBudget
 from lookahead.core.statistics import OnStep, StepRecord
 from lookahead.drafting import PredictedText, build_drafter
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.serving.engine_runner import EngineRunner
 from lookahead.serving.handle import Output, RequestHandle, TokenEvent
 from lookahead.serving.kv_memory import KVMemory
 from lookahead.serving.logprobs import LogprobSampler
@@ -147,7 +147,7 @@ class Request:
     def __init__(
         self,
         model: PreTrainedModel,
-        runner: RowsRunner,
+        runner: EngineRunner,
         memory: KVMemory,
         prepared: Prepared,
         extras: Extras,
@@ -164,7 +164,7 @@ class Request:
         self._kv_memory, self._submitted = memory, perf_counter()
         self._model, self._config, self._prepared = model, config, prepared
         self.shares = shares = config.preset == "auto"
-        self.most_nodes = config.max_nodes
+        self.most_nodes = min(config.max_nodes, runner.most_nodes)
         rule = StopRule(prepared.criteria)
         generator = torch.Generator(prompts.input_ids.device).manual_seed(extras.seed)
         sampler = make_sampler(prepared.processors, prepared.config, generator)
@@ -184,7 +184,7 @@ class Request:
                 neighbours=neighbours(model) if shares else None,
                 vocabulary=getattr(model.get_input_embeddings(), "num_embeddings", None),
                 warm_up=warm_up_tokens(model, len(tokens), config.chooses_nodes) if reads else 0,
-                most=config.max_nodes,
+                most=self.most_nodes,
                 budget=shared.row(self.temperature) if shares else None,
                 predicted=self._prediction,
             ),
@@ -286,7 +286,7 @@ class Request:
         )
 
 
-def check_room(prepared: Prepared, runner: RowsRunner, memory: KVMemory, nodes: int) -> None:
+def check_room(prepared: Prepared, runner: EngineRunner, memory: KVMemory, nodes: int) -> None:
     """Refuse a text for which there is not room enough, or that is read otherwise beside others.
 
     Raises:

@@ -34,7 +34,7 @@ def load_gguf(
 
     Raises:
         InvalidArgumentError: The file cannot be loaded, or llama-cpp-python is not installed.
-        UnsupportedModelError: The model cannot be run on token trees; recurrent ones cannot.
+        UnsupportedModelError: The model can be run neither on token trees nor on chains of tokens.
     """
     threads = torch.get_num_threads() if n_threads is None else n_threads
     for name, value, least in (("n_threads", threads, 1), ("n_gpu_layers", n_gpu_layers, -1)):

@@ -33,6 +33,9 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     Attributes:
         llama: The file, as llama.cpp loaded it.
         tokenizer: The file's tokenizer, with its chat template.
+        keeps_text: Whether a call of `lookahead.generate` with one row leaves its text in llama.cpp, so that the next
+            one, if its prompt begins alike, goes on from there.
+        reused_tokens: Tokens of the last prompt that were not computed anew because of that.
         generation_config: With the tokens that begin and end texts. The file's own sampling settings are not read.
     """
 
@@ -59,6 +62,8 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         # Says where inputs belong, and in which type logits come.
         self._place = torch.nn.Parameter(torch.empty(0), requires_grad=False)
         self._embeddings = _Embeddings(len(tokens))
+        self.keeps_text = False
+        self.reused_tokens = 0
         self._reader: PlainReader | None = None
         self._lock = Lock()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,6 +68,7 @@ class LlamaContext:
         cells: Tokens that it holds.
         sequences: Sequence ids that it has.
         batch: The tokens of the next `run`.
+        text: What the first sequence holds while nobody uses the context.
 
     Raises:
         InvalidArgumentError: There is no memory for it.
@@ -96,9 +98,10 @@ class LlamaContext:
         weakref.finalize(self, _free, library, self._handle, model.owner)
         self._memory = library.llama_get_memory(self._handle)
         self._vocabulary = len(model.vocabulary)
-        self._address = 0
+        self._address: int | None = None
         self._logits: NDArray[np.float32] = np.empty((0, self._vocabulary), dtype=np.float32)
         self.batch = TokenBatch(self.cells)
+        self.text: list[int] = []
 
     def run(self, count: int) -> NDArray[np.float32]:
         """Compute the first `count` tokens of `batch`, and keep their keys and values.
@@ -110,20 +113,43 @@ class LlamaContext:
         Raises:
             LookaheadError: llama.cpp fails.
         """
+        self._decode(count)
+        reads = int(np.count_nonzero(self.batch.reads[:count]))
+        return self._read()[:reads] if reads else self._logits[:0]
+
+    def run_token(self, token: int, position: int, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Compute one token of the sequences `ids`, and keep its keys and values.
+
+        Returns:
+            Logits after it, `[vocabulary]`; a view of a buffer that the next call overwrites.
+
+        Raises:
+            LookaheadError: llama.cpp fails.
+        """
         batch = self.batch
-        batch.struct.n_tokens = count
-        code = self._library.llama_decode(self._handle, batch.struct)
+        batch.tokens[0], batch.positions[0], batch.reads[0] = token, position, 1
+        batch.sequences[0], batch.counts[0] = ids.ctypes.data, len(ids)
+        self._decode(1)
+        row: NDArray[np.float32] = self._read()[0]
+        return row
+
+    def _decode(self, count: int) -> None:
+        self.batch.struct.n_tokens = count
+        code = self._library.llama_decode(self._handle, self.batch.struct)
         if code != 0:
             raise LookaheadError(
                 f"llama.cpp could not run a step of {count} tokens (llama_decode returned {code}; the context has "
                 f"{self.cells} cells)"
             )
-        reads = int(np.count_nonzero(batch.reads[:count]))
+
+    def _read(self) -> NDArray[np.float32]:
+        """All logits that there is room for, `[cells, vocabulary]`."""
         first = self._library.llama_get_logits(self._handle)
-        if ctypes.addressof(first.contents) != self._address:  # llama.cpp has taken a larger buffer
-            self._address = ctypes.addressof(first.contents)
+        address = ctypes.cast(first, ctypes.c_void_p).value
+        if address != self._address:  # llama.cpp has taken a larger buffer
+            self._address = address
             self._logits = np.ctypeslib.as_array(first, shape=(self.cells, self._vocabulary))
-        return self._logits[:reads]
+        return self._logits
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Let sequence `target` share the cells of `source` at positions from `start` to before `end`, -1 for all."""
@@ -133,8 +159,19 @@ class LlamaContext:
         """Take cells at positions from `start` to before `end` (-1 for all) from a sequence, -1 for all of them."""
         self._library.llama_memory_seq_rm(self._memory, sequence, start, end)
 
+    def bytes_of(self, sequence: int) -> int:
+        """Bytes of the keys and values of a sequence."""
+        return int(self._library.llama_state_seq_get_size(self._handle, sequence))
+
+    def keep(self, text: Sequence[int]) -> None:
+        """Forget all but the first sequence, which holds `text`."""
+        for sequence in range(1, self.sequences):
+            self.remove(sequence, -1, -1)
+        self.text = list(text)
+
     def clear(self) -> None:
         """Forget everything."""
+        self.text = []
         self._library.llama_memory_clear(self._memory, False)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+import numpy as np
 
 from lookahead.backends.llama_cpp.binding import binding, error_lines
 from lookahead.backends.llama_cpp.context import LlamaContext
@@ -44,6 +47,8 @@ class LlamaModel:
 
     Attributes:
         path: The file.
+        threads, fast_kv: As given.
+        gpu_layers: Layers on a GPU; -1 for all.
         vocabulary: Its tokens.
 
     Raises:
@@ -52,7 +57,7 @@ class LlamaModel:
     """
 
     def __init__(self, path: Path, n_gpu_layers: int, threads: int, fast_kv: bool = False) -> None:
-        self.path, self.threads, self.fast_kv = path, threads, fast_kv
+        self.path, self.threads, self.fast_kv, self.gpu_layers = path, threads, fast_kv, n_gpu_layers
         self._library = binding()
         self._free: list[LlamaContext] = []
         self._lock = Lock()
@@ -78,10 +83,6 @@ class LlamaModel:
     def _check_kind(self) -> None:
         library = self._library
         kinds: dict[str, Callable[[Any], bool]] = {
-            "is recurrent: its state cannot be taken back where a draft is rejected": library.llama_model_is_recurrent,
-            "has recurrent layers, whose state cannot be taken back where a draft is rejected": (
-                library.llama_model_is_hybrid
-            ),
             "has an encoder": library.llama_model_has_encoder,
             "is a diffusion model": library.llama_model_is_diffusion,
         }
@@ -91,6 +92,12 @@ class LlamaModel:
                     f"path={str(self.path)!r}: the model {what}, so it cannot be run on token trees. Use llama.cpp's "
                     "own decoding"
                 )
+
+    @cached_property
+    def has_states(self) -> bool:
+        """Whether layers keep a running state, which cannot take back a token: the model is run on chains."""
+        library = self._library
+        return bool(library.llama_model_is_recurrent(self.handle) or library.llama_model_is_hybrid(self.handle))
 
     @property
     def name(self) -> str:
@@ -116,6 +123,11 @@ class LlamaModel:
         return self.trained_context if self._library.llama_model_rope_type(self.handle) == _NO_ROPE else None
 
     @property
+    def parameters(self) -> int:
+        """How many weights it has."""
+        return int(self._library.llama_model_n_params(self.handle))
+
+    @property
     def width(self) -> int:
         """Size of the hidden state."""
         return int(self._library.llama_model_n_embd(self.handle))
@@ -131,6 +143,17 @@ class LlamaModel:
         """Its chat template, in Jinja."""
         return self.metadata("tokenizer.chat_template")
 
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes that keys and values of a token take, as llama.cpp counts them when it writes them down."""
+        context, ids = self.acquire(2, 1), np.zeros(1, dtype=np.int32)
+        sizes = []
+        for place in range(2):
+            context.run_token(0, place, ids)
+            sizes.append(context.bytes_of(0))
+        self.release(context)
+        return max(sizes[1] - sizes[0], 1)
+
     def fingerprint(self) -> str:
         """A short name of the file's content, made of its size and samples of its bytes."""
         size = self.path.stat().st_size
@@ -141,24 +164,30 @@ class LlamaModel:
                 digest.update(file.read(_SAMPLED))
         return digest.hexdigest()[:24]
 
-    def acquire(self, cells: int, sequences: int) -> LlamaContext:
-        """A context with nothing in it, for the caller alone until `release`.
+    def acquire(self, cells: int, sequences: int, resumes: bool = False) -> LlamaContext:
+        """A context for the caller alone until `release`.
 
         Args:
             cells: Tokens that it has to hold, those of all texts and of a step together.
             sequences: Sequence ids that it has to have.
+            resumes: Leave the text in it that it was released with. Otherwise there is nothing in it.
         """
         with self._lock:
             for context in self._free:
                 if context.cells >= cells and context.sequences >= sequences:
                     self._free.remove(context)
+                    if context.text and not resumes:
+                        context.clear()
                     return context
             self._free.clear()
         # With room to spare, so that a call with a somewhat longer text can use it again.
         return LlamaContext(self, cells + min(cells // 2, 1024), sequences)
 
-    def release(self, context: LlamaContext) -> None:
-        """Give a context back, for a later call."""
-        context.clear()
+    def release(self, context: LlamaContext, text: Sequence[int] = ()) -> None:
+        """Give a context back, for a later call; with `text`, which its first sequence holds, if that is to stay."""
+        if text:
+            context.keep(text)
+        else:
+            context.clear()
         with self._lock:
             self._free = [context]

@@ -25,6 +25,7 @@ class PlainReader:
     def __init__(self, model: LlamaModel, texts: Sequence[Sequence[int]]) -> None:
         self._cells = 2 * _cells(texts) + _ROOM
         self._runner = LlamaRunner(model.acquire(self._cells, len(texts)), len(texts), model.last_length)
+        self._has_states = model.has_states
         self._texts: list[list[int]] = [[] for _ in texts]
 
     def fits(self, texts: Sequence[Sequence[int]]) -> bool:
@@ -35,7 +36,10 @@ class PlainReader:
         """Logits after the last token of each text, `[rows, vocabulary]` float32."""
         for row, text in enumerate(texts):
             same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, self._texts[row], strict=False)))
-            self._runner.rewind(row, min(same, len(text) - 1))
+            same = min(same, len(text) - 1)
+            if self._has_states and same < self._runner.rows[row].length:
+                same = 0  # a state cannot take back a token
+            self._runner.rewind(row, same)
             self._texts[row] = list(text)
         trees: list[TokenTree] = [self._runner.begin_tree(row, text) for row, text in enumerate(texts)]
         results = self._runner.forward(trees)

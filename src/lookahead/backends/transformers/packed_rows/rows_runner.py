@@ -13,6 +13,7 @@ from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.packed_rows.cache import Row
 from lookahead.backends.transformers.position_limit import PositionLimit
 from lookahead.backends.transformers.slot_limit import SlotLimit
+from lookahead.config import MAX_NODES_PER_STEP
 from lookahead.core.token_tree import ONE_NODE, Layout, TokenTree
 
 
@@ -28,7 +29,12 @@ class RowsRunner:
         is_invariant: Whether the bits of a node depend on its own text alone; see `LookaheadConfig.invariant`.
         context, last_length, broken_after: See `PositionLimit`.
         changes_after: Longest text that is read alike whatever the other rows are; longer ones cannot be run.
+        most_nodes: Nodes that the tree of each row may have.
+        most_texts: Finished texts that may be kept; any number if `None`.
     """
+
+    most_nodes = MAX_NODES_PER_STEP
+    most_texts: int | None = None
 
     def __init__(self, model: PreTrainedModel, positions_end: bool = True) -> None:
         self.model = model
@@ -56,6 +62,10 @@ class RowsRunner:
             top_k: How many of the likeliest tokens after each node that is read are wanted, with probabilities.
         """
         raise NotImplementedError
+
+    def new_row(self, block: int | None = None) -> Row:
+        """An empty row, whose room grows by `block` tokens."""
+        return Row(block)
 
     def token_bytes(self) -> int:
         """Bytes that keys and values of a token take, found by running one."""

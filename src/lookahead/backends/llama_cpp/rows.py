@@ -1,0 +1,119 @@
+"""Texts in a context of llama.cpp, and the sequence ids that hold them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.backends.llama_cpp.context import LlamaContext
+from lookahead.errors import InvalidArgumentError
+
+_NO_IDS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+
+
+class LlamaRow:
+    """One text: the sequence ids that hold it, all of them the same tokens.
+
+    The first id is its own for good; trees with several leaves take more. It has none before its first token.
+
+    Args:
+        pool: Where its ids come from; they go back when nothing refers to the row any more.
+
+    Attributes:
+        ids: The sequence ids, `[ids]` int32, in memory that stays where it is between a step and its commit.
+        length: Tokens whose keys and values are kept.
+        most_pending: How many tokens of a text that is not cached yet the coming step sends at most; any number if
+            `None`.
+    """
+
+    def __init__(self, pool: SequenceIds) -> None:
+        self._pool = pool
+        self._lent: list[int] = []  # what `ids` holds, for whoever takes it back
+        self.ids = _NO_IDS
+        self.length = 0
+        self.most_pending: int | None = None
+        weakref.finalize(self, pool.returned.append, self._lent)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return self.length
+
+    def copy_start(self, other: LlamaRow, tokens: int) -> None:
+        """Begin with the first `tokens` tokens of another row, which has them. Both share the cells."""
+        self._pool.give([self], [1])
+        self._pool.context.copy(int(other.ids[0]), int(self.ids[0]), 0, tokens)
+        self.length = tokens
+
+    def crop(self, tokens: int) -> None:
+        """Forget all behind the first `tokens` tokens."""
+        for sequence in self._lent:
+            self._pool.context.remove(sequence, tokens, -1)
+        self.length = tokens
+
+    def set_ids(self, ids: Sequence[int]) -> None:
+        """Hold the text in these sequences from now on."""
+        self._lent[:] = ids
+        self.ids = np.array(ids, dtype=np.int32)
+
+
+class SequenceIds:
+    """The sequence ids of a context, and who has them.
+
+    Args:
+        context: The context; empty.
+
+    Attributes:
+        context: The context.
+        returned: Ids of rows that are gone, whose cells are to be freed: a row may go in any thread, at any time.
+    """
+
+    def __init__(self, context: LlamaContext) -> None:
+        self.context = context
+        self.returned: deque[list[int]] = deque()
+        self._spare = list(range(context.sequences))
+        self._holders: weakref.WeakSet[LlamaRow] = weakref.WeakSet()
+
+    def give(self, rows: Sequence[LlamaRow], counts: Sequence[int]) -> None:
+        """Let each of `rows` have at least so many ids, all of which hold its text.
+
+        Raises:
+            InvalidArgumentError: There are not as many.
+        """
+        while self.returned:
+            self._take_back(self.returned.popleft())
+        for row, count in zip(rows, counts, strict=True):
+            missing = count - len(row.ids)
+            if missing <= 0:
+                continue
+            if len(self._spare) < missing:
+                self._reclaim(missing, dict(zip(rows, counts, strict=True)))
+            taken, self._spare = self._spare[:missing], self._spare[missing:]
+            if row.length:
+                for sequence in taken:
+                    self.context.copy(int(row.ids[0]), sequence, -1, -1)
+            row.set_ids([*row.ids.tolist(), *taken])
+            self._holders.add(row)
+
+    def _reclaim(self, missing: int, wanted: dict[LlamaRow, int]) -> None:
+        """Take ids back that hold a text besides others and are not `wanted`, until so many are spare."""
+        unused = {row: len(row.ids) - max(wanted.get(row, 1), 1) for row in list(self._holders)}
+        for row in sorted(unused, key=lambda row: -unused[row]):
+            if unused[row] > 0 and len(self._spare) < missing:
+                ids = row.ids.tolist()
+                self._take_back(ids[-unused[row] :])
+                row.set_ids(ids[: -unused[row]])
+        if len(self._spare) < missing:
+            raise InvalidArgumentError(
+                f"the trees of a step have {sum(wanted.values())} leaves, but llama.cpp has {self.context.sequences} "
+                "sequences; choose a smaller step_budget, or fewer rows"
+            )
+
+    def _take_back(self, ids: Sequence[int]) -> None:
+        for sequence in ids:
+            self.context.remove(sequence, -1, -1)
+            self._spare.append(sequence)

@@ -1,0 +1,90 @@
+"""The engine over sequence ids of llama.cpp, against transformers' generate with each prompt alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import lookahead
+from gguf_files import REASON, zoo_file
+from lookahead import InvalidArgumentError, LookaheadConfig
+from lookahead.serving import Engine
+from model_zoo import build
+
+pytest.importorskip("llama_cpp", reason=REASON)
+pytestmark = pytest.mark.usefixtures("compiled_loops")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made = lookahead.load_gguf(zoo_file(tmp_path_factory.mktemp("zoo")))
+    made.generation_config.eos_token_id = None
+    return made
+
+
+def prompts(count: int) -> list[torch.Tensor]:
+    """Different lengths, some of them with a common beginning."""
+    draws = torch.Generator().manual_seed(0)
+    start = torch.randint(1, 72, (1, 24), generator=draws)
+    ends = [torch.randint(1, 72, (1, 3 + 2 * number), generator=draws) for number in range(count)]
+    return [torch.cat([start, end], dim=1) if number % 2 else end for number, end in enumerate(ends)]
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        (None, {"max_rows": 3}),
+        (LookaheadConfig(step_budget=40), {"max_rows": 4, "prompt_tokens": 8}),
+        (LookaheadConfig(step_budget=30), {"max_rows": 4, "kv_bytes": 300 * 1000}),
+        (LookaheadConfig(preset="autoregressive"), {"max_rows": 2}),
+        (LookaheadConfig(preset="paper", window_size=5, ngram_size=3, guess_set_size=5), {"max_rows": 5}),
+    ],
+    ids=["auto", "small prompts", "little memory", "plain", "paper"],
+)
+def test_requests_get_the_tokens_that_they_get_alone(
+    model: Any, config: LookaheadConfig | None, sizes: dict[str, Any]
+) -> None:
+    """Greedy and sampled ones side by side, more than run at once; the texts of finished ones are used again."""
+    reference, asked = build("llama"), prompts(6)
+    engine = Engine(model, config, **sizes)
+    handles, expected = [], []
+    for number, ids in enumerate(2 * asked):
+        options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": number % 3 == 0}
+        if options["do_sample"]:
+            options["temperature"] = 0.9
+        handles.append(engine.submit(ids, seed=number, **options))
+        torch.manual_seed(number)
+        expected.append(reference.generate(ids, **options, eos_token_id=None, pad_token_id=0).tolist())
+    engine.run()
+    assert [handle.result().tolist() for handle in handles] == expected
+    assert engine.statistics.reused_tokens > 0
+
+
+def test_sequence_ids_go_back(model: Any) -> None:
+    """More requests than there are ids, one after another and cancelled ones among them."""
+    engine = Engine(model, LookaheadConfig(step_budget=60), max_rows=4)
+    (ids,) = prompts(1)
+    expected = build("llama").generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None).tolist()
+    for number in range(300):
+        handle = engine.submit(torch.cat([ids, torch.tensor([[1 + number % 70]])], dim=1), max_new_tokens=6)
+        engine.step()
+        if number % 3:
+            handle.cancel()
+        else:
+            engine.run()
+    engine.run()
+    handle = engine.submit(ids, max_new_tokens=6, do_sample=False)
+    engine.run()
+    assert handle.result().tolist() == expected
+
+
+def test_what_cannot_work_is_refused(model: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="max_rows=300"):
+        Engine(model, max_rows=300)
+    with pytest.raises(InvalidArgumentError, match="pack_weights=True"):
+        Engine(model, LookaheadConfig(pack_weights=True))
+    engine = Engine(model, max_rows=16)
+    with pytest.raises(InvalidArgumentError, match="preset='paper'.*max_rows"):
+        engine.submit([1, 2, 3], max_new_tokens=5, lookahead_config=LookaheadConfig(preset="paper"))
