@@ -30,6 +30,10 @@ INTERVAL = 400
 """Drafted steps between plain ones, for each plain step of time that a draft saves in the mean: the more it saves, the
 more a plain step loses, and the less depends on the clock. What is lost is 0.25 % of the time."""
 
+RESTING = 16
+"""While drafting backs off, one of so many plain steps is timed: they are all the same, and for a small model learning
+from one takes as long as a tenth of a step. A rest has some hundreds."""
+
 MOST_SURPRISE = 10.0
 """A step counts no longer than so many times the median of its size: a single one says little."""
 
@@ -146,8 +150,7 @@ class DraftAccount:
             self._book_plain(step)
 
     def _book_plain(self, step: StepTime) -> None:
-        # Plain steps are all the same: booking some of them is enough, and costs less.
-        if self.adaptive and (not self._backs_off or self._plain % 4 == 0):
+        if self.adaptive and (not self._backs_off or self._plain % RESTING == 0):
             self.costs.observe(step.nodes, step.context, step.seconds)
             usual = self.costs.step_time(step.nodes, step.context)
             self._plain_surprise.add(step.seconds / usual)

@@ -19,10 +19,13 @@ _CURVES = {
     ("oneDNN", True): (1.0, 1.05, 1.05, 1.2, 1.8, 2.9, 5.2, 9.8),
     ("rows", False): (1.0, 1.9, 3.6, 7.0, 14.0, 28.0, 56.0, 112.0),
     (INT8, True): (1.0, 1.05, 1.05, 1.25, 1.6, 2.5, 4.2, 7.8),
+    ("GGUF", False): (1.0, 1.65, 1.85, 2.35, 3.35, 5.6, 11.5, 23.0),
+    ("GGUF quantised", False): (1.0, 1.2, 1.6, 2.3, 3.2, 5.5, 12.0, 24.0),
 }
 """Time of a step of each of `_SIZES` nodes over that of one of one node, by kind of product and whether weights are
 packed. Measured with one thread and random Llamas of half a billion weights: AMX on Sapphire Rapids; float32, oneDNN
-(16 bits with AVX-512) and int8 on Zen 4; "rows", for 16 bits that a processor multiplies row by row, on Zen 3."""
+(16 bits with AVX-512) and int8 on Zen 4; "rows", for 16 bits that a processor multiplies row by row, on Zen 3; GGUF,
+the demonstration model in llama.cpp, on Zen 4."""
 
 _THREADS = 4
 """Threads that share the arithmetic; more of them wait for memory, as a step of one node does from the first on."""
@@ -35,7 +38,10 @@ def first_guess(model: PreTrainedModel, pack_weights: bool | str) -> CostModel:
         model: On its device, in its type.
         pack_weights: See `LookaheadConfig.pack_weights`.
     """
-    kind = _kind_of_product(model.dtype, pack_weights) if model.device.type == "cpu" else None
+    if model.config.model_type == "gguf":
+        kind = model.products
+    else:
+        kind = _kind_of_product(model.dtype, pack_weights) if model.device.type == "cpu" else None
     if kind is None:
         return CostModel.prior()
     curve = _CURVES.get((kind, bool(pack_weights))) or _CURVES[kind, False]  # what cannot be packed runs as it is
