@@ -1,6 +1,7 @@
 """Measure how many tokens an engine makes in a second of CPU time, with so many requests at once.
 
-For each load and repeat the methods take turns on the same prompts, in one process:
+For each load and repeat the methods serve the same prompts, in one process. Engines take turns step by step, always the
+one that has made the fewest tokens, so that what disturbs the machine disturbs all of them:
 
 - `drafts`: an `Engine` as it comes; its n-gram memory is empty at the beginning of each run;
 - `plain`: an `Engine` with `preset="autoregressive"`;
@@ -8,9 +9,10 @@ For each load and repeat the methods take turns on the same prompts, in one proc
 - `batches`, `drafted batches`: `model.generate` and `lookahead.generate` with so many prompts a call, padded. Their
   sampled rows share one generator, so that only greedy texts can be compared.
 
-Before the first repeat of a load `drafts` and `plain` run once unmeasured, as an engine learns what steps cost from the
-first ones. Beside them `generate`, each prompt by itself, with whose texts all are compared, and once for each of
-`--batch-loads` `generate_batch`, transformers' continuous batching. Time is CPU time of the process.
+Before the first repeat of a load the engines run once unmeasured, as an engine learns what steps cost from the first
+ones. Beside them `generate`, each prompt by itself, with whose texts all are compared, and once for each of
+`--batch-loads` `generate_batch`, transformers' continuous batching. Time is CPU time of the process; an engine's clock
+runs while it is its turn. With `--answers` the texts are recorded ones, forced by a logits processor.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from time import process_time
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 
 import lookahead
+from forced_text import Case, Forced, read_cases
+from forced_text import Options as ForcedOptions
 from lookahead import Engine, LookaheadConfig, RequestHandle
 from lookahead.backends.transformers.model_state import neighbours, state_of
 from lookahead.bench.rows import Row
@@ -51,6 +55,60 @@ class Options:
     least_requests: int = option(8, "requests of a run, at least; at small loads they follow each other")
     compared: int = option(64, "compare the first so many texts with those of generate")
     prompt_tokens: int = option(0, "cut prompts to so many tokens; 0 for whole ones")
+    answers: str = option(
+        "", "JSON lines with `id`, `output`, and `instruction` and `input` or `prompt`, to be written"
+    )
+
+
+class Run:
+    """An engine, its requests, which all come at once, and the CPU time that it took for them.
+
+    Args:
+        engine: What serves them.
+        submit: Submits them to it.
+    """
+
+    def __init__(self, engine: Engine, submit: Callable[[Engine], list[RequestHandle]]) -> None:
+        self._engine = engine
+        begin = process_time()
+        self._handles = submit(engine)
+        self.seconds = process_time() - begin
+        self.finished = False
+        self._first, self._last = dict[int, float](), dict[int, float]()
+
+    @property
+    def tokens(self) -> int:
+        """How many it has made."""
+        return self._engine.statistics.tokens
+
+    @property
+    def texts(self) -> Texts:
+        """New tokens of each request."""
+        return [handle.tokens for handle in self._handles]
+
+    def step(self) -> None:
+        """Run a step."""
+        begin = process_time()
+        self.finished = not self._engine.step()
+        self.seconds += process_time() - begin
+        for number, handle in enumerate(self._handles):
+            if number not in self._first and handle.tokens:
+                self._first[number] = self.seconds
+            if number not in self._last and handle.done:
+                self._last[number] = self.seconds
+
+    def counts(self) -> Row:
+        """What it sent, and how long the requests waited, in seconds of its CPU time: median and ninth of ten."""
+        counts = self._engine.statistics
+        found: Row = {"steps": counts.steps, "nodes_per_row": counts.nodes / counts.rows}
+        found |= {"tokens_per_row": counts.tokens / counts.rows}
+        found |= {"by_load": {rows: [own.nodes, own.rows] for rows, own in counts.by_load.items()}}
+        lengths = {number: len(text) - 1 for number, text in enumerate(self.texts) if len(text) > 1}
+        later = [(self._last[number] - self._first[number]) / length for number, length in lengths.items()]
+        for name, values in (("first_token_seconds", self._first.values()), ("token_seconds", later)):
+            ordered = sorted(values)
+            found |= {name: ordered[len(ordered) // 2], f"{name}_90": ordered[len(ordered) * 9 // 10]}
+        return found
 
 
 class Serving:
@@ -61,9 +119,17 @@ class Serving:
         loaded = load_model(options.model, options.dtype)
         self._model: Any = loaded.model
         most = max([options.least_requests, *options.loads])
-        prompts = prompts_of(Path(options.prompts), most)
-        cut = options.prompt_tokens or None
-        self._ids = [token_ids(loaded.tokenizer, self._model, prompt.text)[0, :cut] for prompt in prompts]
+        self._cases: list[Case] = []
+        if options.answers:
+            limits = ForcedOptions(
+                max_new_tokens=options.max_new_tokens, max_prompt_tokens=options.prompt_tokens or 4096
+            )
+            self._cases = read_cases(Path(options.answers), loaded.tokenizer, most, limits)
+            self._ids = [torch.tensor(case.prompt) for case in self._cases]
+        else:
+            prompts = prompts_of(Path(options.prompts), most)
+            first = slice(options.prompt_tokens or None)
+            self._ids = [token_ids(loaded.tokenizer, self._model, prompt.text)[0, first] for prompt in prompts]
         self._expected: dict[int, tuple[list[int], float]] = {}
         self._warm: set[int] = set()
 
@@ -77,85 +143,89 @@ class Serving:
 
     def rows(self, load: int, repeat: int) -> Iterator[Row]:
         """All methods at a load."""
-        methods = {name: self._method(name) for name in self._options.methods}
+        engines = {name: config for name in self._options.methods if (config := self._config(name)) is not None}
         if load not in self._warm:
             self._warm.add(load)
-            for name in ("drafts", "plain"):
-                if name in methods:
-                    methods[name](load)
-        names = list(methods)
-        plain: float | None = None
-        rows: list[Row] = []
-        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            state_of(self._model).memory = None
-            rows.append({**self._row(name, load, methods[name]), "repeat": repeat})
-            plain = rows[-1]["rate"] if name == "plain" else plain
+            self._race(load, engines)
+        rows = []
+        for name, run in self._race(load, engines).items():
+            rows.append(self._row(name, load, run.texts, run.seconds) | run.counts())
+        for name in self._options.methods:
+            if name not in engines:
+                state_of(self._model).memory = None
+                begin = process_time()
+                texts = self._batches(name.startswith("drafted"), load)
+                rows.append(self._row(name, load, texts, process_time() - begin))
+        plain = next((row["rate"] for row in rows if row["method"] == "plain"), None)
         for row in rows:
             wrong = row["differ"] and self._options.dtype == "float32"
             error = {"error": f"{row['method']} at {load}: {row['differ']} texts differ"} if wrong else {}
-            yield {**row, "over_plain": row["rate"] / plain if plain else None, **error}
+            yield {**row, "repeat": repeat, "over_plain": row["rate"] / plain if plain else None, **error}
+
+    def _race(self, load: int, engines: dict[str, LookaheadConfig]) -> dict[str, Run]:
+        """The engines, which take turns until all of them are through."""
+        state_of(self._model).memory = None
+        runs = {
+            name: Run(Engine(self._model, config, max_rows=load), partial(self._submit, load))
+            for name, config in engines.items()
+        }
+        while running := [run for run in runs.values() if not run.finished]:
+            min(running, key=lambda run: run.tokens).step()
+        return runs
+
+    def _submit(self, load: int, engine: Engine) -> list[RequestHandle]:
+        numbers = range(self._requests(load))
+        return [engine.submit(self._ids[number], seed=number, **self._arguments(number)) for number in numbers]
 
     def continuous_batching(self, load: int) -> Iterator[Row]:
         """`generate_batch` at a load."""
-        yield self._row("generate_batch", load, self._generate_batch)
-
-    def _row(self, name: str, load: int, method: Callable[[int], tuple[Texts, Row]]) -> Row:
         begin = process_time()
-        texts, more = method(load)
-        seconds = process_time() - begin
+        texts = self._generate_batch(load)
+        yield self._row("generate_batch", load, texts, process_time() - begin)
+
+    def _row(self, name: str, load: int, texts: Texts, seconds: float) -> Row:
         expected = [self._reference(number)[0] for number in range(min(len(texts), self._options.compared))]
         tokens = sum(map(len, texts))
         row = {"kind": "serving", "load": load, "method": name, "rate": tokens / seconds, "tokens": tokens}
         row["differ"] = sum(own != other for own, other in zip(texts, expected, strict=False))
-        row |= {"temperature": self._options.temperature, "seconds": seconds, "requests": len(texts)}
-        return row | more
+        return row | {"temperature": self._options.temperature, "seconds": seconds, "requests": len(texts)}
 
     def _requests(self, load: int) -> int:
         return min(max(load, self._options.least_requests), len(self._ids))
 
-    @property
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self, number: int) -> dict[str, Any]:
         temperature = self._options.temperature
-        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        return {"max_new_tokens": self._options.max_new_tokens, **sampling}
+        found: dict[str, Any] = {"max_new_tokens": self._options.max_new_tokens, "do_sample": temperature > 0}
+        if temperature:
+            found["temperature"] = temperature
+        if self._cases:
+            case = self._cases[number]
+            found |= {"max_new_tokens": len(case.answer), "logits_processor": LogitsProcessorList([Forced(case)])}
+        return found
 
     def _reference(self, number: int) -> tuple[list[int], float]:
         """The text that `generate` gives, and its CPU time."""
         if number not in self._expected:
             torch.manual_seed(number)
             begin = process_time()
-            tokens, _ = generate(self._model, self._ids[number][None], None, **self._arguments)
+            tokens, _ = generate(self._model, self._ids[number][None], None, **self._arguments(number))
             self._expected[number] = tokens, process_time() - begin
         return self._expected[number]
 
-    def _method(self, name: str) -> Callable[[int], tuple[Texts, Row]]:
+    def _config(self, name: str) -> LookaheadConfig | None:
+        """That of the engine that a method is; `None` for batches."""
         if name == "drafts":
-            return partial(self._engine, LookaheadConfig(memory="process"))
+            return LookaheadConfig(memory="process")
         if name == "plain":
-            return partial(self._engine, LookaheadConfig(preset="autoregressive"))
+            return LookaheadConfig(preset="autoregressive")
         if name.endswith("batches"):
-            return partial(self._batches, LookaheadConfig(memory="process") if name.startswith("drafted") else None)
+            return None
         nodes = int(name.split()[0]) + 1
+        drafting = LookaheadConfig(step_budget=nodes)
+        make = partial(build_drafter, drafting, memory=DraftMemory(), neighbours=neighbours(self._model))
+        return LookaheadConfig(drafter=make, step_budget=nodes)
 
-        def serve(load: int) -> tuple[Texts, Row]:
-            drafting = LookaheadConfig(step_budget=nodes)
-            make = partial(build_drafter, drafting, memory=DraftMemory(), neighbours=neighbours(self._model))
-            return self._engine(LookaheadConfig(drafter=make, step_budget=nodes), load)
-
-        return serve
-
-    def _engine(self, config: LookaheadConfig, load: int) -> tuple[Texts, Row]:
-        engine = Engine(self._model, config, max_rows=load)
-        chosen = self._ids[: self._requests(load)]
-        handles = [engine.submit(ids, seed=number, **self._arguments) for number, ids in enumerate(chosen)]
-        engine.run()
-        counts = engine.statistics
-        more = {"steps": counts.steps, "nodes_per_row": counts.nodes / counts.rows}
-        more |= {"tokens_per_row": counts.tokens / counts.rows, **_latencies(handles)}
-        more |= {"by_load": {rows: [own.nodes, own.rows] for rows, own in counts.by_load.items()}}
-        return [handle.tokens for handle in handles], more
-
-    def _batches(self, config: LookaheadConfig | None, load: int) -> tuple[Texts, Row]:
+    def _batches(self, drafted: bool, load: int) -> Texts:
         """Padded batches; a text ends with its first end-of-sequence token."""
         chosen, texts = self._ids[: self._requests(load)], list[list[int]]()
         ends = self._model.generation_config.eos_token_id
@@ -166,36 +236,23 @@ class Serving:
             mask = torch.stack([torch.arange(longest) >= longest - len(ids) for ids in part]).long()
             padded = torch.stack([torch.nn.functional.pad(ids, (longest - len(ids), 0)) for ids in part])
             call: Any = self._model.generate
-            if config is not None:
-                call = partial(lookahead.generate, self._model, lookahead_config=config)
-            output = call(padded, attention_mask=mask, **self._arguments)
+            if drafted:
+                call = partial(lookahead.generate, self._model, lookahead_config=LookaheadConfig(memory="process"))
+            output = call(padded, attention_mask=mask, **self._arguments(0))
             for row in output[:, longest:].tolist():
                 end = next((place for place, token in enumerate(row) if token in stops), len(row))
                 texts.append(row[: end + 1])
-        return texts, {}
+        return texts
 
-    def _generate_batch(self, load: int) -> tuple[Texts, Row]:
-        settings = GenerationConfig.from_dict({**self._model.generation_config.to_dict(), **self._arguments})
+    def _generate_batch(self, load: int) -> Texts:
+        settings = GenerationConfig.from_dict({**self._model.generation_config.to_dict(), **self._arguments(0)})
         texts: Texts = []
         chosen: Sequence[torch.Tensor] = self._ids[: self._requests(load)]
         for begin in range(0, len(chosen), load):
             part = [ids.tolist() for ids in chosen[begin : begin + load]]
             found = self._model.generate_batch(inputs=part, generation_config=settings, progress_bar=False)
             texts += [found[f"req_{number}"].generated_tokens for number in range(len(part))]
-        return texts, {}
-
-
-def _latencies(handles: Sequence[RequestHandle]) -> Row:
-    """How long the requests waited, in wall seconds: median and ninth of ten."""
-    counts = [(len(handle.tokens), handle.statistics) for handle in handles]
-    first = [own.first_token_seconds or 0.0 for _, own in counts]
-    later = [((own.total_seconds or 0.0) - wait) for (_, own), wait in zip(counts, first, strict=True)]
-    tokens = [seconds / (count - 1) for seconds, (count, _) in zip(later, counts, strict=True) if count > 1]
-    found: Row = {}
-    for name, values in (("first_token_seconds", first), ("token_seconds", tokens)):
-        ordered = sorted(values)
-        found |= {name: ordered[len(ordered) // 2], f"{name}_90": ordered[len(ordered) * 9 // 10]}
-    return found
+        return texts
 
 
 def probe(options: Options) -> Probe:

@@ -324,3 +324,30 @@ def test_the_first_guess_goes_by_how_the_processor_multiplies(dtype: torch.dtype
     assert sizes == sorted(sizes)
     # Never dearer than a step for each node, and not for free beyond a few rows.
     assert all(1.02 <= cost <= nodes for cost, nodes in zip(sizes[3:], (8, 16, 32, 64, 128, 256), strict=True))
+
+
+def test_steps_larger_than_any_that_was_guessed_are_learned() -> None:
+    model = CostModel((1, 16, 128), (1.0, 1.5, 12.0), (0.0, 0.0, 0.0), pace=None)
+    for _ in range(TRUST):
+        for nodes in (1, 128, 512, 1024):
+            model.observe(nodes, 100, 0.01 + 0.0005 * nodes)
+    for nodes in (512, 640, 1024):
+        assert model.step_time(nodes, 100) == pytest.approx(0.01 + 0.0005 * nodes, rel=0.05)
+
+
+def test_a_new_model_takes_after_another_until_it_knows_better() -> None:
+    known, other = CostModel.prior(), CostModel.fit([(1, 1, 5.0), (64, 1, 9.0)])
+    for _ in range(TRUST):
+        for nodes in (8, 16, 64):
+            known.observe(nodes, 10, 1.0 + 0.1 * nodes)
+    sizes = np.arange(1, 400)
+    other.take_after(known)
+    np.testing.assert_allclose(other.step_time(sizes, 10), known.step_time(sizes, 10), rtol=1e-6)
+    for _ in range(TRUST):
+        for nodes in (8, 64):
+            other.observe(nodes, 10, 2.0 + 0.1 * nodes)
+    own = other.step_time(np.array([8, 64]), 10)
+    np.testing.assert_allclose(own, [2.8, 8.4], rtol=0.02)
+    other.take_after(known)  # which it does no longer
+    np.testing.assert_array_equal(other.step_time(np.array([8, 64]), 10), own)
+    assert known.step_time(64, 10) == pytest.approx(7.4, rel=0.02)

@@ -19,16 +19,18 @@ def accounts(fixed: float, per_node: float) -> Callable[[int, float], DraftAccou
     return cache(lambda load, temperature: DraftAccount(CostModel.fit(points), load, adaptive=False))
 
 
-def chosen(budget: SharedBudget, offers: list[list[float]]) -> list[int]:
-    """How many candidates of each row are sent."""
-    budget.begin(len(offers))
+def chosen(budget: SharedBudget, offers: list[list[float]], prompt: int = 0) -> list[int]:
+    """How many candidates of each row are sent, the first of which has so many tokens of a prompt before its root."""
+    budget.begin(len(offers), timed=not prompt)
     sent = [0] * len(offers)
+    if budget.backs_off:
+        return sent
     for index, probabilities in enumerate(offers):
         row = budget.row()
         row.begin()
         row.offer(np.array(probabilities), 10)
         row.when_chosen(lambda count, index=index: sent.__setitem__(index, count))
-    budget.share_out([TokenTree([1]) for _ in offers])
+    budget.share_out([TokenTree([1] * (prompt * (place == 0) + 1)) for place in range(len(offers))])
     return sent
 
 
@@ -73,6 +75,64 @@ def test_each_load_has_an_account_of_its_own() -> None:
     assert budget.reads_prompts(0.0)
     budget.begin(5, temperature=1.2)  # nor do greedy rows speak for sampled ones
     assert not budget.backs_off
+
+
+COMING_AND_GOING = (1, 3, 7, *[12] * 6, 9, 6, 4, 2, 1, 16, 40, *[64] * 4, 50, 30, 20, 10, 5, 3)
+"""Rows, each for some steps."""
+
+
+def rates(cost: tuple[float, float, float], budget: SharedBudget | None, each: int = 0) -> dict[int, list[float]]:
+    """Tokens per second at each load, in each of three visits, by a clock that is only a sum; of all loads at 0.
+
+    A row's candidates follow each other, each right with the same probability, which differs by row and step.
+
+    Args:
+        cost: Seconds of a step, of each of its rows, and of each of its nodes.
+        budget: Chooses what is sent.
+        each: What each row sends without it.
+    """
+    random, found = np.random.default_rng(0), dict[int, list[float]]()
+    for _ in range(3):
+        sums = {rows: np.zeros(2) for rows in COMING_AND_GOING}
+        for rows in np.repeat(COMING_AND_GOING, 3).tolist():
+            sure = random.choice([0.3, 0.6, 0.9], rows)
+            runs = random.geometric(1 - sure) - 1
+            offers = [[p**place for place in range(1, 21)] for p in sure.tolist()]
+            sent = [each] * rows if budget is None else chosen(budget, offers)
+            tokens = rows + int(np.minimum(runs, sent).sum())
+            seconds = float(np.dot(cost, [1, rows, rows + sum(sent)])) / 1000
+            if budget is not None:
+                budget.book(StepTime(rows + sum(sent), 10, seconds, tokens, rows, not budget.backs_off))
+            # the expected number, but for the luck of the draws
+            sums[rows] += rows + sum(sum(own[:count]) for own, count in zip(offers, sent, strict=True)), seconds
+        for rows, (tokens, seconds) in sums.items():
+            found.setdefault(rows, []).append(float(tokens / seconds))
+        found.setdefault(0, []).append(float(np.divide(*sum(sums.values()))))
+    return found
+
+
+@pytest.mark.parametrize("cost", [(7, 0.4, 0.35), (7, 0.4, 0.7), (7, 0.4, 1.5), (7, 1.0, 0.3), (1, 0.2, 1.0)])
+def test_where_loads_come_and_go_no_fixed_number_of_drafts_is_better(cost: tuple[float, float, float]) -> None:
+    budget = SharedBudget(cache(lambda load, temperature: DraftAccount(CostModel.prior(), load)))
+    own, fixed = rates(cost, budget), [rates(cost, None, each) for each in (0, 2, 4, 8)]
+    best = {load: [max(visit) for visit in zip(*(other[load] for other in fixed), strict=True)] for load in own}
+    assert own[0][0] > 0.95 * best[0][0]  # in the first visit, when each load is new
+    assert own[0][1] > 0.99 * best[0][1]
+    assert all(own[load][2] > 0.93 * best[load][2] for load in own)
+
+
+def test_drafts_beside_prompts_bring_what_their_time_brings_in_other_steps() -> None:
+    def seconds(nodes: int) -> float:
+        return 1 + 0.1 * nodes
+
+    offers = [[0.9, 0.8, 0.65, 0.6, 0.3, 0.05], [0.9, 0.4, 0.2]]
+    likely = sorted([*offers[0], *offers[1]], reverse=True)
+    budget = SharedBudget(accounts(1, 0.1))
+    beside = sum(chosen(budget, offers, prompt=500))
+    other = max((2 + sum(likely[:count])) / seconds(2 + count) for count in range(len(likely) + 1))
+    # The time of a step with a prompt, and of the further steps that bring the rest of so many tokens.
+    times = [seconds(502 + count) + (100 - sum(likely[:count])) / other for count in range(len(likely) + 1)]
+    assert beside == int(np.argmin(times)) > 0
 
 
 def test_no_node_at_all_is_refused() -> None:

@@ -63,7 +63,9 @@ class PackedBatch:
             self._runner.rows = [self._rows[place] for place in left]
             batch.sequences = [everyone[place] for place in left]
             if self.shared is not None:
-                self.shared.begin(len(left))
+                rows = zip(batch.sequences, self._runner.rows, strict=True)
+                timed = all(len(sequence.tokens) - row.length == 1 for sequence, row in rows)
+                self.shared.begin(len(left), timed=timed)
             step(self._runner, batch)
         batch.sequences = everyone
 

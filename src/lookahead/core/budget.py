@@ -129,7 +129,7 @@ class ThroughputBudget:
 
     def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """See `StepBudget`."""
-        most = min(self._most, self._account.most_nodes - 1)
+        most = min(self._most, self._account.most_nodes // self._account.rows - 1)
         self._offered = probabilities[:most]
         likely = self._account.calibration.correct(self._offered)
         tokens = 1 + np.concatenate([[0.0], np.cumsum(likely)])

@@ -58,12 +58,16 @@ class CostModel:
     only after an observation has changed something.
 
     Args:
-        knots: Sizes between which the time is a straight line, ascending, the first one 1.
+        knots: Sizes between which the time is a straight line, ascending, the first one 1. Beyond the last one it is
+            expected to rise in proportion.
         fixed: Seconds of a step of each of these sizes without any text before it.
         per_token: Seconds that each token of text adds to a step of each of these sizes.
         pace: Factor on all times; `None` if `fixed` is in steps of one node instead of seconds, so that the first
             observation sets it.
         trusted: Sizes of `knots` that were measured.
+
+    Attributes:
+        observed: Steps that it has learned from.
 
     Raises:
         InvalidArgumentError: The sequences do not fit together, or a number is negative or not finite.
@@ -78,15 +82,18 @@ class CostModel:
         trusted: Iterable[int] = (),
     ) -> None:
         _check_curve(knots, fixed, per_token, pace)
-        self._knots = np.array(knots, dtype=np.float64)
-        self._fixed = _rising(np.array(fixed, dtype=np.float64))
-        self._per_token = _rising(np.array(per_token, dtype=np.float64))
+        more = [size for size in GRID if size > knots[-1]]  # what is seen there is to count as well
+        self._knots = np.array([*knots, *more], dtype=np.float64)
+        self._fixed, self._per_token = (
+            _rising(np.array([*part, *[part[-1] * size / knots[-1] for size in more]])) for part in (fixed, per_token)
+        )
         self._pace = pace
         self._trusted = sorted(set(trusted))
         self._ratios: list[list[float]] = [[] for _ in GRID]
         self._counts = [0] * len(GRID)
         self._medians = [1.0] * len(GRID)
         self._surprises: list[float] = []  # logarithms, in relation to the pace as it is now
+        self.observed = 0
         for size in self._trusted:
             self._ratios[bucket(size)] = [1.0] * TRUST
             self._counts[bucket(size)] = TRUST
@@ -178,6 +185,7 @@ class CostModel:
         ratio = seconds / (pace * expected)
         ratios = self._ratios[place]
         ratios.append(ratio)
+        self.observed += 1
         if len(ratios) > MEMORY:
             del ratios[0]
         self._counts[place] += 1
@@ -186,6 +194,20 @@ class CostModel:
         # The first observations change how much a size leans on its neighbours, whatever they say.
         if len(ratios) <= TRUST or abs(median - self._medians[place]) > SMALLEST_CHANGE * self._medians[place]:
             self._medians[place] = median
+            self._changed = True
+
+    def take_after(self, other: CostModel) -> None:
+        """Expect what another model has learned, until steps of its own show better.
+
+        Nothing changes if steps were observed already, or if `other` has seen none.
+        """
+        if self.observed or not other.observed:
+            return
+        fixed, per_token = (part[list(GRID)] for part in other._up_to(GRID[-1]))
+        with self._lock:
+            self._knots, self._pace = np.array(GRID, dtype=np.float64), other._pace
+            self._fixed, self._per_token, self._trusted = _rising(fixed), _rising(per_token), []
+            self._ratios, self._counts, self._medians = [[] for _ in GRID], [0] * len(GRID), [1.0] * len(GRID)
             self._changed = True
 
     def evidence(self, nodes: int) -> int:

@@ -45,7 +45,7 @@ class Batch:
         sequences: One for each row of the backend. Between two steps others may take their place, or they may become
             more or fewer, as the backend's rows do.
         statistics: Counts and times are added to it.
-        times: Told of each step that carried no prompt.
+        times: Told of each step; of those that carried prompts only if these are packed.
         clock: Says by what seconds `times` goes.
         verify: Walks the trees of a step.
         share_out: Called with the trees when each drafter has proposed, to send what waits for the proposals of others.
@@ -99,13 +99,14 @@ def step(backend: Backend, batch: Batch) -> None:
         (row, *_settle(batch.sequences[row], outputs[row], walk)) for row, walk in enumerate(walks) if walk is not None
     ]
     seconds.add("draft", now)
-    # A step that completes the text has no draft.
-    if batch.times is not None and settled and not (completes or _carries_prompts(batch, trees)):
+    # A step that completes the text has no draft; padded prompts say nothing of nodes.
+    prompts = _carries_prompts(batch, trees)
+    if batch.times is not None and settled and not completes and (batch.packed or not prompts):
         nodes = sum(map(len, trees)) if batch.packed else max(map(len, trees)) * len(trees)
         tokens = sum(len(record.tokens) for _, _, record in settled)
         # A drafter that has lost its trust in predictions wants none listed.
         drafted = top_k > 0 or any(len(tree) > tree.root + 1 for tree in trees)
-        batch.times.book(StepTime(nodes, context, batch.clock() - start, tokens, len(settled), drafted))
+        batch.times.book(StepTime(nodes, context, batch.clock() - start, tokens, len(settled), drafted, prompts))
     for row, result, record in settled:
         sequence = batch.sequences[row]
         batch.statistics.record(record)

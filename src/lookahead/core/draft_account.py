@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.calibration import Calibration
@@ -50,6 +54,9 @@ FIRST_NODES = 8
 """Nodes that the first step with a draft has at most, or two for each row; each one that was run allows for twice as
 many. So nobody pays for a large step before a smaller one has shown what steps cost."""
 
+KEPT = 0.9
+"""What a step that carries prompts keeps of its weight when the next one comes."""
+
 FIRST_PLAIN = 3
 """Plain steps that are run, if none was timed yet, before drafts are held against them."""
 
@@ -65,6 +72,7 @@ class StepTime:
         tokens: Tokens that it added, over all rows.
         rows: Rows that were not finished.
         drafted: Whether a draft was looked for; without one it was a plain step.
+        prompts: Whether it carried tokens of prompts as well.
     """
 
     nodes: int
@@ -73,6 +81,7 @@ class StepTime:
     tokens: int
     rows: int
     drafted: bool
+    prompts: bool = False
 
 
 class DraftAccount:
@@ -120,16 +129,28 @@ class DraftAccount:
         self._tokens = self._time = FIRST_STEPS  # of a row, in plain steps; what is older counts less
         self._saved = 0.0  # by a draft in the mean, in plain steps
         self._times_plain = self._cautious
-        # Nodes of each row of the largest step so far.
-        self._tried = max(FIRST_NODES // (2 * rows), 1) if adaptive and not costs.in_seconds else MOST_CHOSEN_NODES
+        self._booked = False
+        self._with_prompts = 0.0, 0.0  # seconds and nodes of the last steps that carried prompts
+        # Nodes of the largest step so far.
+        self._tried = max(FIRST_NODES // 2, rows) if adaptive and not costs.in_seconds else MOST_CHOSEN_NODES * rows
 
     @property
     def backs_off(self) -> bool:
         """Whether the coming step goes without a draft."""
-        if self._backs_off or not self.adaptive:
-            return self._backs_off
-        unknown = self._times_plain and self.costs.evidence(self.rows) < FIRST_PLAIN
+        if self.rests or not self.adaptive:
+            return self.rests
+        unknown = self._times_plain and max(self._plain, self.costs.evidence(self.rows)) < FIRST_PLAIN
         return unknown or self._drafted >= self._interval
+
+    @property
+    def rests(self) -> bool:
+        """Whether it does so because drafts do not pay, and not to time a plain step."""
+        return self._backs_off
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no step was booked yet."""
+        return not self._booked
 
     @property
     def reads_prompts(self) -> bool:
@@ -138,12 +159,33 @@ class DraftAccount:
 
     @property
     def most_nodes(self) -> int:
-        """Nodes of each row that a step has at most, before it is known what larger ones cost."""
+        """Nodes that a step has at most over all rows, before it is known what larger ones cost."""
         return 2 * self._tried
 
+    def take_after(self, other: DraftAccount) -> None:
+        """Begin with what is known of another load: what nodes cost beside the roots, how large steps may be, and how
+        often a plain one is run.
+
+        Drafts of sampled tokens that do not pay for fewer rows do not begin here either: more rows leave less room.
+        """
+        if not self.adaptive:
+            return
+        self.costs.take_after(other.costs)
+        self._tried = max(self._tried, other._tried)
+        self._interval, self._saved = other._interval, other._saved
+        if not self._cautious:
+            self._plain = other._plain
+        elif other.rows < self.rows and other._backs_off:
+            self._backs_off, self._credit = True, other._credit
+
     def book(self, step: StepTime) -> None:
-        """Note a step that carried no prompt."""
-        self._times_plain = True
+        """Note a step. One that carried prompts says what a node costs beside these, and nothing else."""
+        if step.prompts:
+            if self.adaptive:
+                took, nodes = self._with_prompts
+                self._with_prompts = KEPT * took + step.seconds, KEPT * nodes + step.nodes
+            return
+        self._times_plain = self._booked = True
         if step.drafted:
             self._book_draft(step)
         else:
@@ -165,12 +207,11 @@ class DraftAccount:
 
     def _book_draft(self, step: StepTime) -> None:
         self._drafted += 1
-        plain = self.costs.step_time(self.rows, step.context)
         if step.nodes > self.rows:
-            cost = self._draft_cost(step, plain)
+            cost = self._draft_cost(step)
         else:
             if self.adaptive:
-                self._idle.add(step.seconds / plain)
+                self._idle.add(step.seconds / self.costs.step_time(self.rows, step.context))
             cost = self.idle_cost
         tokens = step.tokens / step.rows
         self._tokens, self._time = KEPT * self._tokens + tokens, KEPT * self._time + cost
@@ -179,18 +220,27 @@ class DraftAccount:
         self._credit = min(self._credit + saved, MOST_CREDIT)
         self._backs_off = self._credit <= 0
 
-    def _draft_cost(self, step: StepTime, plain: float) -> float:
+    def _draft_cost(self, step: StepTime) -> float:
         """What a step that was drafted took, in plain steps."""
         if not self.adaptive:
-            return self.costs.step_time(step.nodes, step.context) / plain
-        self._tried = max(self._tried, step.nodes // self.rows)
+            return self.costs.step_time(step.nodes, step.context) / self.costs.step_time(self.rows, step.context)
+        self._tried = max(self._tried, step.nodes)
         self.costs.observe(step.nodes, step.context, step.seconds)
-        usual = self.costs.step_time(step.nodes, step.context)
+        usual, plain = (self.costs.step_time(nodes, step.context) for nodes in (step.nodes, self.rows))
         self._draft_surprise.add(step.seconds / usual)
         cost = usual * self._draft_surprise.mean
         if self.costs.evidence(step.nodes) < TRUST:  # what is usual leans on other sizes, or on a guess
             cost = max(cost, min(step.seconds, MOST_SURPRISE * plain))
         return cost / (plain * self._plain_surprise.mean)
+
+    def beside_prompts(self, base: int, sizes: NDArray[np.integer[Any]], context: int) -> NDArray[np.float64]:
+        """Seconds that so many nodes add to a step of `base` nodes, most of them of prompts.
+
+        The products of such a step are full: a node takes no longer than its tokens do in the mean.
+        """
+        seconds = self.costs.step_time(base + sizes, context)
+        took, nodes = self._with_prompts
+        return np.minimum(seconds - self.costs.step_time(base, context), took / nodes * sizes if nodes else np.inf)
 
     @property
     def usual_rate(self) -> float:

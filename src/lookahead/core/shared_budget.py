@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,19 +68,38 @@ class SharedBudget:
             return self._nodes is not None or temperature == 0
         return self._account.reads_prompts
 
-    def begin(self, rows: int, temperature: float = 0.0) -> None:
-        """Begin a step of `rows` rows, whose tokens are sampled with `temperature` in the mean."""
+    def begin(self, rows: int, temperature: float = 0.0, timed: bool = True) -> None:
+        """Begin a step.
+
+        Args:
+            rows: How many rows it has.
+            temperature: What their tokens are sampled with, in the mean.
+            timed: Whether it will be booked, as a step that carries prompts is not.
+        """
         self._offers.clear()
         self._context = 1
         if self._nodes is not None:
             self.backs_off = self._nodes <= rows
             return
-        key = 1 << max(rows - 1, 0).bit_length(), round(2 * temperature) / 2
-        if key not in self._accounts:
-            self._accounts[key] = self._account_of(*key)
-        self._account = self._accounts[key]
-        self._account.rows = rows
-        self.backs_off = self._account.backs_off
+        self._account = self._account_for(rows, 1 << max(rows - 1, 0).bit_length(), round(2 * temperature) / 2)
+        self.backs_off = self._account.backs_off if timed else self._account.rests
+
+    def _account_for(self, rows: int, load: int, temperature: float) -> DraftAccount:
+        """The account of a load. It begins with what is known of the nearest one: requests come and go, and a load that
+        had to find out everything by itself would be over before it has."""
+        if (load, temperature) not in self._accounts:
+            self._accounts[load, temperature] = self._account_of(load, temperature)
+        account = self._accounts[load, temperature]
+        account.rows = rows
+        if account.is_new:
+            known = [
+                (abs(log2(other / load)), other)
+                for (other, like), one in self._accounts.items()
+                if like == temperature and not one.is_new
+            ]
+            if known:
+                account.take_after(self._accounts[min(known)[1], temperature])
+        return account
 
     def offer(self, row: RowBudget, likely: NDArray[np.float64], context: int, send: Send) -> None:
         """Note the candidates of a row, as likely as they have turned out to be; `send` sends the first of them."""
@@ -120,11 +140,15 @@ class SharedBudget:
         if self._nodes is not None:
             return min(max(self._nodes - base, 0), len(likely))
         assert self._account is not None
-        likely = likely[: rows * (self._account.most_nodes - 1)]
-        seconds = self._account.costs.step_time(base + np.arange(len(likely) + 1), self._context)
-        rates = (rows + np.concatenate([[0.0], np.cumsum(likely)])) / seconds
+        likely = likely[: max(self._account.most_nodes - rows, rows)]
+        sizes, brought = np.arange(len(likely) + 1), np.concatenate([[0.0], np.cumsum(likely)])
+        rates = (rows + brought) / self._account.costs.step_time(rows + sizes, self._context)
         rates[0] *= WORTHWHILE / self._account.idle_cost
-        return int(rates.argmax())
+        if base == rows:
+            return int(rates.argmax())
+        # The prompts are read anyway: what drafts take beside them must bring what that time brings in other steps.
+        seconds = self._account.beside_prompts(base, sizes, self._context)
+        return int((brought - rates.max() * seconds).argmax())
 
     def book(self, step: StepTime) -> None:
         """Note what a step took and brought; see `DraftAccount.book`."""

@@ -284,7 +284,8 @@ class Engine:
         self._runner.rows = [request.row for request in requests]  # type: ignore[assignment]
         shared = self._shared if any(request.shares for request in requests) else None
         if shared is not None:
-            shared.begin(len(requests), sum(request.temperature for request in requests) / len(requests))
+            temperature = sum(request.temperature for request in requests) / len(requests)
+            shared.begin(len(requests), temperature, all(request.length - request.cached == 1 for request in requests))
         counts = Statistics()
         batch = Batch(
             [request.sequence for request in requests],
