@@ -81,13 +81,15 @@ COMING_AND_GOING = (1, 3, 7, *[12] * 6, 9, 6, 4, 2, 1, 16, 40, *[64] * 4, 50, 30
 """Rows, each for some steps."""
 
 
-def rates(cost: tuple[float, float, float], budget: SharedBudget | None, each: int = 0) -> dict[int, list[float]]:
+def rates(
+    cost: tuple[float, float, float, float], budget: SharedBudget | None, each: int = 0
+) -> dict[int, list[float]]:
     """Tokens per second at each load, in each of three visits, by a clock that is only a sum; of all loads at 0.
 
     A row's candidates follow each other, each right with the same probability, which differs by row and step.
 
     Args:
-        cost: Seconds of a step, of each of its rows, and of each of its nodes.
+        cost: Milliseconds of a step, of each of its rows, of each of its nodes, and of looking for drafts of a row.
         budget: Chooses what is sent.
         each: What each row sends without it.
     """
@@ -100,9 +102,12 @@ def rates(cost: tuple[float, float, float], budget: SharedBudget | None, each: i
             offers = [[p**place for place in range(1, 21)] for p in sure.tolist()]
             sent = [each] * rows if budget is None else chosen(budget, offers)
             tokens = rows + int(np.minimum(runs, sent).sum())
-            seconds = float(np.dot(cost, [1, rows, rows + sum(sent)])) / 1000
+            drafted = bool(each) if budget is None else not budget.backs_off
+            looking = rows * drafted * cost[3] / 1000
+            seconds = float(np.dot(cost[:3], [1, rows, rows + sum(sent)])) / 1000 + looking
             if budget is not None:
-                budget.book(StepTime(rows + sum(sent), 10, seconds, tokens, rows, not budget.backs_off))
+                nodes = rows + sum(sent)
+                budget.book(StepTime(nodes, 10, seconds, tokens, rows, drafted, looking=looking))
             # the expected number, but for the luck of the draws
             sums[rows] += rows + sum(sum(own[:count]) for own, count in zip(offers, sent, strict=True)), seconds
         for rows, (tokens, seconds) in sums.items():
@@ -111,8 +116,11 @@ def rates(cost: tuple[float, float, float], budget: SharedBudget | None, each: i
     return found
 
 
-@pytest.mark.parametrize("cost", [(7, 0.4, 0.35), (7, 0.4, 0.7), (7, 0.4, 1.5), (7, 1.0, 0.3), (1, 0.2, 1.0)])
-def test_where_loads_come_and_go_no_fixed_number_of_drafts_is_better(cost: tuple[float, float, float]) -> None:
+@pytest.mark.parametrize(
+    "cost",
+    [(7, 0.4, 0.35, 0), (7, 0.4, 0.35, 0.4), (7, 0.4, 0.7, 0.2), (7, 0.4, 1.5, 0), (7, 1, 0.3, 0), (1, 0.2, 1, 0)],
+)
+def test_where_loads_come_and_go_no_fixed_number_of_drafts_is_better(cost: tuple[float, float, float, float]) -> None:
     budget = SharedBudget(cache(lambda load, temperature: DraftAccount(CostModel.prior(), load)))
     own, fixed = rates(cost, budget), [rates(cost, None, each) for each in (0, 2, 4, 8)]
     best = {load: [max(visit) for visit in zip(*(other[load] for other in fixed), strict=True)] for load in own}

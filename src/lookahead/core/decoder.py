@@ -83,6 +83,7 @@ def step(backend: Backend, batch: Batch) -> None:
     if batch.share_out is not None:
         batch.share_out(trees)
     now = seconds.add("draft", now)
+    looking = batch.clock() - start
     top_k = max(sequence.drafter.top_k for sequence in batch.sequences)
     outputs = backend.forward(trees, top_k)
     now = seconds.add("forward", now)
@@ -95,6 +96,7 @@ def step(backend: Backend, batch: Batch) -> None:
         paused = batch.clock()
         watch.ask(batch.sequences, trees)
         start, now = start + batch.clock() - paused, perf_counter()  # what it took is no part of the step
+    learning = batch.clock()
     settled = [
         (row, *_settle(batch.sequences[row], outputs[row], walk)) for row, walk in enumerate(walks) if walk is not None
     ]
@@ -106,7 +108,9 @@ def step(backend: Backend, batch: Batch) -> None:
         tokens = sum(len(record.tokens) for _, _, record in settled)
         # A drafter that has lost its trust in predictions wants none listed.
         drafted = top_k > 0 or any(len(tree) > tree.root + 1 for tree in trees)
-        batch.times.book(StepTime(nodes, context, batch.clock() - start, tokens, len(settled), drafted, prompts))
+        end = batch.clock()
+        apart = looking + end - learning if drafted and batch.share_out is not None else 0.0
+        batch.times.book(StepTime(nodes, context, end - start, tokens, len(settled), drafted, prompts, apart))
     for row, result, record in settled:
         sequence = batch.sequences[row]
         batch.statistics.record(record)

@@ -54,7 +54,7 @@ FIRST_NODES = 8
 """Nodes that the first step with a draft has at most, or two for each row; each one that was run allows for twice as
 many. So nobody pays for a large step before a smaller one has shown what steps cost."""
 
-KEPT = 0.9
+PROMPTS_KEPT = 0.9
 """What a step that carries prompts keeps of its weight when the next one comes."""
 
 FIRST_PLAIN = 3
@@ -73,6 +73,8 @@ class StepTime:
         rows: Rows that were not finished.
         drafted: Whether a draft was looked for; without one it was a plain step.
         prompts: Whether it carried tokens of prompts as well.
+        looking: Seconds of these for looking for drafts and learning from them, where they are told apart: whatever is
+            sent, they are spent, and with many rows they are more than some nodes take.
     """
 
     nodes: int
@@ -82,6 +84,7 @@ class StepTime:
     rows: int
     drafted: bool
     prompts: bool = False
+    looking: float = 0.0
 
 
 class DraftAccount:
@@ -130,6 +133,7 @@ class DraftAccount:
         self._saved = 0.0  # by a draft in the mean, in plain steps
         self._times_plain = self._cautious
         self._booked = False
+        self._looking: float | None = None  # seconds for each row
         self._with_prompts = 0.0, 0.0  # seconds and nodes of the last steps that carried prompts
         # Nodes of the largest step so far.
         self._tried = max(FIRST_NODES // 2, rows) if adaptive and not costs.in_seconds else MOST_CHOSEN_NODES * rows
@@ -171,6 +175,7 @@ class DraftAccount:
         if not self.adaptive:
             return
         self.costs.take_after(other.costs)
+        self._looking = other._looking
         self._tried = max(self._tried, other._tried)
         self._interval, self._saved = other._interval, other._saved
         if not self._cautious:
@@ -183,7 +188,8 @@ class DraftAccount:
         if step.prompts:
             if self.adaptive:
                 took, nodes = self._with_prompts
-                self._with_prompts = KEPT * took + step.seconds, KEPT * nodes + step.nodes
+                kept = PROMPTS_KEPT * took, PROMPTS_KEPT * nodes
+                self._with_prompts = kept[0] + step.seconds, kept[1] + step.nodes
             return
         self._times_plain = self._booked = True
         if step.drafted:
@@ -207,12 +213,16 @@ class DraftAccount:
 
     def _book_draft(self, step: StepTime) -> None:
         self._drafted += 1
+        if self.adaptive and step.looking:
+            latest = step.looking / step.rows
+            self._looking = latest if self._looking is None else self._looking + RATE * (latest - self._looking)
         if step.nodes > self.rows:
             cost = self._draft_cost(step)
         else:
+            plain = self.costs.step_time(self.rows, step.context)
             if self.adaptive:
-                self._idle.add(step.seconds / self.costs.step_time(self.rows, step.context))
-            cost = self.idle_cost
+                self._idle.add((step.seconds - step.looking) / plain)
+            cost = self.idle_cost + self.looking / plain
         tokens = step.tokens / step.rows
         self._tokens, self._time = KEPT * self._tokens + tokens, KEPT * self._time + cost
         saved = tokens - cost
@@ -225,12 +235,14 @@ class DraftAccount:
         if not self.adaptive:
             return self.costs.step_time(step.nodes, step.context) / self.costs.step_time(self.rows, step.context)
         self._tried = max(self._tried, step.nodes)
-        self.costs.observe(step.nodes, step.context, step.seconds)
+        seconds = step.seconds - step.looking
+        self.costs.observe(step.nodes, step.context, seconds)
         usual, plain = (self.costs.step_time(nodes, step.context) for nodes in (step.nodes, self.rows))
-        self._draft_surprise.add(step.seconds / usual)
+        self._draft_surprise.add(seconds / usual)
         cost = usual * self._draft_surprise.mean
         if self.costs.evidence(step.nodes) < TRUST:  # what is usual leans on other sizes, or on a guess
-            cost = max(cost, min(step.seconds, MOST_SURPRISE * plain))
+            cost = max(cost, min(seconds, MOST_SURPRISE * plain))
+        cost += self.looking
         return cost / (plain * self._plain_surprise.mean)
 
     def beside_prompts(self, base: int, sizes: NDArray[np.integer[Any]], context: int) -> NDArray[np.float64]:
@@ -241,6 +253,11 @@ class DraftAccount:
         seconds = self.costs.step_time(base + sizes, context)
         took, nodes = self._with_prompts
         return np.minimum(seconds - self.costs.step_time(base, context), took / nodes * sizes if nodes else np.inf)
+
+    @property
+    def looking(self) -> float:
+        """Seconds that looking for drafts takes in a step, where they are told apart; else `costs` holds them."""
+        return (self._looking or 0.0) * self.rows
 
     @property
     def usual_rate(self) -> float:

@@ -142,8 +142,9 @@ class SharedBudget:
         assert self._account is not None
         likely = likely[: max(self._account.most_nodes - rows, rows)]
         sizes, brought = np.arange(len(likely) + 1), np.concatenate([[0.0], np.cumsum(likely)])
-        rates = (rows + brought) / self._account.costs.step_time(rows + sizes, self._context)
-        rates[0] *= WORTHWHILE / self._account.idle_cost
+        seconds = self._account.costs.step_time(rows + sizes, self._context)
+        seconds[0] *= self._account.idle_cost / WORTHWHILE
+        rates = (rows + brought) / (seconds + self._account.looking)
         if base == rows:
             return int(rates.argmax())
         # The prompts are read anyway: what drafts take beside them must bring what that time brings in other steps.
