@@ -173,6 +173,12 @@ class NGramMemory:
         self.lookups.fill(0)
         self.hits.fill(0)
 
+    def occupy(self) -> None:
+        """Have the system fill all pages now, rather than one by one when they are first written to."""
+        if not self._clock:
+            for array in (self.tags, self.ids, self.logs, self.floors, self._stamps):
+                array.fill(0)
+
     @property
     def sets(self) -> int:
         """Sets of each context length; a power of two."""

@@ -38,7 +38,7 @@ class RejectedSiblings:
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence: nothing was tried yet."""
-        self._paths = _NONE
+        self.forget()
 
     def propose(self) -> TokenPaths:
         """See `Source`."""
@@ -46,6 +46,10 @@ class RejectedSiblings:
 
     def observe(self, result: StepResult) -> None:
         """A step of which nothing is known about siblings."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is known about siblings."""
         self._paths = _NONE
 
     def follow(self, before: int, first: int, top_ids: NDArray[np.int64], shares: NDArray[np.float32]) -> None:

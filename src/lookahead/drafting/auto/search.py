@@ -107,6 +107,7 @@ class TreeSearch:
         self._listed = ListedPaths(columns, self._size)
         self._queue = allocate_queue(proposals)
         self._context = np.zeros(LONGEST, dtype=np.int64)
+        self._line = np.arange(-1, LONGEST)
         self.root = 0
         self._count = 0
 
@@ -127,7 +128,7 @@ class TreeSearch:
         listed = self._listed.fill(paths)
         return Sources(self._entries, found, self._neighbours, listed, recent, self._columns, self._worth)
 
-    def search(self, text: Sequence[int], most: int, room: int, sources: Sources) -> int:
+    def search(self, text: Sequence[int] | NDArray[np.int64], most: int, room: int, sources: Sources) -> int:
         """Search a new tree, the most probable continuation first.
 
         Args:
@@ -141,7 +142,7 @@ class TreeSearch:
         """
         self.root = len(text) - 1
         self.nodes.tokens[: len(text)] = text
-        self.nodes.parents[: len(text)] = range(-1, self.root)
+        self.nodes.parents[: len(text)] = self._line[: len(text)]
         self._proposals.table_nodes.fill(-1)
         arrays = map(loop_tuple, (self.nodes, self._proposals, sources, self._queue))
         own = loop_arrays(self._memory.acceptance.weights, self._context)
@@ -195,62 +196,56 @@ class TreeSearch:
         asked = np.flatnonzero(np.diff(starts))
         begin, end = starts[0], starts[-1]
         outcomes = np.empty(end - begin)
-        proposed = (self._proposals.tokens[begin:end], self._proposals.nodes[begin:end])
-        _compare(self.root, samples, *loop_arrays(*proposed, top_ids, top_probabilities, selected, outcomes))
         expected, came = np.zeros((2, len(self._worth.factors)))
-        kinds = self._proposals.kinds[begin:end]
-        _count(
-            self.root,
-            *loop_arrays(selected, proposed[1], kinds, self._proposals.estimates[begin:end], outcomes, expected, came),
-        )
-        settle(self._worth, expected, came)
+        told = loop_arrays(top_ids, top_probabilities, selected, outcomes, expected, came)
+        _judge(self.root, int(begin), samples, *told, *map(loop_tuple, (self._proposals, self._worth)))
         features, estimates = self._proposals.features[begin:end], self._proposals.estimates[begin:end]
         known = self.nodes.known[self.root + asked]
         acceptance.learn(Lessons(features, estimates, outcomes, starts[asked] - begin, known, counts[asked]))
 
 
 @compiled
-def _compare(
+def _judge(
     root: int,
+    begin: int,
     samples: bool,
-    proposed: NDArray[np.int64],
-    nodes: NDArray[np.int64],
     top_ids: NDArray[np.int64],
     top_probabilities: NDArray[np.float32],
     selected: NDArray[np.int64],
     outcomes: NDArray[np.float64],
+    expected: NDArray[np.float64],
+    came: NDArray[np.float64],
+    proposals: Proposals,
+    worth: Worth,
 ) -> None:
-    """Write the probability that each proposal turned out to have to `outcomes`; see `TreeSearch.teach`."""
-    for proposal in range(len(proposed)):
-        node = nodes[proposal] - root
+    """Write the probability that each proposal turned out to have to `outcomes`, and settle what its kind is worth.
+
+    Args:
+        root: The last node that is text.
+        begin: Its first proposal.
+        samples, top_ids, top_probabilities, selected: See `TreeSearch.teach`.
+        outcomes: Gets the outcomes, `[proposals]`.
+        expected, came: Zeros: room for the sums of estimates and of outcomes of each kind on the walked path.
+        proposals: What was proposed.
+        worth: What each kind is worth.
+    """
+    for index in range(len(outcomes)):
+        token, node = proposals.tokens[begin + index], proposals.nodes[begin + index] - root
         outcome = 0.0
         if samples:
             for rank in range(top_ids.shape[1]):
-                if top_ids[node, rank] == proposed[proposal]:
+                if top_ids[node, rank] == token:
                     outcome = float(top_probabilities[node, rank])
                     break
         else:
             chosen = selected[node] if selected[node] >= 0 else top_ids[node, 0]
-            outcome = 1.0 if chosen == proposed[proposal] else 0.0
-        outcomes[proposal] = outcome
-
-
-@compiled
-def _count(
-    root: int,
-    selected: NDArray[np.int64],
-    nodes: NDArray[np.int64],
-    kinds: NDArray[np.int64],
-    estimates: NDArray[np.float64],
-    outcomes: NDArray[np.float64],
-    expected: NDArray[np.float64],
-    came: NDArray[np.float64],
-) -> None:
-    """Add up the estimates and the outcomes of each kind of proposals on the walked path."""
-    for proposal in range(len(nodes)):
-        if selected[nodes[proposal] - root] >= 0:
-            expected[kinds[proposal]] += estimates[proposal]
-            came[kinds[proposal]] += outcomes[proposal]
+            outcome = 1.0 if chosen == token else 0.0
+        outcomes[index] = outcome
+        if selected[node] >= 0:
+            kind = proposals.kinds[begin + index]
+            expected[kind] += proposals.estimates[begin + index]
+            came[kind] += outcome
+    settle(worth, expected, came)
 
 
 @inner

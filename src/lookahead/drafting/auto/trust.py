@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -54,6 +56,13 @@ class Trust:
             self._expected = kept * self._expected + expected
         share = min(self._agreed / self._expected, 1.0)
         self.share = 1.0 if result.samples and share > _SURE else share
+
+    def note_likeliest(self, selected: Sequence[int], likeliest: Sequence[int]) -> None:
+        """Compare the tokens that a step selected with those that were the likeliest, where those are selected."""
+        for token, best in zip(selected, likeliest, strict=True):
+            self._agreed = _KEPT * self._agreed + (token == best)
+            self._expected = _KEPT * self._expected + 1
+        self.share = min(self._agreed / self._expected, 1.0)
 
 
 def believed(result: StepResult, share: float) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

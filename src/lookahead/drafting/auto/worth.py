@@ -56,13 +56,15 @@ def allocate_worth(evidence: Evidence, columns: int) -> Worth:
     return Worth(np.full(kinds, PRIOR), np.full(kinds, PRIOR), np.ones(kinds))
 
 
+@inner
 def settle(worth: Worth, expected: NDArray[np.float64], selected: NDArray[np.float64]) -> None:
     """Add what a step showed of each kind, `[kinds]` each; what is older counts less then."""
-    told = expected > 0
-    for total, new in ((worth.expected, expected), (worth.selected, selected)):
-        total[told] = PRIOR + KEPT * (total[told] - PRIOR) + new[told]
-    ratios = worth.selected / worth.expected
-    worth.factors[:] = np.where((ratios < CHANCE) | (ratios > 1 / CHANCE), ratios, 1.0)
+    for kind in range(len(worth.factors)):
+        if expected[kind] > 0:
+            worth.expected[kind] = PRIOR + KEPT * (worth.expected[kind] - PRIOR) + expected[kind]
+            worth.selected[kind] = PRIOR + KEPT * (worth.selected[kind] - PRIOR) + selected[kind]
+        ratio = worth.selected[kind] / worth.expected[kind]
+        worth.factors[kind] = ratio if ratio < CHANCE or ratio > 1 / CHANCE else 1.0
 
 
 @inner
