@@ -142,14 +142,14 @@ def test_rows_that_move_leave_and_come_back_are_recognised() -> None:
         engine.add(text)
     away: list[list[int]] = []
     made = 0
-    original = engine._proposer._drafter
+    original = engine._proposer._begin
 
-    def counted() -> Any:
+    def counted(text: Any) -> Any:
         nonlocal made
         made += 1
-        return original()
+        return original(text)
 
-    engine._proposer._drafter = counted  # type: ignore[method-assign]
+    engine._proposer._begin = counted  # type: ignore[method-assign]
     for _ in range(60):
         engine.step()
         action = random.random()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lookahead.backends.predictions import argmax, top_predictions
+from lookahead.backends.predictions import top_predictions
 
 _MOST_CALLS = 4
-"""Calls of one step that are kept: the one before sampling, and those for log-probabilities of a prompt."""
+"""Calls of one step that are read: the one before sampling, and those for log-probabilities of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,12 @@ class Predictions:
     """What follows some positions, one row for each.
 
     Attributes:
-        best: The likeliest token, `[rows]` int64.
         ids: The likeliest tokens, likeliest first, `[rows, top_k]` int64.
         probabilities: Their probabilities, likewise, float32.
     """
 
-    best: NDArray[np.int64]
     ids: NDArray[np.int64]
     probabilities: NDArray[np.float32]
-
-    def part(self, begin: int, end: int) -> Predictions:
-        """Those rows."""
-        return Predictions(self.best[begin:end], self.ids[begin:end], self.probabilities[begin:end])
 
 
 class TargetPredictions:
@@ -46,44 +40,67 @@ class TargetPredictions:
     Args:
         model: The target model.
         vocabulary: How many tokens it knows; logits may have more columns.
+        top_k: How many tokens are listed for each row.
         most_rows: Most rows that a step can have; larger calls are about something else.
-
-    Attributes:
-        top_k: How many tokens are listed for each row; 0 for the likeliest alone.
-        rests: Whether nothing is read for the time being.
     """
 
-    def __init__(self, model: Any, vocabulary: int, most_rows: int) -> None:
+    def __init__(self, model: Any, vocabulary: int, top_k: int, most_rows: int) -> None:
         self._vocabulary = vocabulary
+        self._top_k = top_k
         self._most_rows = most_rows
-        self._calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self.top_k = 0
-        self.rests = False
+        self._calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._parts: list[tuple[int, bool]] = []
+        self._rows = -1  # how many rows of these parts there are
+        self._rests = False
         model.compute_logits = partial(self._read, model.compute_logits)
+
+    def expect(self, parts: Sequence[tuple[int, bool]]) -> None:
+        """What the step that follows is about, if it is about the same requests as the one before.
+
+        Args:
+            parts: For each request how many rows it has, and whether they are to be read. If none of them is, nothing
+                is, whatever it is about.
+        """
+        self._calls = []
+        self._parts = list(parts)
+        self._rests = bool(parts) and not any(read for _, read in parts)
+        self._rows = -1 if all(read for _, read in parts) else sum(rows for rows, _ in parts)
 
     def _read(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         logits = compute(*args, **kwargs)
+        reads = not self._rests and len(self._calls) < _MOST_CALLS
         # With several ranks only one of them may have logits.
-        if not self.rests and isinstance(logits, torch.Tensor) and 0 < logits.shape[0] <= self._most_rows:
+        if reads and isinstance(logits, torch.Tensor) and 0 < logits.shape[0] <= self._most_rows:
             self._list(logits)
         return logits
 
     def _list(self, logits: torch.Tensor) -> None:
         logits = logits.detach()[:, : self._vocabulary]
-        if self.top_k:
-            ids, probabilities = top_predictions(logits, self.top_k)
-            best = ids[:, 0]
-        else:
-            best = argmax(logits)
-            ids, probabilities = best.new_empty((len(best), 0)), logits.new_empty((len(best), 0))
-        self._calls = [*self._calls, (best, ids, probabilities)][-_MOST_CALLS:]
+        rows = logits.shape[0]
+        if rows != self._rows:
+            self._calls.append(top_predictions(logits, self._top_k))
+            return
+        read = torch.tensor([read for count, read in self._parts for _ in range(count)], device=logits.device)
+        ids = torch.full((rows, self._top_k), -1, device=logits.device)
+        probabilities = torch.zeros((rows, self._top_k), device=logits.device)
+        ids[read], probabilities[read] = top_predictions(logits[read], self._top_k)
+        self._calls.append((ids, probabilities))
 
-    def take(self, rows: int) -> Predictions | None:
-        """What was said since the last time, if it was about so many rows. The first such call is the one before
-        sampling."""
-        calls, self._calls = self._calls, []
-        for best, ids, probabilities in calls:
-            if len(best) == rows:
-                told = best.cpu().numpy(), ids.cpu().numpy(), probabilities.float().cpu().numpy()
-                return Predictions(*told)
-        return None
+    def take(self, counts: Sequence[int]) -> list[Predictions | None]:
+        """What was said since the last time, if it was about requests of so many rows each; `None` for each that was
+        not read. The first call about so many rows is the one before sampling."""
+        rows = sum(counts)
+        for ids, probabilities in self._calls:
+            if len(ids) == rows:
+                told = Predictions(ids.cpu().numpy(), probabilities.float().cpu().numpy())
+                return list(_parts(told, counts))
+        return [None] * len(counts)
+
+
+def _parts(told: Predictions, counts: Sequence[int]) -> Iterator[Predictions | None]:
+    begin = 0
+    for count in counts:
+        part = slice(begin, begin + count)
+        ids = told.ids[part]
+        yield Predictions(ids, told.probabilities[part]) if (ids[:, 0] >= 0).all() else None
+        begin += count

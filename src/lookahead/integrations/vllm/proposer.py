@@ -15,24 +15,21 @@ import torch
 from numpy.typing import NDArray
 
 from lookahead.backends.step_clock import step_clock
-from lookahead.core.cost_model import CostModel
-from lookahead.core.draft_account import DraftAccount, StepTime
-from lookahead.core.shared_budget import SharedBudget
+from lookahead.core.draft_account import StepTime
 from lookahead.drafting import text_only
-from lookahead.drafting.auto.context_matches import ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.drafter import AutoDrafter
+from lookahead.drafting.auto.path_drafter import PathDrafter
 from lookahead.drafting.auto.search import SUREST
-from lookahead.drafting.chain import ChainDrafter
 from lookahead.drafting.memory_file import MemoryFile
 from lookahead.drafting.warm_up import compile_loops
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
+from lookahead.integrations.vllm.chain_lengths import ChainLengths
 from lookahead.integrations.vllm.predictions import TargetPredictions
-from lookahead.integrations.vllm.request import DraftedRequest
+from lookahead.integrations.vllm.request import RUN, DraftedRequest
 from lookahead.integrations.vllm.settings import Settings
 
-SKETCHED_NODES = 16
-"""Nodes of the tree that is searched for the best path, which then grows to as many tokens as vLLM verifies."""
+JUDGING = 4
+"""Requests of a step, about, from which the worth of proposals is learned: they all have one memory."""
 
 
 @dataclass
@@ -44,7 +41,7 @@ class ProposerStatistics:
         requests: Requests that were begun.
         drafted: Tokens drafted.
         accepted: How many of them were accepted.
-        unread: Steps of which there were no logits, or not as many rows as the drafts have.
+        unread: Steps whose logits were to be read, of which there were none, or not as many rows as the drafts have.
     """
 
     steps: int = 0
@@ -85,8 +82,8 @@ class LookaheadProposer:
         self._file = None if self._settings.memory is None else MemoryFile(Path(self._settings.memory), self._model)
         self._memory: DraftMemory | None = None if self._file is None else self._file.memory
         self._target: TargetPredictions | None = None
-        self._budget = SharedBudget(self._account) if self._settings.adaptive else None
-        self._accounts: dict[int, DraftAccount] = {}
+        self._awaits = True  # whether logits of the coming step are read
+        self._lengths = ChainLengths() if self._settings.adaptive else None
         self._clock = step_clock(torch.device("cpu"))
         self._began: float | None = None  # when the last step was over
         self._requests: list[DraftedRequest | None] = []  # of the last step, in the order of its batch
@@ -103,9 +100,10 @@ class LookaheadProposer:
         reads = self._settings.learn == "logits" and callable(getattr(model, "compute_logits", None))
         if self._memory is None:
             self._memory = DraftMemory() if reads else text_only.text_memory()
+        self._memory.ngrams.occupy()
         if reads:
-            self._target = TargetPredictions(model, self._vocabulary, self._most_requests * (1 + self._most_drafted))
-            self._target.top_k = self._memory.ngrams.top_k
+            most_rows = self._most_requests * (1 + self._most_drafted)
+            self._target = TargetPredictions(model, self._vocabulary, self._memory.ngrams.top_k, most_rows)
         if isinstance(model, torch.nn.Module):
             device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
             self._clock = step_clock(device)
@@ -137,14 +135,10 @@ class LookaheadProposer:
         self._book(requests, sampled_token_ids, now)
         self._observe(requests, texts, sampled_token_ids)
         drafts = self._draft(requests, texts)
+        self._expect(requests)
         self._put_away(requests)
         self._began = now
         return drafts
-
-    def _account(self, rows: int, temperature: float) -> DraftAccount:
-        if rows not in self._accounts:
-            self._accounts[rows] = DraftAccount(CostModel.prior(), rows)
-        return self._accounts[rows]
 
     def _recognise(
         self, texts: Sequence[NDArray[np.integer]], sampled: Sequence[Sequence[int]]
@@ -178,63 +172,68 @@ class LookaheadProposer:
         """Let each drafter learn what its request showed; new requests begin."""
         rows = list(zip(requests, sampled, texts, strict=True))
         counts = [1 + len(row[0].draft) if row[0] is not None and self._took_part(*row) else 1 for row in rows]
-        told = None if self._target is None else self._target.take(sum(counts))
-        self.statistics.unread += told is None and self._target is not None and not self._target.rests
-        ends = np.cumsum(counts)
+        told = [None] * len(rows) if self._target is None else self._target.take(counts)
+        self.statistics.unread += self._target is not None and self._awaits and not any(told)
+        turns = _turns(len(rows))
         for row, (request, new, text) in enumerate(rows):
             if not new:
                 continue
             before = text[: len(text) - len(new)]
-            own = None if told is None else told.part(int(ends[row]) - counts[row], int(ends[row]))
             if request is None:
-                requests[row] = request = DraftedRequest(self._drafter(), before)
+                requests[row] = request = self._begin(before)
                 self.statistics.requests += 1
             elif not self._took_part(request, new, text):
                 request.catch_up(before)
-            self.statistics.accepted += request.observe(new, own, lists_tokens=self._target is None)
+            judges = (self._step + row) % turns == 0
+            self.statistics.accepted += request.observe(new, told[row], self._target is not None, judges)
 
     def _draft(
         self, requests: Sequence[DraftedRequest | None], texts: Sequence[NDArray[np.integer]]
     ) -> list[list[int]]:
         """A draft for each request."""
         served = [(request, text) for request, text in zip(requests, texts, strict=True) if request is not None]
-        if self._budget is not None:
-            self._budget.begin(len(served))
+        if self._lengths is not None:
+            self._lengths.begin(len(served))
         self._step += 1
-        trees = []
+        run = RUN // _turns(len(served))
         for request, text in served:
             request.step = self._step
-            trees.append(request.propose(text, min(self._most_drafted, self._most_tokens - len(text) - 1)))
-        if self._budget is not None:
-            self._budget.share_out(trees)
-        if self._target is not None:
-            self._target.rests = self._budget is not None and self._budget.backs_off
-            self._target.top_k = max((request.drafter.top_k for request, _ in served), default=0)
-        drafts = [[] if request is None else request.send() for request in requests]
+            room = min(self._most_drafted, self._most_tokens - len(text) - 1)
+            request.propose(text, room, self._lengths, run)
+        drafts = [[] if request is None else request.draft for request in requests]
         self.statistics.steps += 1
         self.statistics.drafted += sum(map(len, drafts))
         return drafts
 
-    def _drafter(self) -> ChainDrafter:
-        """The drafter of a new request."""
+    def _expect(self, requests: Sequence[DraftedRequest | None]) -> None:
+        """Say what there is to read of the coming step."""
+        if self._target is None:
+            return
+        rests = self._lengths is not None and self._lengths.rests
+        parts = [
+            (1, not rests) if request is None else (1 + len(request.draft), not (rests or request.is_sure))
+            for request in requests
+        ]
+        self._target.expect(parts)
+        self._awaits = not parts or any(read for _, read in parts)
+
+    def _begin(self, text: NDArray[np.integer]) -> DraftedRequest:
+        """A new request."""
         assert self._memory is not None
-        budget = self._most_drafted + 1 if self._budget is None else self._budget.row()
         surest = SUREST if self._target is not None else text_only.SUREST
-        chain = self._most_drafted
-        parts = (self._memory, ContextMatches(), None, SKETCHED_NODES)
-        search = AutoDrafter(*parts, explore=False, surest=surest, chain=chain)
-        return ChainDrafter(search, budget)
+        return DraftedRequest(PathDrafter(self._memory, self._most_drafted, surest), text)
 
     def _book(self, requests: Sequence[DraftedRequest | None], sampled: Sequence[Sequence[int]], now: float) -> None:
         """Note what the step took, if it was about the requests of the one before and no prompt."""
         present = [request for request in requests if request is not None and request.step == self._step]
-        if self._budget is None or self._began is None or not present or len(present) < len(requests):
+        if self._lengths is None or self._began is None or not present or len(present) < len(requests):
             return
         nodes = len(present) + sum(len(request.draft) for request in present)
         context = max(len(request.text) for request in present)
         tokens = sum(map(len, sampled))
-        drafted = not self._budget.backs_off
-        self._budget.book(StepTime(nodes, context, now - self._began, tokens, len(present), drafted))
+        drafted = not self._lengths.rests
+        step = StepTime(nodes, context, now - self._began, tokens, len(present), drafted)
+        self._lengths.book(step, sum(request.expected for request in present))
 
     def _put_away(self, requests: list[DraftedRequest | None]) -> None:
         """Keep those that are not in the batch for a while: a preempted request comes back, a finished one does not."""
@@ -247,6 +246,11 @@ class LookaheadProposer:
         if gone and self._file is not None and monotonic() >= self._saved + self._settings.save_seconds:
             _save(self._file, self._model)
             self._saved = monotonic()
+
+
+def _turns(rows: int) -> int:
+    """After how many steps each request has had its turn to teach the worth of proposals."""
+    return max(-(-rows // JUDGING), 1)
 
 
 def _save(file: MemoryFile, model: str) -> None:

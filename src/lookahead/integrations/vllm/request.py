@@ -7,10 +7,19 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.outputs import StepResult
-from lookahead.core.token_tree import TokenTree
-from lookahead.drafting.chain import ChainDrafter
+from lookahead.drafting.auto.path_drafter import PathDrafter
+from lookahead.integrations.vllm.chain_lengths import ChainLengths
 from lookahead.integrations.vllm.predictions import Predictions
+
+SURE = 0.97
+"""How likely a whole draft has to be for its step not to be read: it teaches nothing that is not known."""
+
+RUN = 32
+"""How many drafted tokens were accepted, without one that was not, before such a step goes unread. Where several
+requests teach one memory, less is enough."""
+
+_MISSED = 0.7
+"""What a token counts that was selected where another one was sure, and of which nothing else is known."""
 
 
 class DraftedRequest:
@@ -23,16 +32,20 @@ class DraftedRequest:
     Attributes:
         text: Its tokens so far, `[tokens]`.
         draft: What vLLM was given to verify in the step that follows.
+        expected: How many tokens of it are to be accepted.
         step: The step in which it was last seen.
+        is_sure: Whether all of the draft is so likely that what the model says about it need not be read.
     """
 
-    def __init__(self, drafter: ChainDrafter, text: NDArray[np.integer]) -> None:
-        self.drafter = drafter
+    def __init__(self, drafter: PathDrafter, text: NDArray[np.integer]) -> None:
+        self._drafter = drafter
         self.text = text.copy()
         self.draft: list[int] = []
+        self.expected = 0.0
         self.step = -1
-        self._tree: TokenTree | None = None
-        drafter.start(text.tolist())
+        self._run = 0  # how many drafted tokens were accepted since one was not
+        self.is_sure = False
+        drafter.start(text)
 
     def is_at(self, text: NDArray[np.integer]) -> bool:
         """Whether `text` is what was seen."""
@@ -44,65 +57,51 @@ class DraftedRequest:
 
     def catch_up(self, text: NDArray[np.integer]) -> None:
         """The draft was not verified. Read tokens that came while the proposer was asked for others, or for none."""
-        self.draft, self._tree = [], None
-        if len(text) > len(self.text):
-            last = int(self.text[-1])
-            for token in text[len(self.text) :].tolist():
-                self.drafter.observe(_unknown(TokenTree([last]), [], [token]))
-                last = token
-            self.text = text.copy()
+        self.draft = []
+        self._drafter.extend(text[len(self.text) :].tolist())
+        self.text = text.copy()
 
-    def observe(self, sampled: Sequence[int], told: Predictions | None, lists_tokens: bool) -> int:
+    def observe(self, sampled: Sequence[int], told: Predictions | None, reads: bool, judges: bool = True) -> int:
         """Read what a step sampled.
 
         Args:
             sampled: The accepted part of the draft, and the token sampled after it.
             told: What the model predicted after the last token, and after each one of the draft; `None` if unknown.
-            lists_tokens: Where that is unknown, let what was sampled stand for it.
+            reads: Whether that is told as a rule. Else what was sampled stands for it.
+            judges: See `PathDrafter.learn`.
 
         Returns:
             How many tokens of the draft were accepted.
         """
         accepted = len(sampled) - 1
-        known = self._tree is not None and list(sampled[:-1]) == self.draft[:accepted]
-        if not known and accepted:  # it was not this draft that was verified
+        if list(sampled[:-1]) != self.draft[:accepted]:  # it was not this draft that was verified
             self.catch_up(np.concatenate([self.text, np.array(sampled, dtype=self.text.dtype)]))
             return 0
-        tree = self._tree if known and self._tree is not None else TokenTree([int(self.text[-1])])
-        if told is not None and len(told.best) != len(tree):
-            told = None
-        listed = _sampled(len(tree), sampled) if told is None and lists_tokens else told
-        path = list(range(1, accepted + 1))
-        if listed is None:
-            result = _unknown(tree, path, list(sampled))
-        else:
-            result = StepResult(tree, listed.best, path, list(sampled), listed.ids, listed.probabilities)
-        self.drafter.observe(result)
+        if told is None and (not reads or (self.is_sure and accepted < len(self.draft))):
+            told = _sampled(sampled, _MISSED if reads else 1.0)
+        if told is not None:
+            self._drafter.learn(sampled, told.ids, told.probabilities, judges)
+        elif self.is_sure:
+            self._drafter.recall(sampled)
+        self._drafter.extend(sampled)
+        self._run = self._run + accepted if accepted == len(self.draft) else 0
         return accepted
 
-    def propose(self, text: NDArray[np.integer], room: int) -> TokenTree:
-        """Have the drafter look for a draft of at most `room` tokens. The tree that is returned will hold it."""
+    def propose(self, text: NDArray[np.integer], room: int, lengths: ChainLengths | None, run: int = RUN) -> None:
+        """Draft after `text` at most `room` tokens, of which `lengths` sends as many as pay. For `run` see `RUN`."""
         self.text = text.copy()
-        self._tree = TokenTree([int(text[-1])], room)
-        if room > 0:
-            self.drafter.propose(self._tree)
-        return self._tree
-
-    def send(self) -> list[int]:
-        """The draft, when it is settled how long it is."""
-        self.draft = [] if self._tree is None else self._tree.tokens[1:]
-        return self.draft
-
-
-def _unknown(tree: TokenTree, path: list[int], tokens: list[int]) -> StepResult:
-    """A step of which nothing is known but what was sampled."""
-    nodes = len(tree)
-    nothing = np.empty((nodes, 0), dtype=np.int64), np.empty((nodes, 0), dtype=np.float32)
-    return StepResult(tree, np.full(nodes, -1, dtype=np.int64), path, tokens, *nothing)
+        self.draft, self.expected, self.is_sure = [], 0.0, False
+        if lengths is not None and lengths.rests:
+            return
+        tokens, likely = self._drafter.propose(room)
+        count = len(tokens) if lengths is None else lengths.choose(likely)
+        if count:
+            self.draft = tokens[:count].tolist()
+            self.expected = float(likely[:count].sum())
+            self.is_sure = self._run >= run and bool(likely[count - 1] >= SURE)
 
 
-def _sampled(nodes: int, sampled: Sequence[int]) -> Predictions:
-    """What was sampled as what is likely to follow; nothing is known of the rest of the draft."""
-    ids = np.full((nodes, 1), -1, dtype=np.int64)
-    ids[: len(sampled), 0] = sampled
-    return Predictions(ids[:, 0], ids, (ids >= 0).astype(np.float32))
+def _sampled(sampled: Sequence[int], probability: float) -> Predictions:
+    """What was sampled as what is likely to follow."""
+    ids = np.array(sampled, dtype=np.int64)[:, None]
+    return Predictions(ids, np.full(ids.shape, probability, dtype=np.float32))
