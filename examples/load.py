@@ -104,5 +104,6 @@ def summary(answers: list[Answer], seconds: float) -> dict[str, Any]:
     row |= {ended: sum(answer.ended == ended for answer in answers) for ended in ("answered", "error", "hanging")}
     row |= {"median_seconds": round(median(times), 3), "p99_seconds": round(times[int(0.99 * len(times))], 3)}
     row |= {"longest_seconds": round(times[-1], 3)}
-    row["errors"] = sorted({f"{answer.status}: {answer.body}"[:200] for answer in answers if answer.ended == "error"})
+    said = [f"{answer.status}: {answer.body}" for answer in answers if answer.ended == "error"]
+    row["errors"] = sorted({one.split(" (Request ID")[0][:200] for one in said})
     return row

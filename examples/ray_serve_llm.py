@@ -1,0 +1,113 @@
+"""Ray Serve LLM with vLLM and our drafts: `make ray-serve-llm`, in the environment of `make build/vllm`.
+
+Ray Serve LLM routes OpenAI's protocol to replicas of vLLM; `engine_kwargs` name the proposer. That is all. A request
+whose replica dies ends in an error of status 500; the client may send it again.
+
+    python examples/ray_serve_llm.py --model PATH                 # serves until Ctrl-C
+    python examples/ray_serve_llm.py --load --output rows.jsonl   # 200 requests of 16 clients, and a replica is killed
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.llm import LLMConfig, build_openai_app
+
+import load
+from lookahead.demo import demo_model_path
+
+SECONDS = 60.0
+HOST, PORT, NAME = "127.0.0.1", 8766, "model"
+DRAFTS = {
+    "method": "custom_class",
+    "model": "lookahead.integrations.vllm.LookaheadProposer",
+    "num_speculative_tokens": 8,
+}
+
+
+def start(model: str, replicas: int = 2) -> None:
+    """Start Ray on this machine alone, and the replicas."""
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    ray.init(
+        num_cpus=8,  # by name only: what the replicas, their groups and the front ask for
+        include_dashboard=False,
+        object_store_memory=100_000_000,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _node_ip_address=HOST,
+    )
+    config = LLMConfig(
+        model_loading_config={"model_id": NAME, "model_source": model},
+        accelerator_type=None,
+        placement_group_config={"bundles": [{"CPU": 1}]},
+        deployment_config={"num_replicas": replicas, "health_check_period_s": 2},
+        runtime_env={"env_vars": environment},
+        engine_kwargs={
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "max_num_seqs": 16,
+            "speculative_config": DRAFTS,
+        },
+    )
+    serve.start(http_options={"host": HOST, "port": PORT, "request_timeout_s": SECONDS})
+    serve.run(build_openai_app({"llm_configs": [config]}))
+
+
+def measure(requests: int, clients: int) -> dict[str, Any]:
+    """A load run; a third of the way one replica is killed."""
+
+    def send(number: int) -> load.Answer:
+        body = {"model": NAME, "prompt": load.PROMPTS[number % len(load.PROMPTS)], "max_tokens": 48, "temperature": 0}
+        return load.ask(PORT, "/v1/completions", body, {}, SECONDS + 15)
+
+    for number in range(8):
+        send(number)
+    begin = time.monotonic()
+    answers, _ = load.run(send, lambda: load.kill_one("LLMServer"), requests, clients, requests // 3)
+    row = load.summary(answers, time.monotonic() - begin)
+    row["texts"] = len({answer.body["choices"][0]["text"] for answer in answers if answer.ended == "answered"})
+    return row
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(demo_model_path()))
+    parser.add_argument("--load", action="store_true")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    start(options.model)
+    try:
+        if not options.load:
+            print(f"serving on http://{HOST}:{PORT}/v1, Ctrl-C ends it")
+            while True:
+                time.sleep(1)
+        row = {"example": "ray_serve_llm", **measure(options.requests, options.clients)}
+        print(json.dumps(row, indent=1))
+        if options.output:
+            options.output.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
