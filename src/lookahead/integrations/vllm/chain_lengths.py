@@ -102,7 +102,7 @@ class _Load:
         rate = max(RATE, 1 / self._steps)
         self._tokens += rate * (step.tokens - self._tokens)
         usual = self.account.costs.step_time(step.nodes, step.context)
-        self._seconds += rate * (usual - self._seconds)
+        self._seconds += rate * (usual + self.account.looking - self._seconds)
         # Over the upper half of the drafted tokens: beyond what was run, costs are guessed.
         drafted = (step.nodes - step.rows + 1) // 2
         if drafted:

@@ -86,6 +86,7 @@ class LookaheadProposer:
         self._lengths = ChainLengths() if self._settings.adaptive else None
         self._clock = step_clock(torch.device("cpu"))
         self._began: float | None = None  # when the last step was over
+        self._looking = 0.0  # seconds that the drafts of the coming step took
         self._requests: list[DraftedRequest | None] = []  # of the last step, in the order of its batch
         self._absent: list[DraftedRequest] = []  # the latest last
         self._step = 0
@@ -137,7 +138,7 @@ class LookaheadProposer:
         drafts = self._draft(requests, texts)
         self._expect(requests)
         self._put_away(requests)
-        self._began = now
+        self._began, self._looking = now, self._clock() - now
         return drafts
 
     def _recognise(
@@ -232,7 +233,9 @@ class LookaheadProposer:
         context = max(len(request.text) for request in present)
         tokens = sum(map(len, sampled))
         drafted = not self._lengths.rests
-        step = StepTime(nodes, context, now - self._began, tokens, len(present), drafted)
+        step = StepTime(
+            nodes, context, now - self._began, tokens, len(present), drafted, looking=self._looking if drafted else 0.0
+        )
         self._lengths.book(step, sum(request.expected for request in present))
 
     def _put_away(self, requests: list[DraftedRequest | None]) -> None:
