@@ -84,6 +84,29 @@ def test_every_node_is_read_after_its_path(model: LlamaModel, rows: int, sequenc
         runner.commit(kept)
 
 
+def test_ids_go_back_where_nothing_is_drafted(model: LlamaModel) -> None:
+    """And are had again, with the text that came meanwhile."""
+    reference, draws = build("llama"), np.random.default_rng(5)
+    runner = LlamaRunner(model.acquire(600, 16), 1)
+    text = draws.integers(0, 72, 7).tolist()
+    counts = []
+    for drafts in [True, *[False] * 2, True, *[False] * 6, True]:
+        tree = runner.begin_tree(0, text)
+        if drafts:
+            grow(tree, draws, 6)
+        (result,) = runner.forward([tree])
+        for node in np.flatnonzero(tree.needs_logits).tolist():
+            path = text[: len(text) - tree.root - 1] + [tree.tokens[each] for each in path_to(tree, node)]
+            expected = reference(torch.tensor([path])).logits[:, -1].detach()
+            torch.testing.assert_close(result.logits_after(node), expected, atol=2e-4, rtol=2e-4)
+        kept = random_kept(tree, draws) if drafts else [0]
+        runner.commit([kept])
+        text = text[: len(text) - tree.root - 1] + [tree.tokens[node] for node in kept] + [int(draws.integers(0, 72))]
+        counts.append(len(runner.rows[0].ids))
+    assert counts[1] == counts[2] > 1
+    assert counts[9] == 1 < counts[10]
+
+
 def test_more_leaves_than_sequences_are_refused(model: LlamaModel) -> None:
     runner = LlamaRunner(model.acquire(300, 4), 1)
     tree = runner.begin_tree(0, [1, 2])

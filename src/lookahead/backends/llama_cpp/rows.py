@@ -99,6 +99,12 @@ class SequenceIds:
             row.set_ids([*row.ids.tolist(), *taken])
             self._holders.add(row)
 
+    def trim(self, row: LlamaRow) -> None:
+        """Leave a row its first id alone."""
+        ids = row.ids.tolist()
+        self._take_back(ids[1:])
+        row.set_ids(ids[:1])
+
     def _reclaim(self, missing: int, wanted: dict[LlamaRow, int]) -> None:
         """Take ids back that hold a text besides others and are not `wanted`, until so many are spare."""
         unused = {row: len(row.ids) - max(wanted.get(row, 1), 1) for row in list(self._holders)}

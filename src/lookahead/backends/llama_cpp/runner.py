@@ -18,6 +18,10 @@ from lookahead.errors import InvalidArgumentError
 LONGEST_DRAFTED_PREFILL = 32
 """Pending tokens up to which a step may also draft. A longer prompt is read alone, as plain decoding reads it."""
 
+RESTS = 4
+"""Steps of one token after which a row gives the ids back that it had for its trees: a token of several sequences takes
+llama.cpp longer."""
+
 _NO_NODES = np.empty(0, dtype=np.int64)
 _ONE_TOKEN = branches(TokenTree([0]))
 
@@ -51,6 +55,7 @@ class LlamaRunner:
         self._ids = SequenceIds(context)
         self.rows = [self.new_row() for _ in range(rows)]
         self._sent: list[tuple[TokenTree, Branches] | None] = []
+        self._plain_steps = 0  # one after another
         self._first: Sequence[int] = ()  # the first row's text, which grows
         self._idle = TokenTree([0])
         self._idle.needs_logits[self._idle.root] = False
@@ -114,6 +119,7 @@ class LlamaRunner:
         """
         if len(trees) == 1 and len(trees[0]) == 1 and trees[0].needs_logits[0]:
             return [self._forward_token(trees[0], top_k)]
+        self._plain_steps = 0
         self._sent = [None if tree is self._idle else (tree, branches(tree)) for tree in trees]
         self._ids.give(self.rows, [0 if sent is None else sent[1].leaves for sent in self._sent])
         count = 0
@@ -132,8 +138,11 @@ class LlamaRunner:
     def _forward_token(self, tree: TokenTree, top_k: int) -> TokenResult:
         """A step of plain decoding, which is little work for a small model: with as little around it."""
         row = self.rows[0]
+        self._plain_steps += 1
         if not len(row.ids):
             self._ids.give(self.rows, [1])
+        elif self._plain_steps == RESTS and len(row.ids) > 1:
+            self._ids.trim(row)
         self._sent = [(tree, _ONE_TOKEN)]
         return TokenResult(self.llama_context.run_token(tree.tokens[0], row.length, row.ids), top_k)
 
