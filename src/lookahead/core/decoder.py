@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -19,6 +20,10 @@ from lookahead.core.watching import Watch
 
 class StepTimes(Protocol):
     """Learns what steps cost and bring; `lookahead.core.draft_account.DraftAccount` does."""
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the seconds of the coming step are wanted, should it have no draft."""
 
     def book(self, step: StepTime) -> None:
         """Note a step."""
@@ -74,7 +79,8 @@ def decode(backend: Backend, batch: Batch) -> None:
 
 def step(backend: Backend, batch: Batch) -> None:
     """One forward pass for all sequences, and all that follows from it."""
-    start = batch.clock()
+    is_timed = batch.times is None or batch.times.is_timed  # asking the clock takes a tiny model's time
+    start = batch.clock() if is_timed else 0.0
     context = max(len(sequence.tokens) for sequence in batch.sequences)
     seconds, now = batch.statistics.seconds, perf_counter()
     watch = Watch.of(batch.sequences, seconds)
@@ -108,9 +114,10 @@ def step(backend: Backend, batch: Batch) -> None:
         tokens = sum(len(record.tokens) for _, _, record in settled)
         # A drafter that has lost its trust in predictions wants none listed.
         drafted = top_k > 0 or any(len(tree) > tree.root + 1 for tree in trees)
-        end = batch.clock()
-        apart = looking + end - learning if drafted and batch.share_out is not None else 0.0
-        batch.times.book(StepTime(nodes, context, end - start, tokens, len(settled), drafted, prompts, apart))
+        if is_timed or not drafted:
+            end = batch.clock() if is_timed else math.nan
+            apart = looking + end - learning if drafted and batch.share_out is not None else 0.0
+            batch.times.book(StepTime(nodes, context, end - start, tokens, len(settled), drafted, prompts, apart))
     for row, result, record in settled:
         sequence = batch.sequences[row]
         batch.statistics.record(record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +69,7 @@ class StepTime:
     Attributes:
         nodes: Its nodes over all rows.
         context: The longest text before it, in tokens.
-        seconds: How long it took.
+        seconds: How long it took; not a number for a plain step that was not timed.
         tokens: Tokens that it added, over all rows.
         rows: Rows that were not finished.
         drafted: Whether a draft was looked for; without one it was a plain step.
@@ -183,10 +184,15 @@ class DraftAccount:
         elif other.rows < self.rows and other._backs_off:
             self._backs_off, self._credit = True, other._credit
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the seconds of the coming step are wanted, should it have no draft."""
+        return not self._backs_off or (self.adaptive and self._plain % RESTING == 0)
+
     def book(self, step: StepTime) -> None:
         """Note a step. One that carried prompts says what a node costs beside these, and nothing else."""
         if step.prompts:
-            if self.adaptive:
+            if self.adaptive and not math.isnan(step.seconds):
                 took, nodes = self._with_prompts
                 kept = PROMPTS_KEPT * took, PROMPTS_KEPT * nodes
                 self._with_prompts = kept[0] + step.seconds, kept[1] + step.nodes
@@ -198,7 +204,8 @@ class DraftAccount:
             self._book_plain(step)
 
     def _book_plain(self, step: StepTime) -> None:
-        if self.adaptive and (not self._backs_off or self._plain % RESTING == 0):
+        is_booked = not self._backs_off or self._plain % RESTING == 0
+        if self.adaptive and is_booked and not math.isnan(step.seconds):
             self.costs.observe(step.nodes, step.context, step.seconds)
             usual = self.costs.step_time(step.nodes, step.context)
             self._plain_surprise.add(step.seconds / usual)

@@ -151,6 +151,14 @@ class SharedBudget:
         seconds = self._account.beside_prompts(base, sizes, self._context)
         return int((brought - rates.max() * seconds).argmax())
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the seconds of the coming step are wanted, should it have no draft; see `DraftAccount.is_timed`.
+
+        Which account it will be told to is known when the step has begun.
+        """
+        return True
+
     def book(self, step: StepTime) -> None:
         """Note what a step took and brought; see `DraftAccount.book`."""
         if self._account is not None:
