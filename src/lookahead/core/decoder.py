@@ -86,10 +86,11 @@ def step(backend: Backend, batch: Batch) -> None:
     watch = Watch.of(batch.sequences, seconds)
     completes = all(sequence.finished or sequence.is_last_token for sequence in batch.sequences)
     trees = [_draft(backend, batch, row) for row in range(len(batch.sequences))]
+    looking = 0.0
     if batch.share_out is not None:
         batch.share_out(trees)
+        looking = batch.clock() - start
     now = seconds.add("draft", now)
-    looking = batch.clock() - start
     top_k = max(sequence.drafter.top_k for sequence in batch.sequences)
     outputs = backend.forward(trees, top_k)
     now = seconds.add("forward", now)
@@ -102,7 +103,7 @@ def step(backend: Backend, batch: Batch) -> None:
         paused = batch.clock()
         watch.ask(batch.sequences, trees)
         start, now = start + batch.clock() - paused, perf_counter()  # what it took is no part of the step
-    learning = batch.clock()
+    learning = 0.0 if batch.share_out is None else batch.clock()
     settled = [
         (row, *_settle(batch.sequences[row], outputs[row], walk)) for row, walk in enumerate(walks) if walk is not None
     ]
