@@ -80,7 +80,6 @@ build/guidellm/installed: constraints.txt
 
 bench-server: build/guidellm/installed | $(VENV)/installed  ## A load generator against the server, and transformers serve, on this machine alone: benchmarks/results/load.jsonl
 	$(BIN)/python benchmarks load --guidellm build/guidellm/bin/guidellm --output benchmarks/results/load.jsonl
-	$(BIN)/python tools/load_plot.py build/plots/load.svg benchmarks/results/load.jsonl
 
 # In an environment of its own: vLLM brings other versions of nearly everything. torchvision, torchaudio and torchcodec,
 # which it asks for, are built for CUDA and cannot be imported beside torch for CPUs.
@@ -158,6 +157,7 @@ plots: $(VENV)/installed  ## Draw the plots of docs/ anew from benchmarks/result
 	cp $(addprefix build/plots/paper/,$(PAPER_PLOTS)) docs/images/paper
 	$(BIN)/python tools/replay_plot.py docs/images/replay benchmarks/results/replay.jsonl
 	$(BIN)/python tools/serving_plot.py docs/images/serving $(wildcard benchmarks/results/serving*.jsonl)
+	$(BIN)/python tools/load_plot.py docs/images/server/load.svg benchmarks/results/load.jsonl
 
 pictures: $(VENV)/installed  ## Draw the pictures of docs/method.md from a real run of the demo model
 	$(BIN)/python tools/method_pictures.py docs/images
