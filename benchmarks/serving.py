@@ -143,7 +143,7 @@ class Serving:
 
     def rows(self, load: int, repeat: int) -> Iterator[Row]:
         """All methods at a load."""
-        engines = {name: config for name in self._options.methods if (config := self._config(name)) is not None}
+        engines = [name for name in self._options.methods if not name.endswith("batches")]
         if load not in self._warm:
             self._warm.add(load)
             self._race(load, engines)
@@ -162,12 +162,12 @@ class Serving:
             error = {"error": f"{row['method']} at {load}: {row['differ']} texts differ"} if wrong else {}
             yield {**row, "repeat": repeat, "over_plain": row["rate"] / plain if plain else None, **error}
 
-    def _race(self, load: int, engines: dict[str, LookaheadConfig]) -> dict[str, Run]:
-        """The engines, which take turns until all of them are through."""
+    def _race(self, load: int, engines: Sequence[str]) -> dict[str, Run]:
+        """New engines, which take turns until all of them are through; their memories are empty."""
         state_of(self._model).memory = None
         runs = {
-            name: Run(Engine(self._model, config, max_rows=load), partial(self._submit, load))
-            for name, config in engines.items()
+            name: Run(Engine(self._model, self._config(name), max_rows=load), partial(self._submit, load))
+            for name in engines
         }
         while running := [run for run in runs.values() if not run.finished]:
             min(running, key=lambda run: run.tokens).step()
@@ -212,14 +212,12 @@ class Serving:
             self._expected[number] = tokens, process_time() - begin
         return self._expected[number]
 
-    def _config(self, name: str) -> LookaheadConfig | None:
-        """That of the engine that a method is; `None` for batches."""
+    def _config(self, name: str) -> LookaheadConfig:
+        """That of the engine that a method is."""
         if name == "drafts":
             return LookaheadConfig(memory="process")
         if name == "plain":
             return LookaheadConfig(preset="autoregressive")
-        if name.endswith("batches"):
-            return None
         nodes = int(name.split()[0]) + 1
         drafting = LookaheadConfig(step_budget=nodes)
         make = partial(build_drafter, drafting, memory=DraftMemory(), neighbours=neighbours(self._model))
