@@ -13,7 +13,7 @@ from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.recent_predictions import RecentArrays
 from lookahead.drafting.auto.rejected_siblings import RejectedSiblings
 from lookahead.drafting.auto.search import SUREST, TreeSearch
-from lookahead.drafting.auto.trust import Trust
+from lookahead.drafting.auto.trust import Trust, mix_in
 
 _KNOWN = 3
 """Contexts of so many tokens say enough of what follows a sure text."""
@@ -152,12 +152,7 @@ def _as_selected(
     """What selected tokens say, where they are not those that the model thinks likeliest: to the share that those
     account for, what the model says, and for the rest what was selected. Of what was not selected nothing is known."""
     count = len(selected)
-    ids, shares = ids[:count].copy(), shares[:count] * np.float32(trust)
+    ids, shares = ids[:count].copy(), shares[:count].copy()
     for row, token in enumerate(selected):
-        same = np.flatnonzero(ids[row] == token)
-        place = int(same[0]) if len(same) else ids.shape[1] - 1
-        own = float(shares[row, place]) if len(same) else 0.0
-        ids[row, place], shares[row, place] = token, own + 1 - trust
-        order = np.argsort(-shares[row], kind="stable")
-        ids[row], shares[row] = ids[row, order], shares[row, order]
+        mix_in(token, ids[row], shares[row], trust)
     return ids, shares

@@ -87,11 +87,22 @@ def believed(result: StepResult, share: float) -> tuple[NDArray[np.int64], NDArr
     for node, token in zip(result.selected_after, result.tokens, strict=True):
         if ids[node, 0] < 0:
             continue
-        probabilities[node] *= share
-        same = np.flatnonzero(ids[node] == token)
-        place = int(same[0]) if len(same) else ids.shape[1] - 1
-        own = float(probabilities[node, place]) if len(same) else 0.0
-        ids[node, place], probabilities[node, place] = token, own + 1 - share
-        order = np.argsort(-probabilities[node], kind="stable")
-        ids[node], probabilities[node] = ids[node, order], probabilities[node, order]
+        mix_in(token, ids[node], probabilities[node], share)
     return ids, probabilities
+
+
+def mix_in(token: int, ids: NDArray[np.int64], probabilities: NDArray[np.float32], share: float) -> None:
+    """Let the listed tokens of one node, likeliest first, count by `share`, and the selected one for what is left.
+
+    Args:
+        token: The one that was selected.
+        ids, probabilities: The listed ones, `[listed]` each; they are changed in place.
+        share: See `Trust.share`.
+    """
+    probabilities *= np.float32(share)
+    same = np.flatnonzero(ids == token)
+    place = int(same[0]) if len(same) else len(ids) - 1
+    own = float(probabilities[place]) if len(same) else 0.0
+    ids[place], probabilities[place] = token, own + 1 - share
+    order = np.argsort(-probabilities, kind="stable")
+    ids[:], probabilities[:] = ids[order], probabilities[order]
