@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from lookahead import LookaheadConfig
+from lookahead.backends.chain_rules import has_room
 from lookahead.backends.transformers import SavedState, chain_engine
-from lookahead.backends.transformers.chain_runner import MOST_PENDING
 from lookahead.bench.models import BenchModel
 from lookahead.bench.repetition import repeated_cycle_share
 from lookahead.bench.replay.backend import ReplayBackend, replayed_sequence
@@ -218,7 +218,7 @@ class PendingBackend(ReplayBackend):
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
         """See `Backend`; a prompt and many pending tokens leave no room for a draft."""
         pending = text[self._cached[row] :]
-        full = self._cached[row] == 0 or len(pending) > MOST_PENDING
+        full = not has_room(self._cached[row], len(pending))
         return TokenTree(pending, len(pending) - 1 if full else None)
 
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Any:

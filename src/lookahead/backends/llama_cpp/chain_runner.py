@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lookahead.backends.chain_rules import has_room, only_chain
 from lookahead.backends.forward_result import ForwardResult
 from lookahead.backends.llama_cpp.context import LlamaContext
 from lookahead.backends.llama_cpp.runner import LlamaRunner
 from lookahead.backends.llama_cpp.token_result import TokenResult
 from lookahead.core.token_tree import TokenTree
-from lookahead.errors import InvalidArgumentError
-
-MOST_PENDING = 16
-"""Pending tokens up to which a step may also draft; a step with more settles them."""
 
 _TEXT, _SAVED = 0, 1
 """Sequence ids: the text, and the text as it was before a draft."""
@@ -47,7 +44,7 @@ class LlamaChainRunner(LlamaRunner):
         There is no room below a prompt, whose state would have to be computed again, nor below many pending tokens.
         """
         tree = super().begin_tree(row, text)
-        if self.rows[0].length == 0 or tree.root >= MOST_PENDING:
+        if not has_room(self.rows[0].length, tree.root + 1):
             tree.limit(0)
         return tree
 
@@ -61,10 +58,7 @@ class LlamaChainRunner(LlamaRunner):
         Raises:
             InvalidArgumentError: The tree has branches.
         """
-        (tree,) = trees
-        if tree.parents != list(range(-1, len(tree) - 1)):
-            raise InvalidArgumentError("trees has one with branches; a model with running states runs chains alone")
-        if not tree.is_chain:
+        if not only_chain(trees).is_chain:
             self._copy(_TEXT, _SAVED)
         return super().forward(trees, top_k)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.backends.chain_rules import has_room, only_chain
 from lookahead.backends.forward_result import ForwardResult, forward_result
 from lookahead.backends.transformers.chain_cache import ChainCache
 from lookahead.backends.transformers.forward_arguments import forward_arguments
@@ -15,9 +16,6 @@ from lookahead.backends.transformers.position_limit import PositionLimit
 from lookahead.backends.transformers.saved_state import SavedState
 from lookahead.core.token_tree import TokenTree, lay_out
 from lookahead.errors import InvalidArgumentError
-
-MOST_PENDING = 16
-"""Pending tokens up to which a step may also draft; a step with more settles them."""
 
 SHORT = 64
 """Tokens up to which a chain is a draft rather than a prompt."""
@@ -95,7 +93,7 @@ class ChainRunner:
         """
         pending = text[self.cache.length - self._before :]
         deepest = self._limit.deepest(self._before + len(text) - 1 + self._shift)
-        if self.cache.length == 0 or len(pending) > MOST_PENDING:
+        if not has_room(self.cache.length, len(pending)):
             return TokenTree(pending, len(pending) - 1)
         return TokenTree(pending, None if deepest is None else deepest - self._shift - self.cache.length)
 
@@ -113,9 +111,7 @@ class ChainRunner:
         Raises:
             InvalidArgumentError: The tree has branches.
         """
-        (tree,) = trees
-        if tree.parents != list(range(-1, len(tree) - 1)):
-            raise InvalidArgumentError("trees has one with branches; a model with running states runs chains alone")
+        tree = only_chain(trees)
         if not tree.is_chain:
             self.cache.save()
         self._sent = len(tree)
