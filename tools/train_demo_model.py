@@ -4,6 +4,7 @@
     python tools/train_demo_model.py                                  # the shipped shape, this environment
     python tools/train_demo_model.py --tokens 1000000 --device cpu    # a shorter run
     python tools/train_demo_model.py --source ~/code --output my-model
+    python tools/train_demo_model.py --start-from my-model --own-text-weight 1 --output my-model-2   # fewer loops
 
 Ctrl-C stops a run after the step it is in; the same command continues it. Under one seed a run on a CPU is
 repeatable bit for bit, stopped or not; on a GPU up to the rounding of kernels that add in no fixed order.
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise TrainingError(f"--checkpoint-minutes {own['checkpoint_minutes']} must be at least 0")
         # Absolute, so that a run continued from another folder is seen to be the same.
         values["source"] = tuple(str(Path(source).expanduser().resolve()) for source in values["source"])
+        if values["start_from"]:
+            values["start_from"] = str(Path(values["start_from"]).expanduser().resolve())
         return _train(TrainingSettings(**values), console=console, **own)
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 TOOLS = Path(__file__).parents[2] / "tools"
 STEPS = 8
@@ -117,6 +118,78 @@ def test_trains_a_model_that_transformers_loads(train: Callable[..., int], tmp_p
     assert not leftovers
 
 
+def test_going_on_from_a_model_keeps_its_vocabulary_and_lowers_its_loss(
+    train: Callable[..., int], tmp_path: Path
+) -> None:
+    assert train("first", tokens=40 * 64) == 0
+    gentle = {"muon_lr": 0.002, "adamw_lr": 0.0003, "own_text_weight": 1, "own_text_rows": 4, "own_text_tokens": 20}
+    assert train("second", start_from=str(tmp_path / "first"), **gentle) == 0
+    first, second = (json.loads((tmp_path / name / "training.json").read_text()) for name in ("first", "second"))
+    assert second["validation_loss"] < first["validation_loss"]
+    assert 0 <= second["losses"][-1]["own_text_cycle_share"] <= 1
+    assert second["settings"]["start_from"] == "first"
+    assert str(tmp_path) not in json.dumps(second)
+    vocabularies = [(tmp_path / name / "tokenizer.json").read_bytes() for name in ("first", "second")]
+    assert vocabularies[0] == vocabularies[1]
+
+
+def test_the_loss_on_own_text_makes_what_repeats_less_likely(tool: ModuleType) -> None:
+    own_text = importlib.import_module("demo_training.own_text")
+    settings = tool.TrainingSettings(own_text_tokens=40, dtype="float32")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, max_position_embeddings=64, **shape))
+    windows = torch.randint(1, 50, (8, 12))
+    text, prompt_length = own_text.own_text(model, windows, settings.own_text_tokens)
+    assert torch.equal(text[:, :prompt_length], windows)
+    assert model.training
+    repeats = own_text.in_repeated_cycle(text)
+
+    @torch.no_grad()
+    def probabilities() -> list[float]:
+        """Of each token that repeats, by a pass over the text before it alone."""
+        rows, places = (repeats & (torch.arange(text.shape[1]) >= prompt_length)).nonzero(as_tuple=True)
+        return [
+            float(model(text[row : row + 1, :place]).logits[0, -1].softmax(-1)[text[row, place]])
+            for row, place in zip(rows.tolist(), places.tolist(), strict=True)
+        ]
+
+    before = probabilities()
+    assert len(before) > 40
+    loss = own_text.own_text_loss(model, windows, settings)
+    assert loss.item() == pytest.approx(-sum(math.log(1 - p) for p in before) / (8 * 40), rel=1e-3)
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert sum(probabilities()) < sum(before)
+
+
+def test_going_on_needs_a_model_of_the_same_shape(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("first") == 0
+    capsys.readouterr()
+    assert train("second", start_from=str(tmp_path / "first"), layers=3) == 2
+    assert "--layers 3 is not that of --start-from" in capsys.readouterr().err
+    assert train("third", start_from=str(tmp_path / "no-model")) == 2
+    assert "has no tokenizer.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("length", [7, 24, 60])
+def test_cycles_are_those_of_a_search_by_hand(tool: ModuleType, length: int) -> None:
+    own_text = importlib.import_module("demo_training.own_text")
+    torch.manual_seed(length)
+    text = torch.randint(0, 2, (40, length))
+    expected = torch.zeros_like(text, dtype=torch.bool)
+    for row, tokens in enumerate(text.tolist()):
+        for period in range(1, length // 2 + 1):
+            need = max(period, own_text.LEAST_REPEATED)
+            for start in range(period, length - need + 1):
+                if all(tokens[place] == tokens[place - period] for place in range(start, start + need)):
+                    expected[row, start : start + need] = True
+    assert torch.equal(own_text.in_repeated_cycle(text), expected)
+    assert expected.any() or length == 7
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_a_stopped_run_continues_exactly(
@@ -217,6 +290,8 @@ def test_a_broken_checkpoint_is_named(
         ({"hidden_size": 34}, ["--hidden-size 34", "--heads 2"]),
         ({"layers": 0}, ["--layers 0", "at least 1"]),
         ({"muon_lr": "nan"}, ["--muon-lr nan", "above 0"]),
+        ({"own_text_weight": -1}, ["--own-text-weight -1", "at least 0"]),
+        ({"own_text_weight": 1}, ["--own-text-rows 16", "at most the 4 sequences"]),
         ({"decay_from": 1}, ["--decay-from 1.0", "below 1"]),
         ({"max_positions": 8}, ["--max-positions 8", "--sequence-length 16"]),
         ({"validation_percent": 100}, ["--validation-percent 100", "between 0 and 100"]),

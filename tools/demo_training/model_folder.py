@@ -42,6 +42,7 @@ def training_record(
     used = settings.as_dict()
     # Where the folders lay is nobody else's business, and a model folder is made to be handed on.
     used["source"] = [Path(source).name for source in settings.source] or ["running environment"]
+    used["start_from"] = Path(settings.start_from).name
     return {
         "parameters": run.model.num_parameters(),
         "data": {name: value for name, value in data.facts.items() if name != "dtype"},

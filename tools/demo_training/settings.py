@@ -58,6 +58,12 @@ class TrainingSettings:
     )
     save_dtype: str = option("bfloat16", "type of the saved weights", choices=("bfloat16", "float32"))
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto is cuda if there is one")
+    start_from: str = option("", "folder of a model whose weights and vocabulary to go on from; none starts afresh")
+    own_text_weight: float = option(
+        0.0, "weight of the loss on cycles in the model's own greedy text, as unlikelihood; 0 leaves it out"
+    )
+    own_text_rows: int = option(16, "own texts in one optimizer step", at_least=1)
+    own_text_tokens: int = option(192, "tokens of an own text", at_least=1)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -67,6 +73,10 @@ class TrainingSettings:
         for name in ("muon_lr", "adamw_lr", "max_mb_per_package"):
             if not getattr(self, name) > 0:
                 self._refuse(name, "must be above 0")
+        if not self.own_text_weight >= 0:
+            self._refuse("own_text_weight", "must be at least 0")
+        if self.own_text_weight and self.own_text_rows > self.batch_size:
+            self._refuse("own_text_rows", f"must be at most the {self.batch_size} sequences of one step")
         if not 0 < self.validation_percent < 100:
             self._refuse("validation_percent", "must lie between 0 and 100")
         if not 0 <= self.decay_from < 1:

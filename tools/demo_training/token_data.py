@@ -101,7 +101,8 @@ def open_token_data(settings: TrainingSettings, work: Path, key: str | None, con
         return TokenData(work / key, settings)
     with console.status("reading the source files"):
         corpus = find_corpus(settings)
-    folder = data_folder(work, corpus, settings)
+    vocabulary = _given_vocabulary(settings)
+    folder = data_folder(work, corpus, settings, vocabulary)
     if key and folder.name != key:
         raise TrainingError(
             f"--work {work} does not hold the tokens of the checkpoint ({key}), and the source files have "
@@ -110,13 +111,28 @@ def open_token_data(settings: TrainingSettings, work: Path, key: str | None, con
     if not folder.is_dir():
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-            write_token_data(folder, corpus, settings, progress)
+            write_token_data(folder, corpus, settings, progress, vocabulary)
     return TokenData(folder, settings)
 
 
-def data_folder(work: Path, corpus: Corpus, settings: TrainingSettings) -> Path:
+def _given_vocabulary(settings: TrainingSettings) -> Tokenizer | None:
+    """That of the model to go on from; `None` if one is to be trained."""
+    if not settings.start_from:
+        return None
+    path = Path(settings.start_from, "tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises nothing narrower.
+        raise TrainingError(
+            f"--start-from {settings.start_from} has no tokenizer.json that can be read ({error}): give the "
+            "folder of a model that this tool has written"
+        ) from error
+
+
+def data_folder(work: Path, corpus: Corpus, settings: TrainingSettings, vocabulary: Tokenizer | None) -> Path:
     """Where the tokens of this corpus lie: named by everything they depend on, so a cache is never stale."""
-    digest = hashlib.sha256(f"{settings.vocab_size} {settings.tokenizer_files}".encode())
+    origin = vocabulary.to_str() if vocabulary else f"{settings.vocab_size} {settings.tokenizer_files}"
+    digest = hashlib.sha256(origin.encode())
     for part in (corpus.training, corpus.validation):
         digest.update(b"\n")
         for file in part:
@@ -124,17 +140,21 @@ def data_folder(work: Path, corpus: Corpus, settings: TrainingSettings) -> Path:
     return work / f"tokens-{digest.hexdigest()[:16]}"
 
 
-def write_token_data(folder: Path, corpus: Corpus, settings: TrainingSettings, progress: Progress) -> None:
-    """Train the vocabulary and write the tokens; the folder gets its name only when it is complete."""
+def write_token_data(
+    folder: Path, corpus: Corpus, settings: TrainingSettings, progress: Progress, vocabulary: Tokenizer | None
+) -> None:
+    """Train the vocabulary, if none is given, and write the tokens; a folder has its name when it is complete."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    task = progress.add_task("training the vocabulary", total=None)
-    tokenizer = train_tokenizer(
-        (file.text() for file in corpus.training[: settings.tokenizer_files]), settings.vocab_size
-    )
+    tokenizer = vocabulary
+    if tokenizer is None:
+        task = progress.add_task("training the vocabulary", total=None)
+        tokenizer = train_tokenizer(
+            (file.text() for file in corpus.training[: settings.tokenizer_files]), settings.vocab_size
+        )
+        progress.remove_task(task)
     tokenizer.save(str(partial / "tokenizer.json"))
-    progress.remove_task(task)
     dtype = np.dtype(np.uint16 if settings.vocab_size <= 2**16 else np.uint32)
     task = progress.add_task("tokenising files", total=len(corpus.training) + len(corpus.validation))
     counts = {}

@@ -19,7 +19,8 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from demo_training.optimizers import build_optimizers, learning_rate_factor, set_learning_rates
-from demo_training.settings import TrainingError, TrainingSettings
+from demo_training.own_text import in_repeated_cycle, own_text, own_text_loss
+from demo_training.settings import TrainingError, TrainingSettings, flag
 from demo_training.token_data import TokenData
 from demo_training.tokenizer import END_OF_TEXT_ID
 
@@ -86,7 +87,40 @@ class StopRequest:
 
 
 def start_run(settings: TrainingSettings, device: torch.device) -> TrainingRun:
-    """A model with fresh weights, drawn on the CPU so that they are the same for every device."""
+    """A model with the weights of `start_from`, or with fresh ones."""
+    model = _loaded(settings) if settings.start_from else _drawn(settings)
+    model = model.float().to(device)
+    return TrainingRun(model=model, optimizers=build_optimizers(model, settings))
+
+
+def _loaded(settings: TrainingSettings) -> LlamaForCausalLM:
+    try:
+        model = LlamaForCausalLM.from_pretrained(settings.start_from, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise TrainingError(
+            f"--start-from {settings.start_from} holds no model that can be loaded ({error}): give the folder "
+            "of a model that this tool has written"
+        ) from error
+    config = model.config
+    for name, there in (
+        ("vocab_size", config.vocab_size),
+        ("hidden_size", config.hidden_size),
+        ("intermediate_size", config.intermediate_size),
+        ("layers", config.num_hidden_layers),
+        ("heads", config.num_attention_heads),
+        ("max_positions", config.max_position_embeddings),
+    ):
+        # The record names these settings, so they must be those of the model.
+        if getattr(settings, name) != there:
+            raise TrainingError(
+                f"{flag(name)} {getattr(settings, name)} is not that of --start-from {settings.start_from}: "
+                f"give {flag(name)} {there}"
+            )
+    return model
+
+
+def _drawn(settings: TrainingSettings) -> LlamaForCausalLM:
+    # Drawn on the CPU, so that the weights are the same for every device.
     torch.manual_seed(settings.seed)
     config = LlamaConfig(
         vocab_size=settings.vocab_size,
@@ -101,8 +135,7 @@ def start_run(settings: TrainingSettings, device: torch.device) -> TrainingRun:
         bos_token_id=END_OF_TEXT_ID,
         eos_token_id=END_OF_TEXT_ID,
     )
-    model = LlamaForCausalLM(config).float().to(device)
-    return TrainingRun(model=model, optimizers=build_optimizers(model, settings))
+    return LlamaForCausalLM(config)
 
 
 def train(
@@ -149,6 +182,10 @@ def train_step(run: TrainingRun, batch: npt.NDArray[np.int64], settings: Trainin
     set_learning_rates(run.optimizers, learning_rate_factor(run.step, settings))
     loss = _loss(run.model, batch, settings)
     loss.backward()  # type: ignore[no-untyped-call]
+    if settings.own_text_weight:
+        windows = torch.from_numpy(batch[: settings.own_text_rows, :-1]).to(run.model.device)
+        weighted = settings.own_text_weight * own_text_loss(run.model, windows, settings)
+        weighted.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     for optimizer in run.optimizers:
         optimizer.step()
@@ -166,6 +203,13 @@ def validation_loss(model: LlamaForCausalLM, data: TokenData, settings: Training
     return total / windows
 
 
+def own_text_cycle_share(model: LlamaForCausalLM, data: TokenData, settings: TrainingSettings) -> float:
+    """Share of repeated cycles in the model's own text after held-out prompts."""
+    batch = next(data.validation_batches())
+    text, prompt_length = own_text(model, torch.from_numpy(batch[:, :-1]).to(model.device), settings.own_text_tokens)
+    return in_repeated_cycle(text)[:, prompt_length:].float().mean().item()
+
+
 def _loss(model: LlamaForCausalLM, batch: npt.NDArray[np.int64], settings: TrainingSettings) -> torch.Tensor:
     device = model.device
     tokens = torch.from_numpy(batch).to(device)  # [B, S + 1]
@@ -176,13 +220,15 @@ def _loss(model: LlamaForCausalLM, batch: npt.NDArray[np.int64], settings: Train
 
 def _validate(run: TrainingRun, data: TokenData, settings: TrainingSettings, progress: Progress) -> None:
     held_out = validation_loss(run.model, data, settings)
-    entry = {
+    entry: dict[str, Any] = {
         "step": run.step,
         "tokens": run.step * settings.batch_tokens,
         "train_loss": round(run.recent_loss, 4),
         "validation_loss": round(held_out, 4),
     }
+    shown = f"step {run.step}/{settings.steps}: loss {run.recent_loss:.3f}, held-out loss {held_out:.3f}"
+    if settings.own_text_weight:
+        entry["own_text_cycle_share"] = round(own_text_cycle_share(run.model, data, settings), 4)
+        shown += f", {entry['own_text_cycle_share']:.0%} of its own text in cycles"
     run.validations.append(entry)
-    progress.console.print(
-        f"step {run.step}/{settings.steps}: loss {run.recent_loss:.3f}, held-out loss {held_out:.3f}"
-    )
+    progress.console.print(shown)
