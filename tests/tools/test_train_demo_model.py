@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from lookahead.bench.repetition import MIN_REPEATED
+
 TOOLS = Path(__file__).parents[2] / "tools"
 STEPS = 8
 
@@ -182,7 +184,7 @@ def test_cycles_are_those_of_a_search_by_hand(tool: ModuleType, length: int) -> 
     expected = torch.zeros_like(text, dtype=torch.bool)
     for row, tokens in enumerate(text.tolist()):
         for period in range(1, length // 2 + 1):
-            need = max(period, own_text.LEAST_REPEATED)
+            need = max(period, MIN_REPEATED)
             for start in range(period, length - need + 1):
                 if all(tokens[place] == tokens[place - period] for place in range(start, start + need)):
                     expected[row, start : start + need] = True

@@ -7,19 +7,15 @@ made less likely (sequence-level unlikelihood, Welleck et al. 2020, section 5.2)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 from demo_training.settings import TrainingSettings
+from lookahead.bench.repetition import repeated_cycles
 
 PROMPT_TOKENS = 64
 LONGEST_PERIOD = 64
-LEAST_REPEATED = 8
-"""Fewest tokens that must repeat those one period before them, so that indentation is no cycle."""
 
 
 def own_text_loss(model: LlamaForCausalLM, windows: torch.Tensor, settings: TrainingSettings) -> torch.Tensor:
@@ -39,41 +35,25 @@ def own_text_loss(model: LlamaForCausalLM, windows: torch.Tensor, settings: Trai
 def own_text(model: LlamaForCausalLM, windows: torch.Tensor, tokens: int) -> tuple[torch.Tensor, int]:
     """Greedy continuations of the beginnings of `windows`, [R, P + N], and P."""
     prompts = windows[:, : min(PROMPT_TOKENS, windows.shape[1])]
-    with _evaluating(model):
-        text = model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,  # Whole rectangles: a file's end is no way out of a loop.
-            do_sample=False,
-            pad_token_id=0,
-        )
+    text = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,  # Whole rectangles: a file's end is no way out of a loop.
+        do_sample=False,
+        pad_token_id=0,
+    )
     return text, prompts.shape[1]
 
 
 def in_repeated_cycle(text: torch.Tensor) -> torch.Tensor:
     """Which tokens repeat a block before them: [R, T] of ids to [R, T] of bool.
 
-    A stretch counts if each of its tokens equals the one a period before it, and it is at least as long as the
-    period and `LEAST_REPEATED`; the first copy of the block, which was new when it was written, does not count.
+    Cycles are those of `lookahead.bench.repetition`; the first copy of the block, which was new when it was written,
+    does not count.
     """
     inside = torch.zeros_like(text, dtype=torch.bool)
-    for period in range(1, min(LONGEST_PERIOD, text.shape[1] // 2) + 1):
-        length = max(period, LEAST_REPEATED)
-        repeats = text[:, period:] == text[:, :-period]  # [R, T - period]
-        if repeats.shape[1] < length:
-            continue
-        whole = repeats.unfold(1, length, 1).all(dim=-1)  # [R, T - period - length + 1]: stretches by first token
-        for offset in range(length):
-            inside[:, period + offset : period + offset + whole.shape[1]] |= whole
+    for row, tokens in enumerate(text.tolist()):
+        for start, end, period in repeated_cycles(tokens, LONGEST_PERIOD):
+            inside[row, start + period : end] = True
     return inside
-
-
-@contextmanager
-def _evaluating(model: LlamaForCausalLM) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

@@ -41,7 +41,7 @@ def repeated_cycle_share(tokens: Sequence[int], *, max_period: int = MAX_PERIOD)
             so this matters only for texts of more than twice this length, where it keeps the time linear.
     """
     covered = np.zeros(len(tokens), dtype=bool)
-    for start, end in _cycles(tokens, max_period):
+    for start, end, _ in repeated_cycles(tokens, max_period):
         covered[start:end] = True
     return float(covered.mean()) if len(tokens) else 0.0
 
@@ -52,7 +52,7 @@ def final_cycle_share(tokens: Sequence[int], *, max_period: int = MAX_PERIOD) ->
     This is the trap that greedy decoding does not leave again. Cycles are those of `repeated_cycle_share`; of
     all that reach the last token, the longest counts.
     """
-    lengths = [end - start for start, end in _cycles(tokens, max_period) if end == len(tokens)]
+    lengths = [end - start for start, end, _ in repeated_cycles(tokens, max_period) if end == len(tokens)]
     return max(lengths) / len(tokens) if lengths else 0.0
 
 
@@ -61,18 +61,18 @@ def tokens_before_cycles(tokens: Sequence[int], *, max_period: int = MAX_PERIOD)
 
     Cycles are those of `repeated_cycle_share`; in a text without any, all tokens count.
     """
-    return min((start for start, _ in _cycles(tokens, max_period)), default=len(tokens))
+    return min((start for start, _, _ in repeated_cycles(tokens, max_period)), default=len(tokens))
 
 
-def _cycles(tokens: Sequence[int], max_period: int) -> Iterator[tuple[int, int]]:
-    """All repeated cycles as (start, end), end excluded, from the shortest period to the longest."""
+def repeated_cycles(tokens: Sequence[int], max_period: int) -> Iterator[tuple[int, int, int]]:
+    """All repeated cycles as (start, end, period), end excluded, from the shortest period to the longest."""
     ids = np.asarray(tokens, dtype=np.int64)
     for period in range(1, min(max_period, len(ids) // 2) + 1):
         starts, ends = _stretches(ids[period:] == ids[:-period])
         # A stretch of m equal pairs is a run of m + period tokens: 2p and p + 8 ask for m >= p and m >= 8.
         long_enough = ends - starts >= max(period, MIN_REPEATED)
         for start, end in zip(starts[long_enough].tolist(), ends[long_enough].tolist(), strict=True):
-            yield start, end + period
+            yield start, end + period, period
 
 
 def _stretches(flags: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
