@@ -60,3 +60,29 @@ def test_the_end_of_a_long_run_is_less_sure_than_its_beginning() -> None:
     for first, last in ((0, 1), (2, 4), (8, 16), (32, 64)):
         expected = np.mean(0.95 ** np.arange(first + 1, last + 1))
         assert corrected[first:last].mean() == pytest.approx(expected, rel=0.1, abs=0.02)
+
+
+def test_several_drafts_at_once_are_as_one_after_another() -> None:
+    generator, together, alone = np.random.default_rng(0), Calibration(), Calibration()
+    for _ in range(40):
+        drafts = [np.sort(generator.uniform(0.01, 1, size=size))[::-1] for size in (5, 1, 0, 30)]
+        taken = [np.flatnonzero(generator.random(len(draft)) < 0.5 * draft).tolist() for draft in drafts]
+        together.learn_all(list(zip(drafts, taken, strict=True)))
+        for draft, accepted in zip(drafts, taken, strict=True):
+            alone.learn(draft, accepted)
+    one_by_one = np.concatenate([together.correct(draft) for draft in drafts])
+    np.testing.assert_allclose(together.correct_all(drafts), one_by_one, rtol=1e-12)
+    np.testing.assert_allclose(together.correct_all(drafts), alone.correct_all(drafts), rtol=0.02)
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0, 1.5])
+def test_what_must_be_predicted_for_a_probability_is_what_is_corrected_to_it(share: float) -> None:
+    generator, calibration = np.random.default_rng(0), Calibration()
+    assert calibration.predicted(0.0) == 0.0
+    for _ in range(2000):
+        predicted = np.sort(generator.uniform(0.02, 0.6, size=20))[::-1]
+        calibration.learn(predicted, np.flatnonzero(generator.random(20) < share * predicted).tolist())
+    for wanted in (0.25, 0.1, 0.03):
+        assert calibration.predicted(wanted) == pytest.approx(min(wanted / share, 1), rel=0.2)
+    below = calibration.predicted(0.2) * np.linspace(0.99, 0.01, 50)
+    assert (calibration.correct(below) < 0.22).all()

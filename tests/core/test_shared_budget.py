@@ -143,6 +143,18 @@ def test_drafts_beside_prompts_bring_what_their_time_brings_in_other_steps() -> 
     assert beside == int(np.argmin(times)) > 0
 
 
+def test_a_node_beside_prompts_costs_what_it_adds_and_not_what_rows_and_looking_take() -> None:
+    random, account = np.random.default_rng(0), DraftAccount(CostModel.prior(), 8)
+    for _ in range(6):  # 5 ms, and 2 for each row
+        account.book(StepTime(8, 100, 0.021, 8, 8, False))
+    for _ in range(30):
+        nodes, looking = int(random.integers(400, 800)), random.uniform(0.005, 0.02)
+        seconds = 0.021 + 0.0002 * (nodes - 8) + looking
+        account.book(StepTime(nodes, 100, seconds, 20, 8, True, prompts=True, looking=looking))
+    sizes = np.arange(0, 120, 10)
+    assert account.beside_prompts(520, sizes, 100) == pytest.approx(0.0002 * sizes, rel=0.02)
+
+
 def test_no_node_at_all_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="nodes=0"):
         SharedBudget(accounts(1, 0), nodes=0)

@@ -207,6 +207,7 @@ class Stingy:
     """A budget that takes two nodes, and says what it was offered."""
 
     backs_off = False
+    least = 0.0
     left = 0
     chosen = 2
 
@@ -242,6 +243,22 @@ def test_a_budget_decides_how_many_nodes_are_sent() -> None:
     assert chain.step().is_chain
     assert drafter.top_k == 0
     assert len(budget.learned) == 6
+
+
+def test_a_budget_decides_how_likely_nodes_are_that_are_searched_for() -> None:
+    def offered(least: float) -> list[float]:
+        budget = Stingy()
+        chain = Chain(AutoDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), ContextMatches(), None, budget), [1, 2, 3])
+        for _ in range(8):
+            chain.step()
+        budget.least = least
+        chain.step()
+        return budget.offers[-1]
+
+    every = offered(0.0)
+    assert len(set(every)) > 5
+    for least in (every[-2], every[3], every[0], 1.0):
+        assert offered(least) == [probability for probability in every if probability >= least]
 
 
 def test_no_node_at_all_is_refused() -> None:

@@ -30,6 +30,10 @@ class StepBudget(Protocol):
     def backs_off(self) -> bool:
         """Whether this step goes without a draft, so that nothing need be offered or learned."""
 
+    @property
+    def least(self) -> float:
+        """How likely a candidate must be, by its prediction, to be looked for at all."""
+
     def begin(self) -> None:
         """Begin a step, which settles `backs_off`."""
 
@@ -70,6 +74,7 @@ class FixedBudget:
     """
 
     backs_off = False
+    least = 0.0
 
     def __init__(self, nodes: int) -> None:
         if nodes < 1:
@@ -113,6 +118,8 @@ class ThroughputBudget:
             many nodes.
         most: Nodes of a step at most, the root included.
     """
+
+    least = 0.0
 
     def __init__(self, account: DraftAccount, most: int = MOST_CHOSEN_NODES) -> None:
         self._account = account

@@ -50,9 +50,26 @@ class Calibration:
         Returns:
             Corrected ones, descending and at most 1, `[candidates]`.
         """
-        corrected = np.minimum(probabilities * self._bins.factors[_bins(probabilities)], 1.0)
-        corrected *= self._places.factors[_places(len(probabilities))]
-        return np.minimum.accumulate(np.minimum(corrected, 1.0))
+        return np.minimum.accumulate(self._corrected(probabilities, _places(len(probabilities))))
+
+    def correct_all(self, drafts: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+        """Those of several drafts, one after another; see `correct`."""
+        probabilities = np.concatenate(drafts)
+        places = np.concatenate([_places(len(draft)) for draft in drafts])
+        below = np.repeat(2.0 * np.arange(len(drafts)), [len(draft) for draft in drafts])  # so that each descends alone
+        return np.asarray(np.minimum.accumulate(self._corrected(probabilities, places) - below) + below)
+
+    def predicted(self, probability: float) -> float:
+        """The least that is predicted for a candidate that turns out to be at least so likely, wherever it stands."""
+        for number, factor in enumerate(self._bins.factors.tolist()):
+            most, least = 0.5 ** (number / 2), 0.5 ** ((number + 1) / 2)
+            if least * factor < probability:
+                return min(probability / factor, most)
+        return 0.0
+
+    def _corrected(self, probabilities: NDArray[np.float64], places: NDArray[np.int64]) -> NDArray[np.float64]:
+        by_bin = np.minimum(probabilities * self._bins.factors[_bins(probabilities)], 1.0)
+        return np.minimum(by_bin * self._places.factors[places], 1.0)
 
     def learn(self, probabilities: NDArray[np.float64], accepted: Sequence[int]) -> None:
         """Learn from one draft.
@@ -61,10 +78,18 @@ class Calibration:
             probabilities: Predicted for each candidate that was sent, `[sent]`.
             accepted: Places in `probabilities` of those that were accepted.
         """
-        bins, places = _bins(probabilities), _places(len(probabilities))
+        self.learn_all([(probabilities, accepted)])
+
+    def learn_all(self, drafts: Sequence[tuple[NDArray[np.float64], Sequence[int]]]) -> None:
+        """Learn from several drafts at once; see `learn`."""
+        probabilities = np.concatenate([predicted for predicted, _ in drafts])
+        starts = np.cumsum([0, *(len(predicted) for predicted, _ in drafts)]).tolist()
+        accepted = [start + place for start, (_, own) in zip(starts, drafts, strict=False) for place in own]
+        bins, places = _bins(probabilities), np.concatenate([_places(len(predicted)) for predicted, _ in drafts])
         by_bin = np.minimum(probabilities * self._bins.factors[bins], 1.0)
-        self._bins.learn(bins, probabilities, accepted, _NEAR if self._leans else None)
-        self._places.learn(places, by_bin, accepted)
+        kept = DECAY ** len(drafts)
+        self._bins.learn(bins, probabilities, accepted, kept, _NEAR if self._leans else None)
+        self._places.learn(places, by_bin, accepted, kept)
 
 
 class _Shares:
@@ -81,11 +106,13 @@ class _Shares:
         classes: NDArray[np.int64],
         expected: NDArray[np.float64],
         accepted: Sequence[int],
+        kept: float,
         near: NDArray[np.float64] | None = None,
     ) -> None:
-        """Learn from one draft: the class of each candidate, its probability, and which were accepted."""
-        self._expected *= DECAY
-        self._accepted *= DECAY
+        """Learn the class of each candidate, its probability, and which were accepted; what was known keeps `kept` of
+        its weight."""
+        self._expected *= kept
+        self._accepted *= kept
         self._expected += np.bincount(classes, expected, len(self.factors))
         for place in accepted:
             self._accepted[classes[place]] += 1

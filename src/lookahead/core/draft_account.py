@@ -193,15 +193,23 @@ class DraftAccount:
         """Note a step. One that carried prompts says what a node costs beside these, and nothing else."""
         if step.prompts:
             if self.adaptive and not math.isnan(step.seconds):
-                took, nodes = self._with_prompts
-                kept = PROMPTS_KEPT * took, PROMPTS_KEPT * nodes
-                self._with_prompts = kept[0] + step.seconds, kept[1] + step.nodes
+                self._book_prompts(step)
             return
         self._times_plain = self._booked = True
         if step.drafted:
             self._book_draft(step)
         else:
             self._book_plain(step)
+
+    def _book_prompts(self, step: StepTime) -> None:
+        """Rows pay for their roots, for the pass itself and for looking in any case; the rest is what nodes took."""
+        plain = self.costs.step_time(self.rows, step.context) if self.costs.in_seconds else 0.0
+        took, nodes = self._with_prompts
+        seconds = max(step.seconds - step.looking - plain, 0.0)
+        self._with_prompts = (
+            PROMPTS_KEPT * took + seconds,
+            PROMPTS_KEPT * nodes + max(step.nodes - self.rows, 0),
+        )
 
     def _book_plain(self, step: StepTime) -> None:
         is_booked = not self._backs_off or self._plain % RESTING == 0

@@ -53,7 +53,8 @@ class SharedBudget:
         self._accounts: dict[tuple[int, float], DraftAccount] = {}
         self._account: DraftAccount | None = None
         self._calibrations: dict[float, Calibration] = {}
-        self._offers: list[tuple[RowBudget, NDArray[np.float64], Send]] = []
+        self._offers: list[tuple[RowBudget, Send]] = []
+        self._outcomes: dict[Calibration, list[tuple[NDArray[np.float64], Sequence[int]]]] = {}  # of the last step
         self._context = 1
         self._least = LEAST_LIKELY  # likely enough to be looked for
 
@@ -78,6 +79,9 @@ class SharedBudget:
         """
         self._offers.clear()
         self._context = 1
+        for calibration, drafts in self._outcomes.items():  # of all rows at once, which takes as long as of one
+            calibration.learn_all(drafts)
+        self._outcomes.clear()
         if self._nodes is not None:
             self.backs_off = self._nodes <= rows
             return
@@ -101,16 +105,24 @@ class SharedBudget:
                 account.take_after(self._accounts[min(known)[1], temperature])
         return account
 
-    def offer(self, row: RowBudget, likely: NDArray[np.float64], context: int, send: Send) -> None:
-        """Note the candidates of a row, as likely as they have turned out to be; `send` sends the first of them."""
-        self._offers.append((row, likely, send))
+    def offer(self, row: RowBudget, context: int, send: Send) -> None:
+        """Note that a row has candidates; `send` sends the first of them."""
+        self._offers.append((row, send))
         self._context = max(self._context, context)
 
-    def wants_more(self, likely: NDArray[np.float64]) -> bool:
-        """Whether candidates of a row less likely than these may be sent."""
-        if self._nodes is not None:
-            return len(likely) < self._nodes - 1
-        return bool(likely[-1] > self._least) if len(likely) else False
+    def learn(self, row: RowBudget, accepted: Sequence[int]) -> None:
+        """Note which of the candidates that a row sent were accepted."""
+        self._outcomes.setdefault(row.calibration, []).append((row.offered[: row.chosen], accepted))
+
+    @property
+    def least(self) -> float:
+        """How likely a candidate must turn out to be for it to be looked for."""
+        return self._least if self._nodes is None else 0.0
+
+    @property
+    def most(self) -> int:
+        """Most candidates of a row that may be sent."""
+        return (MOST_CHOSEN_NODES if self._nodes is None else self._nodes) - 1
 
     def share_out(self, trees: Sequence[TokenTree]) -> None:
         """Choose among all that was offered, and have it sent.
@@ -120,20 +132,30 @@ class SharedBudget:
         """
         if not self._offers:
             return
-        sizes = [len(likely) for _, likely, _ in self._offers]
-        owners = np.repeat(np.arange(len(sizes)), sizes)
-        likely = np.concatenate([likely for _, likely, _ in self._offers])
+        owners, likely = self._candidates()
         order = np.argsort(-likely, kind="stable")
         sent = self._affordable(
             likely[order], sum(map(len, trees)), sum(tree.needs_logits[tree.root] for tree in trees)
         )
-        counts = np.bincount(owners[order[:sent]], minlength=len(sizes)).tolist()
+        counts = np.bincount(owners[order[:sent]], minlength=len(self._offers)).tolist()
         if sent:
             self._least = max(NO_LESS * float(likely[order[sent - 1]]), LEAST_LIKELY)
-        for (row, _, send), count in zip(self._offers, counts, strict=True):
+        for (row, send), count in zip(self._offers, counts, strict=True):
             row.chosen = count
             send(count)
         self._offers.clear()
+
+    def _candidates(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Those of all rows: whose they are, by the place of the row, and how likely they have turned out to be."""
+        groups: dict[Calibration, list[int]] = {}
+        for place, (row, _) in enumerate(self._offers):
+            groups.setdefault(row.calibration, []).append(place)
+        owners, likely = [], []
+        for calibration, places in groups.items():
+            drafts = [self._offers[place][0].offered for place in places]
+            owners.append(np.repeat(places, [len(draft) for draft in drafts]))
+            likely.append(calibration.correct_all(drafts))
+        return np.concatenate(owners), np.concatenate(likely)
 
     def _affordable(self, likely: NDArray[np.float64], base: int, rows: int) -> int:
         """How many candidates are sent beside `base` nodes of `rows` rows."""
@@ -166,15 +188,24 @@ class SharedBudget:
 
 
 class RowBudget:
-    """What one row takes of a `SharedBudget`; a `StepBudget`."""
+    """What one row takes of a `SharedBudget`; a `StepBudget`.
+
+    Args:
+        shared: The whole.
+        calibration: How far predictions are to be believed for rows like this one.
+
+    Attributes:
+        calibration: Likewise.
+        offered: The predictions for this step's candidates.
+        chosen: See `StepBudget`.
+    """
 
     left = 0
 
     def __init__(self, shared: SharedBudget, calibration: Calibration) -> None:
         self._shared = shared
-        self._calibration = calibration
-        self._offered: NDArray[np.float64] = np.empty(0)
-        self._likely = self._offered
+        self.calibration = calibration
+        self.offered: NDArray[np.float64] = np.empty(0)
         self._context = 1
         self.chosen = 0
 
@@ -183,22 +214,26 @@ class RowBudget:
         """See `StepBudget`."""
         return self._shared.backs_off
 
+    @property
+    def least(self) -> float:
+        """See `StepBudget`."""
+        return self.calibration.predicted(self._shared.least)
+
     def begin(self) -> None:
         """See `StepBudget`."""
         self.chosen = 0
 
     def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """See `StepBudget`."""
-        self._offered = probabilities[: MOST_CHOSEN_NODES - 1]
-        self._likely = self._calibration.correct(self._offered)
+        self.offered = probabilities[: self._shared.most]
         self._context = context
-        return len(self._likely) < MOST_CHOSEN_NODES - 1 and self._shared.wants_more(self._likely)
+        return len(self.offered) < self._shared.most  # none of less than `least` is among them
 
     def when_chosen(self, send: Send) -> None:
         """See `StepBudget`: when all rows have offered theirs."""
-        self._shared.offer(self, self._likely, self._context, send)
+        self._shared.offer(self, self._context, send)
 
     def learn(self, accepted: Sequence[int]) -> None:
         """See `StepBudget`."""
         if self.chosen:
-            self._calibration.learn(self._offered[: self.chosen], accepted)
+            self._shared.learn(self, accepted)

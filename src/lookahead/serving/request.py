@@ -50,11 +50,14 @@ class Extras:
         logprobs: How many of the likeliest tokens to tell with the log-probabilities of each token; neither these nor
             those if `None`.
         prediction: Token ids of the text that is expected.
+        alone: Whether it came while there was no other. Requests that share steps fill the memory for each other: to
+            read their prompts for it, too, costs more than it brings.
     """
 
     seed: int
     logprobs: int | None = None
     prediction: Sequence[int] | None = None
+    alone: bool = True
 
 
 class Prepared:
@@ -174,7 +177,7 @@ class Request:
         tokens = prompts.tokens[0]
         sampling = prepared.config
         self.temperature = 0.0 if not sampling.do_sample else float(sampling.temperature or 1.0)
-        reads = not shares or shared.reads_prompts(self.temperature)
+        reads = extras.alone and shares and shared.reads_prompts(self.temperature)
         self.sequence = TextSequence(
             prompts.input_ids.long(),
             tokens,

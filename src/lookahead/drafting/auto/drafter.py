@@ -159,11 +159,10 @@ class AutoDrafter:
         sources = self._search.ask(matches, paths, self._recent.arrays(trusted=not self._trust.is_lost))
         # Nodes that the budget will not take need not be searched; the last step shows how many that is.
         limit = min(self._wanted, self._searched)
+        least = max(self.budget.least, _LEAST_UNTRUSTED) if self._trust.is_lost else self.budget.least
         while True:
-            self._search.search(self._text, limit, tree.room, sources)
+            self._search.search(self._text, limit, tree.room, sources, least)
             likely = self._search.path_probabilities
-            if self._trust.is_lost:
-                likely = likely[: np.count_nonzero(likely >= _LEAST_UNTRUSTED)]
             rows = self._permits.rows(*self._search.found(len(likely)))[: self._kept + 1]
             more = self.budget.offer(likely[rows[1:] - 1], self._length)
             if not more or len(rows) > self._most or limit == self._searched or len(likely) < limit:

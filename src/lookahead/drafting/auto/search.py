@@ -128,7 +128,9 @@ class TreeSearch:
         listed = self._listed.fill(paths)
         return Sources(self._entries, found, self._neighbours, listed, recent, self._columns, self._worth)
 
-    def search(self, text: Sequence[int] | NDArray[np.int64], most: int, room: int, sources: Sources) -> int:
+    def search(
+        self, text: Sequence[int] | NDArray[np.int64], most: int, room: int, sources: Sources, least: float = 0.0
+    ) -> int:
         """Search a new tree, the most probable continuation first.
 
         Args:
@@ -136,6 +138,7 @@ class TreeSearch:
             most: Nodes to find, at most as many as the arrays were made for.
             room: Levels that fit below the root.
             sources: What `ask` gave.
+            least: How probable a path must be to be found.
 
         Returns:
             How many nodes were found.
@@ -146,7 +149,7 @@ class TreeSearch:
         self._proposals.table_nodes.fill(-1)
         arrays = map(loop_tuple, (self.nodes, self._proposals, sources, self._queue))
         own = loop_arrays(self._memory.acceptance.weights, self._context)
-        self._count = _search_tree(most, room, self.root, self._surest, self._chain, *own, *arrays)
+        self._count = _search_tree(most, least, room, self.root, self._surest, self._chain, *own, *arrays)
         return self._count
 
     def found(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -277,16 +280,17 @@ def _propose(node: int, nodes: Nodes, proposals: Proposals, sources: Sources, co
 
 
 @inner
-def _try_recent(root: int, proposals: Proposals, sources: Sources, queue: PathQueue) -> None:
+def _try_recent(root: int, least: float, proposals: Proposals, sources: Sources, queue: PathQueue) -> None:
     """Queue recent predictions after the root, behind all that is better; these are no proposals to learn from."""
     recent = sources.recent
     for index in range(min(len(recent.tokens), len(recent.probabilities))):
         token = recent.tokens[index]
-        if not is_proposed(token, root, proposals):
+        probability = probability_of(index, recent, sources.entries)
+        if probability >= least and not is_proposed(token, root, proposals):
             row = len(proposals.tokens) - 1 - index
             proposals.tokens[row] = token
             proposals.nodes[row] = root
-            push(row, probability_of(index, recent, sources.entries), queue)
+            push(row, probability, queue)
 
 
 @inner
@@ -316,6 +320,7 @@ def _likeliest(node: int, nodes: Nodes, proposals: Proposals, queue: PathQueue) 
 @compiled
 def _search_tree(
     most: int,
+    least: float,
     room: int,
     root: int,
     surest: float,
@@ -333,6 +338,7 @@ def _search_tree(
 
     Args:
         most: Nodes to find.
+        least: How probable the path to a node must be.
         room: Levels that fit below the root.
         root: The last node that is text.
         surest: Highest probability of a proposal.
@@ -364,10 +370,11 @@ def _search_tree(
             proposals.kinds[row] = kind
             worth = proposals.estimates[row] * sources.worth.factors[kind]
             queue.probabilities[row] = nodes.probabilities[node] * min(worth, surest)
-            if not chains and is_useful(queue.probabilities[row], most, queue):
+            probable = queue.probabilities[row] >= least
+            if not chains and probable and is_useful(queue.probabilities[row], most, queue):
                 push(row, queue.probabilities[row], queue)
         if node == root and open_below:
-            _try_recent(root, proposals, sources, queue)
+            _try_recent(root, least, proposals, sources, queue)
         if not chains and count < most and queue.counts[0] > 0:
             row = pop(queue)
         else:
