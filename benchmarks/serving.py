@@ -1,7 +1,8 @@
 """Measure how many tokens an engine makes in a second of CPU time, with so many requests at once.
 
 For each load and repeat the methods serve the same prompts, in one process. Engines take turns step by step, always the
-one that has made the fewest tokens, so that what disturbs the machine disturbs all of them:
+one that has made the fewest tokens, so that what disturbs the machine disturbs all of them; who is first when all are
+level changes from repeat to repeat, for the first to use some memory pays for it:
 
 - `drafts`: an `Engine` as it comes; its n-gram memory is empty at the beginning of each run;
 - `plain`: an `Engine` with `preset="autoregressive"`;
@@ -148,7 +149,8 @@ class Serving:
             self._warm.add(load)
             self._race(load, engines)
         rows = []
-        for name, run in self._race(load, engines).items():
+        first = repeat % len(engines)
+        for name, run in self._race(load, [*engines[first:], *engines[:first]]).items():
             rows.append(self._row(name, load, run.texts, run.seconds) | run.counts())
         for name in self._options.methods:
             if name not in engines:

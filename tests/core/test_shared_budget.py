@@ -69,10 +69,8 @@ def test_each_load_has_an_account_of_its_own() -> None:
     assert loads(8, 0.0).backs_off
     budget.begin(5)
     assert budget.backs_off
-    assert not budget.reads_prompts(0.0)
     budget.begin(4)
     assert not budget.backs_off
-    assert budget.reads_prompts(0.0)
     budget.begin(5, temperature=1.2)  # nor do greedy rows speak for sampled ones
     assert not budget.backs_off
 
@@ -153,6 +151,29 @@ def test_a_node_beside_prompts_costs_what_it_adds_and_not_what_rows_and_looking_
         account.book(StepTime(nodes, 100, seconds, 20, 8, True, prompts=True, looking=looking))
     sizes = np.arange(0, 120, 10)
     assert account.beside_prompts(520, sizes, 100) == pytest.approx(0.0002 * sizes, rel=0.02)
+
+
+def test_a_prompt_is_read_for_drafting_where_no_other_row_teaches_the_memory() -> None:
+    budget = SharedBudget(accounts(1, 0.01))
+    row = budget.row()
+    for rows, reads in ((1, True), (2, False), (40, False), (1, True)):
+        budget.begin(rows, timed=False)
+        assert row.reads_prompts == reads
+
+
+def test_beside_prompts_sampled_rows_draft_once_drafts_have_paid() -> None:
+    account = DraftAccount(CostModel.prior(), 4, cautious=True)
+    budget = SharedBudget(lambda load, temperature: account)
+    budget.begin(4, 1.0, timed=False)
+    assert budget.backs_off
+    for _ in range(10):
+        budget.begin(4, 1.0)
+        seconds = 1.0 if budget.backs_off else 1.1
+        budget.book(
+            StepTime(4 if budget.backs_off else 12, 10, seconds, 4 if budget.backs_off else 9, 4, not budget.backs_off)
+        )
+    budget.begin(4, 1.0, timed=False)
+    assert not budget.backs_off
 
 
 def test_no_node_at_all_is_refused() -> None:

@@ -208,6 +208,7 @@ class Stingy:
 
     backs_off = False
     least = 0.0
+    reads_prompts = True
     left = 0
     chosen = 2
 

@@ -34,6 +34,10 @@ class StepBudget(Protocol):
     def least(self) -> float:
         """How likely a candidate must be, by its prediction, to be looked for at all."""
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether the model's predictions inside a prompt are wanted, if this step carries one."""
+
     def begin(self) -> None:
         """Begin a step, which settles `backs_off`."""
 
@@ -75,6 +79,7 @@ class FixedBudget:
 
     backs_off = False
     least = 0.0
+    reads_prompts = True
 
     def __init__(self, nodes: int) -> None:
         if nodes < 1:
@@ -120,6 +125,7 @@ class ThroughputBudget:
     """
 
     least = 0.0
+    reads_prompts = True
 
     def __init__(self, account: DraftAccount, most: int = MOST_CHOSEN_NODES) -> None:
         self._account = account

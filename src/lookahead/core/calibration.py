@@ -64,7 +64,7 @@ class Calibration:
         for number, factor in enumerate(self._bins.factors.tolist()):
             most, least = 0.5 ** (number / 2), 0.5 ** ((number + 1) / 2)
             if least * factor < probability:
-                return min(probability / factor, most)
+                return float(min(probability / factor, most))
         return 0.0
 
     def _corrected(self, probabilities: NDArray[np.float64], places: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -39,6 +39,7 @@ class SharedBudget:
 
     Attributes:
         backs_off: Whether the coming step goes without a draft.
+        rows: How many rows it has.
 
     Raises:
         InvalidArgumentError: `nodes` is out of range.
@@ -56,18 +57,13 @@ class SharedBudget:
         self._offers: list[tuple[RowBudget, Send]] = []
         self._outcomes: dict[Calibration, list[tuple[NDArray[np.float64], Sequence[int]]]] = {}  # of the last step
         self._context = 1
+        self.rows = 0
         self._least = LEAST_LIKELY  # likely enough to be looked for
 
     def row(self, temperature: float = 0.0) -> RowBudget:
         """The part of one row, whose tokens are sampled with `temperature`, 0 for the likeliest ones."""
         key = round(temperature, 1)
         return RowBudget(self, self._calibrations.setdefault(key, Calibration()))
-
-    def reads_prompts(self, temperature: float) -> bool:
-        """Whether reading the prompt of a row for drafting is worth its time, by what is known of the present load."""
-        if self._nodes is not None or self._account is None:
-            return self._nodes is not None or temperature == 0
-        return self._account.reads_prompts
 
     def begin(self, rows: int, temperature: float = 0.0, timed: bool = True) -> None:
         """Begin a step.
@@ -78,7 +74,7 @@ class SharedBudget:
             timed: Whether it will be booked, as a step that carries prompts is not.
         """
         self._offers.clear()
-        self._context = 1
+        self._context, self.rows = 1, rows
         for calibration, drafts in self._outcomes.items():  # of all rows at once, which takes as long as of one
             calibration.learn_all(drafts)
         self._outcomes.clear()
@@ -86,7 +82,8 @@ class SharedBudget:
             self.backs_off = self._nodes <= rows
             return
         self._account = self._account_for(rows, 1 << max(rows - 1, 0).bit_length(), round(2 * temperature) / 2)
-        self.backs_off = self._account.backs_off if timed else self._account.rests
+        # What a draft beside prompts brings is not booked, so that drafts which are not known to pay would cost unseen.
+        self.backs_off = self._account.backs_off if timed else not self._account.reads_prompts
 
     def _account_for(self, rows: int, load: int, temperature: float) -> DraftAccount:
         """The account of a load. It begins with what is known of the nearest one: requests come and go, and a load that
@@ -218,6 +215,11 @@ class RowBudget:
     def least(self) -> float:
         """See `StepBudget`."""
         return self.calibration.predicted(self._shared.least)
+
+    @property
+    def reads_prompts(self) -> bool:
+        """See `StepBudget`: rows that share steps fill the memory for each other, which is as good."""
+        return self._shared.rows == 1
 
     def begin(self) -> None:
         """See `StepBudget`."""

@@ -147,8 +147,7 @@ class Engine:
             check_reads_predictions(config)
         check_nodes(self._runner, config)
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
-        known = None if prediction is None else self._known_tokens("prediction", prediction)
-        extras = Extras(seed, logprobs, known, alone=not self._unfinished)
+        extras = Extras(seed, logprobs, None if prediction is None else self._known_tokens("prediction", prediction))
         handle = RequestHandle(self)
         with self._changed:
             place = urgency(priority, self.statistics.steps, self._submitted)

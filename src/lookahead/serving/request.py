@@ -50,14 +50,11 @@ class Extras:
         logprobs: How many of the likeliest tokens to tell with the log-probabilities of each token; neither these nor
             those if `None`.
         prediction: Token ids of the text that is expected.
-        alone: Whether it came while there was no other. Requests that share steps fill the memory for each other: to
-            read their prompts for it, too, costs more than it brings.
     """
 
     seed: int
     logprobs: int | None = None
     prediction: Sequence[int] | None = None
-    alone: bool = True
 
 
 class Prepared:
@@ -177,7 +174,6 @@ class Request:
         tokens = prompts.tokens[0]
         sampling = prepared.config
         self.temperature = 0.0 if not sampling.do_sample else float(sampling.temperature or 1.0)
-        reads = extras.alone and shares and shared.reads_prompts(self.temperature)
         self.sequence = TextSequence(
             prompts.input_ids.long(),
             tokens,
@@ -186,7 +182,7 @@ class Request:
                 memory=self._memory,
                 neighbours=neighbours(model) if shares else None,
                 vocabulary=getattr(model.get_input_embeddings(), "num_embeddings", None),
-                warm_up=warm_up_tokens(model, len(tokens), config.chooses_nodes) if reads else 0,
+                warm_up=warm_up_tokens(model, len(tokens), config.chooses_nodes) if shares else 0,
                 most=self.most_nodes,
                 budget=shared.row(self.temperature) if shares else None,
                 predicted=self._prediction,

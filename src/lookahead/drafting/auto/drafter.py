@@ -152,7 +152,8 @@ class AutoDrafter:
 
     def _propose(self, tree: TokenTree) -> None:
         self._catch_up()
-        for node in range(max(0, tree.root - self._read_prompt), tree.root):
+        read = self._read_prompt if self.budget.reads_prompts else 0
+        for node in range(max(0, tree.root - read), tree.root):
             tree.needs_logits[node] = True
         matches = self._no_text if self.matches is None else self.matches
         paths = [source.propose() for source in self._sources]
