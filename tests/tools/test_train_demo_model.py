@@ -124,7 +124,7 @@ def test_going_on_from_a_model_keeps_its_vocabulary_and_lowers_its_loss(
     train: Callable[..., int], tmp_path: Path
 ) -> None:
     assert train("first", tokens=40 * 64) == 0
-    gentle = {"muon_lr": 0.002, "adamw_lr": 0.0003, "own_text_weight": 1, "own_text_rows": 4, "own_text_tokens": 20}
+    gentle = {"muon_lr": 0.002, "adamw_lr": 0.0003, "own_text_weight": 1, "own_text_rows": 2, "own_text_tokens": 20}
     assert train("second", start_from=str(tmp_path / "first"), **gentle) == 0
     first, second = (json.loads((tmp_path / name / "training.json").read_text()) for name in ("first", "second"))
     assert second["validation_loss"] < first["validation_loss"]
@@ -142,8 +142,10 @@ def test_the_loss_on_own_text_makes_what_repeats_less_likely(tool: ModuleType) -
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=50, max_position_embeddings=64, **shape))
     windows = torch.randint(1, 50, (8, 12))
-    text, prompt_length = own_text.own_text(model, windows, settings.own_text_tokens)
+    text, prompt_length = own_text.own_text(model, windows, settings.own_text_tokens, (0,))
     assert torch.equal(text[:, :prompt_length], windows)
+    part, length = own_text.own_text(model, torch.randint(1, 50, (2, 300)), 1, (0,))
+    assert part.shape[1] == length + 1 <= 97
     assert model.training
     repeats = own_text.in_repeated_cycle(text)
 
@@ -158,7 +160,7 @@ def test_the_loss_on_own_text_makes_what_repeats_less_likely(tool: ModuleType) -
 
     before = probabilities()
     assert len(before) > 40
-    loss = own_text.own_text_loss(model, windows, settings)
+    loss = own_text.own_text_loss(model, text, prompt_length, settings)
     assert loss.item() == pytest.approx(-sum(math.log(1 - p) for p in before) / (8 * 40), rel=1e-3)
     loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -204,7 +206,8 @@ def test_a_stopped_run_continues_exactly(
 ) -> None:
     if optimizer == "muon" and not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon")
-    recipe = {"dtype": dtype, "optimizer": optimizer}
+    recipe = {"dtype": dtype, "optimizer": optimizer, "own_text_tokens": 20, "own_text_rows": 2}
+    recipe["own_text_weight"] = 0.5 if dtype == "float32" else 0.0
     assert train("straight", **recipe) == 0
     with monkeypatch.context() as patch:
         interrupt_in_step(3, patch, press_ctrl_c)
@@ -293,7 +296,7 @@ def test_a_broken_checkpoint_is_named(
         ({"layers": 0}, ["--layers 0", "at least 1"]),
         ({"muon_lr": "nan"}, ["--muon-lr nan", "above 0"]),
         ({"own_text_weight": -1}, ["--own-text-weight -1", "at least 0"]),
-        ({"own_text_weight": 1}, ["--own-text-rows 16", "at most the 4 sequences"]),
+        ({"own_text_rows": 0}, ["--own-text-rows 0", "at least 1"]),
         ({"decay_from": 1}, ["--decay-from 1.0", "below 1"]),
         ({"max_positions": 8}, ["--max-positions 8", "--sequence-length 16"]),
         ({"validation_percent": 100}, ["--validation-percent 100", "between 0 and 100"]),

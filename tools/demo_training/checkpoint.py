@@ -26,6 +26,7 @@ def save_checkpoint(path: Path, run: TrainingRun, settings: TrainingSettings, da
         "losses": run.losses,
         "validations": run.validations,
         "seconds": run.seconds,
+        "own_texts": run.own_texts,
         # Nothing draws random numbers after initialisation today; a dropout added tomorrow would.
         "rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
@@ -67,6 +68,7 @@ def restore_checkpoint(run: TrainingRun, state: dict[str, Any]) -> None:
     run.losses = state["losses"]
     run.validations = state["validations"]
     run.seconds = state["seconds"]
+    run.own_texts = state["own_texts"]
     torch.set_rng_state(state["rng"])
     if state["cuda_rng"] is not None:
         torch.cuda.set_rng_state(state["cuda_rng"], run.model.device)

@@ -1,12 +1,16 @@
 """A loss that makes a model's own loops less likely.
 
-Greedy text of a small model falls into cycles, and does so the more surely the longer it has been in one. Each
-step the model continues prompts of the training data greedily, and the tokens that lie in a repeated cycle are
-made less likely (sequence-level unlikelihood, Welleck et al. 2020, section 5.2).
+Greedy text of a small model falls into cycles, and does so the more surely the longer it has been in one. Now and
+then the model continues prompts of the training data greedily, and the tokens that lie in a repeated cycle are made
+less likely (sequence-level unlikelihood, Welleck et al. 2020, section 5.2). Writing costs more than learning, and
+more rows cost hardly more: so a set of texts is written at once and serves several steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch.nn import functional
 from transformers import LlamaForCausalLM
@@ -14,13 +18,16 @@ from transformers import LlamaForCausalLM
 from demo_training.settings import TrainingSettings
 from lookahead.bench.repetition import repeated_cycles
 
-PROMPT_TOKENS = 64
+PROMPT_TOKENS = (16, 96)
+"""Shortest and longest prompt."""
+
 LONGEST_PERIOD = 64
 
 
-def own_text_loss(model: LlamaForCausalLM, windows: torch.Tensor, settings: TrainingSettings) -> torch.Tensor:
-    """Mean of -log(1 - p) over the model's own tokens, where only those in a cycle count. windows: [R, S]"""
-    text, prompt_length = own_text(model, windows, settings.own_text_tokens)
+def own_text_loss(
+    model: LlamaForCausalLM, text: torch.Tensor, prompt_length: int, settings: TrainingSettings
+) -> torch.Tensor:
+    """Mean of -log(1 - p) over the model's own tokens, where only those in a cycle count. text: [R, P + N]"""
     inside = in_repeated_cycle(text)[:, prompt_length:]  # [R, N]
     with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=settings.dtype == "bfloat16"):
         logits = model(input_ids=text[:, :-1], use_cache=False).logits[:, prompt_length - 1 :]  # [R, N, V]
@@ -32,9 +39,17 @@ def own_text_loss(model: LlamaForCausalLM, windows: torch.Tensor, settings: Trai
 
 
 @torch.no_grad()
-def own_text(model: LlamaForCausalLM, windows: torch.Tensor, tokens: int) -> tuple[torch.Tensor, int]:
-    """Greedy continuations of the beginnings of `windows`, [R, P + N], and P."""
-    prompts = windows[:, : min(PROMPT_TOKENS, windows.shape[1])]
+def own_text(
+    model: LlamaForCausalLM, windows: torch.Tensor, tokens: int, seed: Sequence[int]
+) -> tuple[torch.Tensor, int]:
+    """Greedy continuations of a part of each of `windows`, [R, P + N], and P; `seed` says of which part.
+
+    windows: [R, S]
+    """
+    random, size = np.random.default_rng(seed), windows.shape[1]
+    length = min(int(random.integers(*PROMPT_TOKENS, endpoint=True)), size)
+    begin = int(random.integers(0, size - length, endpoint=True))
+    prompts = windows[:, begin : begin + length]
     text = model.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),

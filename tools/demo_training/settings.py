@@ -62,8 +62,11 @@ class TrainingSettings:
     own_text_weight: float = option(
         0.0, "weight of the loss on cycles in the model's own greedy text, as unlikelihood; 0 leaves it out"
     )
-    own_text_rows: int = option(16, "own texts in one optimizer step", at_least=1)
-    own_text_tokens: int = option(192, "tokens of an own text", at_least=1)
+    own_text_rows: int = option(8, "own texts in one optimizer step", at_least=1)
+    own_text_steps: int = option(
+        4, "optimizer steps that a set of own texts serves, each with a part of it", at_least=1
+    )
+    own_text_tokens: int = option(128, "tokens of an own text", at_least=1)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -75,8 +78,6 @@ class TrainingSettings:
                 self._refuse(name, "must be above 0")
         if not self.own_text_weight >= 0:
             self._refuse("own_text_weight", "must be at least 0")
-        if self.own_text_weight and self.own_text_rows > self.batch_size:
-            self._refuse("own_text_rows", f"must be at most the {self.batch_size} sequences of one step")
         if not 0 < self.validation_percent < 100:
             self._refuse("validation_percent", "must lie between 0 and 100")
         if not 0 <= self.decay_from < 1:

@@ -63,6 +63,13 @@ class TokenData:
         chosen = [self._window_in_order(index) for index in range(step * size, (step + 1) * size)]
         return self._cut(self._training, chosen)
 
+    def own_text_windows(self, number: int) -> npt.NDArray[np.int64]:
+        """Where the prompts of a set of own texts are taken from, [own texts, sequence_length]."""
+        rows = self._settings.own_text_rows * self._settings.own_text_steps
+        generator = np.random.default_rng((self._settings.seed, number, rows))
+        chosen = generator.integers(0, self._windows(self._training), rows).tolist()
+        return self._cut(self._training, chosen)[:, :-1]
+
     def validation_batches(self) -> Iterator[npt.NDArray[np.int64]]:
         """The same held-out windows each time, spread evenly over all held-out files.
 

@@ -37,6 +37,8 @@ class TrainingRun:
     losses: list[float] = field(default_factory=list)
     validations: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
+    own_texts: tuple[torch.Tensor, int] | None = None
+    """The set that the model wrote last, and the length of its prompts."""
 
     @property
     def step(self) -> int:
@@ -157,7 +159,7 @@ def train(
     with StopRequest() as stop:
         while run.step < settings.steps:
             began = time.monotonic()
-            loss = train_step(run, data.batch(run.step), settings)
+            loss = train_step(run, data, settings)
             if not math.isfinite(loss):
                 raise TrainingError(
                     f"the loss became {loss} in step {run.step + 1}: choose a lower --muon-lr (now "
@@ -177,20 +179,29 @@ def train(
     return run.step == settings.steps
 
 
-def train_step(run: TrainingRun, batch: npt.NDArray[np.int64], settings: TrainingSettings) -> float:
-    """One optimizer step; returns the loss before it. batch: [B, S + 1]"""
+def train_step(run: TrainingRun, data: TokenData, settings: TrainingSettings) -> float:
+    """One optimizer step; returns the loss before it."""
     set_learning_rates(run.optimizers, learning_rate_factor(run.step, settings))
-    loss = _loss(run.model, batch, settings)
+    loss = _loss(run.model, data.batch(run.step), settings)
     loss.backward()  # type: ignore[no-untyped-call]
     if settings.own_text_weight:
-        windows = torch.from_numpy(batch[: settings.own_text_rows, :-1]).to(run.model.device)
-        weighted = settings.own_text_weight * own_text_loss(run.model, windows, settings)
+        weighted = settings.own_text_weight * own_text_loss(run.model, *_own_texts(run, data, settings), settings)
         weighted.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     for optimizer in run.optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return loss.item()
+
+
+def _own_texts(run: TrainingRun, data: TokenData, settings: TrainingSettings) -> tuple[torch.Tensor, int]:
+    """This step's part of the own texts, and the length of their prompts."""
+    number, turn = divmod(run.step, settings.own_text_steps)
+    if turn == 0 or run.own_texts is None:
+        windows = torch.from_numpy(data.own_text_windows(number)).to(run.model.device)
+        run.own_texts = own_text(run.model, windows, settings.own_text_tokens, (settings.seed, number))
+    text, prompt_length = run.own_texts
+    return text[turn :: settings.own_text_steps], prompt_length
 
 
 @torch.no_grad()
@@ -206,7 +217,8 @@ def validation_loss(model: LlamaForCausalLM, data: TokenData, settings: Training
 def own_text_cycle_share(model: LlamaForCausalLM, data: TokenData, settings: TrainingSettings) -> float:
     """Share of repeated cycles in the model's own text after held-out prompts."""
     batch = next(data.validation_batches())
-    text, prompt_length = own_text(model, torch.from_numpy(batch[:, :-1]).to(model.device), settings.own_text_tokens)
+    windows = torch.from_numpy(batch[:, :-1]).to(model.device)
+    text, prompt_length = own_text(model, windows, settings.own_text_tokens, (settings.seed,))
     return in_repeated_cycle(text)[:, prompt_length:].float().mean().item()
 
 
