@@ -38,6 +38,7 @@ class Options:
     random_llama: bool = option(False, "instead, a Llama of 0.46 billion random weights, with that model's tokenizer")
     prompts: int = option(24, "take the first so many prompts")
     new_tokens: int = option(96, "tokens to generate")
+    rounds: int = option(1, "rounds, each of which begins with nothing learned; times are their median")
     drafted: tuple[int, ...] = option((4, 8, 16), "most tokens that a request is given in a step")
     batch: tuple[int, ...] = option((1, 16), "requests at once")
 
@@ -54,7 +55,7 @@ def measure(options: Options, drafted: int, batch: int) -> Iterator[Row]:
             model = str(random_llama(Path(scratch) / "model", options.model))
         command = [options.python, str(_WORKER), "--model", model, "--output", str(rows)]
         command += ["--drafted", str(drafted), "--batch", str(batch), "--prompts", str(options.prompts)]
-        command += ["--new-tokens", str(options.new_tokens)]
+        command += ["--new-tokens", str(options.new_tokens), "--rounds", str(options.rounds)]
         command += [str(Path(options.data) / f"{task}.jsonl") for task in options.tasks]
         done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
         if done.returncode:
@@ -92,4 +93,6 @@ def probe(options: Options) -> Probe:
     about["there"] = f"{installed(options, 'torch')}, {installed(options, 'transformers')}"
     name = "Llama, 0.46B random weights" if options.random_llama else Path(options.model).name
     about |= {"model": {"name": name}, "tasks": list(options.tasks)}
-    return Probe(units, {**about, "prompts": options.prompts, "new_tokens": options.new_tokens})
+    return Probe(
+        units, {**about, "prompts": options.prompts, "new_tokens": options.new_tokens, "rounds": options.rounds}
+    )

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 # One thread: those of numba, which vLLM's ngram starts, would make OpenMP run the model on several as well.
@@ -38,35 +39,34 @@ class Switch:
     """A proposer that hands on to one of several."""
 
     def __init__(self, vllm_config: Any) -> None:
+        self.config, self.active, self.runner = vllm_config, "no drafts", None
+        speculative = vllm_config.speculative_config
+        speculative.prompt_lookup_min, speculative.prompt_lookup_max = 2, 4
+        self._drafted = speculative.num_speculative_tokens
+        self.drafts = 0
+
+    def begin(self) -> None:
+        """Begin a round: nobody has learned anything."""
         # Here, for these import numba, beside which vLLM 0.32 does not start on CPUs.
         from vllm.v1.spec_decode.ngram_proposer import NgramProposer
         from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
         from lookahead.integrations.vllm import LookaheadProposer
 
-        self.config, self.active, self.runner = vllm_config, "no drafts", None
-        speculative = vllm_config.speculative_config
-        speculative.prompt_lookup_min, speculative.prompt_lookup_max = 2, 4
-        self._drafted = speculative.num_speculative_tokens
-        self.proposers: dict[str, Any] = {
-            "ngram": NgramProposer(vllm_config),
-            "suffix": SuffixDecodingProposer(vllm_config),
-        }
-        for adaptive in (True, False):
-            vllm_config.additional_config = {"lookahead": {"adaptive": adaptive}}
-            self.proposers["lookahead" if adaptive else "lookahead, full drafts"] = LookaheadProposer(vllm_config)
-        self.drafts = 0
+        config = self.config
+        self.proposers: dict[str, Any] = {"ngram": NgramProposer(config), "suffix": SuffixDecodingProposer(config)}
+        self._readers = {}
+        for name, adaptive in zip(METHODS[3:], (True, False), strict=True):
+            config.additional_config = {"lookahead": {"adaptive": adaptive}}
+            self.proposers[name] = LookaheadProposer(config)
+            self._model.compute_logits = self._plain
+            self.proposers[name].load_model(self._model)
+            self._readers[name] = self._model.compute_logits
+        self._model.compute_logits = self._plain
 
     def load_model(self, model: Any) -> None:
         """Each proposer of this library reads the logits along, but only while it drafts."""
-        plain = model.compute_logits
-        self._readers = {}
-        for name in METHODS[3:]:
-            model.compute_logits = plain
-            self.proposers[name].load_model(model)
-            self._readers[name] = model.compute_logits
-        self._model, self._plain = model, plain
-        model.compute_logits = plain
+        self._model, self._plain = model, model.compute_logits
 
     def choose(self, name: str) -> None:
         """Let this method draft from now on."""
@@ -117,11 +117,12 @@ class Bench:
         runner = self._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         self._switch = runner.drafter
         self._switch.runner = runner
-        self._count = 0
+        self._count = self._shift = 0
 
     def texts(self, prompts: Sequence[list[int]], new: int) -> tuple[list[list[int]], Counter[str]]:
-        """Continue prompts, so many at once; returns the texts, and counts of steps that carried no prompt: how many
-        they were, the tokens that they added, the tokens that were drafted for them, and their CPU seconds."""
+        """Continue prompts, so many at once; returns the texts, and counts of steps that carried no prompt and as many
+        requests: how many they were, the tokens that they added, the tokens that were drafted for them, and their CPU
+        seconds."""
         asked = vllm.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
         texts: dict[str, list[int]] = {}  # of requests that have a token
         running: set[str] = set()
@@ -132,7 +133,8 @@ class Bench:
                 self._count += 1
                 running.add(str(self._count))
                 self._engine.add_request(str(self._count), {"prompt_token_ids": waiting.pop()}, asked)
-            decodes, before = running <= texts.keys(), sum(map(len, texts.values()))
+            decodes = running <= texts.keys() and len(running) == min(self._options.batch, len(prompts))
+            before = sum(map(len, texts.values()))
             drafts, begin = self._switch.drafts, time.process_time()
             outputs = self._engine.step()
             seconds = time.process_time() - begin
@@ -147,28 +149,38 @@ class Bench:
                 counts["microseconds"] += int(1e6 * seconds)
         return [texts[name] for name in sorted(texts, key=int)], counts
 
-    def rows(self, path: Path) -> Iterator[Row]:
-        """A row for each method."""
-        options = self._options
-        texts = [self._tokenizer(text).input_ids[-PROMPT_TOKENS:] for text in prompts_of(path, options.prompts + 1)]
-        warm, prompts = texts[-1], texts[:-1]
+    def round(self, prompts: Sequence[list[int]], warm: list[int]) -> dict[str, Counter[str]]:
+        """Continue all prompts with each method, after one that does not count; returns what `texts` counts, and how
+        many texts are others than those without drafts."""
+        options, switch = self._options, self._switch
         totals = {name: Counter[str]() for name in METHODS}
         groups = [[prompt] for prompt in prompts] if options.batch == 1 else [prompts]
+        switch.begin()
         for turn, group in enumerate([[warm], *groups]):
             found: dict[str, list[list[int]]] = {}
-            shift = turn % len(METHODS)
-            for name in (*METHODS[shift:], *METHODS[:shift]):
-                self._switch.choose(name)
+            self._shift = (self._shift + 1) % len(METHODS)
+            for name in (*METHODS[self._shift :], *METHODS[: self._shift]):
+                switch.choose(name)
                 found[name], counts = self.texts(group, options.new_tokens)
                 if turn:
                     totals[name] += counts
             for name in METHODS if turn else ():
                 totals[name]["differing"] += sum(map(list.__ne__, found[name], found["no drafts"]))
-        for name, counts in totals.items():
+        return totals
+
+    def rows(self, path: Path) -> Iterator[Row]:
+        """A row for each method. Times are the median of the rounds."""
+        options = self._options
+        texts = [self._tokenizer(text).input_ids[-PROMPT_TOKENS:] for text in prompts_of(path, options.prompts + 1)]
+        rounds = [self.round(texts[:-1], texts[-1]) for _ in range(options.rounds)]
+        for name in METHODS:
+            each = [totals[name] for totals in rounds]
+            counts = sum(each, Counter[str]())
             row: Row = {"kind": "run", "task": path.stem, "drafted": options.drafted, "batch": options.batch}
-            row |= {"method": name, "prompts": len(prompts), "tokens": counts["tokens"], "steps": counts["steps"]}
+            row |= {"method": name, "prompts": len(texts) - 1, "tokens": counts["tokens"], "steps": counts["steps"]}
             row |= {"drafts": counts["drafts"], "seconds": counts["microseconds"] / 1e6}
-            row |= {"S": row["tokens"] / row["steps"], "ms_per_token": 1000 * row["seconds"] / row["tokens"]}
+            times = [one["microseconds"] / 1000 / one["tokens"] for one in each]
+            row |= {"S": row["tokens"] / row["steps"], "ms_per_token": median(times), "rounds": times}
             row |= {"drafts_per_step": row["drafts"] / row["steps"], "differing": counts["differing"]}
             if row["differing"]:
                 row["error"] = f"{name}, {path.stem}, {options.drafted} drafted tokens: texts differ"
@@ -183,6 +195,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--prompts", type=int)
     parser.add_argument("--new-tokens", type=int)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--output", type=Path)
     parser.add_argument("files", type=Path, nargs="+")
     options = parser.parse_args()

@@ -11,7 +11,7 @@ from lookahead.drafting.auto.context_matches import ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.ngram_memory import NGramMemory
-from lookahead.drafting.auto.path_drafter import PathDrafter
+from lookahead.drafting.auto.path_drafter import PathDrafter, PathSearch
 from lookahead.drafting.chain import ChainDrafter
 
 VOCABULARY, TOP_K, LONGEST, STEPS = 24, 4, 6, 60
@@ -39,7 +39,8 @@ class Model:
 @pytest.mark.parametrize("seed", range(4))
 def test_it_drafts_what_a_chain_of_the_search_is(seed: int) -> None:
     model, text = Model(seed), [1, 2, 3]
-    drafter = PathDrafter(small_memory(), LONGEST)
+    shared = PathSearch(small_memory(), LONGEST)
+    drafter = PathDrafter(shared)
     drafter.start(np.array(text))
     search = AutoDrafter(small_memory(), ContextMatches(), None, 2, explore=False, chain=LONGEST)
     chains = ChainDrafter(search, LONGEST + 1)
@@ -58,6 +59,7 @@ def test_it_drafts_what_a_chain_of_the_search_is(seed: int) -> None:
             tokens.append(int(ids[len(tokens), 0]))
         accepted += len(tokens) - 1
         drafter.learn(tokens, ids, shares)
+        shared.write()
         drafter.extend(tokens)
         path = list(range(1, len(tokens)))
         chains.observe(StepResult(tree, ids[:, 0], path, tokens, ids, shares))
@@ -66,11 +68,13 @@ def test_it_drafts_what_a_chain_of_the_search_is(seed: int) -> None:
 
 
 def test_what_is_recalled_is_drafted_in_another_text() -> None:
-    drafter = PathDrafter(small_memory(), LONGEST)
+    shared = PathSearch(small_memory(), LONGEST)
+    drafter = PathDrafter(shared)
     drafter.start(np.array([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]))
     draft, _ = drafter.propose(LONGEST)
     assert draft.tolist()[:4] == [4, 5, 6, 7]
     drafter.recall([4, 5, 6])
+    shared.write()
     drafter.extend([4, 5, 6])
     drafter.start(np.array([9, 1, 2, 3]))
     draft, _ = drafter.propose(LONGEST)
@@ -78,18 +82,21 @@ def test_what_is_recalled_is_drafted_in_another_text() -> None:
 
 
 def test_tokens_that_are_not_the_likeliest_are_believed_after_a_while() -> None:
-    drafter = PathDrafter(small_memory(), 1)
+    shared = PathSearch(small_memory(), LONGEST)
+    drafter = PathDrafter(shared)
     drafter.start(np.array([1, 2]))
     others = np.array([[5, 6, 7, 8]]), np.array([[0.9, 0.05, 0.02, 0.01]], dtype=np.float32)
     for token in [3, 1, 2] * 8:  # selected by a grammar, say
         drafter.propose(1)
         drafter.learn([token], *others)
+        shared.write()
         drafter.extend([token])
     assert drafter.propose(1)[0].tolist() == [3]
 
 
 def test_a_text_of_one_token_has_a_draft_of_none() -> None:
-    drafter = PathDrafter(small_memory(), LONGEST)
+    shared = PathSearch(small_memory(), LONGEST)
+    drafter = PathDrafter(shared)
     drafter.start(np.array([4]))
     assert len(drafter.propose(LONGEST)[0]) == 0
     assert len(drafter.propose(0)[0]) == 0

@@ -76,6 +76,19 @@ def _compile(function: Function, options: dict[str, Any], makes_arrays: bool = F
         return cast(Function, _numba.njit(**options)(function))
 
 
+def entry_for(function: Function, *arguments: Any) -> Function:
+    """`function` for arguments of these types and no others, without a look at what types they have.
+
+    With dozens of arrays that look takes longer than many a loop. Arguments of other types are misread, so this is for
+    arrays that are made in one place.
+    """
+    try:
+        types = tuple(map(_numba.typeof, arguments))
+        return cast(Function, cast(Any, function).overloads[types].entry_point)
+    except (AttributeError, KeyError):  # not compiled, or by a numba that keeps it elsewhere
+        return function
+
+
 @contextmanager
 def on_first_compilation(announce: Callable[[], None]) -> Iterator[None]:
     """Call `announce` when a loop is first compiled meanwhile, rather than read from what numba kept of it."""

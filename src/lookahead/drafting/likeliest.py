@@ -48,6 +48,17 @@ def _exponentials(row: NDArray[np.float32], begin: int, end: int, top: np.float3
 
 
 @_inner
+def _largest(row: NDArray[np.float32], begin: int) -> np.float32:
+    """The largest of a block: four maxima side by side, as each comparison waits for the one before it."""
+    first, second, third, fourth = row[begin], row[begin + 1], row[begin + 2], row[begin + 3]
+    for index in range(begin + 4, begin + BLOCK, 4):
+        first, second = max(first, row[index]), max(second, row[index + 1])
+        third, fourth = max(third, row[index + 2]), max(fourth, row[index + 3])
+    top: np.float32 = max(max(first, second), max(third, fourth))
+    return top
+
+
+@_inner
 def _insert(token: int, value: np.float32, count: int, tokens: NDArray[np.int64], values: NDArray[np.float32]) -> int:
     """Insert into a list that descends, behind what is equal; the last one makes way. Returns how many there are."""
     at = min(count, len(values) - 1)
@@ -75,9 +86,7 @@ def _list_row(
     whole = len(maxima) * BLOCK
     count = 0
     for block in range(len(maxima)):
-        largest = row[block * BLOCK]
-        for index in range(block * BLOCK, (block + 1) * BLOCK):
-            largest = max(largest, row[index])
+        largest = _largest(row, block * BLOCK)
         maxima[block] = largest
         count = _insert(block, largest, count, blocks, values)
     top = values[0]

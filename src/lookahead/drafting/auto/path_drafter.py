@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.drafting.auto.context_matches import LONGEST, ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
+from lookahead.drafting.auto.ngram_entries import LEAST_PROBABILITY
+from lookahead.drafting.auto.path_notes import PathNotes
+from lookahead.drafting.auto.proposals import MOST_LISTED
 from lookahead.drafting.auto.recent_predictions import RecentArrays
 from lookahead.drafting.auto.rejected_siblings import RejectedSiblings
 from lookahead.drafting.auto.search import SUREST, TreeSearch
+from lookahead.drafting.auto.source import TokenPaths
 from lookahead.drafting.auto.trust import Trust, mix_in
 
 _KNOWN = 3
@@ -21,7 +24,34 @@ _KNOWN = 3
 _RECALLED = 0.95
 """How likely a token was, if it was selected where it was sure."""
 
+_NO_PATHS = TokenPaths(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))
 _NONE_RECENT = RecentArrays(np.empty(0, dtype=np.int64), np.empty(0))
+
+
+class PathSearch:
+    """What the texts of one batch share: the memory, and room for one search, which stays in the processor's cache.
+
+    Args:
+        memory: What is known about the model.
+        longest: Most tokens of a draft.
+        surest: Highest probability that a token is given after another.
+
+    Attributes:
+        notes: What steps showed, until `write`.
+        latest: Whose draft was searched last. What its proposals were worth can be learned.
+    """
+
+    def __init__(self, memory: DraftMemory, longest: int, surest: float = SUREST) -> None:
+        self.memory = memory
+        self.longest = longest
+        self.notes = PathNotes()
+        self.latest: PathDrafter | None = None
+        with memory.lock:
+            self.tree = TreeSearch(1, memory, None, (RejectedSiblings.name,), surest, chain=longest)
+
+    def write(self) -> None:
+        """Write what the texts learned to the memory."""
+        self.notes.write(self.memory)
 
 
 class PathDrafter:
@@ -29,20 +59,17 @@ class PathDrafter:
     memory and matches in the text, then the likeliest one after that. There are no trees on its way.
 
     Args:
-        memory: What is known about the model; texts may share it.
-        longest: Most tokens of a draft.
-        surest: Highest probability that a token is given after another.
+        shared: What it shares with the drafters of other texts. Whoever made it writes what they learn to the memory.
     """
 
-    def __init__(self, memory: DraftMemory, longest: int, surest: float = SUREST) -> None:
-        self._memory = memory
-        self._longest = longest
+    def __init__(self, shared: PathSearch) -> None:
+        self._shared = shared
+        self._memory = shared.memory
         self._matches = ContextMatches()
-        with memory.lock:
-            self._search = TreeSearch(1, memory, None, (RejectedSiblings.name,), surest, chain=longest)
-        self._siblings = RejectedSiblings(self._search.nodes, memory.ngrams.top_k)
+        self._siblings = _NO_PATHS
         self._end = np.empty(0, dtype=np.int64)  # the last tokens of the text
         self._draft: NDArray[np.int64] | None = None  # what was found after it, if that was asked for
+        self._known: NDArray[np.int64] = self._end  # the longest context that the memory knows at each token of it
         self._trust = Trust()
 
     def start(self, text: NDArray[np.integer]) -> None:
@@ -50,7 +77,7 @@ class PathDrafter:
         self._matches.start(text.astype(np.int64))
         self._end, self._draft = text[-LONGEST:].astype(np.int64), None
         self._trust.start()
-        self._siblings.forget()
+        self._siblings = _NO_PATHS
 
     def extend(self, tokens: Sequence[int]) -> None:
         """The text goes on, and the last draft is done with."""
@@ -59,25 +86,30 @@ class PathDrafter:
         self._end = np.concatenate([self._end, new])[-LONGEST:]
         self._draft = None
 
-    def propose(self, most: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def propose(self, most: int, least: float = 0.0) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The likeliest path of at most `most` tokens.
+
+        Args:
+            most: Its longest length.
+            least: How likely each token is to be accepted with all before it, at least.
 
         Returns:
             Its tokens, and how likely each is to be accepted with all before it, `[drafted]` each.
         """
+        shared, tree = self._shared, self._shared.tree
         with self._memory.lock:
-            sources = self._search.ask(self._matches, (self._siblings.propose(),), _NONE_RECENT)
-            self._siblings.forget()
-            count = self._search.search(self._end, 1, min(most, self._longest), sources)
-            self._draft = self._search.found(count)[0].copy()
-            return self._draft, self._search.path_probabilities.copy()
+            sources = tree.ask(self._matches, (self._siblings,), _NONE_RECENT)
+            count = tree.search(self._end, 1, min(most, shared.longest), sources, least)
+        shared.latest, self._siblings = self, _NO_PATHS
+        self._draft = tree.found(count)[0].copy()
+        self._known = tree.nodes.known[tree.root : tree.root + count + 1].copy()
+        return self._draft, tree.path_probabilities.copy()
 
     def learn(
         self,
         selected: Sequence[int],
         top_ids: NDArray[np.int64],
         top_probabilities: NDArray[np.float32],
-        judges: bool = True,
     ) -> None:
         """Learn from a step, before the text is extended by what it selected.
 
@@ -86,30 +118,26 @@ class PathDrafter:
             top_ids: The likeliest tokens after the text and after each of the first tokens of the draft, likeliest
                 first, `[read, listed]`; at least as many rows as there are selected tokens.
             top_probabilities: Their probabilities, likewise.
-            judges: Whether to learn how likely proposals of each kind are to be accepted, too. That takes as long as
-                the rest, and one text in many is enough.
         """
         self._trust.note_likeliest(selected, top_ids[: len(selected), 0].tolist())
         if self._trust.share < 1:
             top_ids, top_probabilities = _as_selected(selected, top_ids, top_probabilities, self._trust.share)
-        with self._memory.lock:
-            if self._draft is not None:
-                if len(selected) < len(top_ids):  # the token that was rejected has followers
-                    before, first = self._search.root + len(selected) - 1, self._search.root + 1
-                    self._siblings.follow(before, first, top_ids, top_probabilities)
-                if judges:
+        count = len(selected)
+        if self._draft is not None:
+            if count < len(top_ids):  # the token that was rejected has followers
+                self._siblings = _followers(top_ids[count], top_probabilities[count])
+            if self._shared.latest is self:
+                with self._memory.lock:
                     self._teach(selected, top_ids, top_probabilities)
-            self._remember(len(selected), top_ids, top_probabilities)
+        self._note(count, top_ids, top_probabilities)
 
     def recall(self, selected: Sequence[int]) -> None:
         """Remember what a step selected that was sure beforehand, and of which nothing else is known; what the memory
         knows already stays as it is. See `learn`."""
-        first = self._search.root
-        if self._draft is None or self._search.nodes.known[first : first + len(selected)].min() >= _KNOWN:
+        if self._draft is None or self._known[: len(selected)].min() >= _KNOWN:
             return
         ids = np.array(selected, dtype=np.int64)[:, None]
-        with self._memory.lock:
-            self._remember(len(ids), ids, np.full(ids.shape, _RECALLED, dtype=np.float32))
+        self._note(len(ids), ids, np.full(ids.shape, _RECALLED, dtype=np.float32))
 
     def _teach(self, selected: Sequence[int], top_ids: NDArray[np.int64], shares: NDArray[np.float32]) -> None:
         """What the proposals of the last search were worth."""
@@ -119,31 +147,20 @@ class PathDrafter:
         counts[:known] = 1.0
         chosen = np.full(rows, -1, dtype=np.int64)
         chosen[:known] = selected
-        self._search.teach(acceptance, top_ids, shares, counts, chosen, False)
+        self._shared.tree.teach(acceptance, top_ids, shares, counts, chosen, False)
 
-    def _remember(self, known: int, top_ids: NDArray[np.int64], shares: NDArray[np.float32]) -> None:
-        """What follows the end of the text and the tokens of the draft; what follows real text last, so that it
-        counts."""
-        orders, rows = self._memory.ngrams.orders, len(top_ids)
-        draft = self._end[:0] if self._draft is None else self._draft[: rows - 1]
-        tokens = np.concatenate([_before(orders), self._end[-orders:], draft])
-        contexts = tokens[len(tokens) - rows + _windows(rows, orders)]
-        if known < rows:
-            order = np.concatenate([np.arange(known, rows), np.arange(known)])
-            contexts, top_ids, shares = contexts[order], top_ids[order], shares[order]
-        self._memory.ngrams.insert(contexts, top_ids, shares)
+    def _note(self, known: int, top_ids: NDArray[np.int64], shares: NDArray[np.float32]) -> None:
+        """What follows the end of the text and the tokens of the draft."""
+        draft = self._end[:0] if self._draft is None else self._draft[: len(top_ids) - 1]
+        self._shared.notes.add(self._end, draft, known, top_ids, shares)
 
 
-@cache
-def _before(orders: int) -> NDArray[np.int64]:
-    """What stands before the beginning of a text."""
-    return np.full(orders, -1, dtype=np.int64)
-
-
-@cache
-def _windows(rows: int, orders: int) -> NDArray[np.int64]:
-    """Where the last tokens of so many contexts are, each a token longer than the one before it, `[rows, orders]`."""
-    return np.subtract.outer(np.arange(rows), np.arange(orders))
+def _followers(ids: NDArray[np.int64], shares: NDArray[np.float32]) -> TokenPaths:
+    """What the model says after the token that was rejected; it often says the same after the right one."""
+    listed = int(np.count_nonzero(ids[:MOST_LISTED] >= 0))
+    parents = np.full(listed, -1, dtype=np.int64)
+    own = np.maximum(shares[:listed].astype(np.float64), LEAST_PROBABILITY)
+    return TokenPaths(ids[:listed], parents, own / own.sum())
 
 
 def _as_selected(

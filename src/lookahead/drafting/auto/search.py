@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ from lookahead.drafting.auto.recent_predictions import MOST_TRIED, RecentArrays,
 from lookahead.drafting.auto.scorer import MATCHES, NEIGHBOURS, Acceptance, Lessons, context_name, estimate
 from lookahead.drafting.auto.source import TokenPaths
 from lookahead.drafting.auto.worth import Evidence, Worth, allocate_worth, kind_of, settle
-from lookahead.drafting.compiled import compiled, inner, loop_arrays, loop_tuple
+from lookahead.drafting.compiled import compiled, entry_for, inner, loop_arrays, loop_tuple
 
 _LEAST_ASKING = 0.3
 """How likely a node must be for neighbours to be looked for, which takes as long as adding several nodes; doing so
@@ -108,6 +108,7 @@ class TreeSearch:
         self._queue = allocate_queue(proposals)
         self._context = np.zeros(LONGEST, dtype=np.int64)
         self._line = np.arange(-1, LONGEST)
+        self._run: Callable[..., int] | None = None  # the search, for arrays of these types
         self.root = 0
         self._count = 0
 
@@ -149,7 +150,12 @@ class TreeSearch:
         self._proposals.table_nodes.fill(-1)
         arrays = map(loop_tuple, (self.nodes, self._proposals, sources, self._queue))
         own = loop_arrays(self._memory.acceptance.weights, self._context)
-        self._count = _search_tree(most, least, room, self.root, self._surest, self._chain, *own, *arrays)
+        told = (most, float(least), room, self.root, self._surest, self._chain, *own, *arrays)
+        if self._run is None:
+            self._count = _search_tree(*told)
+            self._run = entry_for(_search_tree, *told)
+        else:
+            self._count = self._run(*told)
         return self._count
 
     def found(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -382,7 +388,9 @@ def _search_tree(
                 node = _end_of_best_path(root, count, nodes)
                 chains = True
             row = _likeliest(node, nodes, proposals, queue)
-            if nodes.depths[node] >= min(chain, room) or row < 0 or queue.probabilities[row] < _LEAST_CHAINED:
+            if nodes.depths[node] >= min(chain, room) or row < 0:
+                return count
+            if queue.probabilities[row] < max(least, _LEAST_CHAINED):
                 return count
         count += 1
         node = root + count

@@ -1,110 +1,161 @@
-"""How much of each draft a step sends, by what steps took and brought so far."""
+"""How much of each draft a step sends, by what drafted tokens cost and bring."""
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass
 
-from lookahead.core.cost_model import CostModel
-from lookahead.core.draft_account import RATE, DraftAccount, StepTime
+import numpy as np
 
 _LEAST = 0.01
 """A token less likely than this is not sent, whatever it costs."""
 
-_FIRST = 16
-"""Drafted steps of a load that are all booked; of those after them every fourth is, for booking takes time."""
+_SHARE = 0.25
+"""Part of what a token costs that it has to bring. With all of it, steps would bring the most tokens in a time; with
+less of it they bring nearly as many, and more in each step."""
 
-_BETWEEN = 32
-"""Drafted steps at least between two rests."""
+_MOST = 0.5
+"""A token that is likelier than this is sent, whatever it is taken to cost."""
+
+_GUESS = 32.0, 2.0, 1.0
+"""What a step, each of its requests and each drafted token are taken to cost beforehand, in drafted tokens: as for a
+small model on a CPU."""
+
+_GUESSES = 500.0
+"""How much that counts: as so many steps with a token more than others."""
+
+_RATE = 0.03
+"""Weight of the latest step in a mean."""
+
+_KEPT = 0.998
+"""What a step keeps of its weight in the costs from one to the next."""
+
+_LONGEST = 3.0
+"""A step counts no longer than so many usual ones: others use the machine, too."""
+
+_FIRST, _BETWEEN = 16, 8
+"""After how many steps, and after so many more each time, what a token costs is worked out anew."""
+
+_SKIPPED = 3
+"""First steps that say nothing: something is loaded or compiled in them."""
 
 _PRIOR = 8.0
 """Tokens that count as accepted as often as expected beforehand."""
 
 _FORGOTTEN = 0.02
-"""What a step takes from the weight of those before it."""
+"""What a step takes from the weight of those before it in how often tokens are accepted."""
+
+_WORTH = 1.05
+"""Tokens that each request gets in a step, at least, for looking for drafts to be worth its time."""
+
+_TRIED, _TRIED_AGAIN = 64, 16
+"""Steps that are drafted before drafts may rest, at first and after each rest."""
+
+_REST = 512
+"""Plain steps of a rest."""
+
+
+@dataclass(frozen=True)
+class VerifiedStep:
+    """What a step took and brought.
+
+    Attributes:
+        rows: Requests.
+        sent: Drafted tokens.
+        expected: How many of them were to be accepted.
+        tokens: Tokens that it added, over all requests.
+        seconds: How long it took.
+    """
+
+    rows: int
+    sent: int
+    expected: float
+    tokens: int
+    seconds: float
 
 
 class ChainLengths:
     """Sends the drafted tokens that are likely enough to pay for what they add to a step.
 
-    A token that is accepted with probability p brings p tokens, and takes as long as it makes the step longer. In that
-    time, the steps of this load bring so many tokens on the average. It is sent if p is more. That is what makes for
-    the most tokens per second, and takes one comparison.
+    A token that is accepted with probability p brings p tokens, and makes the step longer. In that time steps bring so
+    many tokens on the average, of so many requests; if p is more than `_SHARE` of that, it is sent. So more is sent of
+    one request, whose steps bring few tokens, than of each of many.
 
-    Loads, of 1, 2, 4, 8, ... requests, have accounts of their own, which say whether drafting pays at all.
+    What a step of so many requests and drafted tokens takes is a straight line through the steps of late. All of them
+    have drafts; that these are not equally long shows what a token costs.
 
     Attributes:
-        rests: Whether the coming step goes without drafts.
+        rests: Whether the coming step goes without drafts, for next to none are accepted.
+        least: How likely a token has to be to be sent.
     """
 
     def __init__(self) -> None:
-        self._loads: dict[int, _Load] = {}
-        self._load = _Load()
         self._accepted = self._expected = _PRIOR
+        self._costs = _StepCosts()
+        self._tokens, self._sent = 1.0, 0.0  # of a request in a drafted step, on the average
+        self._left = _TRIED  # drafted steps until drafts may rest; below 0, plain ones until they go on
         self.rests = False
+        self.least = _LEAST
 
     def begin(self, rows: int) -> None:
         """Begin a step of so many requests."""
-        key = 1 << max(rows - 1, 0).bit_length()
-        if key not in self._loads:
-            self._loads[key] = _Load()
-        self._load = self._loads[key]
-        self._load.account.rows = max(rows, 1)
-        self.rests = self._load.rests
+        rows = max(rows, 1)
+        self.rests = self._left < 0
+        seconds = self._costs.seconds(rows, rows * self._sent)
+        pays = self._costs.of_a_token * rows * self._tokens / seconds if seconds else 0.0
+        self.least = max(min(_SHARE * pays, _MOST) * self._expected / self._accepted, _LEAST)
 
-    def choose(self, likely: NDArray[np.float64]) -> int:
-        """How many tokens of a draft are sent.
-
-        Args:
-            likely: How likely each is to be accepted with all before it, descending, `[drafted]`.
-        """
-        least = max(self._load.least * self._expected / self._accepted, _LEAST)
-        return int(np.count_nonzero(likely >= least))
-
-    def book(self, step: StepTime, expected: float) -> None:
-        """Note what a step took and brought, of which `expected` drafted tokens were to be accepted.
-
-        Args:
-            step: Of the same requests as the step before, without prompts.
-            expected: The sum of the probabilities of its drafted tokens.
-        """
-        if step.drafted:
-            self._accepted += step.tokens - step.rows - _FORGOTTEN * (self._accepted - _PRIOR)
-            self._expected += expected - _FORGOTTEN * (self._expected - _PRIOR)
-        self._load.book(step)
+    def book(self, step: VerifiedStep) -> None:
+        """Note a step of the same requests as the step before, without prompts."""
+        if self._left < 0:
+            self._left = self._left + 1 or _TRIED_AGAIN
+            return
+        self._accepted += step.tokens - step.rows - _FORGOTTEN * (self._accepted - _PRIOR)
+        self._expected += step.expected - _FORGOTTEN * (self._expected - _PRIOR)
+        self._costs.book(step.rows, step.sent, step.seconds)
+        self._tokens += _RATE * (step.tokens / step.rows - self._tokens)
+        self._sent += _RATE * (step.sent / step.rows - self._sent)
+        self._left = max(self._left - 1, 0)
+        if not self._left and self._tokens < _WORTH:
+            self._left = -_REST
 
 
-class _Load:
-    """What is known of steps of about so many requests."""
+class _StepCosts:
+    """Seconds of a step: a constant, so much for each request, so much for each drafted token.
+
+    Attributes:
+        of_a_token: What a drafted token adds.
+    """
 
     def __init__(self) -> None:
-        self.account = DraftAccount(CostModel.prior())
-        self.least = 0.0
-        self._tokens = self._seconds = 0.0  # of a drafted step, on the average
-        self._steps = 0
-        self._since = _BETWEEN  # how many drafted steps there were since the last plain one
+        self._seen = -_SKIPPED
+        # Sums over steps: how many, requests, drafted tokens, their products, seconds and their products.
+        self._sums = [0.0] * 9
+        self._fixed = self._of_a_request = 0.0
+        self.of_a_token = 0.0
 
-    @property
-    def rests(self) -> bool:
-        """Whether drafting does not pay, or it is time to see what plain steps take."""
-        return self.account.backs_off and (self._since == 0 or self._since >= _BETWEEN) and self._steps > 0
+    def seconds(self, rows: int, sent: float) -> float:
+        """Of a step of so many requests and drafted tokens; 0 if nothing is known."""
+        return self._fixed + self._of_a_request * rows + self.of_a_token * sent
 
-    def book(self, step: StepTime) -> None:
+    def book(self, rows: int, sent: int, seconds: float) -> None:
         """Note a step."""
-        self._since = self._since + 1 if step.drafted else 0
-        if not step.drafted:
-            self.account.book(step)
+        self._seen += 1
+        if self._seen <= 0:
             return
-        self._steps += 1
-        if self._steps > _FIRST and self._steps % 4:
-            return
-        self.account.book(step)
-        rate = max(RATE, 1 / self._steps)
-        self._tokens += rate * (step.tokens - self._tokens)
-        usual = self.account.costs.step_time(step.nodes, step.context)
-        self._seconds += rate * (usual + self.account.looking - self._seconds)
-        # Over the upper half of the drafted tokens: beyond what was run, costs are guessed.
-        drafted = (step.nodes - step.rows + 1) // 2
-        if drafted:
-            less = self.account.costs.step_time(step.nodes - drafted, step.context)
-            self.least = (usual - less) / drafted * self._tokens / self._seconds
+        usual = self.seconds(rows, sent)
+        seconds = min(seconds, _LONGEST * usual) if usual else seconds
+        told = 1, rows, sent, rows * rows, rows * sent, sent * sent, seconds, rows * seconds, sent * seconds
+        self._sums = [_KEPT * old + new for old, new in zip(self._sums, told, strict=True)]
+        if self._seen <= _FIRST or self._seen % _BETWEEN == 0:
+            self._draw_line()
+
+    def _draw_line(self) -> None:
+        """Least squares, beside guesses: where all steps are alike, they say nothing else."""
+        steps, rows, sent, rows_2, both, sent_2, *products = self._sums
+        squares = [[steps, rows, sent], [rows, rows_2 + 1, both], [sent, both, sent_2 + _GUESSES]]
+        fixed, of_a_request, of_a_token = _GUESS
+        guess = products[0] / (fixed * steps + of_a_request * rows + of_a_token * sent)
+        products[1] += of_a_request * guess
+        products[2] += of_a_token * guess * _GUESSES
+        self._fixed, self._of_a_request, token = np.linalg.solve(squares, products).tolist()
+        self.of_a_token = max(token, 0.0)

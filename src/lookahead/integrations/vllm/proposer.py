@@ -15,21 +15,20 @@ import torch
 from numpy.typing import NDArray
 
 from lookahead.backends.step_clock import step_clock
-from lookahead.core.draft_account import StepTime
 from lookahead.drafting import text_only
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.path_drafter import PathDrafter
+from lookahead.drafting.auto.path_drafter import PathDrafter, PathSearch
 from lookahead.drafting.auto.search import SUREST
 from lookahead.drafting.memory_file import MemoryFile
 from lookahead.drafting.warm_up import compile_loops
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
-from lookahead.integrations.vllm.chain_lengths import ChainLengths
+from lookahead.integrations.vllm.chain_lengths import ChainLengths, VerifiedStep
 from lookahead.integrations.vllm.predictions import TargetPredictions
-from lookahead.integrations.vllm.request import RUN, DraftedRequest
+from lookahead.integrations.vllm.request import DraftedRequest
 from lookahead.integrations.vllm.settings import Settings
 
-JUDGING = 4
-"""Requests of a step, about, from which the worth of proposals is learned: they all have one memory."""
+MANY = 8
+"""Requests of a step that teach their memory enough for some of what they could to be left out."""
 
 
 @dataclass
@@ -83,10 +82,10 @@ class LookaheadProposer:
         self._memory: DraftMemory | None = None if self._file is None else self._file.memory
         self._target: TargetPredictions | None = None
         self._awaits = True  # whether logits of the coming step are read
+        self._search: PathSearch | None = None
         self._lengths = ChainLengths() if self._settings.adaptive else None
         self._clock = step_clock(torch.device("cpu"))
         self._began: float | None = None  # when the last step was over
-        self._looking = 0.0  # seconds that the drafts of the coming step took
         self._requests: list[DraftedRequest | None] = []  # of the last step, in the order of its batch
         self._absent: list[DraftedRequest] = []  # the latest last
         self._step = 0
@@ -138,7 +137,7 @@ class LookaheadProposer:
         drafts = self._draft(requests, texts)
         self._expect(requests)
         self._put_away(requests)
-        self._began, self._looking = now, self._clock() - now
+        self._began = now
         return drafts
 
     def _recognise(
@@ -175,7 +174,6 @@ class LookaheadProposer:
         counts = [1 + len(row[0].draft) if row[0] is not None and self._took_part(*row) else 1 for row in rows]
         told = [None] * len(rows) if self._target is None else self._target.take(counts)
         self.statistics.unread += self._target is not None and self._awaits and not any(told)
-        turns = _turns(len(rows))
         for row, (request, new, text) in enumerate(rows):
             if not new:
                 continue
@@ -185,8 +183,9 @@ class LookaheadProposer:
                 self.statistics.requests += 1
             elif not self._took_part(request, new, text):
                 request.catch_up(before)
-            judges = (self._step + row) % turns == 0
-            self.statistics.accepted += request.observe(new, told[row], self._target is not None, judges)
+            self.statistics.accepted += request.observe(new, told[row], self._target is not None)
+        if self._search is not None:
+            self._search.write()
 
     def _draft(
         self, requests: Sequence[DraftedRequest | None], texts: Sequence[NDArray[np.integer]]
@@ -196,11 +195,15 @@ class LookaheadProposer:
         if self._lengths is not None:
             self._lengths.begin(len(served))
         self._step += 1
-        run = RUN // _turns(len(served))
-        for request, text in served:
+        least = 0.0 if self._lengths is None else self._lengths.least
+        turn = self._step % max(len(served), 1)  # from the proposals after the last one is learned: each has its turn
+        for request, text in (*served[turn:], *served[:turn]):
             request.step = self._step
+            if self._rests:
+                request.rest(text)
+                continue
             room = min(self._most_drafted, self._most_tokens - len(text) - 1)
-            request.propose(text, room, self._lengths, run)
+            request.propose(text, room, least, len(served) >= MANY)
         drafts = [[] if request is None else request.draft for request in requests]
         self.statistics.steps += 1
         self.statistics.drafted += sum(map(len, drafts))
@@ -210,33 +213,34 @@ class LookaheadProposer:
         """Say what there is to read of the coming step."""
         if self._target is None:
             return
-        rests = self._lengths is not None and self._lengths.rests
         parts = [
-            (1, not rests) if request is None else (1 + len(request.draft), not (rests or request.is_sure))
+            (1, not self._rests) if request is None else (1 + len(request.draft), not (self._rests or request.is_sure))
             for request in requests
         ]
         self._target.expect(parts)
         self._awaits = not parts or any(read for _, read in parts)
 
+    @property
+    def _rests(self) -> bool:
+        """Whether the coming step goes without drafts."""
+        return self._lengths is not None and self._lengths.rests
+
     def _begin(self, text: NDArray[np.integer]) -> DraftedRequest:
         """A new request."""
-        assert self._memory is not None
-        surest = SUREST if self._target is not None else text_only.SUREST
-        return DraftedRequest(PathDrafter(self._memory, self._most_drafted, surest), text)
+        if self._search is None:
+            assert self._memory is not None
+            surest = SUREST if self._target is not None else text_only.SUREST
+            self._search = PathSearch(self._memory, self._most_drafted, surest)
+        return DraftedRequest(PathDrafter(self._search), text)
 
     def _book(self, requests: Sequence[DraftedRequest | None], sampled: Sequence[Sequence[int]], now: float) -> None:
         """Note what the step took, if it was about the requests of the one before and no prompt."""
         present = [request for request in requests if request is not None and request.step == self._step]
         if self._lengths is None or self._began is None or not present or len(present) < len(requests):
             return
-        nodes = len(present) + sum(len(request.draft) for request in present)
-        context = max(len(request.text) for request in present)
-        tokens = sum(map(len, sampled))
-        drafted = not self._lengths.rests
-        step = StepTime(
-            nodes, context, now - self._began, tokens, len(present), drafted, looking=self._looking if drafted else 0.0
-        )
-        self._lengths.book(step, sum(request.expected for request in present))
+        sent, tokens = sum(len(request.draft) for request in present), sum(map(len, sampled))
+        expected = sum(request.expected for request in present)
+        self._lengths.book(VerifiedStep(len(present), sent, expected, tokens, now - self._began))
 
     def _put_away(self, requests: list[DraftedRequest | None]) -> None:
         """Keep those that are not in the batch for a while: a preempted request comes back, a finished one does not."""
@@ -249,11 +253,6 @@ class LookaheadProposer:
         if gone and self._file is not None and monotonic() >= self._saved + self._settings.save_seconds:
             _save(self._file, self._model)
             self._saved = monotonic()
-
-
-def _turns(rows: int) -> int:
-    """After how many steps each request has had its turn to teach the worth of proposals."""
-    return max(-(-rows // JUDGING), 1)
 
 
 def _save(file: MemoryFile, model: str) -> None:

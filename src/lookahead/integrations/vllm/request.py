@@ -8,15 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.drafting.auto.path_drafter import PathDrafter
-from lookahead.integrations.vllm.chain_lengths import ChainLengths
 from lookahead.integrations.vllm.predictions import Predictions
 
-SURE = 0.97
-"""How likely a whole draft has to be for its step not to be read: it teaches nothing that is not known."""
+SURE, RUN = 0.97, 32
+"""How likely the tokens of a draft have to be in the mean for its step not to be read, and how many drafted tokens
+have to be accepted before, without one that was not: such a step teaches little."""
 
-RUN = 32
-"""How many drafted tokens were accepted, without one that was not, before such a step goes unread. Where several
-requests teach one memory, less is enough."""
+SURE_OF_MANY, RUN_OF_MANY = 0.8, 0
+"""The same where many requests teach one memory."""
+
+_REJECTED = 3
+"""Of so many tokens that were rejected, what the model says after them is learned. What comes after more of them is
+hardly ever asked for, and takes the place of what is."""
 
 _MISSED = 0.7
 """What a token counts that was selected where another one was sure, and of which nothing else is known."""
@@ -34,7 +37,7 @@ class DraftedRequest:
         draft: What vLLM was given to verify in the step that follows.
         expected: How many tokens of it are to be accepted.
         step: The step in which it was last seen.
-        is_sure: Whether all of the draft is so likely that what the model says about it need not be read.
+        is_sure: Whether the draft is so likely that what the model says about it need not be read.
     """
 
     def __init__(self, drafter: PathDrafter, text: NDArray[np.integer]) -> None:
@@ -61,14 +64,13 @@ class DraftedRequest:
         self._drafter.extend(text[len(self.text) :].tolist())
         self.text = text.copy()
 
-    def observe(self, sampled: Sequence[int], told: Predictions | None, reads: bool, judges: bool = True) -> int:
+    def observe(self, sampled: Sequence[int], told: Predictions | None, reads: bool) -> int:
         """Read what a step sampled.
 
         Args:
             sampled: The accepted part of the draft, and the token sampled after it.
             told: What the model predicted after the last token, and after each one of the draft; `None` if unknown.
             reads: Whether that is told as a rule. Else what was sampled stands for it.
-            judges: See `PathDrafter.learn`.
 
         Returns:
             How many tokens of the draft were accepted.
@@ -80,25 +82,35 @@ class DraftedRequest:
         if told is None and (not reads or (self.is_sure and accepted < len(self.draft))):
             told = _sampled(sampled, _MISSED if reads else 1.0)
         if told is not None:
-            self._drafter.learn(sampled, told.ids, told.probabilities, judges)
+            rows = slice(len(sampled) + _REJECTED)
+            self._drafter.learn(sampled, told.ids[rows], told.probabilities[rows])
         elif self.is_sure:
             self._drafter.recall(sampled)
         self._drafter.extend(sampled)
         self._run = self._run + accepted if accepted == len(self.draft) else 0
         return accepted
 
-    def propose(self, text: NDArray[np.integer], room: int, lengths: ChainLengths | None, run: int = RUN) -> None:
-        """Draft after `text` at most `room` tokens, of which `lengths` sends as many as pay. For `run` see `RUN`."""
+    def propose(self, text: NDArray[np.integer], room: int, least: float, of_many: bool) -> None:
+        """Draft after `text`.
+
+        Args:
+            text: All tokens so far, `[tokens]`.
+            room: Most tokens of the draft.
+            least: How likely each has to be to be accepted.
+            of_many: Whether many requests share the memory.
+        """
+        self.rest(text)
+        tokens, likely = self._drafter.propose(room, least)
+        if len(tokens):
+            self.draft = tokens.tolist()
+            self.expected = float(likely.sum())
+            sure, run = (SURE_OF_MANY, RUN_OF_MANY) if of_many else (SURE, RUN)
+            self.is_sure = self._run >= run and self.expected >= sure * len(tokens)
+
+    def rest(self, text: NDArray[np.integer]) -> None:
+        """Draft nothing after `text`."""
         self.text = text.copy()
         self.draft, self.expected, self.is_sure = [], 0.0, False
-        if lengths is not None and lengths.rests:
-            return
-        tokens, likely = self._drafter.propose(room)
-        count = len(tokens) if lengths is None else lengths.choose(likely)
-        if count:
-            self.draft = tokens[:count].tolist()
-            self.expected = float(likely[:count].sum())
-            self.is_sure = self._run >= run and bool(likely[count - 1] >= SURE)
 
 
 def _sampled(sampled: Sequence[int], probability: float) -> Predictions:
