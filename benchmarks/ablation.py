@@ -120,6 +120,8 @@ class ReservingBudget:
     """Sends a fixed number of nodes, of which some are kept for the window."""
 
     backs_off = False
+    least = 0.0
+    reads_prompts = True
 
     def __init__(self, nodes: int, reserved: int) -> None:
         self._nodes = nodes

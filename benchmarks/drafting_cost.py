@@ -141,6 +141,8 @@ class ChosenBudget:
     """Asks a `ThroughputBudget`, whose work counts, then sends a fixed number of nodes: so sizes can be compared."""
 
     backs_off = False
+    least = 0.0
+    reads_prompts = True
 
     def __init__(self, nodes: int) -> None:
         self._throughput = ThroughputBudget(DraftAccount(CostModel.prior(), adaptive=False))

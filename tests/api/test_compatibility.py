@@ -397,8 +397,8 @@ def ours_with(model: PreTrainedModel, **options: Any) -> Any:
 
 def test_stop_strings(demo: Demo) -> None:
     model, tokenizer = demo
-    ids = tokenizer("for i in", return_tensors="pt").input_ids  # range(len(self.num_layers)):
-    options = {"stop_strings": ["rs)"], "tokenizer": tokenizer, **GREEDY}
+    ids = tokenizer("for i in", return_tensors="pt").input_ids  # range(len(
+    options = {"stop_strings": ["(le"], "tokenizer": tokenizer, **GREEDY}
     expected = model.generate(ids, **options)
     assert expected.shape[1] < model.generate(ids, **GREEDY).shape[1]
     assert torch.equal(ours_with(model, input_ids=ids, **options), expected)
@@ -412,7 +412,7 @@ def test_tokenizer(demo: Demo) -> None:
     assert torch.equal(ours_with(model, input_ids=ids, tokenizer=tokenizer, **GREEDY), expected)
     for generate in (model.generate, ours(model)):
         with pytest.raises(ValueError, match="tokenizer"):
-            generate(input_ids=ids, stop_strings=["rs)"], **GREEDY)
+            generate(input_ids=ids, stop_strings=["(le"], **GREEDY)
 
 
 def test_streamer(llama: PreTrainedModel) -> None:
@@ -608,7 +608,7 @@ def test_stop_strings_taken_back(demo: Demo) -> None:
     model, tokenizer = demo
     ids = tokenizer("for i in", return_tensors="pt").input_ids
     try:
-        model.generation_config.stop_strings = "rs)"
+        model.generation_config.stop_strings = "(le"
         expected = model.generate(ids, stop_strings=None, **GREEDY)
         assert torch.equal(ours_with(model, input_ids=ids, stop_strings=None, **GREEDY), expected)
     finally:
@@ -619,7 +619,7 @@ def test_stop_strings_beside_a_criterion_of_the_same_kind(demo: Demo) -> None:
     model, tokenizer = demo
     ids = tokenizer("for i in", return_tensors="pt").input_ids
     own = StopStringCriteria(tokenizer, ["no such text"])
-    options = {"stop_strings": ["rs)"], "tokenizer": tokenizer, "stopping_criteria": [own], **GREEDY}
+    options = {"stop_strings": ["(le"], "tokenizer": tokenizer, "stopping_criteria": [own], **GREEDY}
     assert torch.equal(ours_with(model, input_ids=ids, **options), model.generate(ids, **options))
 
 

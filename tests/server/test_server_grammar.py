@@ -34,7 +34,8 @@ WEATHER = {
         },
     },
 }
-CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": NOTHING}}
 
 
 class Masked(LogitsProcessor):

@@ -172,11 +172,11 @@ def test_what_a_processor_raises_ends_its_own_request() -> None:
 
 def test_stop_strings_scores_and_streamers(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
     model, tokenizer = demo
-    ids = tokenizer("for i in", return_tensors="pt").input_ids  # range(len(self.num_layers)):
+    ids = tokenizer("for i in", return_tensors="pt").input_ids  # range(len(
     options = {
         "max_new_tokens": 24,
         "do_sample": False,
-        "stop_strings": ["rs)"],
+        "stop_strings": ["(le"],
         "tokenizer": tokenizer,
         "return_dict_in_generate": True,
         "output_scores": True,
