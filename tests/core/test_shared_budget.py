@@ -8,7 +8,7 @@ import pytest
 
 from lookahead.core.cost_model import CostModel
 from lookahead.core.draft_account import DraftAccount, StepTime
-from lookahead.core.shared_budget import SharedBudget
+from lookahead.core.shared_budget import LEAST_LIKELY, SURELY_LIKELY, SharedBudget
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
 
@@ -174,6 +174,18 @@ def test_beside_prompts_sampled_rows_draft_once_drafts_have_paid() -> None:
         )
     budget.begin(4, 1.0, timed=False)
     assert not budget.backs_off
+
+
+def test_what_is_looked_for_follows_what_was_sent() -> None:
+    budget = SharedBudget(accounts(1, 0.1))
+    assert budget.least == LEAST_LIKELY
+    chosen(budget, [[0.9, 0.8, 0.16, 0.03], [0.9, 0.05]])  # those of 0.16 and less do not pay
+    assert budget.least == pytest.approx(0.08)
+    chosen(budget, [[0.99, 0.98, 0.5], [0.9, 0.4]])  # nor does one of 0.4, but it is no reason to find fewer
+    assert budget.least <= SURELY_LIKELY
+    for _ in range(10):  # all that is found is sent, or nothing is found
+        chosen(budget, [[], []])
+    assert budget.least == LEAST_LIKELY
 
 
 def test_no_node_at_all_is_refused() -> None:

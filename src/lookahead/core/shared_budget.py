@@ -16,11 +16,12 @@ from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
 
 NO_LESS = 0.5
-"""A row is searched for candidates that are at least so likely, in relation to the least likely one that was sent in
+"""A row is searched for candidates that are at least so likely, in relation to the likeliest one that was not sent in
 the last step."""
 
-LEAST_LIKELY = 0.01
-"""A candidate less likely than this is not searched for. The first steps begin with it."""
+LEAST_LIKELY, SURELY_LIKELY = 0.01, 0.1
+"""A candidate less likely than the one is never searched for, and the first steps begin with it; one that is likelier
+than the other always is: where rows are few, the next step may have none of those that the last one had."""
 
 
 class SharedBudget:
@@ -135,8 +136,9 @@ class SharedBudget:
             likely[order], sum(map(len, trees)), sum(tree.needs_logits[tree.root] for tree in trees)
         )
         counts = np.bincount(owners[order[:sent]], minlength=len(self._offers)).tolist()
-        if sent:
-            self._least = max(NO_LESS * float(likely[order[sent - 1]]), LEAST_LIKELY)
+        # Where all that was found is sent, less likely ones might have been, too.
+        least = NO_LESS * (self._least if sent == len(order) else float(likely[order[sent]]))
+        self._least = min(max(least, LEAST_LIKELY), SURELY_LIKELY)
         for (row, send), count in zip(self._offers, counts, strict=True):
             row.chosen = count
             send(count)
