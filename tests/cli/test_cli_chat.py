@@ -37,7 +37,7 @@ TEMPLATE = (
     + "{% endfor %}{% if add_generation_prompt %}# assistant\n{% endif %}"
 )
 FORGETFUL = TEMPLATE.replace("{{ message.content }}", "{{ message.content[:9] | trim }}")
-TURNS = ["def add(a, b):", "def sub(a, b):", "class Stack:"]
+TURNS = ["import os, sys, re", "import json, time, re", "class Stack:"]
 NEW_TOKENS = 20
 SMALL = LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=5, pool_from_prompt=True)
 CPU = ["--device", "cpu", "--dtype", "float32", "-W", "5", "-N", "4", "-G", "5"]
@@ -404,7 +404,7 @@ def test_turns_through_a_pipe(
         assert report["prompt_tokens"] == input_ids.shape[1]
         assert report["prefilled_tokens"] == answer.prefilled_tokens
         assert report["steps"] == answer.recording.statistics.steps
-        assert report["step_compression"] == NEW_TOKENS / report["steps"] >= 1
+        assert report["step_compression"] == NEW_TOKENS / report["steps"] > 1
         assert report["interrupted"] is False
         assert report["cut"] == "max_new_tokens"
     assert again["text"] == first["text"]

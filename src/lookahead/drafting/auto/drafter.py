@@ -158,9 +158,11 @@ class AutoDrafter:
         matches = self._no_text if self.matches is None else self.matches
         paths = [source.propose() for source in self._sources]
         sources = self._search.ask(matches, paths, self._recent.arrays(trusted=not self._trust.is_lost))
-        least = max(self.budget.least, _LEAST_UNTRUSTED) if self._trust.is_lost else self.budget.least
+        least = self.budget.least
         # Nodes that the budget will not take need not be searched: it says so, or the last step shows how many that is.
-        limit = self._searched if self.budget.least else min(self._wanted, self._searched)
+        limit = self._searched if least else min(self._wanted, self._searched)
+        if self._trust.is_lost:
+            least = max(least, _LEAST_UNTRUSTED)
         while True:
             self._search.search(self._text, limit, tree.room, sources, least)
             likely = self._search.path_probabilities

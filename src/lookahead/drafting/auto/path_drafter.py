@@ -15,7 +15,7 @@ from lookahead.drafting.auto.proposals import MOST_LISTED
 from lookahead.drafting.auto.recent_predictions import RecentArrays
 from lookahead.drafting.auto.rejected_siblings import RejectedSiblings
 from lookahead.drafting.auto.search import SUREST, TreeSearch
-from lookahead.drafting.auto.source import TokenPaths
+from lookahead.drafting.auto.source import NO_PATHS, TokenPaths
 from lookahead.drafting.auto.trust import Trust, mix_in
 
 _KNOWN = 3
@@ -24,7 +24,6 @@ _KNOWN = 3
 _RECALLED = 0.95
 """How likely a token was, if it was selected where it was sure."""
 
-_NO_PATHS = TokenPaths(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))
 _NONE_RECENT = RecentArrays(np.empty(0, dtype=np.int64), np.empty(0))
 
 
@@ -66,7 +65,7 @@ class PathDrafter:
         self._shared = shared
         self._memory = shared.memory
         self._matches = ContextMatches()
-        self._siblings = _NO_PATHS
+        self._siblings = NO_PATHS
         self._end = np.empty(0, dtype=np.int64)  # the last tokens of the text
         self._draft: NDArray[np.int64] | None = None  # what was found after it, if that was asked for
         self._known: NDArray[np.int64] = self._end  # the longest context that the memory knows at each token of it
@@ -77,7 +76,7 @@ class PathDrafter:
         self._matches.start(text.astype(np.int64))
         self._end, self._draft = text[-LONGEST:].astype(np.int64), None
         self._trust.start()
-        self._siblings = _NO_PATHS
+        self._siblings = NO_PATHS
 
     def extend(self, tokens: Sequence[int]) -> None:
         """The text goes on, and the last draft is done with."""
@@ -100,7 +99,7 @@ class PathDrafter:
         with self._memory.lock:
             sources = tree.ask(self._matches, (self._siblings,), _NONE_RECENT)
             count = tree.search(self._end, 1, min(most, shared.longest), sources, least)
-        shared.latest, self._siblings = self, _NO_PATHS
+        shared.latest, self._siblings = self, NO_PATHS
         self._draft = tree.found(count)[0].copy()
         self._known = tree.nodes.known[tree.root : tree.root + count + 1].copy()
         return self._draft, tree.path_probabilities.copy()

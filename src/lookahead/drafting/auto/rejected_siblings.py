@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from lookahead.core.outputs import StepResult
 from lookahead.drafting.auto.embedding_neighbours import NEAREST, add_share, rank_shares
 from lookahead.drafting.auto.proposals import MOST_LISTED, Nodes
-from lookahead.drafting.auto.source import TokenPaths
+from lookahead.drafting.auto.source import NO_PATHS, TokenPaths
 from lookahead.drafting.compiled import compiled, loop_arrays, loop_tuple
 
-_NONE = TokenPaths(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))
 _AFTER_ROOT = np.full(MOST_LISTED, -1, dtype=np.int64)
 
 
@@ -32,7 +31,7 @@ class RejectedSiblings:
 
     def __init__(self, nodes: Nodes, top_k: int) -> None:
         self._nodes = nodes
-        self._paths = _NONE
+        self._paths = NO_PATHS
         self._followers = np.zeros(NEAREST * top_k, dtype=np.int64)
         self._shares = np.zeros(NEAREST * top_k)
 
@@ -50,7 +49,7 @@ class RejectedSiblings:
 
     def forget(self) -> None:
         """Nothing is known about siblings."""
-        self._paths = _NONE
+        self._paths = NO_PATHS
 
     def follow(self, before: int, first: int, top_ids: NDArray[np.int64], shares: NDArray[np.float32]) -> None:
         """Take what the model says after the nodes that follow one.

@@ -375,10 +375,10 @@ def _search_tree(
             kind = kind_of(row, proposals, sources.columns)
             proposals.kinds[row] = kind
             worth = proposals.estimates[row] * sources.worth.factors[kind]
-            queue.probabilities[row] = nodes.probabilities[node] * min(worth, surest)
-            probable = queue.probabilities[row] >= least
-            if not chains and probable and is_useful(queue.probabilities[row], most, queue):
-                push(row, queue.probabilities[row], queue)
+            probability = nodes.probabilities[node] * min(worth, surest)
+            queue.probabilities[row] = probability
+            if not chains and probability >= least and is_useful(probability, most, queue):
+                push(row, probability, queue)
         if node == root and open_below:
             _try_recent(root, least, proposals, sources, queue)
         if not chains and count < most and queue.counts[0] > 0:

@@ -37,6 +37,10 @@ class TokenPaths:
         return cls(tokens, range(-1, len(tokens) - 1), [probability] * len(tokens))
 
 
+NO_PATHS = TokenPaths(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))
+"""Nothing is known of what may follow."""
+
+
 class Source(Protocol):
     """Proposes tokens that may follow one text. It cannot change the text; its weight is learned from outcomes.
 
