@@ -191,3 +191,31 @@ def test_what_is_looked_for_follows_what_was_sent() -> None:
 def test_no_node_at_all_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="nodes=0"):
         SharedBudget(accounts(1, 0), nodes=0)
+
+
+def test_the_first_trees_explore() -> None:
+    budget = SharedBudget(accounts(1, 1), explored=3)
+    unlikely = [0.001] * 9
+    assert chosen(budget, [unlikely, [0.001]]) == [4, 1]
+    assert chosen(budget, [unlikely, unlikely]) == [4, 4]  # a step is not divided
+    assert chosen(budget, [unlikely, unlikely]) == [0, 0]
+
+
+def test_what_one_engine_has_learned_of_drafts_serves_the_next() -> None:
+    known = accounts(1, 0.01)
+    first, second = SharedBudget(known), SharedBudget(known)
+    assert first.row(0.8).calibration is second.row(0.8).calibration
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_row_with_the_most_to_write_comes_first_where_nothing_waits(waits: bool) -> None:
+    budget = SharedBudget(accounts(1, 0), nodes=4)
+    budget.begin(2, waits=waits)
+    sent = {}
+    for left in (10, 30):
+        row = budget.row(longest=10 + left)
+        row.begin()
+        row.offer(np.array([0.5, 0.4]), 10)
+        row.when_chosen(lambda count, left=left: sent.__setitem__(left, count))
+    budget.share_out([TokenTree([1]), TokenTree([1])])
+    assert sent == ({10: 1, 30: 1} if waits else {10: 0, 30: 2})

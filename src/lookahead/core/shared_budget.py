@@ -23,6 +23,13 @@ LEAST_LIKELY, SURELY_LIKELY = 0.01, 0.1
 """A candidate less likely than the one is never searched for, and the first steps begin with it; one that is likelier
 than the other always is: where rows are few, the next step may have none of those that the last one had."""
 
+EXPLORED, EXPLORING = 64, 4
+"""Each of the first so many trees of an engine sends at least so many candidates, however unlikely: what the model says
+after them is all that its n-gram memory has to go by at first, and serves all rows from then on."""
+
+LEAST_WEIGHT, MOST_WEIGHT = 0.5, 2.0
+"""How much less or more than another row's a row's token may count, where no request waits."""
+
 
 class SharedBudget:
     """Has the candidates of all rows compete for the nodes of a step.
@@ -34,9 +41,13 @@ class SharedBudget:
     Whether a step drafts at all is held against the clock, with an account for each load and temperature: what pays for
     two rows may not for fifty, and what pays for greedy rows may not for sampled ones.
 
+    Where no request waits, the row that has the most to write keeps the engine busy when all others have ended: a token
+    counts the more, the more tokens its row may still write.
+
     Args:
         account: Gives the account of a load, in rows: 1, 2, 4, 8, ..., and of a temperature: 0, 0.5, 1, ...
         nodes: A fixed number of nodes of a step over all its rows, roots included, instead of what pays.
+        explored: Each of the first so many trees sends `EXPLORING` candidates at least.
 
     Attributes:
         backs_off: Whether the coming step goes without a draft.
@@ -46,7 +57,9 @@ class SharedBudget:
         InvalidArgumentError: `nodes` is out of range.
     """
 
-    def __init__(self, account: Callable[[int, float], DraftAccount], nodes: int | None = None) -> None:
+    def __init__(
+        self, account: Callable[[int, float], DraftAccount], nodes: int | None = None, explored: int = 0
+    ) -> None:
         if nodes is not None and nodes < 1:
             raise InvalidArgumentError(f"nodes={nodes} is out of range; a step has at least a root")
         self.backs_off = False
@@ -54,27 +67,36 @@ class SharedBudget:
         self._nodes = nodes
         self._accounts: dict[tuple[int, float], DraftAccount] = {}
         self._account: DraftAccount | None = None
-        self._calibrations: dict[float, Calibration] = {}
         self._offers: list[tuple[RowBudget, Send]] = []
         self._outcomes: dict[Calibration, list[tuple[NDArray[np.float64], Sequence[int]]]] = {}  # of the last step
         self._context = 1
         self.rows = 0
         self._least = LEAST_LIKELY  # likely enough to be looked for
+        self._unexplored = explored  # trees
+        self._waits = False  # any request
 
-    def row(self, temperature: float = 0.0) -> RowBudget:
-        """The part of one row, whose tokens are sampled with `temperature`, 0 for the likeliest ones."""
-        key = round(temperature, 1)
-        return RowBudget(self, self._calibrations.setdefault(key, Calibration()))
+    def row(self, temperature: float = 0.0, longest: int | None = None) -> RowBudget:
+        """The part of one row.
 
-    def begin(self, rows: int, temperature: float = 0.0, timed: bool = True) -> None:
+        How far drafts are to be believed is of the model, not of a load: what a single row has learned is gone by.
+
+        Args:
+            temperature: What its tokens are sampled with, 0 for the likeliest ones.
+            longest: How many tokens its text has at most; if not given, tokens of all rows count alike.
+        """
+        return RowBudget(self, self._account_of(1, round(temperature, 1)).calibration, longest)
+
+    def begin(self, rows: int, temperature: float = 0.0, timed: bool = True, waits: bool = False) -> None:
         """Begin a step.
 
         Args:
             rows: How many rows it has.
             temperature: What their tokens are sampled with, in the mean.
             timed: Whether it will be booked, as a step that carries prompts is not.
+            waits: Whether a request waits to take the place of a row that ends.
         """
         self._offers.clear()
+        self._waits = waits
         self._context, self.rows = 1, rows
         for calibration, drafts in self._outcomes.items():  # of all rows at once, which takes as long as of one
             calibration.learn_all(drafts)
@@ -115,7 +137,12 @@ class SharedBudget:
     @property
     def least(self) -> float:
         """How likely a candidate must turn out to be for it to be looked for."""
-        return self._least if self._nodes is None else 0.0
+        return self._least if self._nodes is None and not self.explores else 0.0
+
+    @property
+    def explores(self) -> bool:
+        """Whether candidates are sent that are not likely enough, for what they teach."""
+        return self._nodes is None and self._unexplored > 0
 
     @property
     def most(self) -> int:
@@ -136,16 +163,20 @@ class SharedBudget:
             likely[order], sum(map(len, trees)), sum(tree.needs_logits[tree.root] for tree in trees)
         )
         counts = np.bincount(owners[order[:sent]], minlength=len(self._offers)).tolist()
-        # Where all that was found is sent, less likely ones might have been, too.
-        least = NO_LESS * (self._least if sent == len(order) else float(likely[order[sent]]))
-        self._least = min(max(least, LEAST_LIKELY), SURELY_LIKELY)
+        fewest = EXPLORING if self.explores else 0
+        if not fewest:
+            # Where all that was found is sent, less likely ones might have been, too.
+            least = NO_LESS * (self._least if sent == len(order) else float(likely[order[sent]]))
+            self._least = min(max(least, LEAST_LIKELY), SURELY_LIKELY)
+        self._unexplored -= len(self._offers)
         for (row, send), count in zip(self._offers, counts, strict=True):
-            row.chosen = count
-            send(count)
+            row.chosen = max(count, min(fewest, len(row.offered)))
+            send(row.chosen)
         self._offers.clear()
 
     def _candidates(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Those of all rows: whose they are, by the place of the row, and how likely they have turned out to be."""
+        """Those of all rows: whose they are, by the place of the row, and how many tokens each promises: how likely it
+        has turned out to be, times the weight of its row."""
         groups: dict[Calibration, list[int]] = {}
         for place, (row, _) in enumerate(self._offers):
             groups.setdefault(row.calibration, []).append(place)
@@ -154,7 +185,16 @@ class SharedBudget:
             drafts = [self._offers[place][0].offered for place in places]
             owners.append(np.repeat(places, [len(draft) for draft in drafts]))
             likely.append(calibration.correct_all(drafts))
-        return np.concatenate(owners), np.concatenate(likely)
+        rows = np.concatenate(owners)
+        return rows, np.concatenate(likely) * self._weights()[rows]
+
+    def _weights(self) -> NDArray[np.float64]:
+        """What a token of each row counts, `[offers]`."""
+        left = [row.longest - row.context for row, _ in self._offers if row.longest is not None]
+        if self._waits or len(left) < len(self._offers):
+            return np.ones(len(self._offers))
+        weights = np.maximum(left, 1) / np.maximum(left, 1).mean()
+        return np.asarray(np.clip(weights, LEAST_WEIGHT, MOST_WEIGHT))
 
     def _affordable(self, likely: NDArray[np.float64], base: int, rows: int) -> int:
         """How many candidates are sent beside `base` nodes of `rows` rows."""
@@ -192,20 +232,24 @@ class RowBudget:
     Args:
         shared: The whole.
         calibration: How far predictions are to be believed for rows like this one.
+        longest: How many tokens the text has at most, if that is known.
 
     Attributes:
         calibration: Likewise.
+        longest: Likewise.
+        context: How many it has.
         offered: The predictions for this step's candidates.
         chosen: See `StepBudget`.
     """
 
     left = 0
 
-    def __init__(self, shared: SharedBudget, calibration: Calibration) -> None:
+    def __init__(self, shared: SharedBudget, calibration: Calibration, longest: int | None = None) -> None:
         self._shared = shared
         self.calibration = calibration
+        self.longest = longest
         self.offered: NDArray[np.float64] = np.empty(0)
-        self._context = 1
+        self.context = 1
         self.chosen = 0
 
     @property
@@ -230,12 +274,14 @@ class RowBudget:
     def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """See `StepBudget`."""
         self.offered = probabilities[: self._shared.most]
-        self._context = context
+        self.context = context
+        if self._shared.explores:
+            return len(self.offered) < EXPLORING
         return len(self.offered) < self._shared.most  # none of less than `least` is among them
 
     def when_chosen(self, send: Send) -> None:
         """See `StepBudget`: when all rows have offered theirs."""
-        self._shared.offer(self, self._context, send)
+        self._shared.offer(self, self.context, send)
 
     def learn(self, accepted: Sequence[int]) -> None:
         """See `StepBudget`."""

@@ -18,7 +18,7 @@ from lookahead.api.prediction import check_reads_predictions, token_ids
 from lookahead.backends.transformers.model_state import draft_account
 from lookahead.config import LookaheadConfig
 from lookahead.core.decoder import Batch, step, verify
-from lookahead.core.shared_budget import SharedBudget
+from lookahead.core.shared_budget import EXPLORED, SharedBudget
 from lookahead.core.statistics import OnStep, Statistics
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import Walk
@@ -85,7 +85,7 @@ class Engine:
         self._runner, kv_bytes = engine_runner(model, self._config, max_rows, kv_bytes)
         self._clock = engine_clock(model)
         accounts = partial(draft_account, self._runner.model, self._config)
-        self._shared = SharedBudget(accounts, self._config.step_budget)
+        self._shared = SharedBudget(accounts, self._config.step_budget, EXPLORED)
         self._memory = memory = KVMemory(
             self._runner.token_bytes(),
             kv_bytes,
@@ -285,7 +285,8 @@ class Engine:
         shared = self._shared if any(request.shares for request in requests) else None
         if shared is not None:
             temperature = sum(request.temperature for request in requests) / len(requests)
-            shared.begin(len(requests), temperature, all(request.length - request.cached == 1 for request in requests))
+            timed = all(request.length - request.cached == 1 for request in requests)
+            shared.begin(len(requests), temperature, timed, waits=bool(self._scheduler.waiting))
         counts = Statistics()
         batch = Batch(
             [request.sequence for request in requests],

@@ -184,7 +184,7 @@ class Request:
                 vocabulary=getattr(model.get_input_embeddings(), "num_embeddings", None),
                 warm_up=warm_up_tokens(model, len(tokens), config.chooses_nodes) if shares else 0,
                 most=self.most_nodes,
-                budget=shared.row(self.temperature) if shares else None,
+                budget=shared.row(self.temperature, prepared.longest) if shares else None,
                 predicted=self._prediction,
             ),
             cast(TextSampler, self._logprobs or sampler),
