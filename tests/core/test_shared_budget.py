@@ -196,6 +196,8 @@ def test_no_node_at_all_is_refused() -> None:
 def test_the_first_trees_explore() -> None:
     budget = SharedBudget(accounts(1, 1), explored=3)
     unlikely = [0.001] * 9
+    budget.begin(2, temperature=1.0)
+    assert not budget.explores
     assert chosen(budget, [unlikely, [0.001]]) == [4, 1]
     assert chosen(budget, [unlikely, unlikely]) == [4, 4]  # a step is not divided
     assert chosen(budget, [unlikely, unlikely]) == [0, 0]

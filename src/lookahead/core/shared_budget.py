@@ -25,7 +25,8 @@ than the other always is: where rows are few, the next step may have none of tho
 
 EXPLORED, EXPLORING = 64, 4
 """Each of the first so many trees of an engine sends at least so many candidates, however unlikely: what the model says
-after them is all that its n-gram memory has to go by at first, and serves all rows from then on."""
+after them is all that its n-gram memory has to go by at first, and serves all rows from then on. Not where rows are
+sampled, to which drafts bring less."""
 
 LEAST_WEIGHT, MOST_WEIGHT = 0.5, 2.0
 """How much less or more than another row's a row's token may count, where no request waits."""
@@ -47,7 +48,7 @@ class SharedBudget:
     Args:
         account: Gives the account of a load, in rows: 1, 2, 4, 8, ..., and of a temperature: 0, 0.5, 1, ...
         nodes: A fixed number of nodes of a step over all its rows, roots included, instead of what pays.
-        explored: Each of the first so many trees sends `EXPLORING` candidates at least.
+        explored: Each of the first so many trees of greedy steps sends `EXPLORING` candidates at least.
 
     Attributes:
         backs_off: Whether the coming step goes without a draft.
@@ -74,6 +75,7 @@ class SharedBudget:
         self._least = LEAST_LIKELY  # likely enough to be looked for
         self._unexplored = explored  # trees
         self._waits = False  # any request
+        self._samples = False  # any row
 
     def row(self, temperature: float = 0.0, longest: int | None = None) -> RowBudget:
         """The part of one row.
@@ -96,7 +98,7 @@ class SharedBudget:
             waits: Whether a request waits to take the place of a row that ends.
         """
         self._offers.clear()
-        self._waits = waits
+        self._waits, self._samples = waits, temperature > 0
         self._context, self.rows = 1, rows
         for calibration, drafts in self._outcomes.items():  # of all rows at once, which takes as long as of one
             calibration.learn_all(drafts)
@@ -142,7 +144,7 @@ class SharedBudget:
     @property
     def explores(self) -> bool:
         """Whether candidates are sent that are not likely enough, for what they teach."""
-        return self._nodes is None and self._unexplored > 0
+        return self._nodes is None and self._unexplored > 0 and not self._samples
 
     @property
     def most(self) -> int:
