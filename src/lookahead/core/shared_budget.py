@@ -48,7 +48,7 @@ class SharedBudget:
     Args:
         account: Gives the account of a load, in rows: 1, 2, 4, 8, ..., and of a temperature: 0, 0.5, 1, ...
         nodes: A fixed number of nodes of a step over all its rows, roots included, instead of what pays.
-        explored: Each of the first so many trees of greedy steps sends `EXPLORING` candidates at least.
+        explored: Each of the first so many trees sends `EXPLORING` candidates at least, if its step is greedy.
 
     Attributes:
         backs_off: Whether the coming step goes without a draft.
@@ -195,8 +195,8 @@ class SharedBudget:
         left = [row.longest - row.context for row, _ in self._offers if row.longest is not None]
         if self._waits or len(left) < len(self._offers):
             return np.ones(len(self._offers))
-        weights = np.maximum(left, 1) / np.maximum(left, 1).mean()
-        return np.asarray(np.clip(weights, LEAST_WEIGHT, MOST_WEIGHT))
+        tokens = np.maximum(left, 1)
+        return np.asarray(np.clip(tokens / tokens.mean(), LEAST_WEIGHT, MOST_WEIGHT))
 
     def _affordable(self, likely: NDArray[np.float64], base: int, rows: int) -> int:
         """How many candidates are sent beside `base` nodes of `rows` rows."""
