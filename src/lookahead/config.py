@@ -179,9 +179,10 @@ class LookaheadConfig:
             the class, or a function. `step_budget` is the most nodes that it may send, 128 if not given. See
             `docs/extending.md`.
         pack_weights: On a CPU, run the model with a second copy of its linear layers' weights, in the order in
-            which the processor multiplies them. Steps take about half the time (`docs/engine.md`), the weights
-            twice the memory. The copy is made at the first call and kept as long as the model. `"int8"` makes a
-            copy in eight bits, for steps that take less again. The text is then that of the rounded model, with
+            which the processor multiplies them. The weights take twice the memory; steps take half the time on some
+            processors (`docs/engine.md`), and more than before on others, which `lookahead tune` shows with
+            `--pack-weights` and without. The copy is made at the first call and kept as long as the model. `"int8"`
+            makes a copy in eight bits, for steps that take less again. The text is then that of the rounded model, with
             every draft to the bit (`invariant` comes with it), but not the model's own; see `docs/engine.md`.
         invariant: Make every pass in a way in which the bits of a token's logits depend on its own text alone: not on
             the drafts, the nodes of a step, the other rows of a batch, or how a prompt was split. So the text is that
