@@ -21,6 +21,7 @@ from lookahead.bench.machine import resident_bytes
 from lookahead.bench.rows import Row
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.budget import Send
+from lookahead.core.compiled import IS_COMPILED
 from lookahead.core.cost_model import CostModel
 from lookahead.core.draft_account import DraftAccount
 from lookahead.core.token_tree import TokenTree
@@ -33,7 +34,6 @@ from lookahead.drafting import (
     ThroughputBudget,
 )
 from lookahead.drafting.auto.embedding_neighbours import COORDINATES
-from lookahead.drafting.compiled import IS_COMPILED
 from lookahead.errors import InvalidArgumentError
 from probe import Probe, Unit, option
 

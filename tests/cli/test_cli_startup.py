@@ -149,7 +149,7 @@ def test_interrupted_after_a_while(seconds: float) -> None:
 
 COMPILE = """
 from lookahead.drafting import compile_loops
-from lookahead.drafting.compiled import on_first_compilation
+from lookahead.core.compiled import on_first_compilation
 with on_first_compilation(lambda: print("compiling")):
     compile_loops()
 """

@@ -149,8 +149,7 @@ def test_a_node_beside_prompts_costs_what_it_adds_and_not_what_rows_and_looking_
         nodes, looking = int(random.integers(400, 800)), random.uniform(0.005, 0.02)
         seconds = 0.021 + 0.0002 * (nodes - 8) + looking
         account.book(StepTime(nodes, 100, seconds, 20, 8, True, prompts=True, looking=looking))
-    sizes = np.arange(0, 120, 10)
-    assert account.beside_prompts(520, sizes, 100) == pytest.approx(0.0002 * sizes, rel=0.02)
+    assert account.prompt_node_seconds == pytest.approx(0.0002, rel=0.02)
 
 
 def test_a_prompt_is_read_for_drafting_where_no_other_row_teaches_the_memory() -> None:

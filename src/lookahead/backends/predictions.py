@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lookahead.drafting.compiled import IS_COMPILED
+from lookahead.core.compiled import IS_COMPILED
 from lookahead.drafting.likeliest import BLOCK, list_likeliest, list_likeliest_bits
 
 _CHUNK = 128

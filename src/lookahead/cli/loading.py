@@ -22,7 +22,7 @@ from lookahead.cli import process
 from lookahead.cli.inputs import is_gguf, model_folder
 from lookahead.cli.rendering import spinner
 from lookahead.cli.settings import DecodingSettings, ServeSettings, TuneSettings
-from lookahead.drafting.compiled import on_first_compilation
+from lookahead.core.compiled import on_first_compilation
 from lookahead.drafting.warm_up import compile_loops
 from lookahead.errors import InvalidArgumentError, LookaheadError, LookaheadWarning
 

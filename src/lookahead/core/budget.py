@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
+from lookahead.core.choosing import Costs, choose_for_one
 from lookahead.core.draft_account import DraftAccount
 from lookahead.errors import InvalidArgumentError
 
@@ -130,7 +131,6 @@ class ThroughputBudget:
     def __init__(self, account: DraftAccount, most: int = MOST_CHOSEN_NODES) -> None:
         self._account = account
         self._most = most - 1
-        self._sizes = account.rows * np.arange(1, most + 1)
         self._offered: NDArray[np.float64] = np.empty(0)
         self.chosen = 0
         self.backs_off = account.backs_off
@@ -142,35 +142,17 @@ class ThroughputBudget:
 
     def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """See `StepBudget`."""
-        most = min(self._most, self._account.most_nodes // self._account.rows - 1)
+        account = self._account
+        most = min(self._most, account.most_nodes // account.rows - 1)
         self._offered = probabilities[:most]
-        likely = self._account.calibration.correct(self._offered)
-        tokens = 1 + np.concatenate([[0.0], np.cumsum(likely)])
-        seconds = self._account.costs.step_time(self._sizes[: most + 1], context)
-        gain, rate = self._choose(tokens, seconds[: len(tokens)])
-        if len(likely) in (0, most):
-            return False
-        # Were all that follow as likely as the last one, would any number of them pay?
-        ahead = np.arange(1, len(seconds) - len(likely))
-        return bool((tokens[-1] + likely[-1] * ahead - rate * seconds[len(tokens) :]).max() > gain)
+        costs = account.costs.table(account.rows * (most + 1))
+        return self._choose(account.calibration.correct(self._offered), costs, context, account.rows, most)
 
-    def _choose(self, tokens: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float]:
-        """Choose how many candidates are sent.
-
-        Args:
-            tokens: Expected of a step with none, one, two, ... of them, `[candidates + 1]`.
-            seconds: What the step takes then, likewise.
-
-        Returns:
-            What the chosen number gains over as much time at the usual rate, in tokens, and that rate, per second.
-        """
-        worth = np.concatenate([[tokens[0] * WORTHWHILE], tokens[1:]])
-        price = np.concatenate([[seconds[0] * self._account.idle_cost], seconds[1:]])
-        rate = float((worth / price).max())
-        rate += LEANING * max(self._account.usual_rate / float(seconds[0]) - rate, 0.0)
-        gains = worth - rate * price
-        self.chosen = int(gains.argmax())
-        return float(gains[self.chosen]), rate
+    def _choose(self, likely: NDArray[np.float64], costs: Costs, context: int, rows: int, most: int) -> bool:
+        """See `choose_for_one`."""
+        known = self._account.idle_cost, WORTHWHILE, self._account.usual_rate, LEANING
+        self.chosen, more = choose_for_one(likely, costs, context, rows, most, *known)
+        return more
 
     def when_chosen(self, send: Send) -> None:
         """See `StepBudget`."""

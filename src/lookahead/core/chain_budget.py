@@ -33,7 +33,7 @@ class ChainBudget(ThroughputBudget):
             pending: Pending tokens before them, the root included.
             context: Tokens of text before the step.
         """
-        room = max(min(len(self._sizes), self._account.most_nodes) - pending, 0)
+        room = max(min(self._most + 1, self._account.most_nodes) - pending, 0)
         self._offered = probabilities[:room]
         if not len(self._offered):  # a prompt, to which nothing is added, or more pending tokens than were ever sent
             self.chosen = 0
@@ -41,9 +41,11 @@ class ChainBudget(ThroughputBudget):
         probabilities = self._account.calibration.correct(self._offered)
         accepted = np.concatenate([[0.0], np.cumsum(probabilities)])
         whole = np.concatenate([[1.0], probabilities])
-        seconds = self._account.costs.step_time(self._sizes, context)
+        seconds = self._account.costs.step_time(np.arange(1, self._most + 2), context)
         own = seconds[pending - 1 :][: len(accepted)]
         # Expected number of tokens that are sent again, at the price of a token in this step.
         again = (1 - whole) * pending + accepted - np.arange(len(accepted)) * whole
         price = np.maximum(own - seconds[0], 0) / np.maximum(np.arange(len(accepted)) + pending - 1, 1)
-        self._choose(1 + accepted, own + price * again)
+        table = np.zeros((2, len(own) + 1))
+        table[0, 1:] = own + price * again
+        self._choose(probabilities, table, context, 1, len(probabilities))

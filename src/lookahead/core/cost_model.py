@@ -26,6 +26,10 @@ TRUST = 4
 SMALLEST_CHANGE = 0.005
 """A corrected size that moves by less than this part of itself is not worth a new table."""
 
+OVERDUE = 8
+"""A table is used for at most so many steps after a size moved, and while few were seen for an eighth of them: a new one
+takes as long as much of a small model's step, and moves by little."""
+
 RECENT = 9
 """Steps whose median surprise moves the pace: a change that lasts shows after five of them, one bad step never."""
 
@@ -98,6 +102,7 @@ class CostModel:
             self._ratios[bucket(size)] = [1.0] * TRUST
             self._counts[bucket(size)] = TRUST
         self._changed = True
+        self._due = 0  # how many observations there must be for a new table
         self._lock = Lock()  # calls in several threads learn from their steps together
         self._table: NDArray[np.float64] = np.empty((2, 0))  # of a step of n nodes: fixed, per token
 
@@ -152,10 +157,19 @@ class CostModel:
         """
         most = int(nodes if isinstance(nodes, int) else nodes.max(initial=1))
         fixed, per_token = self._up_to(most)
-        pace = 1.0 if self._pace is None else self._pace
         if isinstance(nodes, int):
-            return pace * float(fixed[nodes] + context * per_token[nodes])
-        return np.asarray(pace * (fixed[nodes] + context * per_token[nodes]))
+            return self.pace * float(fixed[nodes] + context * per_token[nodes])
+        return np.asarray(self.pace * (fixed[nodes] + context * per_token[nodes]))
+
+    def table(self, most: int) -> NDArray[np.float64]:
+        """What `step_time` is made of, for steps of up to `most` nodes or more: a fixed part, and one for each token of
+        text, `[2, nodes]`; both times `pace`. Not to be changed."""
+        return self._up_to(most)
+
+    @property
+    def pace(self) -> float:
+        """How long steps take lately, over what `table` says."""
+        return 1.0 if self._pace is None else self._pace
 
     @overload
     def relative(self, nodes: int, context: int) -> float: ...
@@ -282,10 +296,11 @@ class CostModel:
     def _up_to(self, most: int) -> NDArray[np.float64]:
         """The table `[2, sizes]` of fixed and per-token seconds, without the pace, at least up to `most` nodes."""
         with self._lock:
-            if self._changed or self._table.shape[1] <= most:
+            if (self._changed and self.observed >= self._due) or self._table.shape[1] <= most:
                 size = max(257, self._table.shape[1], 1 << most.bit_length())
                 self._table = self._build(size)
                 self._changed = False
+                self._due = self.observed + min(self.observed // OVERDUE, OVERDUE)
             return self._table
 
     def _build(self, size: int) -> NDArray[np.float64]:

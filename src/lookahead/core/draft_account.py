@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.calibration import Calibration
@@ -260,14 +256,14 @@ class DraftAccount:
         cost += self.looking
         return cost / (plain * self._plain_surprise.mean)
 
-    def beside_prompts(self, base: int, sizes: NDArray[np.integer[Any]], context: int) -> NDArray[np.float64]:
-        """Seconds that so many nodes add to a step of `base` nodes, most of them of prompts.
+    @property
+    def prompt_node_seconds(self) -> float:
+        """Seconds that a node adds to a step that carries prompts, at most.
 
         The products of such a step are full: a node takes no longer than its tokens do in the mean.
         """
-        seconds = self.costs.step_time(base + sizes, context)
         took, nodes = self._with_prompts
-        return np.minimum(seconds - self.costs.step_time(base, context), took / nodes * sizes if nodes else np.inf)
+        return took / nodes if nodes else math.inf
 
     @property
     def looking(self) -> float:

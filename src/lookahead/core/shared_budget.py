@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import log2
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.budget import WORTHWHILE, Send
 from lookahead.core.calibration import Calibration
+from lookahead.core.choosing import choose_for_all, line_up
 from lookahead.core.draft_account import DraftAccount, StepTime
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
@@ -159,16 +161,13 @@ class SharedBudget:
         """
         if not self._offers:
             return
-        owners, likely = self._candidates()
-        order = np.argsort(-likely, kind="stable")
-        sent = self._affordable(
-            likely[order], sum(map(len, trees)), sum(tree.needs_logits[tree.root] for tree in trees)
-        )
-        counts = np.bincount(owners[order[:sent]], minlength=len(self._offers)).tolist()
+        owners, promised = self._line_up()
+        sent = self._affordable(promised, trees)
+        counts = np.bincount(owners[:sent], minlength=len(self._offers)).tolist()
         fewest = EXPLORING if self.explores else 0
         if not fewest:
             # Where all that was found is sent, less likely ones might have been, too.
-            least = NO_LESS * (self._least if sent == len(order) else float(likely[order[sent]]))
+            least = NO_LESS * (self._least if sent == len(promised) else float(promised[sent]))
             self._least = min(max(least, LEAST_LIKELY), SURELY_LIKELY)
         self._unexplored -= len(self._offers)
         for (row, send), count in zip(self._offers, counts, strict=True):
@@ -176,43 +175,41 @@ class SharedBudget:
             send(row.chosen)
         self._offers.clear()
 
-    def _candidates(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Those of all rows: whose they are, by the place of the row, and how many tokens each promises: how likely it
-        has turned out to be, times the weight of its row."""
-        groups: dict[Calibration, list[int]] = {}
-        for place, (row, _) in enumerate(self._offers):
-            groups.setdefault(row.calibration, []).append(place)
-        owners, likely = [], []
-        for calibration, places in groups.items():
-            drafts = [self._offers[place][0].offered for place in places]
-            owners.append(np.repeat(places, [len(draft) for draft in drafts]))
-            likely.append(calibration.correct_all(drafts))
-        rows = np.concatenate(owners)
-        return rows, np.concatenate(likely) * self._weights()[rows]
+    def _line_up(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The candidates of all rows, those that promise most first: whose each is, by the place of the row, and how
+        many tokens it promises, which is how likely it has turned out to be, times the weight of its row."""
+        groups: dict[Calibration, list[tuple[RowBudget, Send]]] = {}
+        for offer in self._offers:
+            groups.setdefault(offer[0].calibration, []).append(offer)
+        self._offers = [offer for group in groups.values() for offer in group]
+        likely = np.concatenate(
+            [calibration.correct_all([row.offered for row, _ in group]) for calibration, group in groups.items()]
+        )
+        ends = list(accumulate(len(row.offered) for row, _ in self._offers))
+        owners, promised = np.empty(len(likely), dtype=np.int64), np.empty(len(likely))
+        line_up(likely, np.array(ends), np.array(self._weights()), np.array([0, *ends[:-1]]), owners, promised)
+        return owners, promised
 
-    def _weights(self) -> NDArray[np.float64]:
+    def _weights(self) -> list[float]:
         """What a token of each row counts, `[offers]`."""
-        left = [row.longest - row.context for row, _ in self._offers if row.longest is not None]
+        left = [max(row.longest - row.context, 1) for row, _ in self._offers if row.longest is not None]
         if self._waits or len(left) < len(self._offers):
-            return np.ones(len(self._offers))
-        tokens = np.maximum(left, 1)
-        return np.asarray(np.clip(tokens / tokens.mean(), LEAST_WEIGHT, MOST_WEIGHT))
+            return [1.0] * len(self._offers)
+        mean = sum(left) / len(left)
+        return [min(max(tokens / mean, LEAST_WEIGHT), MOST_WEIGHT) for tokens in left]
 
-    def _affordable(self, likely: NDArray[np.float64], base: int, rows: int) -> int:
-        """How many candidates are sent beside `base` nodes of `rows` rows."""
+    def _affordable(self, promised: NDArray[np.float64], trees: Sequence[TokenTree]) -> int:
+        """How many candidates are sent, the first ones."""
+        base, rows = sum(map(len, trees)), sum(tree.needs_logits[tree.root] for tree in trees)
         if self._nodes is not None:
-            return min(max(self._nodes - base, 0), len(likely))
-        assert self._account is not None
-        likely = likely[: max(self._account.most_nodes - rows, rows)]
-        sizes, brought = np.arange(len(likely) + 1), np.concatenate([[0.0], np.cumsum(likely)])
-        seconds = self._account.costs.step_time(rows + sizes, self._context)
-        seconds[0] *= self._account.idle_cost / WORTHWHILE
-        rates = (rows + brought) / (seconds + self._account.looking)
-        if base == rows:
-            return int(rates.argmax())
-        # The prompts are read anyway: what drafts take beside them must bring what that time brings in other steps.
-        seconds = self._account.beside_prompts(base, sizes, self._context)
-        return int((brought - rates.max() * seconds).argmax())
+            return min(max(self._nodes - base, 0), len(promised))
+        account = self._account
+        assert account is not None
+        costs = account.costs
+        promised = promised[: max(account.most_nodes - rows, rows)]
+        seconds = account.looking / costs.pace, account.prompt_node_seconds / costs.pace
+        table = costs.table(base + len(promised))
+        return choose_for_all(promised, table, self._context, base, rows, account.idle_cost / WORTHWHILE, *seconds)
 
     @property
     def is_timed(self) -> bool:

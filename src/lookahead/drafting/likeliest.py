@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.drafting.compiled import compiled, inner
+from lookahead.core.compiled import compiled, inner
 
 BLOCK = 128
 """Tokens of a block; a row has to have at least as many of them as are listed."""

@@ -6,14 +6,18 @@ from functools import cache
 
 import numpy as np
 
+from lookahead.core.budget import ThroughputBudget
+from lookahead.core.compiled import IS_COMPILED
+from lookahead.core.cost_model import CostModel
+from lookahead.core.draft_account import DraftAccount
 from lookahead.core.outputs import StepResult
+from lookahead.core.shared_budget import SharedBudget
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.context_matches import ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
 from lookahead.drafting.auto.ngram_memory import NGramMemory
-from lookahead.drafting.compiled import IS_COMPILED
 from lookahead.drafting.likeliest import BLOCK, list_likeliest
 
 _VOCABULARY = 16
@@ -32,6 +36,7 @@ def compile_loops() -> None:
     room = np.empty(1, dtype=np.float32), np.empty(1, dtype=np.int64), np.empty(1, dtype=np.float32)
     listed = np.empty((1, 1), dtype=np.int64), np.empty((1, 1), dtype=np.float32)
     list_likeliest(np.zeros((1, BLOCK), dtype=np.float32), *room, *listed)
+    _choose()
     memory = DraftMemory(NGramMemory(16, 2, 4))
     embedding = np.eye(_VOCABULARY, dtype=np.float32)
     drafter = AutoDrafter(memory, ContextMatches(16), None, _NODES, neighbours=EmbeddingNeighbours(embedding))
@@ -42,3 +47,17 @@ def compile_loops() -> None:
         top_ids = np.tile(np.arange(drafter.top_k), (len(tree), 1))  # [nodes, top_k] int64
         top_probabilities = np.full(top_ids.shape, 0.1, dtype=np.float32)
         drafter.observe(StepResult(tree, top_ids[:, 0], [], [0], top_ids, top_probabilities))
+
+
+def _choose() -> None:
+    """Choose among candidates once, for one row alone and for several."""
+    likely = np.array([0.5, 0.25])
+    alone = ThroughputBudget(DraftAccount(CostModel.prior()))
+    alone.offer(likely, 1)
+    alone.learn([0])
+    shared = SharedBudget(lambda load, temperature: DraftAccount(CostModel.prior(), load))
+    row = shared.row()
+    shared.begin(1)
+    row.offer(likely[likely > row.least], 1)
+    row.when_chosen(lambda chosen: None)
+    shared.share_out([TokenTree([0])])

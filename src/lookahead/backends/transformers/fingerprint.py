@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lookahead.drafting.compiled import IS_COMPILED, compiled
+from lookahead.core.compiled import IS_COMPILED, compiled
 
 _LENGTH = 1024
 """Words of 32 bits that go into one number."""

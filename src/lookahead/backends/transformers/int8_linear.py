@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from lookahead.backends.transformers.packed_linear import PackedLinear, PackedWeight
-from lookahead.drafting.compiled import IS_COMPILED, compiled
+from lookahead.core.compiled import IS_COMPILED, compiled
 from lookahead.errors import UnsupportedArgumentError
 
 _LARGEST = 127

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.core.compiled import compiled, loop_arrays
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting.compiled import compiled, loop_arrays
 
 _END = -1
 """Stands between texts."""

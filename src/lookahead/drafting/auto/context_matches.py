@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.core.compiled import IS_COMPILED, compiled, inner, loop_arrays, loop_tuple
 from lookahead.drafting.auto.proposals import Nodes, Proposals, proposal_of
-from lookahead.drafting.compiled import IS_COMPILED, compiled, inner, loop_arrays, loop_tuple
 from lookahead.errors import InvalidArgumentError
 
 RUNS = (8, 4, 2)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.budget import FixedBudget, StepBudget
+from lookahead.core.compiled import loop_arrays
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.core.watching import WINDOW, Explanation, Origin
@@ -23,7 +24,6 @@ from lookahead.drafting.auto.rejected_siblings import RejectedSiblings
 from lookahead.drafting.auto.search import SUREST, TreeSearch
 from lookahead.drafting.auto.source import Source
 from lookahead.drafting.auto.trust import Trust, believed
-from lookahead.drafting.compiled import loop_arrays
 from lookahead.drafting.window import JacobiWindow
 
 _LEAST_GROWN = 8

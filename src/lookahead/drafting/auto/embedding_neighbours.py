@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.core.compiled import compiled, inner
 from lookahead.drafting.auto.ngram_entries import Entries, entry_after
 from lookahead.drafting.auto.proposals import MOST_LISTED, UNLISTED_LOG, Nodes, Proposals, proposal_of, set_default
-from lookahead.drafting.compiled import compiled, inner
 from lookahead.errors import InvalidArgumentError
 
 COORDINATES = 128

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.core.compiled import compiled, inner, loop_arrays, loop_tuple
 from lookahead.drafting.auto.proposals import MOST_LISTED, UNLISTED_LOG, Nodes, Proposals, proposal_of, set_default
 from lookahead.drafting.auto.source import TokenPaths
-from lookahead.drafting.compiled import compiled, inner, loop_arrays, loop_tuple
 
 
 class ListedArrays(NamedTuple):

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.core.compiled import compiled, inner
 from lookahead.drafting.auto.proposals import Proposals, proposal_of, set_default
-from lookahead.drafting.compiled import compiled, inner
 
 WAYS = 4
 """Entries in a set: the places where one context may be kept."""

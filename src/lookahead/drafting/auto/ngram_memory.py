@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.core.compiled import compiled, loop_arrays, loop_tuple
 from lookahead.drafting.auto.ngram_entries import (
     LEAST_PROBABILITY,
     WAYS,
@@ -23,7 +24,6 @@ from lookahead.drafting.auto.ngram_entries import (
     hash_contexts,
     write_entries,
 )
-from lookahead.drafting.compiled import compiled, loop_arrays, loop_tuple
 from lookahead.drafting.stored_arrays import MOST_BYTES, DamagedFileError, expect
 from lookahead.errors import InvalidArgumentError
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.drafting.compiled import inner
+from lookahead.core.compiled import inner
 
 _POWERS = 64
 """Powers of two of probabilities that are distinguished."""

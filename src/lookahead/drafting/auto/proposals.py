@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.drafting.compiled import inner
+from lookahead.core.compiled import inner
 
 MOST_LISTED = 16
 """Most tokens that a source proposes after a node, if it is not the memory."""

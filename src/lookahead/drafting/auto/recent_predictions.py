@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.core.compiled import inner
 from lookahead.drafting.auto.ngram_entries import Entries, entry_after
-from lookahead.drafting.compiled import inner
 
 _READ = 512
 _LATEST = 128

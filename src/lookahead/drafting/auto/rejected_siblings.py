@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.core.compiled import compiled, loop_arrays, loop_tuple
 from lookahead.core.outputs import StepResult
 from lookahead.drafting.auto.embedding_neighbours import NEAREST, add_share, rank_shares
 from lookahead.drafting.auto.proposals import MOST_LISTED, Nodes
 from lookahead.drafting.auto.source import NO_PATHS, TokenPaths
-from lookahead.drafting.compiled import compiled, loop_arrays, loop_tuple
 
 _AFTER_ROOT = np.full(MOST_LISTED, -1, dtype=np.int64)
 

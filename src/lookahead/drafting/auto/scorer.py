@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.core.compiled import compiled, inner, loop_arrays, loop_tuple
 from lookahead.drafting.auto.context_matches import MATCH_CLASSES
 from lookahead.drafting.auto.priors import PRIORS
 from lookahead.drafting.auto.proposals import Proposals
-from lookahead.drafting.compiled import compiled, inner, loop_arrays, loop_tuple
 from lookahead.drafting.stored_arrays import DamagedFileError, expect
 
 NOTHING = "nothing"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.core.compiled import compiled, entry_for, inner, loop_arrays, loop_tuple
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Origin
 from lookahead.drafting.auto.context_matches import LONGEST, SEARCHED, ContextMatches, MatchArrays, propose_matches
@@ -35,7 +36,6 @@ from lookahead.drafting.auto.recent_predictions import MOST_TRIED, RecentArrays,
 from lookahead.drafting.auto.scorer import MATCHES, NEIGHBOURS, Acceptance, Lessons, context_name, estimate
 from lookahead.drafting.auto.source import TokenPaths
 from lookahead.drafting.auto.worth import Evidence, Worth, allocate_worth, kind_of, settle
-from lookahead.drafting.compiled import compiled, entry_for, inner, loop_arrays, loop_tuple
 
 _LEAST_ASKING = 0.3
 """How likely a node must be for neighbours to be looked for, which takes as long as adding several nodes; doing so

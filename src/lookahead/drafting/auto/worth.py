@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.core.compiled import inner
 from lookahead.drafting.auto.context_matches import MATCH_CLASSES
 from lookahead.drafting.auto.proposals import UNLISTED_LOG, Proposals
-from lookahead.drafting.compiled import inner
 
 PRIOR = 4.0
 """Proposals of each kind that are counted beforehand, as if they had come true as often as they were to."""

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from lookahead.backends.transformers.tree_attention.interface import only_packed
-from lookahead.drafting.compiled import IS_COMPILED
+from lookahead.core.compiled import IS_COMPILED
 
 if IS_COMPILED:
     from lookahead.backends.transformers.invariant.kernel import attend

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from lookahead.backends.transformers.invariant.findings import architecture, recall, remember
 from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import can_be_cloned
+from lookahead.core.compiled import IS_COMPILED
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting.compiled import IS_COMPILED
 
 _TEXT, _PROMPT = 7, 3
 """Tokens of the text that passes are compared along, and of its prompt."""

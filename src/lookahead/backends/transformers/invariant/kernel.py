@@ -13,7 +13,7 @@ import numpy as np
 
 from lookahead.backends.transformers.invariant.machine import as_float, fma, get, put, read, rounded, write
 from lookahead.backends.transformers.tree_attention.packed_mask import BITS, FIRST, SCRATCH, VISIBLE, WORD
-from lookahead.drafting.compiled import compiled
+from lookahead.core.compiled import compiled
 
 BLOCK = 64
 """Keys in a block of scores."""
