@@ -27,8 +27,8 @@ SMALLEST_CHANGE = 0.005
 """A corrected size that moves by less than this part of itself is not worth a new table."""
 
 OVERDUE = 8
-"""A table is used for at most so many steps after a size moved, and while few were seen for an eighth of them: a new one
-takes as long as much of a small model's step, and moves by little."""
+"""A table is used for at most so many steps after a size moved, and while few were seen for an eighth of them: a new
+one takes much of the time of a small model's step, and differs by little."""
 
 RECENT = 9
 """Steps whose median surprise moves the pace: a change that lasts shows after five of them, one bad step never."""
