@@ -155,15 +155,15 @@ def test_weights_move_by_the_mean_of_what_both_learned() -> None:
     one, two = base.copy(), base.copy()
     for memory, change, evidence in ((one, 0.4, 1.0), (two, 0.1, 2.0)):
         memory.acceptance.weights[1] += change
-        memory.acceptance._squares[1] += evidence
+        memory.acceptance.squares[1] += evidence
     two.acceptance.weights[2] += 0.3
-    two.acceptance._squares[2] += 1.0
+    two.acceptance.squares[2] += 1.0
     one.acceptance.weights[3] -= 0.2
-    one.acceptance._squares[3] += 1.0
+    one.acceptance.squares[3] += 1.0
     one.acceptance.merge(two.acceptance, base.acceptance)
     assert one.acceptance.weights[0].tolist() == weights[0].tolist()
     assert one.acceptance.weights[1] == pytest.approx(weights[1] + (0.4 * 1 + 0.1 * 2) / 3)
-    assert one.acceptance._squares[1] == pytest.approx(4.0)
+    assert one.acceptance.squares[1] == pytest.approx(4.0)
     assert one.acceptance.weights[2] == pytest.approx(weights[2] + 0.3), "what one of them learned is not diluted"
     assert one.acceptance.weights[3] == pytest.approx(weights[3] - 0.2)
 

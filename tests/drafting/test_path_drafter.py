@@ -42,7 +42,8 @@ def test_it_drafts_what_a_chain_of_the_search_is(seed: int) -> None:
     shared = PathSearch(small_memory(), LONGEST)
     drafter = PathDrafter(shared)
     drafter.start(np.array(text))
-    search = AutoDrafter(small_memory(), ContextMatches(), None, 2, explore=False, chain=LONGEST)
+    memory = small_memory()
+    search = AutoDrafter(memory, ContextMatches(), None, 2, explore=False, chain=LONGEST)
     chains = ChainDrafter(search, LONGEST + 1)
     chains.start(text)
     accepted = 0
@@ -65,6 +66,27 @@ def test_it_drafts_what_a_chain_of_the_search_is(seed: int) -> None:
         chains.observe(StepResult(tree, ids[:, 0], path, tokens, ids, shares))
         text += tokens
     assert accepted > STEPS / 2
+    for learned in ("weights", "squares"):
+        found, expected = (getattr(one.acceptance, learned) for one in (shared.memory, memory))
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+def test_all_texts_of_a_batch_teach_what_proposals_are_worth() -> None:
+    model, learned = Model(0), []
+    for taught in ([0, 1], [0], [1]):
+        shared = PathSearch(small_memory(), LONGEST)
+        drafters, texts = [PathDrafter(shared) for _ in range(2)], [[1, 2, 3, 1, 2], [4, 5, 6, 4, 5]]
+        for drafter, text in zip(drafters, texts, strict=True):
+            drafter.start(np.array(text))
+            drafter.propose(LONGEST)
+        before = shared.memory.acceptance.squares.copy()
+        for number in taught:
+            ids, shares = model.after(texts[number])
+            drafters[number].learn([int(ids[0])], ids[None], shares[None])
+        learned.append(shared.memory.acceptance.squares - before)
+    assert (learned[1] > 0).any()
+    assert (learned[2] > 0).any()
+    assert learned[0].sum() > max(each.sum() for each in learned[1:])
 
 
 def test_what_is_recalled_is_drafted_in_another_text() -> None:

@@ -18,6 +18,7 @@ from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
 from lookahead.drafting.auto.ngram_memory import NGramMemory
+from lookahead.drafting.auto.path_drafter import PathDrafter, PathSearch
 from lookahead.drafting.likeliest import BLOCK, list_likeliest
 
 _VOCABULARY = 16
@@ -33,9 +34,7 @@ def compile_loops() -> None:
     """
     if not IS_COMPILED:
         return
-    room = np.empty(1, dtype=np.float32), np.empty(1, dtype=np.int64), np.empty(1, dtype=np.float32)
-    listed = np.empty((1, 1), dtype=np.int64), np.empty((1, 1), dtype=np.float32)
-    list_likeliest(np.zeros((1, BLOCK), dtype=np.float32), *room, *listed)
+    _list_a_row()
     _choose()
     memory = DraftMemory(NGramMemory(16, 2, 4))
     embedding = np.eye(_VOCABULARY, dtype=np.float32)
@@ -61,3 +60,26 @@ def _choose() -> None:
     row.offer(likely[likely > row.least], 1)
     row.when_chosen(lambda chosen: None)
     shared.share_out([TokenTree([0])])
+
+
+@cache
+def compile_path_loops() -> None:
+    """The same for the loops of `PathDrafter` alone."""
+    if not IS_COMPILED:
+        return
+    _list_a_row()
+    shared = PathSearch(DraftMemory(NGramMemory(16, 2, 4)), _NODES)
+    drafter = PathDrafter(shared)
+    drafter.start(np.array([0, 1, 2, 0, 1]))
+    for _ in range(_STEPS):
+        draft, _ = drafter.propose(_NODES)
+        ids = np.tile(np.arange(4), (1 + len(draft), 1))
+        drafter.learn([0], ids, np.full(ids.shape, 0.1, dtype=np.float32))
+        drafter.extend([0])
+        shared.write()
+
+
+def _list_a_row() -> None:
+    room = np.empty(1, dtype=np.float32), np.empty(1, dtype=np.int64), np.empty(1, dtype=np.float32)
+    listed = np.empty((1, 1), dtype=np.int64), np.empty((1, 1), dtype=np.float32)
+    list_likeliest(np.zeros(1, dtype=np.int64), np.zeros((1, BLOCK), dtype=np.float32), *room, *listed)

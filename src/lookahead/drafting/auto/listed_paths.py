@@ -43,9 +43,9 @@ class ListedPaths:
     """
 
     def __init__(self, columns: Sequence[int], nodes: int) -> None:
-        size = len(columns)
+        size = len(columns) + MOST_LISTED
         tokens, children, siblings = (np.full(size, -1, dtype=np.int64) for _ in range(3))
-        reached = np.full((size, nodes), -1, dtype=np.int64)
+        reached = np.full((len(columns), nodes), -1, dtype=np.int64)
         own = reached, np.array(columns, dtype=np.int64)
         self.arrays = ListedArrays(tokens, np.zeros(size), children, siblings, *own)
 

@@ -9,14 +9,13 @@ from numpy.typing import NDArray
 
 from lookahead.drafting.auto.context_matches import LONGEST, ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.ngram_entries import LEAST_PROBABILITY
+from lookahead.drafting.auto.path_lessons import PathLessons
 from lookahead.drafting.auto.path_notes import PathNotes
-from lookahead.drafting.auto.proposals import MOST_LISTED
 from lookahead.drafting.auto.recent_predictions import RecentArrays
 from lookahead.drafting.auto.rejected_siblings import RejectedSiblings
 from lookahead.drafting.auto.search import SUREST, TreeSearch
-from lookahead.drafting.auto.source import NO_PATHS, TokenPaths
 from lookahead.drafting.auto.trust import Trust, mix_in
+from lookahead.drafting.auto.worth import Worth
 
 _KNOWN = 3
 """Contexts of so many tokens say enough of what follows a sure text."""
@@ -28,7 +27,7 @@ _NONE_RECENT = RecentArrays(np.empty(0, dtype=np.int64), np.empty(0))
 
 
 class PathSearch:
-    """What the texts of one batch share: the memory, and room for one search, which stays in the processor's cache.
+    """What the texts of one batch share: the memory, and what their drafts were worth.
 
     Args:
         memory: What is known about the model.
@@ -37,16 +36,24 @@ class PathSearch:
 
     Attributes:
         notes: What steps showed, until `write`.
-        latest: Whose draft was searched last. What its proposals were worth can be learned.
+        lessons: Teach what proposals were worth.
     """
 
     def __init__(self, memory: DraftMemory, longest: int, surest: float = SUREST) -> None:
         self.memory = memory
         self.longest = longest
-        self.notes = PathNotes()
-        self.latest: PathDrafter | None = None
-        with memory.lock:
-            self.tree = TreeSearch(1, memory, None, (RejectedSiblings.name,), surest, chain=longest)
+        self.notes = PathNotes(memory.ngrams.orders)
+        self._surest = surest
+        self._worth: Worth | None = None
+        first = self.new_tree()
+        self._worth = first.worth
+        self.lessons = PathLessons(memory.acceptance, first.worth, len(first.nodes.tokens), len(first.proposals.tokens))
+
+    def new_tree(self) -> TreeSearch:
+        """Room for the searches of one text, which lasts until what a search found is verified."""
+        with self.memory.lock:
+            listed, longest = (RejectedSiblings.name,), self.longest
+            return TreeSearch(1, self.memory, None, listed, self._surest, chain=longest, worth=self._worth)
 
     def write(self) -> None:
         """Write what the texts learned to the memory."""
@@ -65,7 +72,7 @@ class PathDrafter:
         self._shared = shared
         self._memory = shared.memory
         self._matches = ContextMatches()
-        self._siblings = NO_PATHS
+        self._tree = shared.new_tree()
         self._end = np.empty(0, dtype=np.int64)  # the last tokens of the text
         self._draft: NDArray[np.int64] | None = None  # what was found after it, if that was asked for
         self._known: NDArray[np.int64] = self._end  # the longest context that the memory knows at each token of it
@@ -76,7 +83,7 @@ class PathDrafter:
         self._matches.start(text.astype(np.int64))
         self._end, self._draft = text[-LONGEST:].astype(np.int64), None
         self._trust.start()
-        self._siblings = NO_PATHS
+        self._tree.listed.children[0] = -1
 
     def extend(self, tokens: Sequence[int]) -> None:
         """The text goes on, and the last draft is done with."""
@@ -93,16 +100,17 @@ class PathDrafter:
             least: How likely each token is to be accepted with all before it, at least.
 
         Returns:
-            Its tokens, and how likely each is to be accepted with all before it, `[drafted]` each.
+            Its tokens, and how likely each is to be accepted with all before it, `[drafted]` each, until the next one
+            is asked for.
         """
-        shared, tree = self._shared, self._shared.tree
+        tree = self._tree
         with self._memory.lock:
-            sources = tree.ask(self._matches, (self._siblings,), _NONE_RECENT)
-            count = tree.search(self._end, 1, min(most, shared.longest), sources, least)
-        shared.latest, self._siblings = self, NO_PATHS
-        self._draft = tree.found(count)[0].copy()
-        self._known = tree.nodes.known[tree.root : tree.root + count + 1].copy()
-        return self._draft, tree.path_probabilities.copy()
+            sources = tree.ask(self._matches, None, _NONE_RECENT)
+            count = tree.search(self._end, 1, min(most, self._shared.longest), sources, least)
+        tree.listed.children[0] = -1  # what was said after a token that was rejected is of use once
+        self._draft = tree.found(count)[0]
+        self._known = tree.nodes.known[tree.root : tree.root + count + 1]
+        return self._draft, tree.path_probabilities
 
     def learn(
         self,
@@ -121,14 +129,13 @@ class PathDrafter:
         self._trust.note_likeliest(selected, top_ids[: len(selected), 0].tolist())
         if self._trust.share < 1:
             top_ids, top_probabilities = _as_selected(selected, top_ids, top_probabilities, self._trust.share)
-        count = len(selected)
         if self._draft is not None:
-            if count < len(top_ids):  # the token that was rejected has followers
-                self._siblings = _followers(top_ids[count], top_probabilities[count])
-            if self._shared.latest is self:
-                with self._memory.lock:
-                    self._teach(selected, top_ids, top_probabilities)
-        self._note(count, top_ids, top_probabilities)
+            tree, chosen = self._tree, np.array(selected, dtype=np.int64)
+            with self._memory.lock:
+                beside = self._memory.acceptance.off_path * self._trust.share**2
+                arrays = tree.nodes, tree.proposals, tree.listed
+                self._shared.lessons.teach(tree.root, chosen, top_ids, top_probabilities, beside, *arrays)
+        self._note(len(selected), top_ids, top_probabilities)
 
     def recall(self, selected: Sequence[int]) -> None:
         """Remember what a step selected that was sure beforehand, and of which nothing else is known; what the memory
@@ -138,28 +145,10 @@ class PathDrafter:
         ids = np.array(selected, dtype=np.int64)[:, None]
         self._note(len(ids), ids, np.full(ids.shape, _RECALLED, dtype=np.float32))
 
-    def _teach(self, selected: Sequence[int], top_ids: NDArray[np.int64], shares: NDArray[np.float32]) -> None:
-        """What the proposals of the last search were worth."""
-        rows, known = len(top_ids), len(selected)
-        acceptance = self._memory.acceptance
-        counts = np.full(rows, acceptance.off_path * self._trust.share**2)
-        counts[:known] = 1.0
-        chosen = np.full(rows, -1, dtype=np.int64)
-        chosen[:known] = selected
-        self._shared.tree.teach(acceptance, top_ids, shares, counts, chosen, False)
-
     def _note(self, known: int, top_ids: NDArray[np.int64], shares: NDArray[np.float32]) -> None:
         """What follows the end of the text and the tokens of the draft."""
         draft = self._end[:0] if self._draft is None else self._draft[: len(top_ids) - 1]
         self._shared.notes.add(self._end, draft, known, top_ids, shares)
-
-
-def _followers(ids: NDArray[np.int64], shares: NDArray[np.float32]) -> TokenPaths:
-    """What the model says after the token that was rejected; it often says the same after the right one."""
-    listed = int(np.count_nonzero(ids[:MOST_LISTED] >= 0))
-    parents = np.full(listed, -1, dtype=np.int64)
-    own = np.maximum(shares[:listed].astype(np.float64), LEAST_PROBABILITY)
-    return TokenPaths(ids[:listed], parents, own / own.sum())
 
 
 def _as_selected(

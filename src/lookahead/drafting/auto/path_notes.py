@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.core.compiled import compiled, entry_for, loop_arrays, loop_tuple
 from lookahead.drafting.auto.draft_memory import DraftMemory
 
+_ROOM = 256
+"""Rows that there is room for at first."""
 
-@dataclass(frozen=True)
-class _Note:
-    """Of one text: its last tokens and the draft after them, from how many rows on tokens were not selected, and what
-    the model said."""
 
-    path: NDArray[np.int64]
-    known: int
+class _Notes(NamedTuple):
+    """Rows with as many listed tokens each: contexts as `NGramMemory` takes them, what the model said after them, and
+    whether they are text now; and how many there are, `[1]`."""
+
+    contexts: NDArray[np.int64]
     ids: NDArray[np.int64]
     shares: NDArray[np.float32]
+    known: NDArray[np.int64]
+    counts: NDArray[np.int64]
 
 
 class PathNotes:
-    """Collects what the model said after texts and their drafts."""
+    """Collects what the model said after texts and their drafts.
 
-    def __init__(self) -> None:
-        self._notes: dict[int, list[_Note]] = {}  # by how many tokens are listed in each row
+    Args:
+        orders: Longest context of the memory that it is written to.
+    """
+
+    def __init__(self, orders: int) -> None:
+        self._orders = orders
+        self._notes: dict[int, _Notes] = {}  # by how many tokens are listed in each row
+        self._run: Callable[..., None] | None = None  # `_note_path` for arrays of these types
 
     def add(
         self,
@@ -44,32 +55,62 @@ class PathNotes:
             ids: The likeliest tokens after each, likeliest first, `[rows, listed]`.
             shares: Their probabilities, likewise.
         """
-        self._notes.setdefault(ids.shape[1], []).append(_Note(np.concatenate([end, draft]), known, ids, shares))
+        notes = loop_tuple(self._with_room(*ids.shape))
+        told = known, *loop_arrays(end, draft, np.ascontiguousarray(ids), np.ascontiguousarray(shares)), notes
+        if self._run is None:
+            _note_path(*told)
+            self._run = entry_for(_note_path, *told)
+        else:
+            self._run(*told)
+
+    def _with_room(self, rows: int, listed: int) -> _Notes:
+        notes = self._notes.get(listed)
+        if notes is None or notes.counts[0] + rows > len(notes.known):
+            room = max(_ROOM, rows) if notes is None else 2 * len(notes.known) + rows
+            contexts, ids = (np.empty((room, columns), dtype=np.int64) for columns in (self._orders, listed))
+            known, counts = np.empty(room, dtype=np.int64), np.zeros(1, dtype=np.int64)
+            new = _Notes(contexts, ids, np.empty((room, listed), dtype=np.float32), known, counts)
+            if notes is not None:
+                before: tuple[NDArray[Any], ...] = notes
+                after: tuple[NDArray[Any], ...] = new
+                for old, array in zip(before, after, strict=True):
+                    array[: len(old)] = old
+            self._notes[listed] = notes = new
+        return notes
 
     def write(self, memory: DraftMemory) -> None:
         """Write all to the memory; what follows real text last, so that it counts."""
-        if not self._notes:
-            return
         with memory.lock:
-            orders = memory.ngrams.orders
             for notes in self._notes.values():
-                ids = np.concatenate([note.ids for note in notes])
-                shares = np.concatenate([note.shares for note in notes])
-                contexts, selected = _contexts(notes, orders)
-                order = np.argsort(selected, kind="stable")
-                memory.ngrams.insert(contexts[order], ids[order], shares[order])
-        self._notes = {}
+                rows = int(notes.counts[0])
+                if rows:
+                    order = np.argsort(notes.known[:rows], kind="stable")
+                    memory.ngrams.insert(notes.contexts[order], notes.ids[order], notes.shares[order])
+                    notes.counts[0] = 0
 
 
-def _contexts(notes: list[_Note], orders: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The last tokens before each row of all notes, the very last in column 0, `[rows, orders]`; and whether a row
-    follows real text."""
-    before = np.full(orders, -1, dtype=np.int64)
-    tokens = np.concatenate([part for note in notes for part in (before, note.path)])
-    counts = np.array([len(note.ids) for note in notes])
-    ends = np.cumsum([orders + len(note.path) for note in notes])
-    firsts = np.cumsum(counts) - counts  # of each note
-    own = np.arange(counts.sum()) - np.repeat(firsts, counts)  # the row within its note
-    last = np.repeat(ends - counts, counts) + own
-    contexts = tokens[last[:, None] - np.arange(orders)]
-    return contexts, own < np.repeat([note.known for note in notes], counts)
+@compiled
+def _note_path(
+    known: int,
+    end: NDArray[np.int64],
+    draft: NDArray[np.int64],
+    ids: NDArray[np.int64],
+    shares: NDArray[np.float32],
+    notes: _Notes,
+) -> None:
+    """`PathNotes.add`, where there is room."""
+    for row in range(ids.shape[0]):
+        to = notes.counts[0] + row
+        for column in range(notes.contexts.shape[1]):
+            at = row - 1 - column  # in the draft; below 0, from the end of the text
+            token = -1
+            if at >= 0:
+                token = draft[at]
+            elif len(end) + at >= 0:
+                token = end[len(end) + at]
+            notes.contexts[to, column] = token
+        for rank in range(ids.shape[1]):
+            notes.ids[to, rank] = ids[row, rank]
+            notes.shares[to, rank] = shares[row, rank]
+        notes.known[to] = 1 if row < known else 0
+    notes.counts[0] += ids.shape[0]

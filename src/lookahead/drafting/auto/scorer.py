@@ -60,6 +60,7 @@ class Acceptance:
         names: Feature of each column; the first is `NOTHING`.
         weights: `[orders + 1, columns]` float64: b in column 0, and w, for each length of the longest known context, 0
             included.
+        squares: One more than the sum of squared gradients of each weight, as AdaGrad keeps them, likewise.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Acceptance:
         self.off_path = off_path
         self.names: list[str] = []
         self.weights = np.zeros((orders + 1, 0))
-        self._squares = self.weights
+        self.squares = self.weights
         self._add(feature_names(orders))
         known = self._longest_prior
         if orders > known:  # the longest context counts as the longest of the table does
@@ -96,7 +97,7 @@ class Acceptance:
             new[:, column] = np.array(self._priors.get(name, own))[rows]
         self.names = [*self.names, *names]
         self.weights = np.concatenate([self.weights, new], axis=1)
-        self._squares = np.concatenate([self._squares, np.ones_like(new)], axis=1)
+        self.squares = np.concatenate([self.squares, np.ones_like(new)], axis=1)
 
     def to_arrays(self) -> dict[str, NDArray[np.generic]]:
         """All that was learned, as arrays by name, for a file."""
@@ -104,7 +105,7 @@ class Acceptance:
             "acceptance_settings": np.array([self.rate, self.off_path]),
             "acceptance_names": np.array(self.names),
             "acceptance_weights": self.weights.copy(),
-            "acceptance_squares": self._squares.copy(),
+            "acceptance_squares": self.squares.copy(),
         }
 
     @classmethod
@@ -130,7 +131,7 @@ class Acceptance:
             raise DamagedFileError("its arrays do not belong together")
         acceptance._add(names[len(acceptance.names) :])
         acceptance.weights[:] = weights
-        acceptance._squares[:] = squares
+        acceptance.squares[:] = squares
         return acceptance
 
     def merge(self, other: Acceptance, base: Acceptance) -> None:
@@ -142,21 +143,21 @@ class Acceptance:
             for each in (self, other, base):
                 each.column(name)
         theirs, before = ([each.names.index(name) for name in self.names] for each in (other, base))
-        weights, squares = base.weights[:, before], base._squares[:, before]
-        own = np.maximum(self._squares - squares, 0)
-        others = np.maximum(other._squares[:, theirs] - squares, 0)
+        weights, squares = base.weights[:, before], base.squares[:, before]
+        own = np.maximum(self.squares - squares, 0)
+        others = np.maximum(other.squares[:, theirs] - squares, 0)
         both = own + others
         moved = own * (self.weights - weights) + others * (other.weights[:, theirs] - weights)
         told = others > 0
         self.weights[told] = (weights + moved / np.where(both > 0, both, 1))[told]
-        self._squares[told] = (squares + both)[told]
+        self.squares[told] = (squares + both)[told]
 
     def learn(self, lessons: Lessons) -> None:
         """Learn from one step."""
         if len(lessons.starts) and self.rate:
             room = np.empty_like(self.weights), np.empty(lessons.features.shape[1])
-            weights, squares, gradient, own = loop_arrays(self.weights, self._squares, *room)
-            _ascend(self.rate, weights, squares, loop_tuple(lessons), gradient, own)
+            weights, squares, gradient, own = loop_arrays(self.weights, self.squares, *room)
+            ascend(self.rate, weights, squares, loop_tuple(lessons), gradient, own)
 
 
 class Lessons(NamedTuple):
@@ -202,7 +203,7 @@ def estimate(begin: int, end: int, known: int, weights: NDArray[np.float64], pro
 
 
 @compiled
-def _ascend(
+def ascend(
     rate: float,
     weights: NDArray[np.float64],
     squares: NDArray[np.float64],

@@ -73,9 +73,12 @@ class TreeSearch:
         listed: Names of the sources that list paths before each search.
         surest: Highest probability of a proposal, whatever it has been worth.
         chain: Most levels that the best path is grown to, beyond these nodes.
+        worth: What each kind of evidence is worth, if searches share it.
 
     Attributes:
         nodes: The tree.
+        proposals: What may follow its nodes.
+        worth: See above.
         root: Its root.
     """
 
@@ -87,6 +90,7 @@ class TreeSearch:
         listed: Sequence[str],
         surest: float = SUREST,
         chain: int = 0,
+        worth: Worth | None = None,
     ) -> None:
         self._surest = surest
         self._chain = chain
@@ -97,11 +101,11 @@ class TreeSearch:
         columns = [acceptance.column(name) for name in listed]
         first = context_name(1), MATCHES[0], NEIGHBOURS
         self._columns = Evidence(*(acceptance.column(name) for name in first))
-        self._worth = allocate_worth(self._columns, len(acceptance.names))
+        self.worth = allocate_worth(self._columns, len(acceptance.names)) if worth is None else worth
         at_a_node = ngrams.orders * ngrams.top_k + SEARCHED + (1 + len(listed)) * MOST_LISTED
         proposals = (nodes + 1) * at_a_node + MOST_TRIED
         self.nodes = allocate_nodes(self._size)
-        self._proposals = allocate_proposals(proposals, at_a_node + MOST_TRIED, len(acceptance.names))
+        self.proposals = allocate_proposals(proposals, at_a_node + MOST_TRIED, len(acceptance.names))
         self._entries = ngrams.entries
         self._neighbours = neighbour_arrays(neighbours, ngrams.top_k)
         self._listed = ListedPaths(columns, self._size)
@@ -117,17 +121,22 @@ class TreeSearch:
         """Probability that each node found is accepted, in the order of the search, which is descending."""
         return self.nodes.probabilities[self.root + 1 : self.root + 1 + self._count]
 
-    def ask(self, matches: ContextMatches, paths: Sequence[TokenPaths], recent: RecentArrays) -> Sources:
+    @property
+    def listed(self) -> ListedArrays:
+        """What the listed sources list."""
+        return self._listed.arrays
+
+    def ask(self, matches: ContextMatches, paths: Sequence[TokenPaths] | None, recent: RecentArrays) -> Sources:
         """What the sources have to say in this step.
 
         Args:
             matches: Earlier occurrences in the text.
-            paths: What each of the listed sources lists, in their order.
+            paths: What each of the listed sources lists, in their order; `None` leaves `listed` as it is.
             recent: What the model predicted lately.
         """
         found = matches.arrays(self._size)
-        listed = self._listed.fill(paths)
-        return Sources(self._entries, found, self._neighbours, listed, recent, self._columns, self._worth)
+        listed = self.listed if paths is None else self._listed.fill(paths)
+        return Sources(self._entries, found, self._neighbours, listed, recent, self._columns, self.worth)
 
     def search(
         self, text: Sequence[int] | NDArray[np.int64], most: int, room: int, sources: Sources, least: float = 0.0
@@ -147,8 +156,8 @@ class TreeSearch:
         self.root = len(text) - 1
         self.nodes.tokens[: len(text)] = text
         self.nodes.parents[: len(text)] = self._line[: len(text)]
-        self._proposals.table_nodes.fill(-1)
-        arrays = map(loop_tuple, (self.nodes, self._proposals, sources, self._queue))
+        self.proposals.table_nodes.fill(-1)
+        arrays = map(loop_tuple, (self.nodes, self.proposals, sources, self._queue))
         own = loop_arrays(self._memory.acceptance.weights, self._context)
         told = (most, float(least), room, self.root, self._surest, self._chain, *own, *arrays)
         if self._run is None:
@@ -180,7 +189,7 @@ class TreeSearch:
         """Where nodes come from; `rows` are their numbers from 1 on."""
         names = list(self._memory.acceptance.names)
         nodes = (self.root + rows).tolist()
-        return [origin_of(node, self.nodes, self._proposals, self._columns, names) for node in nodes]
+        return [origin_of(node, self.nodes, self.proposals, self._columns, names) for node in nodes]
 
     def teach(
         self,
@@ -205,16 +214,16 @@ class TreeSearch:
         asked = np.flatnonzero(np.diff(starts))
         begin, end = starts[0], starts[-1]
         outcomes = np.empty(end - begin)
-        expected, came = np.zeros((2, len(self._worth.factors)))
+        expected, came = np.zeros((2, len(self.worth.factors)))
         told = loop_arrays(top_ids, top_probabilities, selected, outcomes, expected, came)
-        _judge(self.root, int(begin), samples, *told, *map(loop_tuple, (self._proposals, self._worth)))
-        features, estimates = self._proposals.features[begin:end], self._proposals.estimates[begin:end]
+        judge(self.root, int(begin), samples, *told, *map(loop_tuple, (self.proposals, self.worth)))
+        features, estimates = self.proposals.features[begin:end], self.proposals.estimates[begin:end]
         known = self.nodes.known[self.root + asked]
         acceptance.learn(Lessons(features, estimates, outcomes, starts[asked] - begin, known, counts[asked]))
 
 
 @compiled
-def _judge(
+def judge(
     root: int,
     begin: int,
     samples: bool,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +16,7 @@ _MOST_CALLS = 4
 """Calls of one step that are read: the one before sampling, and those for log-probabilities of a prompt."""
 
 
-@dataclass(frozen=True)
-class Predictions:
+class Predictions(NamedTuple):
     """What follows some positions, one row for each.
 
     Attributes:
@@ -76,15 +74,10 @@ class TargetPredictions:
 
     def _list(self, logits: torch.Tensor) -> None:
         logits = logits.detach()[:, : self._vocabulary]
-        rows = logits.shape[0]
-        if rows != self._rows:
-            self._calls.append(top_predictions(logits, self._top_k))
-            return
-        read = torch.tensor([read for count, read in self._parts for _ in range(count)], device=logits.device)
-        ids = torch.full((rows, self._top_k), -1, device=logits.device)
-        probabilities = torch.zeros((rows, self._top_k), device=logits.device)
-        ids[read], probabilities[read] = top_predictions(logits[read], self._top_k)
-        self._calls.append((ids, probabilities))
+        read = None
+        if logits.shape[0] == self._rows:
+            read = [read for count, read in self._parts for _ in range(count)]
+        self._calls.append(top_predictions(logits, self._top_k, read))
 
     def take(self, counts: Sequence[int]) -> list[Predictions | None]:
         """What was said since the last time, if it was about requests of so many rows each; `None` for each that was
@@ -93,14 +86,19 @@ class TargetPredictions:
         for ids, probabilities in self._calls:
             if len(ids) == rows:
                 told = Predictions(ids.cpu().numpy(), probabilities.float().cpu().numpy())
-                return list(_parts(told, counts))
+                same = len(ids) == self._rows and [part[0] for part in self._parts] == list(counts)
+                return list(_parts(told, counts, [read for _, read in self._parts] if same else None))
         return [None] * len(counts)
 
 
-def _parts(told: Predictions, counts: Sequence[int]) -> Iterator[Predictions | None]:
+def _parts(told: Predictions, counts: Sequence[int], read: Sequence[bool] | None) -> Iterator[Predictions | None]:
+    """The rows of each request, if they were read; where it is not known whether they were, by their tokens."""
+    if read is None:
+        are_read = told.ids[:, 0] >= 0
+        ends = np.cumsum(counts)
+        read = [bool(are_read[end - count : end].all()) for count, end in zip(counts, ends, strict=True)]
     begin = 0
-    for count in counts:
+    for count, is_read in zip(counts, read, strict=True):
         part = slice(begin, begin + count)
-        ids = told.ids[part]
-        yield Predictions(ids, told.probabilities[part]) if (ids[:, 0] >= 0).all() else None
+        yield Predictions(told.ids[part], told.probabilities[part]) if is_read else None
         begin += count

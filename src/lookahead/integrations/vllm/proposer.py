@@ -20,7 +20,7 @@ from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.path_drafter import PathDrafter, PathSearch
 from lookahead.drafting.auto.search import SUREST
 from lookahead.drafting.memory_file import MemoryFile
-from lookahead.drafting.warm_up import compile_loops
+from lookahead.drafting.warm_up import compile_path_loops
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 from lookahead.integrations.vllm.chain_lengths import ChainLengths, VerifiedStep
 from lookahead.integrations.vllm.predictions import TargetPredictions
@@ -93,7 +93,7 @@ class LookaheadProposer:
         self.statistics = ProposerStatistics()
         if self._file is not None:
             weakref.finalize(self, _save, self._file, self._model)  # when the process ends, if not before
-        compile_loops()
+        compile_path_loops()
 
     def load_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM with the target model, whose logits are read along."""
@@ -196,8 +196,7 @@ class LookaheadProposer:
             self._lengths.begin(len(served))
         self._step += 1
         least = 0.0 if self._lengths is None else self._lengths.least
-        turn = self._step % max(len(served), 1)  # from the proposals after the last one is learned: each has its turn
-        for request, text in (*served[turn:], *served[:turn]):
+        for request, text in served:
             request.step = self._step
             if self._rests:
                 request.rest(text)
