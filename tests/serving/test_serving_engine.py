@@ -211,7 +211,7 @@ def test_what_cannot_be_served_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="max_rows=0"):
         Engine(build("llama"), max_rows=0)
     with pytest.raises(UnsupportedArgumentError, match="invariant=True"):
-        Engine(build("llama").to(torch.float64), LookaheadConfig(invariant=True))
+        Engine(in_type("llama", torch.float64), LookaheadConfig(invariant=True))
     scaled = Engine(build("phi3_long_rope"), NODES)
     with pytest.raises(UnsupportedArgumentError, match="positions"):
         scaled.submit(PROMPT, max_new_tokens=100)
