@@ -219,7 +219,7 @@ def test_interrupt_prints_what_was_generated() -> None:
     assert process.returncode == 130
     assert len(first) == 40
     assert (first + out).decode().endswith("\n")
-    assert err.decode().startswith("interrupted: ")
+    assert err.decode().splitlines()[-1].startswith("interrupted: ")  # loops may have been compiled before
     assert "step compression" in err.decode()
     assert err.count(b"\n") == 1
 
