@@ -170,6 +170,26 @@ def test_what_a_processor_raises_ends_its_own_request() -> None:
         alone.result()
 
 
+def test_an_error_keeps_nothing_of_its_step() -> None:
+    held = []
+
+    def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        local = scores.clone()
+        held.append(weakref.ref(local))
+        raise ArithmeticError(f"of {local.shape[1]} tokens")
+
+    engine = Engine(build("llama"), NODES)
+    gc.disable()
+    try:
+        handle = engine.submit(PROMPT, max_new_tokens=16, do_sample=False, logits_processor=[fails])
+        engine.run()
+        assert held[0]() is None
+    finally:
+        gc.enable()
+    with pytest.raises(ArithmeticError, match="tokens"):
+        handle.result()
+
+
 def test_stop_strings_scores_and_streamers(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
     model, tokenizer = demo
     ids = tokenizer("for i in", return_tensors="pt").input_ids  # range(len(

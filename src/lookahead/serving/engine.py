@@ -281,6 +281,18 @@ class Engine:
                 self._leave(request)
 
     def _run(self, requests: list[Request]) -> None:
+        """One step. Its requests are taken out of the list: an error keeps its callers' variables, and so this list."""
+        try:
+            self._forward(requests)
+        except BaseException as error:
+            self._leave_all(requests, error)
+            raise
+        else:
+            self._leave_all([one for one in requests if one.sequence.finished or one.error is not None])
+        finally:
+            requests.clear()
+
+    def _forward(self, requests: list[Request]) -> None:
         self._runner.rows = [request.row for request in requests]  # type: ignore[assignment]
         shared = self._shared if any(request.shares for request in requests) else None
         if shared is not None:
@@ -297,16 +309,12 @@ class Engine:
             None if shared is None else shared.share_out,
             packed=True,
         )
-        try:
-            step(self._runner, batch)
-        except BaseException as error:
-            for request in requests:
-                self._leave(request, error)
-            raise
+        step(self._runner, batch)
         self.statistics.count(len(requests), sum(counts.nodes_per_step), counts.tokens)
+
+    def _leave_all(self, requests: list[Request], error: BaseException | None = None) -> None:
         for request in requests:
-            if request.sequence.finished or request.error is not None:
-                self._leave(request)
+            self._leave(request, error)
 
     def _leave(self, request: Request, error: BaseException | None = None) -> None:
         self._scheduler.remove(request)

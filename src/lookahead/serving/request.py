@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
+from traceback import walk_tb
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -263,6 +266,8 @@ class Request:
                 self._feeder.end()
         except Exception as raised:
             error = error or raised
+        if error is not None:
+            _forget_locals(error)
         complete = self.sequence.finished and error is None and not self.handle.cancelled
         statistics = self.handle.statistics
         statistics.total_seconds = perf_counter() - self._submitted
@@ -303,3 +308,17 @@ def check_room(prepared: Prepared, runner: EngineRunner, memory: KVMemory, nodes
             f"input_ids and max_new_tokens may come to {longest} tokens: beyond {runner.changes_after} the positions "
             "of this model depend on the longest text of a pass; use lookahead.generate, or a smaller max_new_tokens"
         )
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Clear the variables of all functions that have ended of those that an error came through, and was called from.
+
+    They hold the request, whose handle holds the error: the step's logits would stay until the garbage collector comes.
+    """
+    called: FrameType | None = None
+    for called, _ in walk_tb(error.__traceback__):
+        pass
+    while called is not None:
+        with suppress(RuntimeError):  # it runs
+            called.clear()
+        called = called.f_back
