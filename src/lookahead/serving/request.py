@@ -315,9 +315,8 @@ def _forget_locals(error: BaseException) -> None:
 
     They hold the request, whose handle holds the error: the step's logits would stay until the garbage collector comes.
     """
-    called: FrameType | None = None
-    for called, _ in walk_tb(error.__traceback__):
-        pass
+    came_through = [frame for frame, _ in walk_tb(error.__traceback__)]
+    called: FrameType | None = came_through[-1] if came_through else None
     while called is not None:
         with suppress(RuntimeError):  # it runs
             called.clear()
