@@ -46,6 +46,12 @@ def test_what_is_sent_brings_nearly_the_most(rows: int, per_token: float) -> Non
     assert found[sent] >= 0.8 * found.max()
 
 
+@pytest.mark.parametrize(("rows", "per_token"), [(1, 0.3), (12, 0.02), (12, 0.03), (12, 0.04)])
+def test_where_a_token_costs_much_drafts_are_not_slower_than_none(rows: int, per_token: float) -> None:
+    found = rates(rows, per_token)
+    assert found[int(np.median(settled(rows, per_token)))] >= found[0]
+
+
 def test_less_is_sent_of_each_of_many() -> None:
     assert np.median(settled(12, 0.03)) < np.median(settled(1, 0.03))
 

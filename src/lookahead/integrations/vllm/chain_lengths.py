@@ -13,6 +13,10 @@ _SHARE = 0.25
 """Part of what a token costs that it has to bring. With all of it, steps would bring the most tokens in a time; with
 less of it they bring nearly as many, and more in each step."""
 
+_AHEAD = 1.3
+"""By how much steps with drafts have to be ahead of those without for only that part to be asked. The less they are,
+the more is: where a token costs as much as a request, most of a draft brings less than it takes."""
+
 _MOST = 0.5
 """A token that is likelier than this is sent, whatever it is taken to cost."""
 
@@ -78,7 +82,8 @@ class ChainLengths:
 
     A token that is accepted with probability p brings p tokens, and makes the step longer. In that time steps bring so
     many tokens on the average, of so many requests; if p is more than `_SHARE` of that, it is sent. So more is sent of
-    one request, whose steps bring few tokens, than of each of many.
+    one request, whose steps bring few tokens, than of each of many. Where drafts gain little over steps without, it has
+    to be more than all of that, so that they do not lose.
 
     What a step of so many requests and drafted tokens takes is a straight line through the steps of late. All of them
     have drafts; that these are not equally long shows what a token costs.
@@ -92,6 +97,10 @@ class ChainLengths:
         self._accepted = self._expected = _PRIOR
         self._costs = _StepCosts()
         self._tokens, self._sent = 1.0, 0.0  # of a request in a drafted step, on the average
+        self._ahead, self._booked = (
+            _AHEAD,
+            0,
+        )  # how much faster drafted steps are than plain ones, and how many were seen
         self._left = _TRIED  # drafted steps until drafts may rest; below 0, plain ones until they go on
         self.rests = False
         self.least = _LEAST
@@ -102,7 +111,9 @@ class ChainLengths:
         self.rests = self._left < 0
         seconds = self._costs.seconds(rows, rows * self._sent)
         pays = self._costs.of_a_token * rows * self._tokens / seconds if seconds else 0.0
-        self.least = max(min(_SHARE * pays, _MOST) * self._expected / self._accepted, _LEAST)
+        little = min(max((_AHEAD - self._ahead) / (_AHEAD - 1), 0.0), 1.0)
+        share = _SHARE + (1 - _SHARE) * little
+        self.least = max(min(share * pays, _MOST) * self._expected / self._accepted, _LEAST)
 
     def book(self, step: VerifiedStep) -> None:
         """Note a step of the same requests as the step before, without prompts."""
@@ -112,6 +123,11 @@ class ChainLengths:
         self._accepted += step.tokens - step.rows - _FORGOTTEN * (self._accepted - _PRIOR)
         self._expected += step.expected - _FORGOTTEN * (self._expected - _PRIOR)
         self._costs.book(step.rows, step.sent, step.seconds)
+        self._booked += 1
+        usual, plain = self._costs.seconds(step.rows, step.sent), self._costs.seconds(step.rows, 0)
+        if usual:
+            gained = step.tokens / step.rows * plain / usual
+            self._ahead += max(_RATE, 1 / self._booked) * (gained - self._ahead)
         self._tokens += _RATE * (step.tokens / step.rows - self._tokens)
         self._sent += _RATE * (step.sent / step.rows - self._sent)
         self._left = max(self._left - 1, 0)
