@@ -25,7 +25,6 @@ from lookahead.cli.loading import OutOfMemoryError, is_out_of_memory, memory_err
 from lookahead.cli.rendering import IncrementalText, StepPrinter
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 from lookahead.drafting import DraftMemory
-from lookahead.drafting.warm_up import compile_loops
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
 
@@ -201,7 +200,6 @@ def test_interrupted_json(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
 def test_interrupt_prints_what_was_generated() -> None:
-    compile_loops()  # or the child would, and say so
     # A parent that ignores SIGINT, as shells do for background jobs, would pass that on to the child.
     code = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
