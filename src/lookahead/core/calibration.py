@@ -58,7 +58,7 @@ class Calibration:
 
     def correct_all(self, drafts: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
         """Those of several drafts, one after another; see `correct`."""
-        probabilities, ends = one_after_another(drafts)
+        probabilities, ends = _one_after_another(drafts)
         corrected = np.empty_like(probabilities)
         _correct(probabilities, ends, self._bins, self._places, corrected)
         return corrected
@@ -78,14 +78,14 @@ class Calibration:
 
     def learn_all(self, drafts: Sequence[tuple[NDArray[np.float64], Sequence[int]]]) -> None:
         """Learn from several drafts at once; see `learn`."""
-        probabilities, ends = one_after_another([predicted for predicted, _ in drafts])
+        probabilities, ends = _one_after_another([predicted for predicted, _ in drafts])
         begins = [0, *ends.tolist()]
         accepted = [begin + place for begin, (_, own) in zip(begins, drafts, strict=False) for place in sorted(own)]
         kept = DECAY ** len(drafts)
         _learn(probabilities, ends, np.array(accepted, dtype=np.int64), kept, self._near, self._bins, self._places)
 
 
-def one_after_another(drafts: Sequence[NDArray[np.float64]]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def _one_after_another(drafts: Sequence[NDArray[np.float64]]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Several arrays in one, and where each of them ends."""
     return np.concatenate(drafts), np.array(list(accumulate(map(len, drafts))), dtype=np.int64)
 

@@ -76,17 +76,31 @@ def _compile(function: Function, options: dict[str, Any], makes_arrays: bool = F
         return cast(Function, _numba.njit(**options)(function))
 
 
-def entry_for(function: Function, *arguments: Any) -> Function:
-    """`function` for arguments of these types and no others, without a look at what types they have.
+class TypedLoop:
+    """A loop for arguments of the types that its first call has and no others, without a look at what types they have.
 
     With dozens of arrays that look takes longer than many a loop. Arguments of other types are misread, so this is for
-    arrays that are made in one place.
+    arrays that are made in one place, and each object that makes some has its own.
+
+    Args:
+        loop: What `compiled` gave.
     """
-    try:
-        types = tuple(map(_numba.typeof, arguments))
-        return cast(Function, cast(Any, function).overloads[types].entry_point)
-    except (AttributeError, KeyError):  # not compiled, or by a numba that keeps it elsewhere
-        return function
+
+    def __init__(self, loop: Callable[..., Any]) -> None:
+        self._loop = loop
+        self._entry: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run it."""
+        if self._entry is not None:
+            return self._entry(*arguments)
+        result = self._loop(*arguments)
+        try:
+            types = tuple(map(_numba.typeof, arguments))
+            self._entry = cast(Any, self._loop).overloads[types].entry_point
+        except (AttributeError, KeyError):  # not compiled, or by a numba that keeps it elsewhere
+            self._entry = self._loop
+        return result
 
 
 @contextmanager

@@ -6,14 +6,14 @@ a given text) is accepted many tokens at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import IS_COMPILED, compiled, entry_for, inner, loop_arrays, loop_tuple
+from lookahead.core.compiled import IS_COMPILED, TypedLoop, compiled, inner, loop_arrays, loop_tuple
 from lookahead.drafting.auto.proposals import Nodes, Proposals, proposal_of
 from lookahead.errors import InvalidArgumentError
 
@@ -221,7 +221,7 @@ class ContextMatches:
         self._context = np.zeros(LONGEST, dtype=np.int64)
         self._places, self._lengths = (np.zeros((1, SEARCHED), dtype=np.int64) for _ in range(2))
         self._found = np.zeros(1, dtype=np.int64)
-        self._run: Callable[..., None] | None = None  # `_chain_runs` for arrays of these types
+        self._chain_runs = TypedLoop(_chain_runs)
 
     @property
     def text(self) -> NDArray[np.int64]:
@@ -249,11 +249,7 @@ class ContextMatches:
         self.tokens[begin : self.length] = new
         if IS_COMPILED or len(new) <= _FEW:
             text, newest, earlier = loop_arrays(self.tokens, self.newest, self.earlier)
-            if self._run is None:
-                _chain_runs(text, begin, self.length, newest, earlier)
-                self._run = entry_for(_chain_runs, text, begin, self.length, newest, earlier)
-            else:
-                self._run(text, begin, self.length, newest, earlier)
+            self._chain_runs(text, begin, self.length, newest, earlier)
             return
         for index, run in enumerate(RUNS):
             self._chain(index, run, max(begin + 1, run))

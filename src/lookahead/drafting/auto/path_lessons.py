@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import log
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import compiled, entry_for, inner, loop_arrays, loop_tuple
+from lookahead.core.compiled import TypedLoop, compiled, inner, loop_arrays, loop_tuple
 from lookahead.drafting.auto.listed_paths import ListedArrays
 from lookahead.drafting.auto.ngram_entries import LEAST_PROBABILITY
 from lookahead.drafting.auto.proposals import MOST_LISTED, Nodes, Proposals
@@ -52,7 +51,7 @@ class PathLessons:
         starts, known, chosen = (np.zeros(nodes, dtype=np.int64) for _ in range(3))
         of_weights = np.zeros_like(weights), np.zeros(weights.shape[1])
         self._room = _Room(np.zeros(proposals), *of_kinds, starts, known, np.zeros(nodes), chosen, *of_weights)
-        self._run: Callable[..., None] | None = None  # the lesson, for arrays of these types
+        self._run = TypedLoop(_learn_path)
 
     def teach(
         self,
@@ -80,12 +79,7 @@ class PathLessons:
         said = np.ascontiguousarray(top_ids), np.ascontiguousarray(top_probabilities)
         arrays = loop_arrays(selected, *said, acceptance.weights, acceptance.squares)
         tuples = map(loop_tuple, (nodes, proposals, self._worth, listed, self._room))
-        told = (root, float(beside), float(acceptance.rate), *arrays, *tuples)
-        if self._run is None:
-            _learn_path(*told)
-            self._run = entry_for(_learn_path, *told)
-        else:
-            self._run(*told)
+        self._run(root, float(beside), float(acceptance.rate), *arrays, *tuples)
 
 
 @inner

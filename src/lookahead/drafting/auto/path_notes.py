@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import compiled, entry_for, loop_arrays, loop_tuple
+from lookahead.core.compiled import TypedLoop, compiled, loop_arrays, loop_tuple
 from lookahead.drafting.auto.draft_memory import DraftMemory
 
 _ROOM = 256
@@ -36,7 +35,7 @@ class PathNotes:
     def __init__(self, orders: int) -> None:
         self._orders = orders
         self._notes: dict[int, _Notes] = {}  # by how many tokens are listed in each row
-        self._run: Callable[..., None] | None = None  # `_note_path` for arrays of these types
+        self._run = TypedLoop(_note_path)
 
     def add(
         self,
@@ -56,12 +55,7 @@ class PathNotes:
             shares: Their probabilities, likewise.
         """
         notes = loop_tuple(self._with_room(*ids.shape))
-        told = known, *loop_arrays(end, draft, np.ascontiguousarray(ids), np.ascontiguousarray(shares)), notes
-        if self._run is None:
-            _note_path(*told)
-            self._run = entry_for(_note_path, *told)
-        else:
-            self._run(*told)
+        self._run(known, *loop_arrays(end, draft, np.ascontiguousarray(ids), np.ascontiguousarray(shares)), notes)
 
     def _with_room(self, rows: int, listed: int) -> _Notes:
         notes = self._notes.get(listed)

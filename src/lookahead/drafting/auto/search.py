@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import compiled, entry_for, inner, loop_arrays, loop_tuple
+from lookahead.core.compiled import TypedLoop, compiled, inner, loop_arrays, loop_tuple
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Origin
 from lookahead.drafting.auto.context_matches import LONGEST, SEARCHED, ContextMatches, MatchArrays, propose_matches
@@ -112,7 +112,7 @@ class TreeSearch:
         self._queue = allocate_queue(proposals)
         self._context = np.zeros(LONGEST, dtype=np.int64)
         self._line = np.arange(-1, LONGEST)
-        self._run: Callable[..., int] | None = None  # the search, for arrays of these types
+        self._run = TypedLoop(_search_tree)
         self.root = 0
         self._count = 0
 
@@ -160,11 +160,7 @@ class TreeSearch:
         arrays = map(loop_tuple, (self.nodes, self.proposals, sources, self._queue))
         own = loop_arrays(self._memory.acceptance.weights, self._context)
         told = (most, float(least), room, self.root, self._surest, self._chain, *own, *arrays)
-        if self._run is None:
-            self._count = _search_tree(*told)
-            self._run = entry_for(_search_tree, *told)
-        else:
-            self._count = self._run(*told)
+        self._count = self._run(*told)
         return self._count
 
     def found(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

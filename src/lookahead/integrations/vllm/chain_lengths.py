@@ -97,10 +97,8 @@ class ChainLengths:
         self._accepted = self._expected = _PRIOR
         self._costs = _StepCosts()
         self._tokens, self._sent = 1.0, 0.0  # of a request in a drafted step, on the average
-        self._ahead, self._booked = (
-            _AHEAD,
-            0,
-        )  # how much faster drafted steps are than plain ones, and how many were seen
+        self._ahead = _AHEAD  # how much faster drafted steps are than plain ones
+        self._booked = 0  # drafted steps
         self._left = _TRIED  # drafted steps until drafts may rest; below 0, plain ones until they go on
         self.rests = False
         self.least = _LEAST
