@@ -141,15 +141,6 @@ def test_rows_that_move_leave_and_come_back_are_recognised() -> None:
     for text in texts:
         engine.add(text)
     away: list[list[int]] = []
-    made = 0
-    original = engine._proposer._begin
-
-    def counted(text: Any) -> Any:
-        nonlocal made
-        made += 1
-        return original(text)
-
-    engine._proposer._begin = counted  # type: ignore[method-assign]
     for _ in range(60):
         engine.step()
         action = random.random()
@@ -165,7 +156,7 @@ def test_rows_that_move_leave_and_come_back_are_recognised() -> None:
             break
     for text in (*engine.texts, *away):
         assert text[2:] == model.text(text[:2], len(text) - 2)
-    assert made == 4
+    assert engine._proposer.statistics.requests == 4
 
 
 def test_requests_of_equal_texts_are_two() -> None:
@@ -176,8 +167,7 @@ def test_requests_of_equal_texts_are_two() -> None:
     for _ in range(10):
         engine.step()
     assert engine.texts[0] == engine.texts[1]
-    requests = engine._proposer._requests
-    assert requests[0] is not requests[1]
+    assert engine._proposer.statistics.requests == 2
 
 
 def test_a_prompt_in_parts_is_not_drafted_for() -> None:
@@ -198,7 +188,8 @@ def test_aborted_requests_are_forgotten() -> None:
         engine.step()
         engine.remove(0)
     proposer = engine._proposer
-    assert len(proposer._absent) + len(proposer._requests) <= PLACES + 1
+    assert proposer.statistics.requests == 5 * PLACES
+    assert len(proposer._requests.absent) < PLACES
 
 
 def test_tokens_that_came_unseen_are_read() -> None:
@@ -206,12 +197,11 @@ def test_tokens_that_came_unseen_are_read() -> None:
     engine = started(model)
     engine.add([1, 2])
     engine.step()
-    request = engine._proposer._requests[0]
     text = engine.texts[0]
     text += model.text(text, 5)
     engine.drafts[0] = []
     engine.step()
-    assert engine._proposer._requests[0] is request
+    assert engine._proposer.statistics.requests == 1
     assert text[2:] == model.text([1, 2], len(text) - 2)
 
 

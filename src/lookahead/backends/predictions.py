@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lookahead.core.compiled import IS_COMPILED
 from lookahead.drafting.likeliest import BLOCK, list_likeliest, list_likeliest_bits
@@ -42,7 +41,7 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def top_predictions(
-    logits: torch.Tensor, count: int, read: Sequence[bool] | None = None
+    logits: torch.Tensor, count: int, read: NDArray[np.bool_] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` likeliest tokens of each row and their probabilities, likeliest first.
 
@@ -62,7 +61,7 @@ def top_predictions(
     if is_listed and vocabulary >= max(_CHUNKED_FROM, count * BLOCK) and not torch.compiler.is_compiling():
         return _listed(logits, count, read)
     if read is not None:
-        rows = torch.tensor(read, device=logits.device)
+        rows = torch.from_numpy(read).to(logits.device)
         ids = torch.full((len(rows), count), -1, device=logits.device)
         probabilities = torch.zeros(ids.shape, device=logits.device)
         ids[rows], probabilities[rows] = top_predictions(logits[rows], count)
@@ -71,7 +70,7 @@ def top_predictions(
     return ids, torch.softmax(logits.float(), dim=-1).gather(1, ids)
 
 
-def _listed(logits: torch.Tensor, count: int, read: Sequence[bool] | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _listed(logits: torch.Tensor, count: int, read: NDArray[np.bool_] | None) -> tuple[torch.Tensor, torch.Tensor]:
     every, vocabulary = logits.shape
     ids, probabilities = np.full((every, count), -1, dtype=np.int64), np.zeros((every, count), dtype=np.float32)
     rows = np.arange(every) if read is None else np.flatnonzero(read)

@@ -18,7 +18,8 @@ from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
 from lookahead.drafting.auto.ngram_memory import NGramMemory
-from lookahead.drafting.auto.path_drafter import PathDrafter, PathSearch
+from lookahead.drafting.auto.path_batch import PathBatch
+from lookahead.drafting.auto.path_lessons import VerifiedPaths
 from lookahead.drafting.likeliest import BLOCK, list_likeliest
 
 _VOCABULARY = 16
@@ -64,19 +65,21 @@ def _choose() -> None:
 
 @cache
 def compile_path_loops() -> None:
-    """The same for the loops of `PathDrafter` alone."""
+    """The same for the loops of `PathBatch` alone."""
     if not IS_COMPILED:
         return
     _list_a_row()
-    shared = PathSearch(DraftMemory(NGramMemory(16, 2, 4)), _NODES)
-    drafter = PathDrafter(shared)
-    drafter.start(np.array([0, 1, 2, 0, 1]))
-    for _ in range(_STEPS):
-        draft, _ = drafter.propose(_NODES)
-        ids = np.tile(np.arange(4), (1 + len(draft), 1))
-        drafter.learn([0], ids, np.full(ids.shape, 0.1, dtype=np.float32))
-        drafter.extend([0])
-        shared.write()
+    memory = DraftMemory(NGramMemory(16, 2, 4))
+    batch = PathBatch(memory, 1, _NODES)
+    tokens, place = np.array([[0, 1, 2, 0, 1, 2, 0]], dtype=np.int32), np.zeros(1, dtype=np.int64)
+    for step in range(_STEPS):
+        batch.is_before(0, tokens[0])
+        drafted = batch.propose(place, _NODES)[1] if step else place
+        ids = np.tile(np.arange(memory.ngrams.top_k), (1 + int(drafted[0]), 1))
+        predicted = ids, np.full(ids.shape, 0.1, dtype=np.float32)
+        lengths = np.array([5 + step])
+        flags = np.array([1 - step]), np.array([step])
+        batch.learn(VerifiedPaths(place, *flags, tokens, lengths, np.ones(1, dtype=np.int64), place, *predicted, 1))
 
 
 def _list_a_row() -> None:

@@ -29,7 +29,7 @@ SEARCHED = 8
 MATCH_CLASSES = (2, 3, 4, 6, 9, 16, 24, 32)
 """Fewest agreeing tokens of each class of matches."""
 
-_BUCKET_BITS = 15
+BUCKETS = 1 << 15
 _PRIME = 2147483647
 _FACTOR = 1103515245
 _VISITED = 64
@@ -93,7 +93,7 @@ def find_matches(context: NDArray[np.int64], size: int, node: int, matches: Matc
         code = 0
         for back in range(run):
             code = (code * _FACTOR + context[back] + 1) % _PRIME
-        place = matches.newest[index, code & ((1 << _BUCKET_BITS) - 1)]
+        place = matches.newest[index, code & (BUCKETS - 1)]
         visited = 0
         while place >= 0 and visited < _VISITED and count < matches.places.shape[1]:
             visited += 1
@@ -178,7 +178,7 @@ def propose_matches(
 
 
 @compiled
-def _chain_runs(
+def chain_runs(
     text: NDArray[np.int64], begin: int, end: int, newest: NDArray[np.int32], earlier: NDArray[np.int32]
 ) -> None:
     """Chain the places after `begin`, up to and with `end`, each of which follows a run of each length."""
@@ -188,7 +188,7 @@ def _chain_runs(
             code = 0
             for back in range(run):
                 code = (code * _FACTOR + text[place - 1 - back] + 1) % _PRIME
-            bucket = code & ((1 << _BUCKET_BITS) - 1)
+            bucket = code & (BUCKETS - 1)
             earlier[index, place] = newest[index, bucket]
             newest[index, bucket] = place
 
@@ -216,12 +216,12 @@ class ContextMatches:
         self._before = np.array(before, dtype=np.int64)
         self.tokens = np.zeros(0, dtype=np.int64)
         self.length = 0
-        self.newest = np.full((len(RUNS), 1 << _BUCKET_BITS), -1, dtype=np.int32)
+        self.newest = np.full((len(RUNS), BUCKETS), -1, dtype=np.int32)
         self.earlier = np.zeros((len(RUNS), 1), dtype=np.int32)
         self._context = np.zeros(LONGEST, dtype=np.int64)
         self._places, self._lengths = (np.zeros((1, SEARCHED), dtype=np.int64) for _ in range(2))
         self._found = np.zeros(1, dtype=np.int64)
-        self._chain_runs = TypedLoop(_chain_runs)
+        self._chain_runs = TypedLoop(chain_runs)
 
     @property
     def text(self) -> NDArray[np.int64]:
@@ -298,7 +298,7 @@ class ContextMatches:
         codes = np.zeros(len(places), dtype=np.int64)
         for back in range(run):
             codes = (codes * _FACTOR + self.tokens[places - 1 - back] + 1) % _PRIME
-        buckets = codes & ((1 << _BUCKET_BITS) - 1)
+        buckets = codes & (BUCKETS - 1)
         order = np.argsort(buckets, kind="stable")
         sorted_buckets, sorted_places = buckets[order], places[order]
         begins = np.flatnonzero(np.diff(sorted_buckets, prepend=-1))

@@ -1,4 +1,4 @@
-"""What the model's answer to a path teaches, in one compiled call: with many texts, calls take longer than lessons."""
+"""What a step teaches about the paths of a batch, in one loop: with many texts, calls take longer than lessons."""
 
 from __future__ import annotations
 
@@ -8,18 +8,83 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import TypedLoop, compiled, inner, loop_arrays, loop_tuple
+from lookahead.core.compiled import compiled, inner
 from lookahead.drafting.auto.listed_paths import ListedArrays
 from lookahead.drafting.auto.ngram_entries import LEAST_PROBABILITY
-from lookahead.drafting.auto.proposals import MOST_LISTED, Nodes, Proposals
+from lookahead.drafting.auto.path_arrays import PathArrays, PathStates, listed_of, nodes_of, proposals_of, start_path
+from lookahead.drafting.auto.path_notes import Notes, note_path
+from lookahead.drafting.auto.path_texts import TextArrays, begin_text, follow_text
+from lookahead.drafting.auto.proposals import MOST_LISTED
 from lookahead.drafting.auto.scorer import Acceptance, Lessons, ascend
 from lookahead.drafting.auto.search import judge
+from lookahead.drafting.auto.trust import KEPT, mix_in
 from lookahead.drafting.auto.worth import Worth
 
+_MISSED = 0.7
+"""What a token counts that was selected where another one was sure, and of which nothing else is known."""
 
-class _Room(NamedTuple):
-    """Room for what is worked out of one path: of each proposal, kind of evidence, node, and weight."""
+_RECALLED = 0.95
+"""How likely a token was, if it was selected where it was sure."""
 
+_KNOWN = 3
+"""Contexts of so many tokens say enough of what follows a sure text."""
+
+
+class VerifiedPaths(NamedTuple):
+    """What a step of the engine showed, a row for each text.
+
+    Attributes:
+        places: The place of each text, `[rows]`; -1 where the step added nothing.
+        begun: 1 where the text is new in its place, else 0, `[rows]`.
+        verified: 1 where the step verified the draft that was made for it last, else 0, `[rows]`.
+        tokens: The texts, `[at least rows, room]`.
+        lengths: How long they are now, `[at least rows]`.
+        added: How many of these tokens the step added: the accepted part of the draft, and one more, `[rows]`.
+        told: Where the predictions of each row begin, the first after the text as it was, then one after each token of
+            the draft, if it was verified; -1 where they are not known, `[rows]`.
+        top_ids: The likeliest tokens, likeliest first, `[predictions, listed]`.
+        top_probabilities: Their probabilities, likewise.
+        reads: 1 if predictions are told as a rule. Else what was selected stands for them.
+    """
+
+    places: NDArray[np.int64]
+    begun: NDArray[np.int64]
+    verified: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    lengths: NDArray[np.int64]
+    added: NDArray[np.int64]
+    told: NDArray[np.int64]
+    top_ids: NDArray[np.int64]
+    top_probabilities: NDArray[np.float32]
+    reads: int
+
+
+class Taught(NamedTuple):
+    """What learns, and room for what is worked out of one path.
+
+    Attributes:
+        rejected: Of so many tokens that were rejected, what the model says after them is learned.
+        rate, off_path, weights, squares: Those of `Acceptance`.
+        worth: What each kind of evidence is worth.
+        listed: Get what the model said.
+        selected: Get what was selected instead, one token in each row.
+        own_ids, own_shares: Room for the selected tokens as predictions, `[1 + longest, 1]`.
+        outcomes: Room for those of each proposal, `[proposals]`.
+        expected, came: Likewise, of each kind of evidence, `[kinds]`.
+        starts, known, counts, chosen: Likewise, of each node, `[nodes]`.
+        gradient, own: Likewise, of each weight, and of those of one node.
+    """
+
+    rejected: int
+    rate: float
+    off_path: float
+    weights: NDArray[np.float64]
+    squares: NDArray[np.float64]
+    worth: Worth
+    listed: Notes
+    selected: Notes
+    own_ids: NDArray[np.int64]
+    own_shares: NDArray[np.float32]
     outcomes: NDArray[np.float64]
     expected: NDArray[np.float64]
     came: NDArray[np.float64]
@@ -31,123 +96,183 @@ class _Room(NamedTuple):
     own: NDArray[np.float64]
 
 
-class PathLessons:
-    """Teaches what the proposals along a path were worth, as `TreeSearch.teach` does.
-
-    The texts of a batch share it: the room stays in the processor's cache.
-
-    Args:
-        acceptance: What learns which proposals are accepted.
-        worth: What learns what each kind of evidence is worth.
-        nodes: Most nodes of a path, its root included.
-        proposals: Most proposals along it.
-    """
-
-    def __init__(self, acceptance: Acceptance, worth: Worth, nodes: int, proposals: int) -> None:
-        self._acceptance = acceptance
-        self._worth = worth
-        kinds, weights = len(worth.factors), acceptance.weights
-        of_kinds = np.zeros(kinds), np.zeros(kinds)
-        starts, known, chosen = (np.zeros(nodes, dtype=np.int64) for _ in range(3))
-        of_weights = np.zeros_like(weights), np.zeros(weights.shape[1])
-        self._room = _Room(np.zeros(proposals), *of_kinds, starts, known, np.zeros(nodes), chosen, *of_weights)
-        self._run = TypedLoop(_learn_path)
-
-    def teach(
-        self,
-        root: int,
-        selected: NDArray[np.int64],
-        top_ids: NDArray[np.int64],
-        top_probabilities: NDArray[np.float32],
-        beside: float,
-        nodes: Nodes,
-        proposals: Proposals,
-        listed: ListedArrays,
-    ) -> None:
-        """Learn from a path, and list what the model says after its first token that was rejected.
-
-        Args:
-            root: The last node that is text.
-            selected: The accepted part of the path, and one token more, `[selected]`.
-            top_ids: The likeliest tokens after the root and the first nodes of the path, `[at least selected, listed]`.
-            top_probabilities: Their probabilities, likewise.
-            beside: How much a node counts that does not follow the text.
-            nodes, proposals: Those of the search that found the path.
-            listed: Gets what is said after the rejected token, if it is there, as what may follow the text.
-        """
-        acceptance = self._acceptance
-        said = np.ascontiguousarray(top_ids), np.ascontiguousarray(top_probabilities)
-        arrays = loop_arrays(selected, *said, acceptance.weights, acceptance.squares)
-        tuples = map(loop_tuple, (nodes, proposals, self._worth, listed, self._room))
-        self._run(root, float(beside), float(acceptance.rate), *arrays, *tuples)
-
-
-@inner
-def _list_followers(
-    row: int, top_ids: NDArray[np.int64], top_probabilities: NDArray[np.float32], listed: ListedArrays
-) -> None:
-    """List the tokens that are predicted in one row, so that their probabilities sum to one."""
-    count = 0
-    total = 0.0
-    while count < min(top_ids.shape[1], MOST_LISTED) and top_ids[row, count] >= 0:
-        total += max(float(top_probabilities[row, count]), LEAST_PROBABILITY)
-        count += 1
-    for rank in range(count):
-        listed.tokens[1 + rank] = top_ids[row, rank]
-        listed.logs[1 + rank] = log(max(float(top_probabilities[row, rank]), LEAST_PROBABILITY) / total)
-        listed.children[1 + rank] = -1
-        listed.siblings[1 + rank] = 2 + rank if rank + 1 < count else -1
-    listed.children[0] = 1 if count > 0 else -1
+def allocate_lessons(
+    acceptance: Acceptance, worth: Worth, longest: int, proposals: int, notes: tuple[Notes, Notes], rejected: int
+) -> Taught:
+    """Room for lessons of paths of up to `longest` tokens and so many proposals."""
+    kinds, weights = len(worth.factors), acceptance.weights
+    starts, known, chosen = (np.zeros(longest + 2, dtype=np.int64) for _ in range(3))
+    return Taught(
+        rejected,
+        acceptance.rate,
+        acceptance.off_path,
+        weights,
+        acceptance.squares,
+        worth,
+        *notes,
+        own_ids=np.zeros((longest + 1, 1), dtype=np.int64),
+        own_shares=np.zeros((longest + 1, 1), dtype=np.float32),
+        outcomes=np.zeros(proposals),
+        expected=np.zeros(kinds),
+        came=np.zeros(kinds),
+        starts=starts,
+        known=known,
+        counts=np.zeros(longest + 2),
+        chosen=chosen,
+        gradient=np.zeros_like(weights),
+        own=np.zeros(weights.shape[1]),
+    )
 
 
 @compiled
-def _learn_path(
-    root: int,
-    beside: float,
-    rate: float,
+def learn_paths(step: VerifiedPaths, texts: TextArrays, paths: PathArrays, taught: Taught) -> int:
+    """Let the texts go on, and learn from each of them; returns how many drafted tokens were accepted."""
+    accepted = 0
+    for row in range(len(step.places)):
+        place = step.places[row]
+        if place < 0:
+            continue
+        tokens, length = step.tokens[row], step.lengths[row]
+        before = length - step.added[row]
+        if step.begun[row]:
+            begin_text(place, tokens, before, texts)
+            start_path(place, paths)
+        if not step.verified[row]:
+            follow_text(place, tokens, before, texts)
+            paths.states.drafted[place] = -1
+        follow_text(place, tokens, length, texts)
+        if _is_of_draft(place, step.added[row], texts, paths):
+            accepted += step.added[row] - 1
+            _learn(place, row, step, texts, paths, taught)
+        paths.states.drafted[place], paths.states.sure[place], paths.states.promised[place] = -1, 0, 0.0
+    return accepted
+
+
+@inner
+def _is_of_draft(place: int, added: int, texts: TextArrays, paths: PathArrays) -> bool:
+    """Whether the last tokens of a text, but for the very last one, are the first ones of its draft."""
+    if added - 1 > max(paths.states.drafted[place], 0):
+        return False
+    begin, first = texts.lengths[place] - added, paths.states.roots[place] + 1
+    for index in range(added - 1):
+        if texts.tokens[place, begin + index] != paths.nodes.tokens[place, first + index]:
+            return False
+    return True
+
+
+@inner
+def _learn(place: int, row: int, step: VerifiedPaths, texts: TextArrays, paths: PathArrays, taught: Taught) -> None:
+    """Learn from one text, which has gone on."""
+    states, begin = paths.states, texts.lengths[place] - step.added[row]
+    selected, end = texts.tokens[place, begin : texts.lengths[place]], texts.tokens[place, :begin]
+    drafted = max(states.drafted[place], 0)
+    is_accepted = len(selected) == 1 + drafted
+    states.runs[place] = states.runs[place] + drafted if is_accepted else 0
+    recalls = False
+    ids, shares = taught.own_ids[: len(selected)], taught.own_shares[: len(selected)]
+    if step.told[row] >= 0:
+        rows = slice(step.told[row], step.told[row] + min(len(selected) + taught.rejected, 1 + drafted))
+        ids, shares = step.top_ids[rows], step.top_probabilities[rows]
+    elif step.reads == 0 or (states.sure[place] and not is_accepted):
+        _predict(selected, 1.0 if step.reads == 0 else _MISSED, ids, shares)
+    else:
+        recalls = states.sure[place] == 1 and not _is_known(place, len(selected), paths)
+        if not recalls:
+            return
+        _predict(selected, _RECALLED, ids, shares)
+    if not recalls:
+        trust = _trust(place, selected, ids, states)
+        if trust < 1:
+            ids, shares = ids[: len(selected)], shares[: len(selected)]
+            for index in range(len(selected)):
+                mix_in(selected[index], ids[index], shares[index], trust)
+        if states.drafted[place] >= 0:
+            _teach(place, selected, ids, shares, taught.off_path * trust**2, paths, taught)
+    root = states.roots[place]
+    draft = paths.nodes.tokens[place, root + 1 : root + 1 + drafted]
+    notes = taught.listed if ids.shape[1] == taught.listed.ids.shape[1] else taught.selected
+    note_path(len(selected), end, draft, ids, shares, notes)
+
+
+@inner
+def _predict(
+    selected: NDArray[np.int64], probability: float, ids: NDArray[np.int64], shares: NDArray[np.float32]
+) -> None:
+    """Write selected tokens as what was likely to follow."""
+    for index in range(len(selected)):
+        ids[index, 0] = selected[index]
+        shares[index, 0] = probability
+
+
+@inner
+def _is_known(place: int, count: int, paths: PathArrays) -> bool:
+    """Whether the memory knows long contexts at the root and the first nodes of a path, so many in all."""
+    root = paths.states.roots[place]
+    least = _KNOWN
+    for node in range(root, root + count):
+        least = min(least, paths.nodes.known[place, node])
+    return bool(least >= _KNOWN)
+
+
+@inner
+def _trust(place: int, selected: NDArray[np.int64], ids: NDArray[np.int64], states: PathStates) -> float:
+    """The share of selected tokens that were the likeliest."""
+    agreed, compared = states.agreed[place], states.compared[place]
+    for index in range(len(selected)):
+        agreed = KEPT * agreed + (1.0 if selected[index] == ids[index, 0] else 0.0)
+        compared = KEPT * compared + 1
+    states.agreed[place], states.compared[place] = agreed, compared
+    return float(min(agreed / compared, 1.0))
+
+
+@inner
+def _teach(
+    place: int,
     selected: NDArray[np.int64],
     top_ids: NDArray[np.int64],
     top_probabilities: NDArray[np.float32],
-    weights: NDArray[np.float64],
-    squares: NDArray[np.float64],
-    nodes: Nodes,
-    proposals: Proposals,
-    worth: Worth,
-    listed: ListedArrays,
-    room: _Room,
+    beside: float,
+    paths: PathArrays,
+    taught: Taught,
 ) -> None:
-    """`PathLessons.teach`."""
+    """Teach what the proposals along a path were worth, as `TreeSearch.teach` does, and list what the model says after
+    the first token that was rejected. Nodes that do not follow the text count `beside`."""
+    nodes, proposals, root = nodes_of(place, paths), proposals_of(place, paths), paths.states.roots[place]
     rows = top_ids.shape[0]
     begin = nodes.starts[root]
     count = nodes.starts[root + rows] - begin
     asked = 0
-    for kind in range(len(room.expected)):
-        room.expected[kind] = room.came[kind] = 0.0
+    for kind in range(len(taught.expected)):
+        taught.expected[kind] = taught.came[kind] = 0.0
     for node in range(rows):
-        room.chosen[node] = selected[node] if node < len(selected) else -1
+        taught.chosen[node] = selected[node] if node < len(selected) else -1
         if nodes.starts[root + node + 1] > nodes.starts[root + node]:
-            room.starts[asked] = nodes.starts[root + node] - begin
-            room.known[asked] = nodes.known[root + node]
-            room.counts[asked] = 1.0 if node < len(selected) else beside
+            taught.starts[asked] = nodes.starts[root + node] - begin
+            taught.known[asked] = nodes.known[root + node]
+            taught.counts[asked] = 1.0 if node < len(selected) else beside
             asked += 1
-    outcomes = room.outcomes[:count]
-    judge(
-        root,
-        begin,
-        False,
-        top_ids,
-        top_probabilities,
-        room.chosen,
-        outcomes,
-        room.expected,
-        room.came,
-        proposals,
-        worth,
-    )
-    if asked > 0 and rate > 0:
+    outcomes, sums = taught.outcomes[:count], (taught.expected, taught.came)
+    judge(root, begin, False, top_ids, top_probabilities, taught.chosen, outcomes, *sums, proposals, taught.worth)
+    if asked > 0 and taught.rate > 0:
         features, estimates = proposals.features[begin : begin + count], proposals.estimates[begin : begin + count]
-        of_nodes = room.starts[:asked], room.known[:asked], room.counts[:asked]
+        of_nodes = taught.starts[:asked], taught.known[:asked], taught.counts[:asked]
         lessons = Lessons(features, estimates, outcomes, of_nodes[0], of_nodes[1], of_nodes[2])
-        ascend(rate, weights, squares, lessons, room.gradient, room.own)
+        ascend(taught.rate, taught.weights, taught.squares, lessons, taught.gradient, taught.own)
     if len(selected) < rows:
-        _list_followers(len(selected), top_ids, top_probabilities, listed)
+        _list_followers(top_ids[len(selected)], top_probabilities[len(selected)], listed_of(place, paths))
+
+
+@inner
+def _list_followers(ids: NDArray[np.int64], shares: NDArray[np.float32], listed: ListedArrays) -> None:
+    """List tokens that are predicted, so that their probabilities sum to one."""
+    count = 0
+    total = 0.0
+    while count < min(len(ids), MOST_LISTED) and ids[count] >= 0:
+        total += max(float(shares[count]), LEAST_PROBABILITY)
+        count += 1
+    for rank in range(count):
+        listed.tokens[1 + rank] = ids[rank]
+        listed.logs[1 + rank] = log(max(float(shares[rank]), LEAST_PROBABILITY) / total)
+        listed.children[1 + rank] = -1
+        listed.siblings[1 + rank] = 2 + rank if rank + 1 < count else -1
+    listed.children[0] = 1 if count > 0 else -1

@@ -1,20 +1,19 @@
-"""What steps showed of several texts, written to the n-gram memory at once: a call takes longer than a text does."""
+"""What a step showed of several texts, written to the n-gram memory at once: a call takes longer than a text does."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import TypedLoop, compiled, loop_arrays, loop_tuple
-from lookahead.drafting.auto.draft_memory import DraftMemory
+from lookahead.core.compiled import inner
+from lookahead.drafting.auto.ngram_memory import NGramMemory
 
-_ROOM = 256
-"""Rows that there is room for at first."""
+_LEAST_ROOM = 256
 
 
-class _Notes(NamedTuple):
+class Notes(NamedTuple):
     """Rows with as many listed tokens each: contexts as `NGramMemory` takes them, what the model said after them, and
     whether they are text now; and how many there are, `[1]`."""
 
@@ -30,69 +29,57 @@ class PathNotes:
 
     Args:
         orders: Longest context of the memory that it is written to.
+        listed: How many tokens each row lists.
     """
 
-    def __init__(self, orders: int) -> None:
-        self._orders = orders
-        self._notes: dict[int, _Notes] = {}  # by how many tokens are listed in each row
-        self._run = TypedLoop(_note_path)
+    def __init__(self, orders: int, listed: int) -> None:
+        self._sizes = orders, listed
+        self.arrays = self._allocate(_LEAST_ROOM)
 
-    def add(
-        self,
-        end: NDArray[np.int64],
-        draft: NDArray[np.int64],
-        known: int,
-        ids: NDArray[np.int64],
-        shares: NDArray[np.float32],
-    ) -> None:
-        """Note a step of one text.
+    def _allocate(self, room: int) -> Notes:
+        contexts, ids = (np.empty((room, columns), dtype=np.int64) for columns in self._sizes)
+        return Notes(
+            contexts,
+            ids,
+            np.empty(ids.shape, dtype=np.float32),
+            np.empty(room, dtype=np.int64),
+            np.zeros(1, dtype=np.int64),
+        )
 
-        Args:
-            end: The last tokens of the text.
-            draft: The tokens after it that the model read, `[rows - 1]`.
-            known: How many of the rows stand after what is text now; the others follow a token that was rejected.
-            ids: The likeliest tokens after each, likeliest first, `[rows, listed]`.
-            shares: Their probabilities, likewise.
-        """
-        notes = loop_tuple(self._with_room(*ids.shape))
-        self._run(known, *loop_arrays(end, draft, np.ascontiguousarray(ids), np.ascontiguousarray(shares)), notes)
+    def make_room(self, rows: int) -> None:
+        """Make room for so many rows, where there are none yet."""
+        if rows > len(self.arrays.known):
+            self.arrays = self._allocate(2 * rows)
 
-    def _with_room(self, rows: int, listed: int) -> _Notes:
-        notes = self._notes.get(listed)
-        if notes is None or notes.counts[0] + rows > len(notes.known):
-            room = max(_ROOM, rows) if notes is None else 2 * len(notes.known) + rows
-            contexts, ids = (np.empty((room, columns), dtype=np.int64) for columns in (self._orders, listed))
-            known, counts = np.empty(room, dtype=np.int64), np.zeros(1, dtype=np.int64)
-            new = _Notes(contexts, ids, np.empty((room, listed), dtype=np.float32), known, counts)
-            if notes is not None:
-                before: tuple[NDArray[Any], ...] = notes
-                after: tuple[NDArray[Any], ...] = new
-                for old, array in zip(before, after, strict=True):
-                    array[: len(old)] = old
-            self._notes[listed] = notes = new
-        return notes
-
-    def write(self, memory: DraftMemory) -> None:
-        """Write all to the memory; what follows real text last, so that it counts."""
-        with memory.lock:
-            for notes in self._notes.values():
-                rows = int(notes.counts[0])
-                if rows:
-                    order = np.argsort(notes.known[:rows], kind="stable")
-                    memory.ngrams.insert(notes.contexts[order], notes.ids[order], notes.shares[order])
-                    notes.counts[0] = 0
+    def write(self, ngrams: NGramMemory) -> None:
+        """Write all to a memory; what follows real text last, so that it counts."""
+        notes = self.arrays
+        rows = int(notes.counts[0])
+        if rows:
+            order = np.argsort(notes.known[:rows], kind="stable")
+            ngrams.insert(notes.contexts[order], notes.ids[order], notes.shares[order])
+            notes.counts[0] = 0
 
 
-@compiled
-def _note_path(
+@inner
+def note_path(
     known: int,
     end: NDArray[np.int64],
     draft: NDArray[np.int64],
     ids: NDArray[np.int64],
     shares: NDArray[np.float32],
-    notes: _Notes,
+    notes: Notes,
 ) -> None:
-    """`PathNotes.add`, where there is room."""
+    """Note a step of one text.
+
+    Args:
+        known: How many of the rows stand after what is text now; the others follow a token that was rejected.
+        end: The text before.
+        draft: The tokens after it that the model read, `[at least rows - 1]`.
+        ids: The likeliest tokens after each, likeliest first, `[rows, listed]`.
+        shares: Their probabilities, likewise.
+        notes: Get the rows.
+    """
     for row in range(ids.shape[0]):
         to = notes.counts[0] + row
         for column in range(notes.contexts.shape[1]):

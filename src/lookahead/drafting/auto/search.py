@@ -42,7 +42,7 @@ _LEAST_ASKING = 0.3
 for less likely nodes did not help."""
 
 
-_LEAST_CHAINED = 0.001
+LEAST_CHAINED = 0.001
 """A chain grows no further than to where it is accepted with this probability."""
 
 SUREST = 0.999
@@ -395,7 +395,7 @@ def _search_tree(
             row = _likeliest(node, nodes, proposals, queue)
             if nodes.depths[node] >= min(chain, room) or row < 0:
                 return count
-            if queue.probabilities[row] < max(least, _LEAST_CHAINED):
+            if queue.probabilities[row] < max(least, LEAST_CHAINED):
                 return count
         count += 1
         node = root + count

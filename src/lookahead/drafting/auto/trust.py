@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.core.compiled import compiled
 from lookahead.core.outputs import StepResult
 
 UNTRUSTED = 0.35
 """Share below which predictions that are not on the path teach nothing."""
 
-_KEPT = 0.9
+KEPT = 0.9
 """What is left of the weight of a token with each that follows; of sampled ones, by which little is told, more."""
 _KEPT_SAMPLED = 0.98
 
@@ -47,7 +46,7 @@ class Trust:
         """Compare the tokens that a step selected with what the model said before them."""
         listed = result.top_ids.shape[1] > 0
         for node, token in zip(result.selected_after, result.tokens, strict=True):
-            agreed, expected, kept = float(result.predictions[node] == token), 1.0, _KEPT
+            agreed, expected, kept = float(result.predictions[node] == token), 1.0, KEPT
             if result.samples and listed:
                 probabilities = result.top_probabilities[node]
                 agreed = float(probabilities[result.top_ids[node] == token].sum())
@@ -56,13 +55,6 @@ class Trust:
             self._expected = kept * self._expected + expected
         share = min(self._agreed / self._expected, 1.0)
         self.share = 1.0 if result.samples and share > _SURE else share
-
-    def note_likeliest(self, selected: Sequence[int], likeliest: Sequence[int]) -> None:
-        """Compare the tokens that a step selected with those that were the likeliest, where those are selected."""
-        for token, best in zip(selected, likeliest, strict=True):
-            self._agreed = _KEPT * self._agreed + (token == best)
-            self._expected = _KEPT * self._expected + 1
-        self.share = min(self._agreed / self._expected, 1.0)
 
 
 def believed(result: StepResult, share: float) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -91,6 +83,7 @@ def believed(result: StepResult, share: float) -> tuple[NDArray[np.int64], NDArr
     return ids, probabilities
 
 
+@compiled
 def mix_in(token: int, ids: NDArray[np.int64], probabilities: NDArray[np.float32], share: float) -> None:
     """Let the listed tokens of one node, likeliest first, count by `share`, and the selected one for what is left.
 
@@ -99,10 +92,17 @@ def mix_in(token: int, ids: NDArray[np.int64], probabilities: NDArray[np.float32
         ids, probabilities: The listed ones, `[listed]` each; they are changed in place.
         share: See `Trust.share`.
     """
-    probabilities *= np.float32(share)
-    same = np.flatnonzero(ids == token)
-    place = int(same[0]) if len(same) else len(ids) - 1
-    own = float(probabilities[place]) if len(same) else 0.0
+    place = len(ids) - 1
+    for rank in range(len(ids)):
+        probabilities[rank] *= np.float32(share)
+    for rank in range(len(ids)):
+        if ids[rank] == token:
+            place = rank
+            break
+    own = probabilities[place] if ids[place] == token else 0.0
     ids[place], probabilities[place] = token, own + 1 - share
-    order = np.argsort(-probabilities, kind="stable")
-    ids[:], probabilities[:] = ids[order], probabilities[order]
+    while place > 0 and probabilities[place - 1] < probabilities[place]:
+        ids[place - 1], ids[place] = ids[place], ids[place - 1]
+        less = probabilities[place - 1]
+        probabilities[place - 1], probabilities[place] = probabilities[place], less
+        place -= 1

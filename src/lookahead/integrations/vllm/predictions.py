@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,10 +22,12 @@ class Predictions(NamedTuple):
     Attributes:
         ids: The likeliest tokens, likeliest first, `[rows, top_k]` int64.
         probabilities: Their probabilities, likewise, float32.
+        are_read: Which of the requests that they are about they are known of, `[requests]`.
     """
 
     ids: NDArray[np.int64]
     probabilities: NDArray[np.float32]
+    are_read: NDArray[np.bool_]
 
 
 class TargetPredictions:
@@ -47,22 +49,23 @@ class TargetPredictions:
         self._top_k = top_k
         self._most_rows = most_rows
         self._calls: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._parts: list[tuple[int, bool]] = []
-        self._rows = -1  # how many rows of these parts there are
+        self._counts = np.empty(0, dtype=np.int64)  # rows of each request
+        self._are_read = np.empty(0, dtype=np.bool_)
+        self._rows = -1  # how many these are, if some of them are not read
         self._rests = False
         model.compute_logits = partial(self._read, model.compute_logits)
 
-    def expect(self, parts: Sequence[tuple[int, bool]]) -> None:
+    def expect(self, counts: NDArray[np.int64], are_read: NDArray[np.bool_]) -> None:
         """What the step that follows is about, if it is about the same requests as the one before.
 
         Args:
-            parts: For each request how many rows it has, and whether they are to be read. If none of them is, nothing
-                is, whatever it is about.
+            counts: How many rows each request has, `[requests]`.
+            are_read: Whether they are to be read, `[requests]`. If none of them is, nothing is, whatever it is about.
         """
         self._calls = []
-        self._parts = list(parts)
-        self._rests = bool(parts) and not any(read for _, read in parts)
-        self._rows = -1 if all(read for _, read in parts) else sum(rows for rows, _ in parts)
+        self._counts, self._are_read = counts, are_read
+        self._rests = len(counts) > 0 and not are_read.any()
+        self._rows = -1 if are_read.all() else int(counts.sum())
 
     def _read(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         logits = compute(*args, **kwargs)
@@ -74,31 +77,22 @@ class TargetPredictions:
 
     def _list(self, logits: torch.Tensor) -> None:
         logits = logits.detach()[:, : self._vocabulary]
-        read = None
-        if logits.shape[0] == self._rows:
-            read = [read for count, read in self._parts for _ in range(count)]
+        read = np.repeat(self._are_read, self._counts) if logits.shape[0] == self._rows else None
         self._calls.append(top_predictions(logits, self._top_k, read))
 
-    def take(self, counts: Sequence[int]) -> list[Predictions | None]:
-        """What was said since the last time, if it was about requests of so many rows each; `None` for each that was
-        not read. The first call about so many rows is the one before sampling."""
-        rows = sum(counts)
+    def take(self, counts: NDArray[np.int64]) -> Predictions | None:
+        """What was said since the last time, if it was about requests of so many rows each. The first call about as
+        many rows is the one before sampling."""
+        rows = int(counts.sum())
         for ids, probabilities in self._calls:
             if len(ids) == rows:
-                told = Predictions(ids.cpu().numpy(), probabilities.float().cpu().numpy())
-                same = len(ids) == self._rows and [part[0] for part in self._parts] == list(counts)
-                return list(_parts(told, counts, [read for _, read in self._parts] if same else None))
-        return [None] * len(counts)
+                told = ids.cpu().numpy(), probabilities.float().cpu().numpy()
+                return Predictions(*told, self._which(told[0], counts))
+        return None
 
-
-def _parts(told: Predictions, counts: Sequence[int], read: Sequence[bool] | None) -> Iterator[Predictions | None]:
-    """The rows of each request, if they were read; where it is not known whether they were, by their tokens."""
-    if read is None:
-        are_read = told.ids[:, 0] >= 0
-        ends = np.cumsum(counts)
-        read = [bool(are_read[end - count : end].all()) for count, end in zip(counts, ends, strict=True)]
-    begin = 0
-    for count, is_read in zip(counts, read, strict=True):
-        part = slice(begin, begin + count)
-        yield Predictions(told.ids[part], told.probabilities[part]) if is_read else None
-        begin += count
+    def _which(self, ids: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """The requests whose rows were read; where it is not known which these are, by their tokens."""
+        if len(ids) == self._rows and np.array_equal(self._counts, counts):
+            return self._are_read
+        least: NDArray[np.int64] = np.minimum.reduceat(ids[:, 0], np.cumsum(counts) - counts)
+        return least >= 0

@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 from lookahead.backends.step_clock import step_clock
 from lookahead.drafting import text_only
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.path_drafter import PathDrafter, PathSearch
+from lookahead.drafting.auto.path_batch import PathBatch
+from lookahead.drafting.auto.path_lessons import VerifiedPaths
 from lookahead.drafting.auto.search import SUREST
 from lookahead.drafting.memory_file import MemoryFile
 from lookahead.drafting.warm_up import compile_path_loops
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 from lookahead.integrations.vllm.chain_lengths import ChainLengths, VerifiedStep
 from lookahead.integrations.vllm.predictions import TargetPredictions
-from lookahead.integrations.vllm.request import DraftedRequest
+from lookahead.integrations.vllm.requests import Requests, Rows
 from lookahead.integrations.vllm.settings import Settings
 
-MANY = 8
-"""Requests of a step that teach their memory enough for some of what they could to be left out."""
+_NOTHING_SAID = np.empty((0, 1), dtype=np.int64), np.empty((0, 1), dtype=np.float32)
 
 
 @dataclass
@@ -81,14 +81,13 @@ class LookaheadProposer:
         self._file = None if self._settings.memory is None else MemoryFile(Path(self._settings.memory), self._model)
         self._memory: DraftMemory | None = None if self._file is None else self._file.memory
         self._target: TargetPredictions | None = None
+        self._batch: PathBatch  # made with the memory, by `load_model`
+        self._requests: Requests
+        self._is_loaded = False
         self._awaits = True  # whether logits of the coming step are read
-        self._search: PathSearch | None = None
         self._lengths = ChainLengths() if self._settings.adaptive else None
         self._clock = step_clock(torch.device("cpu"))
         self._began: float | None = None  # when the last step was over
-        self._requests: list[DraftedRequest | None] = []  # of the last step, in the order of its batch
-        self._absent: list[DraftedRequest] = []  # the latest last
-        self._step = 0
         self._saved = monotonic()
         self.statistics = ProposerStatistics()
         if self._file is not None:
@@ -101,6 +100,10 @@ class LookaheadProposer:
         if self._memory is None:
             self._memory = DraftMemory() if reads else text_only.text_memory()
         self._memory.ngrams.occupy()
+        surest = SUREST if reads else text_only.SUREST
+        self._batch = PathBatch(self._memory, self._most_requests, self._most_drafted, surest)
+        self._requests = Requests(self._batch, self._most_requests)
+        self._is_loaded = True
         if reads:
             most_rows = self._most_requests * (1 + self._most_drafted)
             self._target = TargetPredictions(model, self._vocabulary, self._memory.ngrams.top_k, most_rows)
@@ -127,129 +130,76 @@ class LookaheadProposer:
         Returns:
             A draft for each request of the batch, at most `num_speculative_tokens` tokens; may be empty.
         """
-        if self._memory is None:
+        if not self._is_loaded:
             self.load_model(None)
         now = self._clock()
-        texts = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in range(len(sampled_token_ids))]
-        requests = self._recognise(texts, sampled_token_ids)
-        self._book(requests, sampled_token_ids, now)
-        self._observe(requests, texts, sampled_token_ids)
-        drafts = self._draft(requests, texts)
-        self._expect(requests)
-        self._put_away(requests)
+        added = np.array([len(new) for new in sampled_token_ids], dtype=np.int64)
+        lengths = np.asarray(num_tokens_no_spec[: len(added)], dtype=np.int64)
+        tokens = np.ascontiguousarray(token_ids_cpu, dtype=np.int32)
+        rows = self._requests.rows(tokens, lengths, added)
+        self._book(rows, added, now)
+        self._learn(rows, tokens, lengths, added)
+        drafts, counts = self._draft(rows)
+        self._expect(rows, counts)
+        self._save_sometimes()
         self._began = now
-        return drafts
+        return [draft[:count] for draft, count in zip(drafts.tolist(), counts.tolist(), strict=True)]
 
-    def _recognise(
-        self, texts: Sequence[NDArray[np.integer]], sampled: Sequence[Sequence[int]]
-    ) -> list[DraftedRequest | None]:
-        """Which request each row is; `None` for new ones, and where nothing was sampled."""
-        befores = [text[: len(text) - len(new)] for text, new in zip(texts, sampled, strict=True)]
-        found: list[DraftedRequest | None] = [None] * len(texts)
-        for row, same_place in enumerate(self._requests[: len(texts)]):  # where nobody came or left, that is all
-            if same_place is not None and sampled[row] and same_place.is_at(befores[row]):
-                found[row] = same_place
-        if all(one is not None or not new for one, new in zip(found, sampled, strict=True)):
-            return found
-        others = [one for one in (*self._requests, *self._absent) if one is not None and one not in found]
-        others.sort(key=lambda one: len(one.text), reverse=True)
-        for row, before in enumerate(befores):
-            if found[row] is None and sampled[row]:
-                found[row] = next((one for one in others if one.precedes(before)), None)
-                others = [one for one in others if one is not found[row]]
-        return found
+    def _book(self, rows: Rows, added: NDArray[np.int64], now: float) -> None:
+        """Note what the step took, if it was about the requests of the one before and no prompt."""
+        if self._lengths is None or self._began is None or not len(added) or not rows.verified.all():
+            return
+        states = self._batch.paths.states
+        sent, promised = states.drafted[rows.places].clip(0).sum(), states.promised[rows.places].sum()
+        step = VerifiedStep(len(added), int(sent), float(promised), int(added.sum()), now - self._began)
+        self._lengths.book(step)
 
-    def _took_part(self, request: DraftedRequest | None, sampled: Sequence[int], text: NDArray[np.integer]) -> bool:
-        """Whether the step verified the draft that was made for this request after the last step."""
-        return request is not None and request.step == self._step and len(request.text) == len(text) - len(sampled)
-
-    def _observe(
-        self,
-        requests: list[DraftedRequest | None],
-        texts: Sequence[NDArray[np.integer]],
-        sampled: Sequence[Sequence[int]],
+    def _learn(
+        self, rows: Rows, tokens: NDArray[np.int32], lengths: NDArray[np.int64], added: NDArray[np.int64]
     ) -> None:
-        """Let each drafter learn what its request showed; new requests begin."""
-        rows = list(zip(requests, sampled, texts, strict=True))
-        counts = [1 + len(row[0].draft) if row[0] is not None and self._took_part(*row) else 1 for row in rows]
-        told = [None] * len(rows) if self._target is None else self._target.take(counts)
-        self.statistics.unread += self._target is not None and self._awaits and not any(told)
-        for row, (request, new, text) in enumerate(rows):
-            if not new:
-                continue
-            before = text[: len(text) - len(new)]
-            if request is None:
-                requests[row] = request = self._begin(before)
-                self.statistics.requests += 1
-            elif not self._took_part(request, new, text):
-                request.catch_up(before)
-            self.statistics.accepted += request.observe(new, told[row], self._target is not None)
-        if self._search is not None:
-            self._search.write()
+        """Let the texts go on, and learn what the step showed of them."""
+        drafted = self._batch.paths.states.drafted
+        counts = 1 + np.where(rows.verified, drafted[rows.places].clip(0), 0)
+        predictions = None if self._target is None else self._target.take(counts)
+        told, said = np.full(len(added), -1, dtype=np.int64), _NOTHING_SAID
+        if predictions is not None:
+            told, said = np.where(predictions.are_read, np.cumsum(counts) - counts, -1), predictions[:2]
+        reads = self._target is not None
+        self.statistics.unread += reads and self._awaits and bool((told < 0).all())
+        self.statistics.requests += int(rows.begun.sum())
+        learned = VerifiedPaths(*rows, tokens, lengths, added, told, *said, int(reads))
+        self.statistics.accepted += self._batch.learn(learned)
 
-    def _draft(
-        self, requests: Sequence[DraftedRequest | None], texts: Sequence[NDArray[np.integer]]
-    ) -> list[list[int]]:
-        """A draft for each request."""
-        served = [(request, text) for request, text in zip(requests, texts, strict=True) if request is not None]
+    def _draft(self, rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """A draft for each request, and how many tokens it has."""
         if self._lengths is not None:
-            self._lengths.begin(len(served))
-        self._step += 1
+            self._lengths.begin(int(np.count_nonzero(rows.places >= 0)))
         least = 0.0 if self._lengths is None else self._lengths.least
-        for request, text in served:
-            request.step = self._step
-            if self._rests:
-                request.rest(text)
-                continue
-            room = min(self._most_drafted, self._most_tokens - len(text) - 1)
-            request.propose(text, room, least, len(served) >= MANY)
-        drafts = [[] if request is None else request.draft for request in requests]
+        places = np.full_like(rows.places, -1) if self._rests else rows.places
+        drafts, counts = self._batch.propose(places, self._most_tokens, least)
         self.statistics.steps += 1
-        self.statistics.drafted += sum(map(len, drafts))
-        return drafts
+        self.statistics.drafted += int(counts.sum())
+        return drafts, counts
 
-    def _expect(self, requests: Sequence[DraftedRequest | None]) -> None:
+    def _expect(self, rows: Rows, counts: NDArray[np.int64]) -> None:
         """Say what there is to read of the coming step."""
         if self._target is None:
             return
-        parts = [
-            (1, not self._rests) if request is None else (1 + len(request.draft), not (self._rests or request.is_sure))
-            for request in requests
-        ]
-        self._target.expect(parts)
-        self._awaits = not parts or any(read for _, read in parts)
+        sure = (rows.places >= 0) & (self._batch.paths.states.sure[rows.places] > 0)
+        are_read = np.zeros_like(sure) if self._rests else ~sure
+        self._target.expect(1 + counts, are_read)
+        self._awaits = not len(counts) or bool(are_read.any())
 
     @property
     def _rests(self) -> bool:
         """Whether the coming step goes without drafts."""
         return self._lengths is not None and self._lengths.rests
 
-    def _begin(self, text: NDArray[np.integer]) -> DraftedRequest:
-        """A new request."""
-        if self._search is None:
-            assert self._memory is not None
-            surest = SUREST if self._target is not None else text_only.SUREST
-            self._search = PathSearch(self._memory, self._most_drafted, surest)
-        return DraftedRequest(PathDrafter(self._search), text)
-
-    def _book(self, requests: Sequence[DraftedRequest | None], sampled: Sequence[Sequence[int]], now: float) -> None:
-        """Note what the step took, if it was about the requests of the one before and no prompt."""
-        present = [request for request in requests if request is not None and request.step == self._step]
-        if self._lengths is None or self._began is None or not present or len(present) < len(requests):
+    def _save_sometimes(self) -> None:
+        """Save the memory when requests have ended, but not too often."""
+        if self._file is None or not self._requests.have_left:
             return
-        sent, tokens = sum(len(request.draft) for request in present), sum(map(len, sampled))
-        expected = sum(request.expected for request in present)
-        self._lengths.book(VerifiedStep(len(present), sent, expected, tokens, now - self._began))
-
-    def _put_away(self, requests: list[DraftedRequest | None]) -> None:
-        """Keep those that are not in the batch for a while: a preempted request comes back, a finished one does not."""
-        present = [request for request in requests if request is not None]
-        gone = [one for one in self._requests if one is not None and one not in present]
-        absent = [*(one for one in self._absent if one not in present), *gone]
-        room = max(self._most_requests - len(present), 0)
-        self._absent = absent[max(len(absent) - room, 0) :]
-        self._requests = requests
-        if gone and self._file is not None and monotonic() >= self._saved + self._settings.save_seconds:
+        if monotonic() >= self._saved + self._settings.save_seconds:
             _save(self._file, self._model)
             self._saved = monotonic()
 

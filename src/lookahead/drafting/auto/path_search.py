@@ -1,0 +1,170 @@
+"""The likeliest path after each text of a batch: the likeliest token, then the likeliest one after that."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.core.compiled import compiled, inner
+from lookahead.drafting.auto.context_matches import LONGEST, MatchArrays, propose_matches
+from lookahead.drafting.auto.listed_paths import ListedArrays, propose_listed
+from lookahead.drafting.auto.ngram_entries import Entries, propose_known
+from lookahead.drafting.auto.path_arrays import PathArrays, listed_of, nodes_of, proposals_of
+from lookahead.drafting.auto.path_texts import TextArrays
+from lookahead.drafting.auto.proposals import Nodes, Proposals, begin_node
+from lookahead.drafting.auto.scorer import estimate
+from lookahead.drafting.auto.search import LEAST_CHAINED
+from lookahead.drafting.auto.worth import Evidence, Worth, kind_of
+
+
+class Wanted(NamedTuple):
+    """Which drafts are wanted.
+
+    Attributes:
+        longest: Most tokens of a draft.
+        most_tokens: Most tokens of a text.
+        least: How likely each drafted token has to be to be accepted with all before it.
+        sure: How likely the tokens of a draft have to be in the mean for it to be sure.
+        run: How many drafted tokens have to be accepted before, without one that was not, for the same.
+        surest: Highest probability of a token after another.
+    """
+
+    longest: int
+    most_tokens: int
+    least: float
+    sure: float
+    run: int
+    surest: float
+
+
+class Evidences(NamedTuple):
+    """Where proposals come from, and what weighs them.
+
+    Attributes:
+        entries: The n-gram memory.
+        places, lengths, found: Room for the occurrences that each node follows; see `MatchArrays`.
+        context: Room for the last tokens of a path, `[LONGEST]`.
+        columns: Where their features are.
+        worth: What each kind is worth.
+        weights: Those of `Acceptance`.
+    """
+
+    entries: Entries
+    places: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    found: NDArray[np.int64]
+    context: NDArray[np.int64]
+    columns: Evidence
+    worth: Worth
+    weights: NDArray[np.float64]
+
+
+@compiled
+def find_paths(
+    rows: NDArray[np.int64],
+    wanted: Wanted,
+    texts: TextArrays,
+    paths: PathArrays,
+    known: Evidences,
+    drafts: NDArray[np.int64],
+    counts: NDArray[np.int64],
+) -> None:
+    """Draft after the texts in some places.
+
+    Args:
+        rows: The place of each row, `[rows]`; -1 where no draft is wanted.
+        wanted, texts, paths, known: See there.
+        drafts: Gets the drafts, `[at least rows, longest]`.
+        counts: Gets their lengths, `[at least rows]`.
+    """
+    for row in range(len(rows)):
+        counts[row] = 0
+        place = rows[row]
+        if place < 0:
+            continue
+        room = min(wanted.longest, wanted.most_tokens - texts.dropped[place] - texts.lengths[place] - 1)
+        count = _find_path(place, max(room, 0), wanted, texts, paths, known)
+        root, promised = paths.states.roots[place], 0.0
+        for index in range(count):
+            drafts[row, index] = paths.nodes.tokens[place, root + 1 + index]
+            promised += paths.nodes.probabilities[place, root + 1 + index]
+        counts[row] = count
+        states = paths.states
+        states.drafted[place], states.promised[place] = count, promised
+        is_sure = count > 0 and states.runs[place] >= wanted.run and promised >= wanted.sure * count
+        states.sure[place] = 1 if is_sure else 0
+        paths.listed.children[place, 0] = -1  # what was said after a token that was rejected is of use once
+
+
+@inner
+def _find_path(place: int, most: int, wanted: Wanted, texts: TextArrays, paths: PathArrays, known: Evidences) -> int:
+    """Draft after one text; returns how many tokens."""
+    nodes, proposals, listed = nodes_of(place, paths), proposals_of(place, paths), listed_of(place, paths)
+    length = texts.lengths[place]
+    matches = MatchArrays(
+        texts.tokens[place],
+        texts.newest[place],
+        texts.earlier[place],
+        known.places,
+        known.lengths,
+        known.found,
+        length,
+    )
+    size = min(length, LONGEST)
+    for index in range(size):
+        nodes.tokens[index] = texts.tokens[place, length - size + index]
+    for index in range(len(proposals.table_nodes)):
+        proposals.table_nodes[index] = -1
+    proposals.counts[0] = 0
+    node = paths.states.roots[place] = size - 1
+    nodes.depths[node] = 0
+    nodes.probabilities[node] = 1.0
+    for count in range(most + 1):
+        begin = begin_node(proposals)
+        nodes.starts[node] = begin
+        nodes.known[node] = _propose(node, nodes, proposals, matches, listed, known) if count < most else 0
+        nodes.starts[node + 1] = proposals.counts[0]
+        likeliest, probability = _choose(node, begin, nodes, proposals, wanted, known)
+        least = wanted.least if count == 0 else max(wanted.least, LEAST_CHAINED)
+        if likeliest < 0 or probability < least:
+            return count
+        node += 1
+        nodes.tokens[node] = proposals.tokens[likeliest]
+        nodes.depths[node] = count + 1
+        nodes.probabilities[node] = probability
+    return most
+
+
+@inner
+def _propose(
+    node: int, nodes: Nodes, proposals: Proposals, matches: MatchArrays, listed: ListedArrays, known: Evidences
+) -> int:
+    """Let each source propose what may follow a node; returns the longest context that the memory knows."""
+    size = min(node + 1, LONGEST)
+    for back in range(size):
+        known.context[back] = nodes.tokens[node - back]
+    longest = propose_known(node, known.context, size, proposals, known.entries, known.columns.memory)
+    propose_matches(node, known.context, size, nodes, proposals, matches, known.columns.matches)
+    propose_listed(node, nodes, proposals, listed)
+    return longest
+
+
+@inner
+def _choose(
+    node: int, begin: int, nodes: Nodes, proposals: Proposals, wanted: Wanted, known: Evidences
+) -> tuple[int, float]:
+    """The likeliest proposal after a node, the first one of equals, and how likely the path to it is; -1 if none is."""
+    end = proposals.counts[0]
+    estimate(begin, end, nodes.known[node], known.weights, proposals)
+    likeliest, most = -1, 0.0
+    for row in range(begin, end):
+        kind = kind_of(row, proposals, known.columns)
+        proposals.kinds[row] = kind
+        probability = nodes.probabilities[node] * min(
+            proposals.estimates[row] * known.worth.factors[kind], wanted.surest
+        )
+        if likeliest < 0 or probability > most:
+            likeliest, most = row, probability
+    return likeliest, most

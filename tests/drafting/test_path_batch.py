@@ -1,0 +1,236 @@
+"""Paths drafted for many texts at once, against the chains that `ChainDrafter` takes out of the same search, and what
+they learn against inserting it row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from lookahead.core.outputs import StepResult
+from lookahead.core.token_tree import TokenTree
+from lookahead.drafting.auto.context_matches import ContextMatches
+from lookahead.drafting.auto.draft_memory import DraftMemory
+from lookahead.drafting.auto.drafter import AutoDrafter
+from lookahead.drafting.auto.ngram_memory import NGramMemory
+from lookahead.drafting.auto.path_batch import REJECTED, PathBatch
+from lookahead.drafting.auto.path_lessons import VerifiedPaths
+from lookahead.drafting.chain import ChainDrafter
+
+VOCABULARY, ORDERS, TOP_K, LONGEST, STEPS, ROOM = 24, 3, 4, 6, 60, 9000
+
+Told = tuple[np.ndarray, np.ndarray]
+"""The likeliest tokens after a text and after each token of its draft, and their probabilities."""
+
+
+def small_memory(capacity: int = 256) -> DraftMemory:
+    return DraftMemory(NGramMemory(ORDERS, capacity, TOP_K))
+
+
+class Model:
+    """Probabilities that the last two tokens decide; of some it is nearly sure, of others not."""
+
+    def __init__(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        scores = random.normal(size=(VOCABULARY, VOCABULARY, VOCABULARY)) * random.uniform(1, 6, (VOCABULARY, 1, 1))
+        shares = np.exp(scores)
+        self._shares = shares / shares.sum(axis=2, keepdims=True)
+
+    def after(self, path: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        shares = self._shares[path[-2], path[-1]]
+        ids = np.argsort(-shares, kind="stable")[:TOP_K]
+        return ids, shares[ids].astype(np.float32)
+
+    def verify(self, text: Sequence[int], draft: Sequence[int]) -> tuple[list[int], Told]:
+        """What a step selects, and what it says about each position."""
+        told = [self.after([*text, *draft[:count]]) for count in range(len(draft) + 1)]
+        ids, shares = (np.array(part) for part in zip(*told, strict=True))
+        tokens = [int(ids[0, 0])]
+        while len(tokens) <= len(draft) and draft[len(tokens) - 1] == tokens[-1]:
+            tokens.append(int(ids[len(tokens), 0]))
+        return tokens, (ids, shares)
+
+
+class Texts:
+    """Texts of one batch, a row and a place for each."""
+
+    def __init__(self, *texts: Sequence[int], memory: DraftMemory | None = None, **settings: int) -> None:
+        self.batch = PathBatch(memory or small_memory(), len(texts), LONGEST, **settings)
+        self.places = np.arange(len(texts))
+        self.texts = [list(text) for text in texts]
+        self.drafts: list[list[int]] | None = None  # none yet: they are new
+        self.begun = np.ones(len(texts), dtype=np.int64)
+
+    def propose(self, least: float = 0.0, room: int = ROOM) -> list[list[int]]:
+        if self.begun.any():  # a text is read when its first token comes
+            last = [[text.pop()] for text in self.texts]
+            self.learn(last, [None] * len(last))
+        drafts, counts = self.batch.propose(self.places, room, least)
+        self.drafts = [draft[:count] for draft, count in zip(drafts.tolist(), counts.tolist(), strict=True)]
+        return self.drafts
+
+    def learn(self, selected: Sequence[Sequence[int]], told: Sequence[Told | None], reads: bool = True) -> int:
+        verified = np.full(len(self.texts), int(self.drafts is not None))
+        for text, new in zip(self.texts, selected, strict=True):
+            text += new
+        tokens = np.zeros((len(self.texts), ROOM), dtype=np.int32)
+        for row, text in enumerate(self.texts):
+            tokens[row, : len(text)] = text
+        begins, ids, shares, rows = [], [np.empty((0, TOP_K), dtype=np.int64)], [np.empty((0, TOP_K))], 0
+        for each in told:
+            begins.append(-1 if each is None else rows)
+            if each is not None:
+                ids.append(each[0])
+                shares.append(each[1])
+                rows += len(each[0])
+        predicted = np.concatenate(ids), np.concatenate(shares).astype(np.float32)
+        counts = np.array([len(text) for text in self.texts]), np.array([len(new) for new in selected])
+        flags = self.places, self.begun, verified
+        step = VerifiedPaths(*flags, tokens, *counts, np.array(begins), *predicted, int(reads))
+        self.drafts, self.begun = None, np.zeros_like(self.begun)
+        return self.batch.learn(step)
+
+    def step(self, model: Model) -> int:
+        """Draft, verify and learn; returns how many drafted tokens were accepted."""
+        drafts = self.propose()
+        found = [model.verify(text, draft) for text, draft in zip(self.texts, drafts, strict=True)]
+        return self.learn([tokens for tokens, _ in found], [told for _, told in found])
+
+
+@pytest.mark.parametrize(("seed", "reach"), [(0, 1000), (1, 1000), (2, 1000), (3, 16)])
+def test_it_drafts_what_a_chain_of_the_search_is(seed: int, reach: int) -> None:
+    model, text, memory = Model(seed), [1, 2, 3], small_memory()
+    paths = Texts(text, reach=reach, rejected=LONGEST)
+    search = AutoDrafter(memory, ContextMatches(reach), None, 2, explore=False, chain=LONGEST)
+    chains = ChainDrafter(search, LONGEST + 1)
+    chains.start(text)
+    accepted = 0
+    for _ in range(STEPS):
+        (draft,) = paths.propose()
+        tree = TokenTree([text[-1]], LONGEST)
+        chains.propose(tree)
+        assert draft == tree.tokens[1:]
+        tokens, (ids, shares) = model.verify(text, draft)
+        accepted += paths.learn([tokens], [(ids, shares)])
+        chains.observe(StepResult(tree, ids[:, 0], list(range(1, len(tokens))), tokens, ids, shares))
+        text += tokens
+    assert paths.texts == [text]
+    assert accepted == len(text) - 3 - STEPS
+    assert accepted > STEPS / 2
+    for learned in ("weights", "squares"):
+        found, expected = (getattr(one.acceptance, learned) for one in (paths.batch.memory, memory))
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+def test_texts_of_a_batch_draft_as_they_do_alone() -> None:
+    """Unless one learns what the other one does not know."""
+    texts = [[1, 2, 3, 4, 1, 2, 3], [5, 6, 5, 6, 5], [7, 8, 9, 7, 8]]
+    alone = [Texts(text).propose()[0] for text in texts]
+    assert Texts(*texts).propose() == alone
+    assert all(alone)
+
+
+def context(path: list[int]) -> list[int]:
+    """The last tokens, the very last first; -1 before the beginning."""
+    return (path[::-1] + [-1] * ORDERS)[:ORDERS]
+
+
+@pytest.mark.parametrize("texts", [3, 40])
+def test_rows_are_written_as_one_by_one_with_real_text_last(texts: int) -> None:
+    random, model = np.random.default_rng(0), Model(5)
+    paths = Texts(*random.integers(0, VOCABULARY, (texts, 12)).tolist(), memory=small_memory(4096))
+    expected = NGramMemory(ORDERS, 4096, TOP_K)
+    for number in range(8):
+        drafts = paths.propose()
+        if number == 0:  # the last token of each prompt was no prediction of this model
+            paths.batch.memory.ngrams.clear()
+        found = [model.verify(text, draft) for text, draft in zip(paths.texts, drafts, strict=True)]
+        selected, rejected = [], []
+        for text, draft, (tokens, (ids, shares)) in zip(paths.texts, drafts, found, strict=True):
+            rows = [(context([*text, *draft[:row]]), ids[row], shares[row]) for row in range(len(ids))]
+            selected += rows[: len(tokens)]
+            rejected += rows[len(tokens) : len(tokens) + REJECTED]
+        paths.learn([tokens for tokens, _ in found], [told for _, told in found])
+        for tokens, ids_of_row, shares_of_row in rejected + selected:
+            expected.insert(np.array([tokens]), ids_of_row[None], shares_of_row[None])
+    asked = random.integers(0, VOCABULARY, (300, ORDERS))
+    for found_there, expected_there in zip(
+        paths.batch.memory.ngrams.lookup(asked), expected.lookup(asked), strict=True
+    ):
+        np.testing.assert_allclose(found_there, expected_there, rtol=1e-5, atol=1e-7)
+
+
+def test_all_texts_of_a_batch_teach_what_proposals_are_worth() -> None:
+    model, learned = Model(0), []
+    for taught in ([0, 1], [0], [1]):
+        paths = Texts([1, 2, 3, 1, 2], [4, 5, 6, 4, 5])
+        paths.propose()
+        before = paths.batch.memory.acceptance.squares.copy()
+        told = [model.verify(text, [])[1] if row in taught else None for row, text in enumerate(paths.texts)]
+        paths.learn([[int(model.after(text)[0][0])] for text in paths.texts], told)
+        learned.append(paths.batch.memory.acceptance.squares - before)
+    assert (learned[1] > 0).any()
+    assert (learned[2] > 0).any()
+    assert learned[0].sum() > max(each.sum() for each in learned[1:])
+
+
+def test_what_is_recalled_is_drafted_in_another_text() -> None:
+    memory = small_memory()
+    paths = Texts([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], memory=memory)
+    (draft,) = paths.propose()
+    assert draft == [4, 5, 6, 7, 8, 1]
+    paths.batch.paths.states.sure[0] = 1
+    assert paths.learn([[*draft, 2]], [None]) == len(draft)
+    assert Texts([9, 1, 2, 3], memory=memory).propose()[0][:3] == [4, 5, 6]
+
+
+def test_of_a_draft_that_was_not_sure_nothing_is_learned_unless_it_is_told() -> None:
+    memory = small_memory()
+    paths = Texts([1, 2, 3, 4, 1, 2], memory=memory)
+    paths.propose()
+    clock = memory.ngrams.clock
+    paths.learn([[3]], [None])
+    assert memory.ngrams.clock == clock
+
+
+def test_another_draft_than_its_own_teaches_nothing() -> None:
+    paths = Texts([1, 2, 3, 4, 1, 2])
+    (draft,) = paths.propose()
+    assert paths.learn([[draft[0] + 1, 7]], [None], reads=False) == 0
+    assert paths.texts == [[1, 2, 3, 4, 1, 2, draft[0] + 1, 7]]
+
+
+def test_tokens_that_are_not_the_likeliest_are_believed_after_a_while() -> None:
+    paths = Texts([1, 2])
+    others = np.array([[5, 6, 7, 8]]), np.array([[0.9, 0.05, 0.02, 0.01]], dtype=np.float32)
+    for token in [3, 1, 2] * 8:  # selected by a grammar, say
+        paths.propose(room=len(paths.texts[0]) + 2)
+        paths.drafts = None
+        paths.learn([[token]], [others])
+    assert paths.propose()[0][0] == 3
+
+
+@pytest.mark.parametrize("room", [ROOM, 3, 2, 1])
+def test_a_draft_fits_in_its_text(room: int) -> None:
+    paths = Texts([4, 4])
+    assert len(paths.propose(room=room)[0]) <= max(room - 3, 0)
+
+
+def test_a_draft_ends_where_it_is_not_likely_enough() -> None:
+    paths = Texts([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3])
+    (tokens,) = paths.propose()
+    root = paths.batch.paths.states.roots[0]
+    likely = paths.batch.paths.nodes.probabilities[0, root + 1 : root + 1 + len(tokens)].copy()
+    assert (np.diff(likely) <= 0).all()
+    (fewer,) = paths.propose(least=float(likely[3]))
+    assert fewer == tokens[: len(fewer)]
+    assert len(fewer) == np.count_nonzero(likely >= likely[3])
+
+
+def test_long_texts_are_searched_beside_short_ones() -> None:
+    random = np.random.default_rng(1)
+    long = random.integers(0, 10000, 7000).tolist()
+    paths = Texts([1, 2, 3, 1, 2], [*long, *long[500:520]])
+    short = Texts([1, 2, 3, 1, 2]).propose()[0]
+    assert paths.propose() == [short, long[520 : 520 + LONGEST]]
