@@ -1,5 +1,6 @@
 """The likeliest tokens of a row of logits, against torch's own argmax and topk."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -64,7 +65,7 @@ def test_of_equal_logits_the_first_is_the_likeliest():
 def test_rows_that_are_of_no_interest_are_left_out(vocabulary: int, dtype: torch.dtype) -> None:
     logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(0)).to(dtype)
     read = [True, False, True, True, False, False]
-    ids, probabilities = top_predictions(logits, 4, read)
+    ids, probabilities = top_predictions(logits, 4, np.array(read))
     expected_ids, expected = top_predictions(logits[torch.tensor(read)], 4)
     assert torch.equal(ids[torch.tensor(read)], expected_ids)
     torch.testing.assert_close(probabilities[torch.tensor(read)], expected)

@@ -77,17 +77,15 @@ class Texts:
         tokens = np.zeros((len(self.texts), ROOM), dtype=np.int32)
         for row, text in enumerate(self.texts):
             tokens[row, : len(text)] = text
-        begins, ids, shares, rows = [], [np.empty((0, TOP_K), dtype=np.int64)], [np.empty((0, TOP_K))], 0
-        for each in told:
-            begins.append(-1 if each is None else rows)
+        counts = [1 if self.drafts is None else 1 + len(self.drafts[row]) for row in range(len(told))]
+        ids, shares = np.zeros((sum(counts), TOP_K), dtype=np.int64), np.zeros((sum(counts), TOP_K), dtype=np.float32)
+        for end, count, each in zip(np.cumsum(counts), counts, told, strict=True):
             if each is not None:
-                ids.append(each[0])
-                shares.append(each[1])
-                rows += len(each[0])
-        predicted = np.concatenate(ids), np.concatenate(shares).astype(np.float32)
-        counts = np.array([len(text) for text in self.texts]), np.array([len(new) for new in selected])
-        flags = self.places, self.begun, verified
-        step = VerifiedPaths(*flags, tokens, *counts, np.array(begins), *predicted, int(reads))
+                ids[end - count : end], shares[end - count : end] = each
+        sizes = np.array([len(text) for text in self.texts]), np.array([len(new) for new in selected])
+        flags = self.places, self.begun, verified, np.array(counts)
+        are_read = np.array([each is not None for each in told])
+        step = VerifiedPaths(*flags, tokens, *sizes, ids, shares, are_read, int(reads))
         self.drafts, self.begun = None, np.zeros_like(self.begun)
         return self.batch.learn(step)
 

@@ -35,25 +35,32 @@ _compiled, _inner = partial(compiled, vectorizes=True), partial(inner, vectorize
 
 
 @_inner
-def _exponentials(row: NDArray[np.float32], begin: int, end: int, top: np.float32) -> float:
-    """Sum of exp(logit - top), to six digits: whole powers of two by their bits, the rest by a polynomial."""
+def _exponential(logit: np.float32, top: np.float32) -> np.float32:
+    """exp(logit - top), to six digits: whole powers of two by their bits, the rest by a polynomial."""
+    power = max((logit - top) * _PER_LOG, _LOWEST)
+    whole = np.floor(power)
+    rest = power - whole
+    value = _P0 + rest * (_P1 + rest * (_P2 + rest * (_P3 + rest * (_P4 + rest * _P5))))
+    exponential: np.float32 = value * np.int32(np.int32(whole + _BIAS) << _MANTISSA).view(np.float32)
+    return exponential
+
+
+@_inner
+def _sum_of_block(block: NDArray[np.float32], top: np.float32) -> float:
+    """Sum of exp(logit - top). The block is a slice of its own: indices that begin anywhere are not vectorised."""
     total = np.float32(0.0)
-    for index in range(begin, end):
-        power = max((row[index] - top) * _PER_LOG, _LOWEST)
-        whole = np.floor(power)
-        rest = power - whole
-        value = _P0 + rest * (_P1 + rest * (_P2 + rest * (_P3 + rest * (_P4 + rest * _P5))))
-        total += value * np.int32(np.int32(whole + _BIAS) << _MANTISSA).view(np.float32)
+    for index in range(BLOCK):
+        total += _exponential(block[index], top)
     return float(total)
 
 
 @_inner
-def _largest(row: NDArray[np.float32], begin: int) -> np.float32:
+def _largest(block: NDArray[np.float32]) -> np.float32:
     """The largest of a block: four maxima side by side, as each comparison waits for the one before it."""
-    first, second, third, fourth = row[begin], row[begin + 1], row[begin + 2], row[begin + 3]
-    for index in range(begin + 4, begin + BLOCK, 4):
-        first, second = max(first, row[index]), max(second, row[index + 1])
-        third, fourth = max(third, row[index + 2]), max(fourth, row[index + 3])
+    first, second, third, fourth = block[0], block[1], block[2], block[3]
+    for index in range(4, BLOCK, 4):
+        first, second = max(first, block[index]), max(second, block[index + 1])
+        third, fourth = max(third, block[index + 2]), max(fourth, block[index + 3])
     top: np.float32 = max(max(first, second), max(third, fourth))
     return top
 
@@ -86,16 +93,18 @@ def _list_row(
     whole = len(maxima) * BLOCK
     count = 0
     for block in range(len(maxima)):
-        largest = _largest(row, block * BLOCK)
+        largest = _largest(row[block * BLOCK : (block + 1) * BLOCK])
         maxima[block] = largest
         count = _insert(block, largest, count, blocks, values)
     top = values[0]
     for index in range(whole, len(row)):
         top = max(top, row[index])
-    total = _exponentials(row, whole, len(row), top)
+    total = 0.0
+    for index in range(whole, len(row)):
+        total += _exponential(row[index], top)
     for block in range(len(maxima)):
         if maxima[block] > top - _NEGLIGIBLE:
-            total += _exponentials(row, block * BLOCK, (block + 1) * BLOCK, top)
+            total += _sum_of_block(row[block * BLOCK : (block + 1) * BLOCK], top)
     count = 0
     for rank in range(len(blocks)):
         begin = blocks[rank] * BLOCK

@@ -78,8 +78,9 @@ def compile_path_loops() -> None:
         ids = np.tile(np.arange(memory.ngrams.top_k), (1 + int(drafted[0]), 1))
         predicted = ids, np.full(ids.shape, 0.1, dtype=np.float32)
         lengths = np.array([5 + step])
-        flags = np.array([1 - step]), np.array([step])
-        batch.learn(VerifiedPaths(place, *flags, tokens, lengths, np.ones(1, dtype=np.int64), place, *predicted, 1))
+        rows = place, np.array([1 - step]), np.array([step]), 1 + drafted
+        are_read = np.ones(1, dtype=np.bool_)
+        batch.learn(VerifiedPaths(*rows, tokens, lengths, np.ones(1, dtype=np.int64), *predicted, are_read, 1))
 
 
 def _list_a_row() -> None:

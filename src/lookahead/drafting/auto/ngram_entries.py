@@ -20,6 +20,9 @@ LEAST_LOG_PROBABILITY = -9.2
 LEAST_PROBABILITY = 1e-30
 """What is kept of a probability of zero, which has no logarithm."""
 
+_UNLISTED = 0.3
+"""What a token that is not listed is taken to have of the probability of the last one that is."""
+
 FIRST_PRIME, SECOND_PRIME = 2147483647, 2147483629
 FIRST_FACTOR, SECOND_FACTOR = 1103515245, 1664525
 """Two polynomial hashes of 31 bits each; products stay below 2^62, so compiled and interpreted sums agree."""
@@ -49,11 +52,20 @@ class Entries(NamedTuple):
 
 
 class Predictions(NamedTuple):
-    """What the model predicts after some contexts: logarithms of probabilities; floors are those of unlisted tokens."""
+    """What the model predicts after some contexts: the likeliest tokens, likeliest first, and their probabilities,
+    `[contexts, listed]` both."""
 
     ids: NDArray[np.int64]
+    probabilities: NDArray[np.float32]
+
+
+class WritingRoom(NamedTuple):
+    """Room for what is written of one context: logarithms of probabilities, the last one that of a token that is not
+    listed, `[top_k + 1]`; and for blending, tokens and shares, `[2 * top_k]`."""
+
     logs: NDArray[np.float32]
-    floors: NDArray[np.float32]
+    tokens: NDArray[np.int64]
+    shares: NDArray[np.float64]
 
 
 @inner
@@ -113,24 +125,27 @@ def propose_known(
 
 
 @inner
-def _blend(
-    slot: int,
-    row: int,
-    new: Predictions,
-    entries: Entries,
-    old_share: float,
-    tokens: NDArray[np.int64],
-    shares: NDArray[np.float64],
-) -> None:
-    """Mix a new prediction into the one that is kept, of which `old_share` stays.
+def _take_logs(row: int, wide: int, new: Predictions, logs: NDArray[np.float32]) -> None:
+    """Write the logarithms of the first `wide` probabilities of a row, and of one that is not listed, to `logs`."""
+    total = 0.0
+    for rank in range(wide):
+        total += new.probabilities[row, rank]
+        logs[rank] = log(max(float(new.probabilities[row, rank]), LEAST_PROBABILITY))
+    rest = min(float(new.probabilities[row, wide - 1]), 1 - total) * _UNLISTED
+    logs[len(logs) - 1] = log(max(rest, LEAST_PROBABILITY))
 
-    `tokens` and `shares` are room for both, `[2 * top_k]`.
-    """
+
+@inner
+def _blend(
+    slot: int, row: int, wide: int, new: Predictions, entries: Entries, old_share: float, room: WritingRoom
+) -> None:
+    """Mix a new prediction into the one that is kept, of which `old_share` stays."""
     top_k = entries.ids.shape[1]
+    tokens, shares = room.tokens, room.shares
     count = 0
-    for rank in range(new.logs.shape[1]):
+    for rank in range(wide):
         tokens[count] = new.ids[row, rank]
-        shares[count] = (1 - old_share) * exp(float(new.logs[row, rank]))
+        shares[count] = (1 - old_share) * exp(float(room.logs[rank]))
         count += 1
     for rank in range(top_k):
         token = entries.ids[slot, rank]
@@ -153,7 +168,7 @@ def _blend(
         tokens[best], shares[best] = tokens[rank], shares[rank]
         entries.ids[slot, rank] = token
         entries.logs[slot, rank] = log(max(share, LEAST_PROBABILITY))
-    floor = (1 - old_share) * exp(float(new.floors[row])) + old_share * exp(float(entries.floors[slot]))
+    floor = (1 - old_share) * exp(float(room.logs[len(room.logs) - 1])) + old_share * exp(float(entries.floors[slot]))
     entries.floors[slot] = log(max(floor, LEAST_PROBABILITY))
 
 
@@ -173,22 +188,24 @@ def _place_for(tag: int, begin: int, entries: Entries) -> int:
 @compiled
 def write_entries(
     contexts: NDArray[np.int64],
+    rows: NDArray[np.int64],
     clock: int,
     new: Predictions,
     entries: Entries,
     old_share: float,
     blended: int,
     first_log: float,
-    tokens: NDArray[np.int64],
-    shares: NDArray[np.float64],
+    room: WritingRoom,
 ) -> None:
-    """Write what is predicted after each context, one after another, for each length of it.
+    """Write what is predicted after contexts, for each length of them, in the order of `rows`.
 
     Entries of contexts of up to `blended` tokens are blended with what was there; `first_log` is added to the
-    logarithms of a new entry. `tokens` and `shares` are room for blending, `[2 * top_k]`.
+    logarithms of a new entry.
     """
-    wide = new.logs.shape[1]
-    for row in range(contexts.shape[0]):
+    top_k = entries.ids.shape[1]
+    wide = min(top_k, new.ids.shape[1])
+    for row in rows:
+        _take_logs(row, wide, new, room.logs)
         first = second = 1
         for order in range(contexts.shape[1]):
             token = contexts[row, order]
@@ -200,14 +217,14 @@ def write_entries(
             slot = _place_for(tag, (order * entries.sets + (first & (entries.sets - 1))) * WAYS, entries)
             entries.stamps[slot] = clock
             if order < blended and old_share > 0 and entries.tags[slot] == tag:
-                _blend(slot, row, new, entries, old_share, tokens, shares)
+                _blend(slot, row, wide, new, entries, old_share, room)
                 continue
             entries.tags[slot] = tag
-            for rank in range(entries.ids.shape[1]):
+            for rank in range(top_k):
                 entries.ids[slot, rank] = new.ids[row, rank] if rank < wide else -1
             for rank in range(wide):
-                entries.logs[slot, rank] = new.logs[row, rank] + first_log
-            entries.floors[slot] = new.floors[row]
+                entries.logs[slot, rank] = room.logs[rank] + first_log
+            entries.floors[slot] = room.logs[top_k]
 
 
 @compiled

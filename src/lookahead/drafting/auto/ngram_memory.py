@@ -17,17 +17,15 @@ from numpy.typing import NDArray
 
 from lookahead.core.compiled import compiled, loop_arrays, loop_tuple
 from lookahead.drafting.auto.ngram_entries import (
-    LEAST_PROBABILITY,
     WAYS,
     Entries,
     Predictions,
+    WritingRoom,
     hash_contexts,
     write_entries,
 )
 from lookahead.drafting.stored_arrays import MOST_BYTES, DamagedFileError, expect
 from lookahead.errors import InvalidArgumentError
-
-_UNLISTED = 0.3
 
 _LATEST = (1 << 32) - 1
 """Largest stamp."""
@@ -159,8 +157,8 @@ class NGramMemory:
         self._clock = 0
         self.lookups = np.zeros(orders, dtype=np.int64)
         self.hits = np.zeros(orders, dtype=np.int64)
-        self._tokens = np.zeros(2 * top_k, dtype=np.int64)
-        self._shares = np.zeros(2 * top_k)
+        tokens, shares = np.zeros(2 * top_k, dtype=np.int64), np.zeros(2 * top_k)
+        self._room = WritingRoom(np.zeros(top_k + 1, dtype=np.float32), tokens, shares)
         self._ways = np.arange(WAYS)
         self._first_sets = np.arange(orders, dtype=np.int64) * self._sets
 
@@ -210,24 +208,27 @@ class NGramMemory:
         hash_contexts(*loop_arrays(contexts, hashed))
         return hashed
 
-    def insert(self, contexts: NDArray[np.int64], ids: NDArray[np.int64], probabilities: NDArray[np.float32]) -> None:
+    def insert(
+        self,
+        contexts: NDArray[np.int64],
+        ids: NDArray[np.int64],
+        probabilities: NDArray[np.float32],
+        rows: NDArray[np.int64] | None = None,
+    ) -> None:
         """Keep what the model predicts after each context; of equal contexts the last one counts.
 
         Args:
             contexts: As for `hashes`.
             ids: The likeliest next tokens, likeliest first, `[contexts, at least top_k]`; fewer leave -1 behind.
             probabilities: Their probabilities, likewise.
+            rows: Numbers of the contexts to insert, in this order; all of them, in theirs, if not given.
         """
         self._clock += 1
-        wide = min(self.top_k, ids.shape[1])
-        listed = probabilities[:, :wide]
-        logs = np.log(np.maximum(listed, LEAST_PROBABILITY))
-        rest = np.minimum(listed[:, -1], 1 - listed.sum(axis=1)) * np.float32(_UNLISTED)
-        floors = np.log(np.maximum(rest, np.float32(LEAST_PROBABILITY)))
-        told, tokens, shares = loop_arrays(contexts, self._tokens, self._shares)
-        new, entries = loop_tuple(Predictions(ids, logs, floors)), loop_tuple(self.entries)
+        rows = np.arange(len(contexts)) if rows is None else rows
+        told, order = loop_arrays(contexts, rows)
+        new, entries = loop_tuple(Predictions(ids, probabilities)), loop_tuple(self.entries)
         how = self.old_share, self.orders if self.observed else 1, self._first_log
-        write_entries(told, self._clock, new, entries, *how, tokens, shares)
+        write_entries(told, order, self._clock, new, entries, *how, loop_tuple(self._room))
 
     def lookup(self, contexts: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int32], NDArray[np.float32]]:
         """What is known about each context and each length of it.

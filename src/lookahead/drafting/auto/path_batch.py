@@ -84,10 +84,9 @@ class PathBatch:
         Returns:
             How many drafted tokens were accepted.
         """
-        added = int(step.added.sum())
         self.texts.make_room(int(step.lengths.max(initial=0)))
         for notes in self._notes:
-            notes.make_room(len(step.top_ids) + added)
+            notes.make_room(len(step.top_ids) + len(step.places) * (1 + self._longest))
         acceptance = self.memory.acceptance
         with self.memory.lock:
             listed, selected = self._noted()

@@ -37,25 +37,27 @@ class VerifiedPaths(NamedTuple):
         places: The place of each text, `[rows]`; -1 where the step added nothing.
         begun: 1 where the text is new in its place, else 0, `[rows]`.
         verified: 1 where the step verified the draft that was made for it last, else 0, `[rows]`.
+        counts: How many predictions belong to it: one more than the tokens of that draft, if it was verified, `[rows]`.
         tokens: The texts, `[at least rows, room]`.
         lengths: How long they are now, `[at least rows]`.
         added: How many of these tokens the step added: the accepted part of the draft, and one more, `[rows]`.
-        told: Where the predictions of each row begin, the first after the text as it was, then one after each token of
-            the draft, if it was verified; -1 where they are not known, `[rows]`.
-        top_ids: The likeliest tokens, likeliest first, `[predictions, listed]`.
+        top_ids: The likeliest tokens after the text as it was and after each token of its draft, row after row, the
+            likeliest first, `[sum of counts, listed]`.
         top_probabilities: Their probabilities, likewise.
+        are_read: Which rows these are known of, `[rows]`; of none if there are not as many.
         reads: 1 if predictions are told as a rule. Else what was selected stands for them.
     """
 
     places: NDArray[np.int64]
     begun: NDArray[np.int64]
     verified: NDArray[np.int64]
+    counts: NDArray[np.int64]
     tokens: NDArray[np.int32]
     lengths: NDArray[np.int64]
     added: NDArray[np.int64]
-    told: NDArray[np.int64]
     top_ids: NDArray[np.int64]
     top_probabilities: NDArray[np.float32]
+    are_read: NDArray[np.bool_]
     reads: int
 
 
@@ -127,9 +129,11 @@ def allocate_lessons(
 @compiled
 def learn_paths(step: VerifiedPaths, texts: TextArrays, paths: PathArrays, taught: Taught) -> int:
     """Let the texts go on, and learn from each of them; returns how many drafted tokens were accepted."""
-    accepted = 0
+    accepted = begin = 0
     for row in range(len(step.places)):
         place = step.places[row]
+        told = begin if row < len(step.are_read) and step.are_read[row] else -1
+        begin += step.counts[row]
         if place < 0:
             continue
         tokens, length = step.tokens[row], step.lengths[row]
@@ -143,7 +147,7 @@ def learn_paths(step: VerifiedPaths, texts: TextArrays, paths: PathArrays, taugh
         follow_text(place, tokens, length, texts)
         if _is_of_draft(place, step.added[row], texts, paths):
             accepted += step.added[row] - 1
-            _learn(place, row, step, texts, paths, taught)
+            _learn(place, row, told, step, texts, paths, taught)
         paths.states.drafted[place], paths.states.sure[place], paths.states.promised[place] = -1, 0, 0.0
     return accepted
 
@@ -161,8 +165,10 @@ def _is_of_draft(place: int, added: int, texts: TextArrays, paths: PathArrays) -
 
 
 @inner
-def _learn(place: int, row: int, step: VerifiedPaths, texts: TextArrays, paths: PathArrays, taught: Taught) -> None:
-    """Learn from one text, which has gone on."""
+def _learn(
+    place: int, row: int, told: int, step: VerifiedPaths, texts: TextArrays, paths: PathArrays, taught: Taught
+) -> None:
+    """Learn from one text, which has gone on; its predictions are those from `told` on, if that is not -1."""
     states, begin = paths.states, texts.lengths[place] - step.added[row]
     selected, end = texts.tokens[place, begin : texts.lengths[place]], texts.tokens[place, :begin]
     drafted = max(states.drafted[place], 0)
@@ -170,8 +176,8 @@ def _learn(place: int, row: int, step: VerifiedPaths, texts: TextArrays, paths: 
     states.runs[place] = states.runs[place] + drafted if is_accepted else 0
     recalls = False
     ids, shares = taught.own_ids[: len(selected)], taught.own_shares[: len(selected)]
-    if step.told[row] >= 0:
-        rows = slice(step.told[row], step.told[row] + min(len(selected) + taught.rejected, 1 + drafted))
+    if told >= 0:
+        rows = slice(told, told + min(len(selected) + taught.rejected, 1 + drafted))
         ids, shares = step.top_ids[rows], step.top_probabilities[rows]
     elif step.reads == 0 or (states.sure[place] and not is_accepted):
         _predict(selected, 1.0 if step.reads == 0 else _MISSED, ids, shares)

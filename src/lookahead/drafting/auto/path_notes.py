@@ -57,7 +57,7 @@ class PathNotes:
         rows = int(notes.counts[0])
         if rows:
             order = np.argsort(notes.known[:rows], kind="stable")
-            ngrams.insert(notes.contexts[order], notes.ids[order], notes.shares[order])
+            ngrams.insert(notes.contexts, notes.ids, notes.shares, order)
             notes.counts[0] = 0
 
 

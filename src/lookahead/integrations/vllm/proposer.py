@@ -24,11 +24,14 @@ from lookahead.drafting.memory_file import MemoryFile
 from lookahead.drafting.warm_up import compile_path_loops
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 from lookahead.integrations.vllm.chain_lengths import ChainLengths, VerifiedStep
-from lookahead.integrations.vllm.predictions import TargetPredictions
+from lookahead.integrations.vllm.predictions import Predictions, TargetPredictions
 from lookahead.integrations.vllm.requests import Requests, Rows
 from lookahead.integrations.vllm.settings import Settings
 
-_NOTHING_SAID = np.empty((0, 1), dtype=np.int64), np.empty((0, 1), dtype=np.float32)
+_NOTHING = Predictions(
+    np.empty((0, 1), dtype=np.int64), np.empty((0, 1), dtype=np.float32), np.empty(0, dtype=np.bool_)
+)
+"""Where nothing is read."""
 
 
 @dataclass
@@ -149,25 +152,19 @@ class LookaheadProposer:
         """Note what the step took, if it was about the requests of the one before and no prompt."""
         if self._lengths is None or self._began is None or not len(added) or not rows.verified.all():
             return
-        states = self._batch.paths.states
-        sent, promised = states.drafted[rows.places].clip(0).sum(), states.promised[rows.places].sum()
-        step = VerifiedStep(len(added), int(sent), float(promised), int(added.sum()), now - self._began)
-        self._lengths.book(step)
+        expected = float(self._batch.paths.states.promised[rows.places].sum())
+        sent, tokens = int(rows.counts.sum()) - len(added), int(added.sum())
+        self._lengths.book(VerifiedStep(len(added), sent, expected, tokens, now - self._began))
 
     def _learn(
         self, rows: Rows, tokens: NDArray[np.int32], lengths: NDArray[np.int64], added: NDArray[np.int64]
     ) -> None:
         """Let the texts go on, and learn what the step showed of them."""
-        drafted = self._batch.paths.states.drafted
-        counts = 1 + np.where(rows.verified, drafted[rows.places].clip(0), 0)
-        predictions = None if self._target is None else self._target.take(counts)
-        told, said = np.full(len(added), -1, dtype=np.int64), _NOTHING_SAID
-        if predictions is not None:
-            told, said = np.where(predictions.are_read, np.cumsum(counts) - counts, -1), predictions[:2]
+        predictions = _NOTHING if self._target is None else self._target.take(rows.counts) or _NOTHING
         reads = self._target is not None
-        self.statistics.unread += reads and self._awaits and bool((told < 0).all())
-        self.statistics.requests += int(rows.begun.sum())
-        learned = VerifiedPaths(*rows, tokens, lengths, added, told, *said, int(reads))
+        self.statistics.unread += reads and self._awaits and not predictions.are_read.any()
+        self.statistics.requests += int(np.count_nonzero(rows.begun))
+        learned = VerifiedPaths(*rows, tokens, lengths, added, *predictions, int(reads))
         self.statistics.accepted += self._batch.learn(learned)
 
     def _draft(self, rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

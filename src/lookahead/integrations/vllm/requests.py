@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import TypedLoop, compiled
+from lookahead.drafting.auto.path_arrays import PathStates
 from lookahead.drafting.auto.path_batch import PathBatch
 from lookahead.drafting.auto.path_texts import TextArrays, is_begun_by
 
@@ -22,11 +23,13 @@ class Rows(NamedTuple):
         places: The place of each text in the batch of paths; -1 where the step added nothing.
         begun: 1 where it is new there, else 0.
         verified: 1 where the step verified the draft made after the last step, else 0.
+        counts: How many positions the step sampled from: one more than it verified.
     """
 
     places: NDArray[np.int64]
     begun: NDArray[np.int64]
     verified: NDArray[np.int64]
+    counts: NDArray[np.int64]
 
 
 class Requests:
@@ -59,66 +62,67 @@ class Requests:
             lengths: How long they are now, `[rows]`.
             added: How many of these tokens the step added, `[rows]`.
         """
-        places, begun = np.full(len(added), -1, dtype=np.int64), np.zeros(len(added), dtype=np.int64)
-        self._recognise(self._rows, tokens, lengths, added, self._batch.texts.arrays, places)
-        verified = (places >= 0).astype(np.int64)
+        rows = Rows(*np.zeros((len(Rows._fields), len(added)), dtype=np.int64))
+        batch = self._batch
+        changed = self._recognise(self._rows, tokens, lengths, added, batch.texts.arrays, batch.paths.states, rows)
         self.have_left = False
-        missing = np.flatnonzero((places < 0) & (added > 0)).tolist()
-        if missing or len(self._rows) != len(places) or not verified.all():
-            self._find(missing, places, verified, tokens, lengths - added)
-            self._admit([row for row in missing if places[row] < 0], places, begun)
-        self._rows = places
-        return Rows(places, begun, verified)
+        if changed:
+            self._find(rows, tokens, lengths - added, added)
+            self._admit(rows, added)
+        self._rows = rows.places
+        return rows
 
-    def _find(
-        self,
-        missing: list[int],
-        places: NDArray[np.int64],
-        verified: NDArray[np.int64],
-        tokens: NDArray[np.int32],
-        before: NDArray[np.int64],
-    ) -> None:
+    def _find(self, rows: Rows, tokens: NDArray[np.int32], before: NDArray[np.int64], added: NDArray[np.int64]) -> None:
         """Find requests that moved or come back; the longest text that a row goes on from is its own."""
-        texts, present = self._batch.texts.arrays, {*places.tolist()}
+        texts, drafted = self._batch.texts.arrays, self._batch.paths.states.drafted
+        present, of_last_step = {*rows.places.tolist()}, {*self._rows.tolist()}
         others = [place for place in (*self._rows.tolist(), *self.absent) if place >= 0 and place not in present]
         others.sort(key=lambda place: -(texts.lengths[place] + texts.dropped[place]))
-        of_last_step = {*self._rows.tolist()}
-        for row in missing:
+        for row in np.flatnonzero((rows.places < 0) & (added > 0)).tolist():
             text = tokens[row, : before[row]]
             place = next((place for place in others if self._batch.is_before(place, text)), -1)
             if place >= 0:
                 others.remove(place)
-                places[row] = place
-                verified[row] = place in of_last_step and texts.lengths[place] + texts.dropped[place] == before[row]
-        present = {*places.tolist()}
+                rows.places[row] = place
+                if place in of_last_step and texts.lengths[place] + texts.dropped[place] == len(text):
+                    rows.verified[row], rows.counts[row] = 1, 1 + max(drafted[place], 0)
+        present = {*rows.places.tolist()}
         left = [place for place in self._rows.tolist() if place >= 0 and place not in present]
         self.absent = [*(place for place in self.absent if place not in present), *left]
         self.have_left = bool(left)
 
-    def _admit(self, new: list[int], places: NDArray[np.int64], begun: NDArray[np.int64]) -> None:
+    def _admit(self, rows: Rows, added: NDArray[np.int64]) -> None:
         """Give new requests places, of those that are absent longest if there are no others."""
-        present = int(np.count_nonzero(places >= 0)) + len(new)
-        while len(self.absent) > max(self._most - present, 0):
+        most = self._most - int(np.count_nonzero(added))
+        while len(self.absent) > max(most, 0):
             place = self.absent.pop(0)
             self._batch.texts.forget(place)
             self._free.append(place)
-        for row in new:
-            places[row], begun[row] = self._free.pop(), 1
+        for row in np.flatnonzero((rows.places < 0) & (added > 0)).tolist():
+            rows.places[row], rows.begun[row] = self._free.pop(), 1
 
 
 @compiled
 def _recognise(
-    rows: NDArray[np.int64],
+    before: NDArray[np.int64],
     tokens: NDArray[np.int32],
     lengths: NDArray[np.int64],
     added: NDArray[np.int64],
     texts: TextArrays,
-    places: NDArray[np.int64],
-) -> None:
-    """Write to `places` those of the last step, `rows`, where nobody came or left: mostly that is all."""
-    for row in range(min(len(rows), len(places))):
-        place, before = rows[row], lengths[row] - added[row]
-        if place < 0 or added[row] == 0 or texts.dropped[place] + texts.lengths[place] != before:
-            continue
-        if is_begun_by(place, tokens[row], _COMPARED, texts):
-            places[row] = place
+    states: PathStates,
+    rows: Rows,
+) -> bool:
+    """Find requests where they were in the step before, `before`; returns whether any came, left or moved."""
+    changed = len(before) != len(added)
+    for row in range(len(added)):
+        place = before[row] if row < len(before) and added[row] > 0 else -1
+        length = lengths[row] - added[row]
+        if place >= 0 and texts.dropped[place] + texts.lengths[place] == length:
+            place = place if is_begun_by(place, tokens[row], _COMPARED, texts) else -1
+        else:
+            place = -1
+        rows.places[row] = place
+        rows.verified[row] = 1 if place >= 0 else 0
+        rows.counts[row] = 1 + max(states.drafted[place], 0) if place >= 0 else 1
+        changed = changed or place < 0
+    return bool(changed)
