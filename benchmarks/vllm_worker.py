@@ -1,8 +1,8 @@
 """What `benchmarks vllm_drafts` runs in vLLM's environment: one engine, whose drafts come from each method in turn.
 
 vLLM's own methods are its own objects, called with the arguments that vLLM gives them. They all draft for the same
-engine in the same process, prompt by prompt, so that what else the machine does disturbs them alike. Each keeps what it
-learned to itself.
+engine in the same process, a few prompts each in turn, so that what else the machine does disturbs them alike. Each
+keeps what it learned to itself.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ import vllm
 
 METHODS = ("no drafts", "ngram", "suffix", "lookahead", "lookahead, full drafts")
 PROMPT_TOKENS = 700
+
+_BATCHES = 2
+"""Of several requests at once the methods take turns after as many prompts as so many batches have: the faster they
+take turns, the less of what else the machine does falls on one of them."""
+
 Row = dict[str, Any]
 
 
@@ -154,7 +159,8 @@ class Bench:
         many texts are others than those without drafts."""
         options, switch = self._options, self._switch
         totals = {name: Counter[str]() for name in METHODS}
-        groups = [[prompt] for prompt in prompts] if options.batch == 1 else [prompts]
+        size = 1 if options.batch == 1 else _BATCHES * options.batch
+        groups = [prompts[begin : begin + size] for begin in range(0, len(prompts), size)]
         switch.begin()
         for turn, group in enumerate([[warm], *groups]):
             found: dict[str, list[list[int]]] = {}

@@ -53,6 +53,8 @@ class Requests:
         self._recognise = TypedLoop(_recognise)
         self.absent: list[int] = []
         self.have_left = False
+        nothing = np.zeros(1, dtype=np.int64)
+        self.rows(np.zeros((1, 1), dtype=np.int32), nothing, nothing)  # so that no step has to wait for compilation
 
     def rows(self, tokens: NDArray[np.int32], lengths: NDArray[np.int64], added: NDArray[np.int64]) -> Rows:
         """Recognise the requests of a step.
