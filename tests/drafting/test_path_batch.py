@@ -66,8 +66,9 @@ class Texts:
         if self.begun.any():  # a text is read when its first token comes
             last = [[text.pop()] for text in self.texts]
             self.learn(last, [None] * len(last))
-        drafts, counts = self.batch.propose(self.places, room, least)
-        self.drafts = [draft[:count] for draft, count in zip(drafts.tolist(), counts.tolist(), strict=True)]
+        drafts = self.batch.propose(self.places, room, least)
+        rows = zip(drafts.tokens.tolist(), drafts.counts.tolist(), strict=True)
+        self.drafts = [draft[:count] for draft, count in rows]
         return self.drafts
 
     def learn(self, selected: Sequence[Sequence[int]], told: Sequence[Told | None], reads: bool = True) -> int:

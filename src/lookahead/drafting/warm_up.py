@@ -74,7 +74,7 @@ def compile_path_loops() -> None:
     tokens, place = np.array([[0, 1, 2, 0, 1, 2, 0]], dtype=np.int32), np.zeros(1, dtype=np.int64)
     for step in range(_STEPS):
         batch.is_before(0, tokens[0])
-        drafted = batch.propose(place, _NODES)[1] if step else place
+        drafted = batch.propose(place, _NODES).counts if step else place
         ids = np.tile(np.arange(memory.ngrams.top_k), (1 + int(drafted[0]), 1))
         predicted = ids, np.full(ids.shape, 0.1, dtype=np.float32)
         lengths = np.array([5 + step])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,6 +25,20 @@ accepted before, without one that was not: what the model says about it teaches 
 
 _SURE_OF_MANY, _RUN_OF_MANY, _MANY = 0.8, 0, 8
 """The same where so many texts teach one memory: enough for some of what they could to be left out."""
+
+
+class Drafts(NamedTuple):
+    """What is drafted for the texts of a batch.
+
+    Attributes:
+        tokens: The drafts, `[rows, longest]`.
+        counts: How many tokens each has, `[rows]`.
+        lost: How much those that bring less than they cost lack of it, in all, in tokens.
+    """
+
+    tokens: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    lost: float
 
 
 REJECTED = 3
@@ -98,28 +114,24 @@ class PathBatch:
                 notes.write(self.memory.ngrams)
         return accepted
 
-    def propose(
-        self, places: NDArray[np.int64], most_tokens: int, least: float = 0.0
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def propose(self, places: NDArray[np.int64], most_tokens: int, least: float = 0.0, worth: float = 0.0) -> Drafts:
         """Draft after the texts in these places, each given once.
 
         Args:
             places: `[rows]`; -1 where no draft is wanted.
             most_tokens: Most tokens of a text; one token more than its draft has to fit.
             least: How likely each drafted token is to be accepted with all before it, at least.
-
-        Returns:
-            The drafts, `[rows, longest]`, and how many tokens of each row they are, `[rows]`.
+            worth: How likely it has to be to bring what it costs.
         """
         ngrams, acceptance = self.memory.ngrams, self.memory.acceptance
         drafts, counts = np.zeros((len(places), self._longest), dtype=np.int64), np.zeros(len(places), dtype=np.int64)
         sure, run = (_SURE_OF_MANY, _RUN_OF_MANY) if np.count_nonzero(places >= 0) >= _MANY else (_SURE, _RUN)
-        wanted = Wanted(self._longest, most_tokens, float(least), sure, run, self._surest)
+        wanted = Wanted(self._longest, most_tokens, float(least), float(worth), sure, run, self._surest)
         with self.memory.lock:
             room = *self._followed, self._context
             known = Evidences(ngrams.entries, *room, self._columns, self._worth, acceptance.weights)
-            self._find(places, wanted, self.texts.arrays, self.paths, known, drafts, counts)
-        return drafts, counts
+            lost = self._find(places, wanted, self.texts.arrays, self.paths, known, drafts, counts)
+        return Drafts(drafts, counts, float(lost))
 
     def is_before(self, place: int, tokens: NDArray[np.int32]) -> bool:
         """Whether the text in a place is what these tokens, `[tokens]`, begin with."""

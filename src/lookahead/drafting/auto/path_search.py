@@ -26,6 +26,7 @@ class Wanted(NamedTuple):
         longest: Most tokens of a draft.
         most_tokens: Most tokens of a text.
         least: How likely each drafted token has to be to be accepted with all before it.
+        worth: How likely one has to be to bring what it costs.
         sure: How likely the tokens of a draft have to be in the mean for it to be sure.
         run: How many drafted tokens have to be accepted before, without one that was not, for the same.
         surest: Highest probability of a token after another.
@@ -34,6 +35,7 @@ class Wanted(NamedTuple):
     longest: int
     most_tokens: int
     least: float
+    worth: float
     sure: float
     run: int
     surest: float
@@ -70,8 +72,8 @@ def find_paths(
     known: Evidences,
     drafts: NDArray[np.int64],
     counts: NDArray[np.int64],
-) -> None:
-    """Draft after the texts in some places.
+) -> float:
+    """Draft after the texts in some places; returns how much drafted tokens lack of what they cost, in all.
 
     Args:
         rows: The place of each row, `[rows]`; -1 where no draft is wanted.
@@ -79,6 +81,7 @@ def find_paths(
         drafts: Gets the drafts, `[at least rows, longest]`.
         counts: Gets their lengths, `[at least rows]`.
     """
+    lost = 0.0
     for row in range(len(rows)):
         counts[row] = 0
         place = rows[row]
@@ -89,13 +92,16 @@ def find_paths(
         root, promised = paths.states.roots[place], 0.0
         for index in range(count):
             drafts[row, index] = paths.nodes.tokens[place, root + 1 + index]
-            promised += paths.nodes.probabilities[place, root + 1 + index]
+            probability = paths.nodes.probabilities[place, root + 1 + index]
+            promised += probability
+            lost += max(wanted.worth - probability, 0.0)
         counts[row] = count
         states = paths.states
         states.drafted[place], states.promised[place] = count, promised
         is_sure = count > 0 and states.runs[place] >= wanted.run and promised >= wanted.sure * count
         states.sure[place] = 1 if is_sure else 0
         paths.listed.children[place, 0] = -1  # what was said after a token that was rejected is of use once
+    return lost
 
 
 @inner

@@ -9,13 +9,12 @@ import numpy as np
 _LEAST = 0.01
 """A token less likely than this is not sent, whatever it costs."""
 
-_SHARE = 0.25
-"""Part of what a token costs that it has to bring. With all of it, steps would bring the most tokens in a time; with
-less of it they bring nearly as many, and more in each step."""
+_GIVEN = 0.03
+"""Part of their tokens that steps may lose, against those that bring the most tokens in a time, to be fewer. Near there
+a draft can be much longer for next to nothing; how much, depends on the text."""
 
-_AHEAD = 1.3
-"""By how much steps with drafts have to be ahead of those without for only that part to be asked. The less they are,
-the more is: where a token costs as much as a request, most of a draft brings less than it takes."""
+_FIRST_SHARE, _LEAST_SHARE, _GAIN = 0.5, 0.1, 0.5
+"""Part of what a token costs that it has to bring, at first and at least; and how fast that follows what is lost."""
 
 _MOST = 0.5
 """A token that is likelier than this is sent, whatever it is taken to cost."""
@@ -66,6 +65,7 @@ class VerifiedStep:
         rows: Requests.
         sent: Drafted tokens.
         expected: How many of them were to be accepted.
+        lost: How many tokens those drafted ones that were less likely than `ChainLengths.worth` lack of it, in all.
         tokens: Tokens that it added, over all requests.
         seconds: How long it took.
     """
@@ -73,6 +73,7 @@ class VerifiedStep:
     rows: int
     sent: int
     expected: float
+    lost: float
     tokens: int
     seconds: float
 
@@ -81,15 +82,16 @@ class ChainLengths:
     """Sends the drafted tokens that are likely enough to pay for what they add to a step.
 
     A token that is accepted with probability p brings p tokens, and makes the step longer. In that time steps bring so
-    many tokens on the average, of so many requests; if p is more than `_SHARE` of that, it is sent. So more is sent of
-    one request, whose steps bring few tokens, than of each of many. Where drafts gain little over steps without, it has
-    to be more than all of that, so that they do not lose.
+    many tokens on the average, of so many requests: with the tokens whose p is more than that, they bring the most in a
+    time. So more is sent of one request, whose steps bring few tokens, than of each of many. Less likely ones are sent
+    as far as all of them together lose next to nothing (`_GIVEN`), for they make steps fewer.
 
     What a step of so many requests and drafted tokens takes is a straight line through the steps of late. All of them
     have drafts; that these are not equally long shows what a token costs.
 
     Attributes:
         rests: Whether the coming step goes without drafts, for next to none are accepted.
+        worth: How likely a token has to be to bring what it costs.
         least: How likely a token has to be to be sent.
     """
 
@@ -97,11 +99,10 @@ class ChainLengths:
         self._accepted = self._expected = _PRIOR
         self._costs = _StepCosts()
         self._tokens, self._sent = 1.0, 0.0  # of a request in a drafted step, on the average
-        self._ahead = _AHEAD  # how much faster drafted steps are than plain ones
-        self._booked = 0  # drafted steps
+        self._share = _FIRST_SHARE
         self._left = _TRIED  # drafted steps until drafts may rest; below 0, plain ones until they go on
         self.rests = False
-        self.least = _LEAST
+        self.worth = self.least = _LEAST
 
     def begin(self, rows: int) -> None:
         """Begin a step of so many requests."""
@@ -109,9 +110,9 @@ class ChainLengths:
         self.rests = self._left < 0
         seconds = self._costs.seconds(rows, rows * self._sent)
         pays = self._costs.of_a_token * rows * self._tokens / seconds if seconds else 0.0
-        little = min(max((_AHEAD - self._ahead) / (_AHEAD - 1), 0.0), 1.0)
-        share = _SHARE + (1 - _SHARE) * little
-        self.least = max(min(share * pays, _MOST) * self._expected / self._accepted, _LEAST)
+        as_estimated = self._expected / self._accepted
+        self.worth = min(pays, _MOST) * as_estimated
+        self.least = max(self._share * self.worth, _LEAST)
 
     def book(self, step: VerifiedStep) -> None:
         """Note a step of the same requests as the step before, without prompts."""
@@ -121,11 +122,8 @@ class ChainLengths:
         self._accepted += step.tokens - step.rows - _FORGOTTEN * (self._accepted - _PRIOR)
         self._expected += step.expected - _FORGOTTEN * (self._expected - _PRIOR)
         self._costs.book(step.rows, step.sent, step.seconds)
-        self._booked += 1
-        usual, plain = self._costs.seconds(step.rows, step.sent), self._costs.seconds(step.rows, 0)
-        if usual:
-            gained = step.tokens / step.rows * plain / usual
-            self._ahead += max(_RATE, 1 / self._booked) * (gained - self._ahead)
+        self._share += _GAIN * (step.lost / step.tokens - _GIVEN)
+        self._share = min(max(self._share, _LEAST_SHARE), 1.0)
         self._tokens += _RATE * (step.tokens / step.rows - self._tokens)
         self._sent += _RATE * (step.sent / step.rows - self._sent)
         self._left = max(self._left - 1, 0)

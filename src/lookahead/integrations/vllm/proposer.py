@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lookahead.backends.step_clock import step_clock
 from lookahead.drafting import text_only
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.path_batch import PathBatch
+from lookahead.drafting.auto.path_batch import Drafts, PathBatch
 from lookahead.drafting.auto.path_lessons import VerifiedPaths
 from lookahead.drafting.auto.search import SUREST
 from lookahead.drafting.memory_file import MemoryFile
@@ -91,6 +91,7 @@ class LookaheadProposer:
         self._lengths = ChainLengths() if self._settings.adaptive else None
         self._clock = step_clock(torch.device("cpu"))
         self._began: float | None = None  # when the last step was over
+        self._lost = 0.0  # by the drafts of the coming step
         self._saved = monotonic()
         self.statistics = ProposerStatistics()
         if self._file is not None:
@@ -142,11 +143,12 @@ class LookaheadProposer:
         rows = self._requests.rows(tokens, lengths, added)
         self._book(rows, added, now)
         self._learn(rows, tokens, lengths, added)
-        drafts, counts = self._draft(rows)
-        self._expect(rows, counts)
+        drafts = self._draft(rows)
+        self._expect(rows, drafts.counts)
         self._save_sometimes()
         self._began = now
-        return [draft[:count] for draft, count in zip(drafts.tolist(), counts.tolist(), strict=True)]
+        every = zip(drafts.tokens.tolist(), drafts.counts.tolist(), strict=True)
+        return [draft[:count] for draft, count in every]
 
     def _book(self, rows: Rows, added: NDArray[np.int64], now: float) -> None:
         """Note what the step took, if it was about the requests of the one before and no prompt."""
@@ -154,7 +156,7 @@ class LookaheadProposer:
             return
         expected = float(self._batch.paths.states.promised[rows.places].sum())
         sent, tokens = int(rows.counts.sum()) - len(added), int(added.sum())
-        self._lengths.book(VerifiedStep(len(added), sent, expected, tokens, now - self._began))
+        self._lengths.book(VerifiedStep(len(added), sent, expected, self._lost, tokens, now - self._began))
 
     def _learn(
         self, rows: Rows, tokens: NDArray[np.int32], lengths: NDArray[np.int64], added: NDArray[np.int64]
@@ -167,16 +169,18 @@ class LookaheadProposer:
         learned = VerifiedPaths(*rows, tokens, lengths, added, *predictions, int(reads))
         self.statistics.accepted += self._batch.learn(learned)
 
-    def _draft(self, rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """A draft for each request, and how many tokens it has."""
+    def _draft(self, rows: Rows) -> Drafts:
+        """A draft for each request."""
+        least = worth = 0.0
         if self._lengths is not None:
             self._lengths.begin(int(np.count_nonzero(rows.places >= 0)))
-        least = 0.0 if self._lengths is None else self._lengths.least
+            least, worth = self._lengths.least, self._lengths.worth
         places = np.full_like(rows.places, -1) if self._rests else rows.places
-        drafts, counts = self._batch.propose(places, self._most_tokens, least)
+        drafts = self._batch.propose(places, self._most_tokens, least, worth)
+        self._lost = drafts.lost
         self.statistics.steps += 1
-        self.statistics.drafted += int(counts.sum())
-        return drafts, counts
+        self.statistics.drafted += int(drafts.counts.sum())
+        return drafts
 
     def _expect(self, rows: Rows, counts: NDArray[np.int64]) -> None:
         """Say what there is to read of the coming step."""
