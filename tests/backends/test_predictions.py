@@ -1,6 +1,5 @@
 """The likeliest tokens of a row of logits, against torch's own argmax and topk."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -58,16 +57,3 @@ def test_of_equal_logits_the_first_is_the_likeliest():
     logits = torch.zeros(2, 5000)
     logits[1, [4990, 700, 30]] = 1.0
     assert [row[:3] for row in top_predictions(logits, 8)[0].tolist()] == [[0, 1, 2], [30, 700, 4990]]
-
-
-@pytest.mark.parametrize("vocabulary", [64, 5000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_are_of_no_interest_are_left_out(vocabulary: int, dtype: torch.dtype) -> None:
-    logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(0)).to(dtype)
-    read = [True, False, True, True, False, False]
-    ids, probabilities = top_predictions(logits, 4, np.array(read))
-    expected_ids, expected = top_predictions(logits[torch.tensor(read)], 4)
-    assert torch.equal(ids[torch.tensor(read)], expected_ids)
-    torch.testing.assert_close(probabilities[torch.tensor(read)], expected)
-    assert (ids[~torch.tensor(read)] == -1).all()
-    assert (probabilities[~torch.tensor(read)] == 0).all()

@@ -71,22 +71,24 @@ class Texts:
         self.drafts = [draft[:count] for draft, count in rows]
         return self.drafts
 
-    def learn(self, selected: Sequence[Sequence[int]], told: Sequence[Told | None], reads: bool = True) -> int:
+    def learn(self, selected: Sequence[Sequence[int]], told: Sequence[Told | None]) -> int:
+        """Learn from the rows of which something is told; from all, if nothing is."""
         verified = np.full(len(self.texts), int(self.drafts is not None))
         for text, new in zip(self.texts, selected, strict=True):
             text += new
         tokens = np.zeros((len(self.texts), ROOM), dtype=np.int32)
         for row, text in enumerate(self.texts):
             tokens[row, : len(text)] = text
-        counts = [1 if self.drafts is None else 1 + len(self.drafts[row]) for row in range(len(told))]
-        ids, shares = np.zeros((sum(counts), TOP_K), dtype=np.int64), np.zeros((sum(counts), TOP_K), dtype=np.float32)
+        counts = np.array([1 if self.drafts is None else 1 + len(self.drafts[row]) for row in range(len(told))])
+        is_told = np.array([each is not None for each in told])
+        ids = np.zeros((counts.sum() if is_told.any() else 0, TOP_K), dtype=np.int64)
+        shares = np.zeros(ids.shape, dtype=np.float32)
         for end, count, each in zip(np.cumsum(counts), counts, told, strict=True):
             if each is not None:
                 ids[end - count : end], shares[end - count : end] = each
+        places = np.where(is_told | ~is_told.any(), self.places, -1)
         sizes = np.array([len(text) for text in self.texts]), np.array([len(new) for new in selected])
-        flags = self.places, self.begun, verified, np.array(counts)
-        are_read = np.array([each is not None for each in told])
-        step = VerifiedPaths(*flags, tokens, *sizes, ids, shares, are_read, int(reads))
+        step = VerifiedPaths(places, self.begun, verified, counts, tokens, *sizes, ids, shares)
         self.drafts, self.begun = None, np.zeros_like(self.begun)
         return self.batch.learn(step)
 
@@ -164,39 +166,37 @@ def test_all_texts_of_a_batch_teach_what_proposals_are_worth() -> None:
     model, learned = Model(0), []
     for taught in ([0, 1], [0], [1]):
         paths = Texts([1, 2, 3, 1, 2], [4, 5, 6, 4, 5])
-        paths.propose()
+        drafts = paths.propose()
         before = paths.batch.memory.acceptance.squares.copy()
-        told = [model.verify(text, [])[1] if row in taught else None for row, text in enumerate(paths.texts)]
-        paths.learn([[int(model.after(text)[0][0])] for text in paths.texts], told)
+        found = [model.verify(text, draft) for text, draft in zip(paths.texts, drafts, strict=True)]
+        paths.learn([each[0] for each in found], [each[1] if row in taught else None for row, each in enumerate(found)])
         learned.append(paths.batch.memory.acceptance.squares - before)
     assert (learned[1] > 0).any()
     assert (learned[2] > 0).any()
     assert learned[0].sum() > max(each.sum() for each in learned[1:])
 
 
-def test_what_is_recalled_is_drafted_in_another_text() -> None:
-    memory = small_memory()
-    paths = Texts([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], memory=memory)
-    (draft,) = paths.propose()
-    assert draft == [4, 5, 6, 7, 8, 1]
-    paths.batch.paths.states.sure[0] = 1
-    assert paths.learn([[*draft, 2]], [None]) == len(draft)
-    assert Texts([9, 1, 2, 3], memory=memory).propose()[0][:3] == [4, 5, 6]
-
-
-def test_of_a_draft_that_was_not_sure_nothing_is_learned_unless_it_is_told() -> None:
+def test_where_nothing_is_told_nothing_is_learned() -> None:
     memory = small_memory()
     paths = Texts([1, 2, 3, 4, 1, 2], memory=memory)
     paths.propose()
-    clock = memory.ngrams.clock
     paths.learn([[3]], [None])
-    assert memory.ngrams.clock == clock
+    assert memory.ngrams.clock == 0
+
+
+def test_what_was_selected_stands_for_what_is_not_told() -> None:
+    memory = small_memory()
+    paths = Texts([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], memory=memory, reads=False)
+    (draft,) = paths.propose()
+    assert draft == [4, 5, 6, 7, 8, 1]
+    assert paths.learn([[*draft, 2]], [None]) == len(draft)
+    assert Texts([9, 1, 2, 3], memory=memory).propose()[0][:3] == [4, 5, 6]
 
 
 def test_another_draft_than_its_own_teaches_nothing() -> None:
     paths = Texts([1, 2, 3, 4, 1, 2])
     (draft,) = paths.propose()
-    assert paths.learn([[draft[0] + 1, 7]], [None], reads=False) == 0
+    assert paths.learn([[draft[0] + 1, 7]], [None]) == 0
     assert paths.texts == [[1, 2, 3, 4, 1, 2, draft[0] + 1, 7]]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from lookahead.core.compiled import IS_COMPILED
 from lookahead.drafting.likeliest import BLOCK, list_likeliest, list_likeliest_bits
@@ -40,9 +39,7 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.where((at_tail > at_best) | (at_tail.isnan() & ~at_best.isnan()), tail, best)
 
 
-def top_predictions(
-    logits: torch.Tensor, count: int, read: NDArray[np.bool_] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def top_predictions(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` likeliest tokens of each row and their probabilities, likeliest first.
 
     On CPUs a compiled loop reads each row once, without a softmax of all of it.
@@ -50,7 +47,6 @@ def top_predictions(
     Args:
         logits: `[rows, vocabulary]`, float32 or bfloat16.
         count: How many; at most the vocabulary.
-        read: Which rows are of interest, `[rows]`; all of them if not given. Others get tokens -1 of probability 0.
 
     Returns:
         Token ids `[rows, count]` int64 and probabilities `[rows, count]` float32 (softmax over the vocabulary). On CPUs
@@ -59,26 +55,19 @@ def top_predictions(
     vocabulary = logits.shape[1]
     is_listed = IS_COMPILED and logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
     if is_listed and vocabulary >= max(_CHUNKED_FROM, count * BLOCK) and not torch.compiler.is_compiling():
-        return _listed(logits, count, read)
-    if read is not None:
-        rows = torch.from_numpy(read).to(logits.device)
-        ids = torch.full((len(rows), count), -1, device=logits.device)
-        probabilities = torch.zeros(ids.shape, device=logits.device)
-        ids[rows], probabilities[rows] = top_predictions(logits[rows], count)
-        return ids, probabilities
+        return _listed(logits, count)
     ids = logits.topk(count, dim=-1).indices
     return ids, torch.softmax(logits.float(), dim=-1).gather(1, ids)
 
 
-def _listed(logits: torch.Tensor, count: int, read: NDArray[np.bool_] | None) -> tuple[torch.Tensor, torch.Tensor]:
-    every, vocabulary = logits.shape
-    ids, probabilities = np.full((every, count), -1, dtype=np.int64), np.zeros((every, count), dtype=np.float32)
-    rows = np.arange(every) if read is None else np.flatnonzero(read)
+def _listed(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, vocabulary = logits.shape
+    ids, probabilities = np.empty((rows, count), dtype=np.int64), np.empty((rows, count), dtype=np.float32)
     maxima, values = (np.empty(size, dtype=np.float32) for size in (vocabulary // BLOCK, count))
     room = maxima, np.empty(count, dtype=np.int64), values, ids, probabilities
     logits = logits.detach().contiguous()
     if logits.dtype == torch.float32:
-        list_likeliest(rows, logits.numpy(), *room)
+        list_likeliest(logits.numpy(), *room)
     else:
-        list_likeliest_bits(rows, logits.view(torch.int16).numpy(), np.empty(vocabulary, dtype=np.float32), *room)
+        list_likeliest_bits(logits.view(torch.int16).numpy(), np.empty(vocabulary, dtype=np.float32), *room)
     return torch.from_numpy(ids), torch.from_numpy(probabilities)

@@ -118,7 +118,6 @@ def _list_row(
 
 @_compiled
 def list_likeliest(
-    rows: NDArray[np.int64],
     logits: NDArray[np.float32],
     maxima: NDArray[np.float32],
     blocks: NDArray[np.int64],
@@ -129,20 +128,18 @@ def list_likeliest(
     """Write the likeliest tokens of each row, likeliest first, and their probabilities (softmax of the row).
 
     Args:
-        rows: Numbers of the rows to read.
-        logits: `[all rows, vocabulary]`.
+        logits: `[rows, vocabulary]`.
         maxima: Room for the maximum of each whole block, `[vocabulary // BLOCK]`, at least as many as are listed.
         blocks, values: Room for the best of them, `[listed]`.
-        ids: Gets the tokens, `[all rows, listed]`.
+        ids: Gets the tokens, `[rows, listed]`.
         probabilities: Gets their probabilities, likewise.
     """
-    for row in rows:
+    for row in range(len(logits)):
         _list_row(logits[row], maxima, blocks, values, ids[row], probabilities[row])
 
 
 @_compiled
 def list_likeliest_bits(
-    rows: NDArray[np.int64],
     bits: NDArray[np.int16],
     row: NDArray[np.float32],
     maxima: NDArray[np.float32],
@@ -152,7 +149,7 @@ def list_likeliest_bits(
     probabilities: NDArray[np.float32],
 ) -> None:
     """`list_likeliest` of logits in bfloat16, given as `bits`; `row` is room for one of them, `[vocabulary]`."""
-    for number in rows:
+    for number in range(len(bits)):
         for index in range(bits.shape[1]):
             row[index] = np.int32(np.int32(bits[number, index]) << _HALF).view(np.float32)
         _list_row(row, maxima, blocks, values, ids[number], probabilities[number])

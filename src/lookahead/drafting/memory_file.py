@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -36,6 +37,7 @@ class MemoryFile:
     Args:
         path: The file, which need not be there yet.
         model: Which model the memory belongs to; see `DraftMemory.save`.
+        new: Makes a memory where there is no file yet.
 
     Attributes:
         memory: What the file held, and what was learned since.
@@ -45,12 +47,12 @@ class MemoryFile:
         OSError: The file cannot be read.
     """
 
-    def __init__(self, path: Path, model: str) -> None:
+    def __init__(self, path: Path, model: str, new: Callable[[], DraftMemory] = DraftMemory) -> None:
         _check_place(path)
         self._path = path
         self._saving = Lock()
         self._known = _version(path)  # before it is read, so that what comes in between is read again
-        self.memory = DraftMemory() if self._known is None else DraftMemory.load(path, model)
+        self.memory = new() if self._known is None else DraftMemory.load(path, model)
         self._saved_clock = -1 if self._known is None else self.memory.ngrams.clock
         # What this object and others have in common.
         self._base_clock = self.memory.ngrams.clock

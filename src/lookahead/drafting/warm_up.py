@@ -79,11 +79,10 @@ def compile_path_loops() -> None:
         predicted = ids, np.full(ids.shape, 0.1, dtype=np.float32)
         lengths = np.array([5 + step])
         rows = place, np.array([1 - step]), np.array([step]), 1 + drafted
-        are_read = np.ones(1, dtype=np.bool_)
-        batch.learn(VerifiedPaths(*rows, tokens, lengths, np.ones(1, dtype=np.int64), *predicted, are_read, 1))
+        batch.learn(VerifiedPaths(*rows, tokens, lengths, np.ones(1, dtype=np.int64), *predicted))
 
 
 def _list_a_row() -> None:
     room = np.empty(1, dtype=np.float32), np.empty(1, dtype=np.int64), np.empty(1, dtype=np.float32)
     listed = np.empty((1, 1), dtype=np.int64), np.empty((1, 1), dtype=np.float32)
-    list_likeliest(np.zeros(1, dtype=np.int64), np.zeros((1, BLOCK), dtype=np.float32), *room, *listed)
+    list_likeliest(np.zeros((1, BLOCK), dtype=np.float32), *room, *listed)

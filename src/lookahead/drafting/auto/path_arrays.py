@@ -22,16 +22,12 @@ class PathStates(NamedTuple):
         roots: The node that is the last token of the text.
         drafted: Tokens drafted after it; -1 if none were looked for.
         promised: How many of them are to be accepted.
-        runs: Drafted tokens that were accepted since one was not.
-        sure: 1 if the draft is so likely that what the model says about it teaches little, else 0.
         agreed, compared: How many selected tokens were the model's likeliest, and of how many; see `Trust`.
     """
 
     roots: NDArray[np.int64]
     drafted: NDArray[np.int64]
     promised: NDArray[np.float64]
-    runs: NDArray[np.int64]
-    sure: NDArray[np.int64]
     agreed: NDArray[np.float64]
     compared: NDArray[np.float64]
 
@@ -68,8 +64,8 @@ def allocate_paths(places: int, longest: int, memory: DraftMemory) -> PathArrays
     heard, after, beside = (np.full((places, 1 + MOST_LISTED), -1, dtype=np.int64) for _ in range(3))
     reached, columns = np.full((1, size + 1), -1, dtype=np.int64), np.array([siblings], dtype=np.int64)
     listed = ListedArrays(heard, np.zeros(heard.shape), after, beside, reached, columns)
-    roots, drafted, runs, sure = (np.zeros(places, dtype=np.int64) for _ in range(4))
-    states = PathStates(roots, drafted, np.zeros(places), runs, sure, np.ones(places), np.ones(places))
+    roots, drafted = np.zeros((2, places), dtype=np.int64)
+    states = PathStates(roots, drafted, np.zeros(places), np.ones(places), np.ones(places))
     return PathArrays(nodes, proposals, listed, states)
 
 
@@ -127,6 +123,5 @@ def start_path(place: int, paths: PathArrays) -> None:
     """Nothing is known of a path yet."""
     states = paths.states
     states.drafted[place] = -1
-    states.runs[place] = states.sure[place] = 0
     states.agreed[place] = states.compared[place] = 1.0
     paths.listed.children[place, 0] = -1

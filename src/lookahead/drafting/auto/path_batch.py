@@ -12,19 +12,12 @@ from lookahead.drafting.auto.context_matches import LONGEST, SEARCHED
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.path_arrays import allocate_paths
 from lookahead.drafting.auto.path_lessons import VerifiedPaths, allocate_lessons, learn_paths
-from lookahead.drafting.auto.path_notes import Notes, PathNotes
+from lookahead.drafting.auto.path_notes import PathNotes
 from lookahead.drafting.auto.path_search import Evidences, Wanted, find_paths
 from lookahead.drafting.auto.path_texts import REACH, PathTexts, precedes
 from lookahead.drafting.auto.scorer import MATCHES, NEIGHBOURS, context_name
 from lookahead.drafting.auto.search import SUREST
 from lookahead.drafting.auto.worth import Evidence, allocate_worth
-
-_SURE, _RUN = 0.97, 32
-"""How likely the tokens of a draft have to be in the mean for it to be sure, and how many drafted tokens have to be
-accepted before, without one that was not: what the model says about it teaches little."""
-
-_SURE_OF_MANY, _RUN_OF_MANY, _MANY = 0.8, 0, 8
-"""The same where so many texts teach one memory: enough for some of what they could to be left out."""
 
 
 class Drafts(NamedTuple):
@@ -58,6 +51,7 @@ class PathBatch:
         reach: Tokens of each text that are searched, at least.
         rejected: Of so many tokens that were rejected, what the model says after them is learned. What comes after more
             of them is hardly ever asked for, and takes the place of what is.
+        reads: Whether steps tell what the model predicts. Else what was selected stands for that.
 
     Attributes:
         memory: See above.
@@ -73,6 +67,7 @@ class PathBatch:
         surest: float = SUREST,
         reach: int = REACH,
         rejected: int = REJECTED,
+        reads: bool = True,
     ) -> None:
         ngrams, acceptance = memory.ngrams, memory.acceptance
         self.memory = memory
@@ -82,17 +77,16 @@ class PathBatch:
             self._columns = Evidence(*(acceptance.column(name) for name in (context_name(1), MATCHES[0], NEIGHBOURS)))
         self._worth = allocate_worth(self._columns, len(acceptance.names))
         self._longest, self._surest = longest, surest
-        self._notes = PathNotes(ngrams.orders, ngrams.top_k), PathNotes(ngrams.orders, 1)
+        self._notes = PathNotes(ngrams.orders, ngrams.top_k if reads else 1)
         nodes, proposals = self.paths.nodes.tokens.shape[1], self.paths.proposals.tokens.shape[1]
         places_followed, lengths = (np.zeros((nodes, SEARCHED), dtype=np.int64) for _ in range(2))
         self._followed = places_followed, lengths, np.zeros(nodes, dtype=np.int64)
         self._context = np.zeros(LONGEST, dtype=np.int64)
-        self._taught = allocate_lessons(acceptance, self._worth, longest, proposals, self._noted(), rejected)
+        self._taught = allocate_lessons(
+            acceptance, self._worth, longest, proposals, self._notes.arrays, rejected, reads
+        )
         self._learn, self._find = TypedLoop(learn_paths), TypedLoop(find_paths)
         self._precedes = TypedLoop(precedes)
-
-    def _noted(self) -> tuple[Notes, Notes]:
-        return self._notes[0].arrays, self._notes[1].arrays
 
     def learn(self, step: VerifiedPaths) -> int:
         """Let texts go on, and learn from them; the drafts that they had are done with.
@@ -101,17 +95,13 @@ class PathBatch:
             How many drafted tokens were accepted.
         """
         self.texts.make_room(int(step.lengths.max(initial=0)))
-        for notes in self._notes:
-            notes.make_room(len(step.top_ids) + len(step.places) * (1 + self._longest))
+        self._notes.make_room(len(step.places) * (1 + self._longest))
         acceptance = self.memory.acceptance
         with self.memory.lock:
-            listed, selected = self._noted()
-            taught = self._taught._replace(
-                weights=acceptance.weights, squares=acceptance.squares, listed=listed, selected=selected
-            )
+            learned = acceptance.weights, acceptance.squares, self._notes.arrays
+            taught = self._taught._replace(weights=learned[0], squares=learned[1], notes=learned[2])
             accepted = int(self._learn(step, self.texts.arrays, self.paths, taught))
-            for notes in self._notes:
-                notes.write(self.memory.ngrams)
+            self._notes.write(self.memory.ngrams)
         return accepted
 
     def propose(self, places: NDArray[np.int64], most_tokens: int, least: float = 0.0, worth: float = 0.0) -> Drafts:
@@ -125,8 +115,7 @@ class PathBatch:
         """
         ngrams, acceptance = self.memory.ngrams, self.memory.acceptance
         drafts, counts = np.zeros((len(places), self._longest), dtype=np.int64), np.zeros(len(places), dtype=np.int64)
-        sure, run = (_SURE_OF_MANY, _RUN_OF_MANY) if np.count_nonzero(places >= 0) >= _MANY else (_SURE, _RUN)
-        wanted = Wanted(self._longest, most_tokens, float(least), float(worth), sure, run, self._surest)
+        wanted = Wanted(self._longest, most_tokens, float(least), float(worth), self._surest)
         with self.memory.lock:
             room = *self._followed, self._context
             known = Evidences(ngrams.entries, *room, self._columns, self._worth, acceptance.weights)

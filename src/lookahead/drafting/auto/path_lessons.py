@@ -20,15 +20,6 @@ from lookahead.drafting.auto.search import judge
 from lookahead.drafting.auto.trust import KEPT, mix_in
 from lookahead.drafting.auto.worth import Worth
 
-_MISSED = 0.7
-"""What a token counts that was selected where another one was sure, and of which nothing else is known."""
-
-_RECALLED = 0.95
-"""How likely a token was, if it was selected where it was sure."""
-
-_KNOWN = 3
-"""Contexts of so many tokens say enough of what follows a sure text."""
-
 
 class VerifiedPaths(NamedTuple):
     """What a step of the engine showed, a row for each text.
@@ -42,10 +33,8 @@ class VerifiedPaths(NamedTuple):
         lengths: How long they are now, `[at least rows]`.
         added: How many of these tokens the step added: the accepted part of the draft, and one more, `[rows]`.
         top_ids: The likeliest tokens after the text as it was and after each token of its draft, row after row, the
-            likeliest first, `[sum of counts, listed]`.
+            likeliest first, `[sum of counts, listed]`; `[0, listed]` where nothing is known of them.
         top_probabilities: Their probabilities, likewise.
-        are_read: Which rows these are known of, `[rows]`; of none if there are not as many.
-        reads: 1 if predictions are told as a rule. Else what was selected stands for them.
     """
 
     places: NDArray[np.int64]
@@ -57,8 +46,6 @@ class VerifiedPaths(NamedTuple):
     added: NDArray[np.int64]
     top_ids: NDArray[np.int64]
     top_probabilities: NDArray[np.float32]
-    are_read: NDArray[np.bool_]
-    reads: int
 
 
 class Taught(NamedTuple):
@@ -68,8 +55,8 @@ class Taught(NamedTuple):
         rejected: Of so many tokens that were rejected, what the model says after them is learned.
         rate, off_path, weights, squares: Those of `Acceptance`.
         worth: What each kind of evidence is worth.
-        listed: Get what the model said.
-        selected: Get what was selected instead, one token in each row.
+        notes: Get what the model said.
+        reads: Whether steps tell that. Else what was selected stands for it.
         own_ids, own_shares: Room for the selected tokens as predictions, `[1 + longest, 1]`.
         outcomes: Room for those of each proposal, `[proposals]`.
         expected, came: Likewise, of each kind of evidence, `[kinds]`.
@@ -83,8 +70,8 @@ class Taught(NamedTuple):
     weights: NDArray[np.float64]
     squares: NDArray[np.float64]
     worth: Worth
-    listed: Notes
-    selected: Notes
+    notes: Notes
+    reads: bool
     own_ids: NDArray[np.int64]
     own_shares: NDArray[np.float32]
     outcomes: NDArray[np.float64]
@@ -99,7 +86,7 @@ class Taught(NamedTuple):
 
 
 def allocate_lessons(
-    acceptance: Acceptance, worth: Worth, longest: int, proposals: int, notes: tuple[Notes, Notes], rejected: int
+    acceptance: Acceptance, worth: Worth, longest: int, proposals: int, notes: Notes, rejected: int, reads: bool
 ) -> Taught:
     """Room for lessons of paths of up to `longest` tokens and so many proposals."""
     kinds, weights = len(worth.factors), acceptance.weights
@@ -111,7 +98,8 @@ def allocate_lessons(
         weights,
         acceptance.squares,
         worth,
-        *notes,
+        notes,
+        reads,
         own_ids=np.zeros((longest + 1, 1), dtype=np.int64),
         own_shares=np.zeros((longest + 1, 1), dtype=np.float32),
         outcomes=np.zeros(proposals),
@@ -130,9 +118,10 @@ def allocate_lessons(
 def learn_paths(step: VerifiedPaths, texts: TextArrays, paths: PathArrays, taught: Taught) -> int:
     """Let the texts go on, and learn from each of them; returns how many drafted tokens were accepted."""
     accepted = begin = 0
+    is_told = not taught.reads or len(step.top_ids) > 0
     for row in range(len(step.places)):
         place = step.places[row]
-        told = begin if row < len(step.are_read) and step.are_read[row] else -1
+        told = begin
         begin += step.counts[row]
         if place < 0:
             continue
@@ -147,8 +136,9 @@ def learn_paths(step: VerifiedPaths, texts: TextArrays, paths: PathArrays, taugh
         follow_text(place, tokens, length, texts)
         if _is_of_draft(place, step.added[row], texts, paths):
             accepted += step.added[row] - 1
-            _learn(place, row, told, step, texts, paths, taught)
-        paths.states.drafted[place], paths.states.sure[place], paths.states.promised[place] = -1, 0, 0.0
+            if is_told:
+                _learn(place, row, told, step, texts, paths, taught)
+        paths.states.drafted[place], paths.states.promised[place] = -1, 0.0
     return accepted
 
 
@@ -168,56 +158,27 @@ def _is_of_draft(place: int, added: int, texts: TextArrays, paths: PathArrays) -
 def _learn(
     place: int, row: int, told: int, step: VerifiedPaths, texts: TextArrays, paths: PathArrays, taught: Taught
 ) -> None:
-    """Learn from one text, which has gone on; its predictions are those from `told` on, if that is not -1."""
+    """Learn from one text, which has gone on; its predictions are those from `told` on."""
     states, begin = paths.states, texts.lengths[place] - step.added[row]
     selected, end = texts.tokens[place, begin : texts.lengths[place]], texts.tokens[place, :begin]
     drafted = max(states.drafted[place], 0)
-    is_accepted = len(selected) == 1 + drafted
-    states.runs[place] = states.runs[place] + drafted if is_accepted else 0
-    recalls = False
     ids, shares = taught.own_ids[: len(selected)], taught.own_shares[: len(selected)]
-    if told >= 0:
+    if taught.reads:
         rows = slice(told, told + min(len(selected) + taught.rejected, 1 + drafted))
         ids, shares = step.top_ids[rows], step.top_probabilities[rows]
-    elif step.reads == 0 or (states.sure[place] and not is_accepted):
-        _predict(selected, 1.0 if step.reads == 0 else _MISSED, ids, shares)
     else:
-        recalls = states.sure[place] == 1 and not _is_known(place, len(selected), paths)
-        if not recalls:
-            return
-        _predict(selected, _RECALLED, ids, shares)
-    if not recalls:
-        trust = _trust(place, selected, ids, states)
-        if trust < 1:
-            ids, shares = ids[: len(selected)], shares[: len(selected)]
-            for index in range(len(selected)):
-                mix_in(selected[index], ids[index], shares[index], trust)
-        if states.drafted[place] >= 0:
-            _teach(place, selected, ids, shares, taught.off_path * trust**2, paths, taught)
+        for index in range(len(selected)):
+            ids[index, 0], shares[index, 0] = selected[index], 1.0
+    trust = _trust(place, selected, ids, states)
+    if trust < 1:
+        ids, shares = ids[: len(selected)], shares[: len(selected)]
+        for index in range(len(selected)):
+            mix_in(selected[index], ids[index], shares[index], trust)
+    if states.drafted[place] >= 0:
+        _teach(place, selected, ids, shares, taught.off_path * trust**2, paths, taught)
     root = states.roots[place]
     draft = paths.nodes.tokens[place, root + 1 : root + 1 + drafted]
-    notes = taught.listed if ids.shape[1] == taught.listed.ids.shape[1] else taught.selected
-    note_path(len(selected), end, draft, ids, shares, notes)
-
-
-@inner
-def _predict(
-    selected: NDArray[np.int64], probability: float, ids: NDArray[np.int64], shares: NDArray[np.float32]
-) -> None:
-    """Write selected tokens as what was likely to follow."""
-    for index in range(len(selected)):
-        ids[index, 0] = selected[index]
-        shares[index, 0] = probability
-
-
-@inner
-def _is_known(place: int, count: int, paths: PathArrays) -> bool:
-    """Whether the memory knows long contexts at the root and the first nodes of a path, so many in all."""
-    root = paths.states.roots[place]
-    least = _KNOWN
-    for node in range(root, root + count):
-        least = min(least, paths.nodes.known[place, node])
-    return bool(least >= _KNOWN)
+    note_path(len(selected), end, draft, ids, shares, taught.notes)
 
 
 @inner

@@ -27,8 +27,6 @@ class Wanted(NamedTuple):
         most_tokens: Most tokens of a text.
         least: How likely each drafted token has to be to be accepted with all before it.
         worth: How likely one has to be to bring what it costs.
-        sure: How likely the tokens of a draft have to be in the mean for it to be sure.
-        run: How many drafted tokens have to be accepted before, without one that was not, for the same.
         surest: Highest probability of a token after another.
     """
 
@@ -36,8 +34,6 @@ class Wanted(NamedTuple):
     most_tokens: int
     least: float
     worth: float
-    sure: float
-    run: int
     surest: float
 
 
@@ -96,10 +92,7 @@ def find_paths(
             promised += probability
             lost += max(wanted.worth - probability, 0.0)
         counts[row] = count
-        states = paths.states
-        states.drafted[place], states.promised[place] = count, promised
-        is_sure = count > 0 and states.runs[place] >= wanted.run and promised >= wanted.sure * count
-        states.sure[place] = 1 if is_sure else 0
+        paths.states.drafted[place], paths.states.promised[place] = count, promised
         paths.listed.children[place, 0] = -1  # what was said after a token that was rejected is of use once
     return lost
 

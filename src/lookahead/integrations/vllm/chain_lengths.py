@@ -23,7 +23,7 @@ _GUESS = 32.0, 2.0, 1.0
 """What a step, each of its requests and each drafted token are taken to cost beforehand, in drafted tokens: as for a
 small model on a CPU."""
 
-_GUESSES = 500.0
+_GUESSES = 150.0
 """How much that counts: as so many steps with a token more than others."""
 
 _RATE = 0.03

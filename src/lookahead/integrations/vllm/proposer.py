@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from lookahead.backends.step_clock import step_clock
 from lookahead.drafting import text_only
 from lookahead.drafting.auto.draft_memory import DraftMemory
+from lookahead.drafting.auto.ngram_memory import NGramMemory
 from lookahead.drafting.auto.path_batch import Drafts, PathBatch
 from lookahead.drafting.auto.path_lessons import VerifiedPaths
 from lookahead.drafting.auto.search import SUREST
@@ -28,9 +29,10 @@ from lookahead.integrations.vllm.predictions import Predictions, TargetPredictio
 from lookahead.integrations.vllm.requests import Requests, Rows
 from lookahead.integrations.vllm.settings import Settings
 
-_NOTHING = Predictions(
-    np.empty((0, 1), dtype=np.int64), np.empty((0, 1), dtype=np.float32), np.empty(0, dtype=np.bool_)
-)
+_ORDERS = 8
+"""Longest context of the memory. Other texts are searched by it alone, so it is twice that of a single text."""
+
+_NOTHING = Predictions(np.empty((0, 1), dtype=np.int64), np.empty((0, 1), dtype=np.float32))
 """Where nothing is read."""
 
 
@@ -81,7 +83,9 @@ class LookaheadProposer:
         self._vocabulary: int = model.get_vocab_size()
         self._most_requests: int = vllm_config.scheduler_config.max_num_seqs
         self._model = f"{model.model}@{model.revision} in vLLM, {self._vocabulary} tokens"
-        self._file = None if self._settings.memory is None else MemoryFile(Path(self._settings.memory), self._model)
+        self._file = (
+            None if self._settings.memory is None else MemoryFile(Path(self._settings.memory), self._model, _new_memory)
+        )
         self._memory: DraftMemory | None = None if self._file is None else self._file.memory
         self._target: TargetPredictions | None = None
         self._batch: PathBatch  # made with the memory, by `load_model`
@@ -102,10 +106,10 @@ class LookaheadProposer:
         """Called by vLLM with the target model, whose logits are read along."""
         reads = self._settings.learn == "logits" and callable(getattr(model, "compute_logits", None))
         if self._memory is None:
-            self._memory = DraftMemory() if reads else text_only.text_memory()
+            self._memory = _new_memory() if reads else text_only.text_memory()
         self._memory.ngrams.occupy()
         surest = SUREST if reads else text_only.SUREST
-        self._batch = PathBatch(self._memory, self._most_requests, self._most_drafted, surest)
+        self._batch = PathBatch(self._memory, self._most_requests, self._most_drafted, surest, reads=reads)
         self._requests = Requests(self._batch, self._most_requests)
         self._is_loaded = True
         if reads:
@@ -144,7 +148,9 @@ class LookaheadProposer:
         self._book(rows, added, now)
         self._learn(rows, tokens, lengths, added)
         drafts = self._draft(rows)
-        self._expect(rows, drafts.counts)
+        self._awaits = not self._rests
+        if self._target is not None:
+            self._target.expect(self._awaits)
         self._save_sometimes()
         self._began = now
         every = zip(drafts.tokens.tolist(), drafts.counts.tolist(), strict=True)
@@ -162,11 +168,10 @@ class LookaheadProposer:
         self, rows: Rows, tokens: NDArray[np.int32], lengths: NDArray[np.int64], added: NDArray[np.int64]
     ) -> None:
         """Let the texts go on, and learn what the step showed of them."""
-        predictions = _NOTHING if self._target is None else self._target.take(rows.counts) or _NOTHING
-        reads = self._target is not None
-        self.statistics.unread += reads and self._awaits and not predictions.are_read.any()
+        predictions = _NOTHING if self._target is None else self._target.take(int(rows.counts.sum())) or _NOTHING
+        self.statistics.unread += self._target is not None and self._awaits and predictions is _NOTHING
         self.statistics.requests += int(np.count_nonzero(rows.begun))
-        learned = VerifiedPaths(*rows, tokens, lengths, added, *predictions, int(reads))
+        learned = VerifiedPaths(*rows, tokens, lengths, added, *predictions)
         self.statistics.accepted += self._batch.learn(learned)
 
     def _draft(self, rows: Rows) -> Drafts:
@@ -182,15 +187,6 @@ class LookaheadProposer:
         self.statistics.drafted += int(drafts.counts.sum())
         return drafts
 
-    def _expect(self, rows: Rows, counts: NDArray[np.int64]) -> None:
-        """Say what there is to read of the coming step."""
-        if self._target is None:
-            return
-        sure = (rows.places >= 0) & (self._batch.paths.states.sure[rows.places] > 0)
-        are_read = np.zeros_like(sure) if self._rests else ~sure
-        self._target.expect(1 + counts, are_read)
-        self._awaits = not len(counts) or bool(are_read.any())
-
     @property
     def _rests(self) -> bool:
         """Whether the coming step goes without drafts."""
@@ -203,6 +199,10 @@ class LookaheadProposer:
         if monotonic() >= self._saved + self._settings.save_seconds:
             _save(self._file, self._model)
             self._saved = monotonic()
+
+
+def _new_memory() -> DraftMemory:
+    return DraftMemory(NGramMemory(_ORDERS))
 
 
 def _save(file: MemoryFile, model: str) -> None:
