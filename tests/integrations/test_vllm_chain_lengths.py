@@ -54,7 +54,7 @@ def test_all_is_sent_where_it_costs_nothing(rows: int) -> None:
 def test_what_is_sent_brings_nearly_the_most_in_a_time(rows: int, per_token: float) -> None:
     best = rates(rows, per_token)
     _, found = settled(rows, per_token)
-    assert found >= 0.92 * best.max()
+    assert found >= 0.9 * best.max()
     assert found >= best[0]  # without drafts
 
 

@@ -105,11 +105,14 @@ def _list_row(
     for block in range(len(maxima)):
         if maxima[block] > top - _NEGLIGIBLE:
             total += _sum_of_block(row[block * BLOCK : (block + 1) * BLOCK], top)
+    least = values[len(values) - 1]  # as many blocks have one that is as large
     count = 0
     for rank in range(len(blocks)):
         begin = blocks[rank] * BLOCK
-        for index in range(begin, begin + BLOCK):
-            count = _insert(index, row[index], count, ids, probabilities)
+        part = row[begin : begin + BLOCK]
+        for index in range(BLOCK):
+            if part[index] >= least:
+                count = _insert(begin + index, part[index], count, ids, probabilities)
     for index in range(whole, len(row)):
         count = _insert(index, row[index], count, ids, probabilities)
     for rank in range(len(ids)):

@@ -9,7 +9,7 @@ import numpy as np
 _LEAST = 0.01
 """A token less likely than this is not sent, whatever it costs."""
 
-_GIVEN = 0.03
+_GIVEN = 0.04
 """Part of their tokens that steps may lose, against those that bring the most tokens in a time, to be fewer. Near there
 a draft can be much longer for next to nothing; how much, depends on the text."""
 
