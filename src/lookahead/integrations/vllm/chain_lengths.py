@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +14,9 @@ _GIVEN = 0.04
 """Part of their tokens that steps may lose, against those that bring the most tokens in a time, to be fewer. Near there
 a draft can be much longer for next to nothing; how much, depends on the text."""
 
-_FIRST_SHARE, _LEAST_SHARE, _GAIN = 0.5, 0.1, 0.5
-"""Part of what a token costs that it has to bring, at first and at least; and how fast that follows what is lost."""
+_LEAST_SHARE, _GAIN = 0.1, 0.5
+"""Part of what a token costs that it has to bring, at least, and how fast that follows what is lost. At first, with each
+number of requests, it has to bring all."""
 
 _MOST = 0.5
 """A token that is likelier than this is sent, whatever it is taken to cost."""
@@ -99,7 +101,7 @@ class ChainLengths:
         self._accepted = self._expected = _PRIOR
         self._costs = _StepCosts()
         self._tokens, self._sent = 1.0, 0.0  # of a request in a drafted step, on the average
-        self._share = _FIRST_SHARE
+        self._shares = defaultdict[int, float](lambda: 1.0)  # by powers of two of requests
         self._left = _TRIED  # drafted steps until drafts may rest; below 0, plain ones until they go on
         self.rests = False
         self.worth = self.least = _LEAST
@@ -112,7 +114,7 @@ class ChainLengths:
         pays = self._costs.of_a_token * rows * self._tokens / seconds if seconds else 0.0
         as_estimated = self._expected / self._accepted
         self.worth = min(pays, _MOST) * as_estimated
-        self.least = max(self._share * self.worth, _LEAST)
+        self.least = max(self._shares[rows.bit_length()] * self.worth, _LEAST)
 
     def book(self, step: VerifiedStep) -> None:
         """Note a step of the same requests as the step before, without prompts."""
@@ -122,8 +124,9 @@ class ChainLengths:
         self._accepted += step.tokens - step.rows - _FORGOTTEN * (self._accepted - _PRIOR)
         self._expected += step.expected - _FORGOTTEN * (self._expected - _PRIOR)
         self._costs.book(step.rows, step.sent, step.seconds)
-        self._share += _GAIN * (step.lost / step.tokens - _GIVEN)
-        self._share = min(max(self._share, _LEAST_SHARE), 1.0)
+        load = step.rows.bit_length()
+        share = self._shares[load] + _GAIN * (step.lost / step.tokens - _GIVEN)
+        self._shares[load] = min(max(share, _LEAST_SHARE), 1.0)
         self._tokens += _RATE * (step.tokens / step.rows - self._tokens)
         self._sent += _RATE * (step.sent / step.rows - self._sent)
         self._left = max(self._left - 1, 0)
