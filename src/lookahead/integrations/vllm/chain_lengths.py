@@ -15,8 +15,8 @@ _GIVEN = 0.04
 a draft can be much longer for next to nothing; how much, depends on the text."""
 
 _LEAST_SHARE, _GAIN = 0.1, 0.5
-"""Part of what a token costs that it has to bring, at least, and how fast that follows what is lost. At first, with each
-number of requests, it has to bring all."""
+"""Part of what a token costs that it has to bring, at least, and how fast that follows what is lost. At first it has to
+bring all, with each number of requests anew."""
 
 _MOST = 0.5
 """A token that is likelier than this is sent, whatever it is taken to cost."""
