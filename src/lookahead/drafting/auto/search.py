@@ -73,12 +73,11 @@ class TreeSearch:
         listed: Names of the sources that list paths before each search.
         surest: Highest probability of a proposal, whatever it has been worth.
         chain: Most levels that the best path is grown to, beyond these nodes.
-        worth: What each kind of evidence is worth, if searches share it.
 
     Attributes:
         nodes: The tree.
         proposals: What may follow its nodes.
-        worth: See above.
+        worth: What each kind of evidence is worth.
         root: Its root.
     """
 
@@ -90,7 +89,6 @@ class TreeSearch:
         listed: Sequence[str],
         surest: float = SUREST,
         chain: int = 0,
-        worth: Worth | None = None,
     ) -> None:
         self._surest = surest
         self._chain = chain
@@ -101,7 +99,7 @@ class TreeSearch:
         columns = [acceptance.column(name) for name in listed]
         first = context_name(1), MATCHES[0], NEIGHBOURS
         self._columns = Evidence(*(acceptance.column(name) for name in first))
-        self.worth = allocate_worth(self._columns, len(acceptance.names)) if worth is None else worth
+        self.worth = allocate_worth(self._columns, len(acceptance.names))
         at_a_node = ngrams.orders * ngrams.top_k + SEARCHED + (1 + len(listed)) * MOST_LISTED
         proposals = (nodes + 1) * at_a_node + MOST_TRIED
         self.nodes = allocate_nodes(self._size)
@@ -121,21 +119,16 @@ class TreeSearch:
         """Probability that each node found is accepted, in the order of the search, which is descending."""
         return self.nodes.probabilities[self.root + 1 : self.root + 1 + self._count]
 
-    @property
-    def listed(self) -> ListedArrays:
-        """What the listed sources list."""
-        return self._listed.arrays
-
-    def ask(self, matches: ContextMatches, paths: Sequence[TokenPaths] | None, recent: RecentArrays) -> Sources:
+    def ask(self, matches: ContextMatches, paths: Sequence[TokenPaths], recent: RecentArrays) -> Sources:
         """What the sources have to say in this step.
 
         Args:
             matches: Earlier occurrences in the text.
-            paths: What each of the listed sources lists, in their order; `None` leaves `listed` as it is.
+            paths: What each of the listed sources lists, in their order.
             recent: What the model predicted lately.
         """
         found = matches.arrays(self._size)
-        listed = self.listed if paths is None else self._listed.fill(paths)
+        listed = self._listed.fill(paths)
         return Sources(self._entries, found, self._neighbours, listed, recent, self._columns, self.worth)
 
     def search(
