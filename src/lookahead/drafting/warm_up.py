@@ -20,6 +20,7 @@ from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
 from lookahead.drafting.auto.ngram_memory import NGramMemory
 from lookahead.drafting.auto.path_batch import PathBatch
 from lookahead.drafting.auto.path_lessons import VerifiedPaths
+from lookahead.drafting.auto.trust import mix_in
 from lookahead.drafting.likeliest import BLOCK, list_likeliest
 
 _VOCABULARY = 16
@@ -37,6 +38,7 @@ def compile_loops() -> None:
         return
     _list_a_row()
     _choose()
+    mix_in(0, np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.float32), 0.5)
     memory = DraftMemory(NGramMemory(16, 2, 4))
     embedding = np.eye(_VOCABULARY, dtype=np.float32)
     drafter = AutoDrafter(memory, ContextMatches(16), None, _NODES, neighbours=EmbeddingNeighbours(embedding))

@@ -15,9 +15,8 @@ from lookahead.drafting.auto.path_lessons import VerifiedPaths, allocate_lessons
 from lookahead.drafting.auto.path_notes import PathNotes
 from lookahead.drafting.auto.path_search import Evidences, Wanted, find_paths
 from lookahead.drafting.auto.path_texts import REACH, PathTexts, precedes
-from lookahead.drafting.auto.scorer import MATCHES, NEIGHBOURS, context_name
-from lookahead.drafting.auto.search import SUREST
-from lookahead.drafting.auto.worth import Evidence, allocate_worth
+from lookahead.drafting.auto.search import SUREST, evidence_of
+from lookahead.drafting.auto.worth import allocate_worth
 
 
 class Drafts(NamedTuple):
@@ -54,7 +53,7 @@ class PathBatch:
         reads: Whether steps tell what the model predicts. Else what was selected stands for that.
 
     Attributes:
-        memory: See above.
+        memory, places: See above.
         texts: The text in each place.
         paths: The draft of each, and what is known of it.
     """
@@ -70,11 +69,11 @@ class PathBatch:
         reads: bool = True,
     ) -> None:
         ngrams, acceptance = memory.ngrams, memory.acceptance
-        self.memory = memory
+        self.memory, self.places = memory, places
         self.texts = PathTexts(places, reach)
         with memory.lock:
             self.paths = allocate_paths(places, longest, memory)
-            self._columns = Evidence(*(acceptance.column(name) for name in (context_name(1), MATCHES[0], NEIGHBOURS)))
+            self._columns = evidence_of(acceptance)
         self._worth = allocate_worth(self._columns, len(acceptance.names))
         self._longest, self._surest = longest, surest
         self._notes = PathNotes(ngrams.orders, ngrams.top_k if reads else 1)
@@ -98,8 +97,9 @@ class PathBatch:
         self._notes.make_room(len(step.places) * (1 + self._longest))
         acceptance = self.memory.acceptance
         with self.memory.lock:
-            learned = acceptance.weights, acceptance.squares, self._notes.arrays
-            taught = self._taught._replace(weights=learned[0], squares=learned[1], notes=learned[2])
+            taught = self._taught._replace(
+                weights=acceptance.weights, squares=acceptance.squares, notes=self._notes.arrays
+            )
             accepted = int(self._learn(step, self.texts.arrays, self.paths, taught))
             self._notes.write(self.memory.ngrams)
         return accepted

@@ -15,8 +15,8 @@ from lookahead.drafting.auto.path_arrays import PathArrays, listed_of, nodes_of,
 from lookahead.drafting.auto.path_texts import TextArrays
 from lookahead.drafting.auto.proposals import Nodes, Proposals, begin_node
 from lookahead.drafting.auto.scorer import estimate
-from lookahead.drafting.auto.search import LEAST_CHAINED
-from lookahead.drafting.auto.worth import Evidence, Worth, kind_of
+from lookahead.drafting.auto.search import LEAST_CHAINED, read_path
+from lookahead.drafting.auto.worth import Evidence, Worth, believe
 
 
 class Wanted(NamedTuple):
@@ -141,9 +141,7 @@ def _propose(
     node: int, nodes: Nodes, proposals: Proposals, matches: MatchArrays, listed: ListedArrays, known: Evidences
 ) -> int:
     """Let each source propose what may follow a node; returns the longest context that the memory knows."""
-    size = min(node + 1, LONGEST)
-    for back in range(size):
-        known.context[back] = nodes.tokens[node - back]
+    size = read_path(node, nodes, known.context)
     longest = propose_known(node, known.context, size, proposals, known.entries, known.columns.memory)
     propose_matches(node, known.context, size, nodes, proposals, matches, known.columns.matches)
     propose_listed(node, nodes, proposals, listed)
@@ -159,11 +157,8 @@ def _choose(
     estimate(begin, end, nodes.known[node], known.weights, proposals)
     likeliest, most = -1, 0.0
     for row in range(begin, end):
-        kind = kind_of(row, proposals, known.columns)
-        proposals.kinds[row] = kind
-        probability = nodes.probabilities[node] * min(
-            proposals.estimates[row] * known.worth.factors[kind], wanted.surest
-        )
+        likely = believe(row, wanted.surest, proposals, known.columns, known.worth)
+        probability = nodes.probabilities[node] * likely
         if likeliest < 0 or probability > most:
             likeliest, most = row, probability
     return likeliest, most

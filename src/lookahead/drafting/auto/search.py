@@ -35,7 +35,7 @@ from lookahead.drafting.auto.proposals import (
 from lookahead.drafting.auto.recent_predictions import MOST_TRIED, RecentArrays, probability_of
 from lookahead.drafting.auto.scorer import MATCHES, NEIGHBOURS, Acceptance, Lessons, context_name, estimate
 from lookahead.drafting.auto.source import TokenPaths
-from lookahead.drafting.auto.worth import Evidence, Worth, allocate_worth, kind_of, settle
+from lookahead.drafting.auto.worth import Evidence, Worth, allocate_worth, believe, settle
 
 _LEAST_ASKING = 0.3
 """How likely a node must be for neighbours to be looked for, which takes as long as adding several nodes; doing so
@@ -47,6 +47,11 @@ LEAST_CHAINED = 0.001
 
 SUREST = 0.999
 """Highest probability of a proposal, whatever it has been worth."""
+
+
+def evidence_of(acceptance: Acceptance) -> Evidence:
+    """Where the features of each source are."""
+    return Evidence(*(acceptance.column(name) for name in (context_name(1), MATCHES[0], NEIGHBOURS)))
 
 
 class Sources(NamedTuple):
@@ -97,8 +102,7 @@ class TreeSearch:
         self._memory = memory
         self._size = LONGEST + nodes + 1
         columns = [acceptance.column(name) for name in listed]
-        first = context_name(1), MATCHES[0], NEIGHBOURS
-        self._columns = Evidence(*(acceptance.column(name) for name in first))
+        self._columns = evidence_of(acceptance)
         self.worth = allocate_worth(self._columns, len(acceptance.names))
         at_a_node = ngrams.orders * ngrams.top_k + SEARCHED + (1 + len(listed)) * MOST_LISTED
         proposals = (nodes + 1) * at_a_node + MOST_TRIED
@@ -256,7 +260,7 @@ def judge(
 
 
 @inner
-def _read_path(node: int, nodes: Nodes, context: NDArray[np.int64]) -> int:
+def read_path(node: int, nodes: Nodes, context: NDArray[np.int64]) -> int:
     """Write the last tokens of the path to a node to `context`, the very last one first; returns how many."""
     size = 0
     while node >= 0 and size < len(context):
@@ -273,7 +277,7 @@ def _propose(node: int, nodes: Nodes, proposals: Proposals, sources: Sources, co
     Returns:
         Length of the longest context of the node that the memory knows.
     """
-    size = _read_path(node, nodes, context)
+    size = read_path(node, nodes, context)
     known = propose_known(node, context, size, proposals, sources.entries, sources.columns.memory)
     propose_matches(node, context, size, nodes, proposals, sources.matches, sources.columns.matches)
     if known == 0 and nodes.probabilities[node] >= _LEAST_ASKING:
@@ -370,10 +374,8 @@ def _search_tree(
         nodes.starts[node + 1] = end
         estimate(begin, end, nodes.known[node], weights, proposals)
         for row in range(begin, end):
-            kind = kind_of(row, proposals, sources.columns)
-            proposals.kinds[row] = kind
-            worth = proposals.estimates[row] * sources.worth.factors[kind]
-            probability = nodes.probabilities[node] * min(worth, surest)
+            likely = believe(row, surest, proposals, sources.columns, sources.worth)
+            probability = nodes.probabilities[node] * likely
             queue.probabilities[row] = probability
             if not chains and probability >= least and is_useful(probability, most, queue):
                 push(row, probability, queue)

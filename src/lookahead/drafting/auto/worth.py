@@ -68,7 +68,7 @@ def settle(worth: Worth, expected: NDArray[np.float64], selected: NDArray[np.flo
 
 
 @inner
-def kind_of(row: int, proposals: Proposals, evidence: Evidence) -> int:
+def _kind_of(row: int, proposals: Proposals, evidence: Evidence) -> int:
     """The kind of a proposal at the node at hand."""
     orders = evidence.matches - evidence.memory
     order = orders
@@ -87,3 +87,12 @@ def kind_of(row: int, proposals: Proposals, evidence: Evidence) -> int:
         if proposals.features[row, column] > UNLISTED_LOG and proposals.defaults[column] < 0:
             return int(MATCH_KINDS * (orders + 1) + column - evidence.others)
     return 0
+
+
+@inner
+def believe(row: int, surest: float, proposals: Proposals, evidence: Evidence, worth: Worth) -> float:
+    """Note the kind of a proposal at the node at hand; returns how likely it is, by its estimate and what its kind has
+    been worth, at most `surest`."""
+    kind = _kind_of(row, proposals, evidence)
+    proposals.kinds[row] = kind
+    return float(min(proposals.estimates[row] * worth.factors[kind], surest))

@@ -60,11 +60,8 @@ class TargetPredictions:
         reads = not self._rests and len(self._calls) < _MOST_CALLS
         # With several ranks only one of them may have logits.
         if reads and isinstance(logits, torch.Tensor) and 0 < logits.shape[0] <= self._most_rows:
-            self._list(logits)
+            self._calls.append(top_predictions(logits.detach()[:, : self._vocabulary], self._top_k))
         return logits
-
-    def _list(self, logits: torch.Tensor) -> None:
-        self._calls.append(top_predictions(logits.detach()[:, : self._vocabulary], self._top_k))
 
     def take(self, rows: int) -> Predictions | None:
         """What was said since the last time, if it was about so many rows. The first call about as many is the one

@@ -91,7 +91,6 @@ class LookaheadProposer:
         self._batch: PathBatch  # made with the memory, by `load_model`
         self._requests: Requests
         self._is_loaded = False
-        self._awaits = True  # whether logits of the coming step are read
         self._lengths = ChainLengths() if self._settings.adaptive else None
         self._clock = step_clock(torch.device("cpu"))
         self._began: float | None = None  # when the last step was over
@@ -110,7 +109,7 @@ class LookaheadProposer:
         self._memory.ngrams.occupy()
         surest = SUREST if reads else text_only.SUREST
         self._batch = PathBatch(self._memory, self._most_requests, self._most_drafted, surest, reads=reads)
-        self._requests = Requests(self._batch, self._most_requests)
+        self._requests = Requests(self._batch)
         self._is_loaded = True
         if reads:
             most_rows = self._most_requests * (1 + self._most_drafted)
@@ -148,9 +147,8 @@ class LookaheadProposer:
         self._book(rows, added, now)
         self._learn(rows, tokens, lengths, added)
         drafts = self._draft(rows)
-        self._awaits = not self._rests
         if self._target is not None:
-            self._target.expect(self._awaits)
+            self._target.expect(not self._rests)
         self._save_sometimes()
         self._began = now
         every = zip(drafts.tokens.tolist(), drafts.counts.tolist(), strict=True)
@@ -169,7 +167,7 @@ class LookaheadProposer:
     ) -> None:
         """Let the texts go on, and learn what the step showed of them."""
         predictions = _NOTHING if self._target is None else self._target.take(int(rows.counts.sum())) or _NOTHING
-        self.statistics.unread += self._target is not None and self._awaits and predictions is _NOTHING
+        self.statistics.unread += self._target is not None and not self._rests and predictions is _NOTHING
         self.statistics.requests += int(np.count_nonzero(rows.begun))
         learned = VerifiedPaths(*rows, tokens, lengths, added, *predictions)
         self.statistics.accepted += self._batch.learn(learned)
@@ -189,7 +187,7 @@ class LookaheadProposer:
 
     @property
     def _rests(self) -> bool:
-        """Whether the coming step goes without drafts."""
+        """Whether the coming step goes without drafts; before they are made, the step that is over."""
         return self._lengths is not None and self._lengths.rests
 
     def _save_sometimes(self) -> None:

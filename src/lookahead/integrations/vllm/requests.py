@@ -37,18 +37,16 @@ class Requests:
     latest are kept, as many as vLLM may have besides those that are.
 
     Args:
-        batch: Their texts and paths.
-        most: Most requests of a step: as many places as it has.
+        batch: Their texts and paths. It has a place for each request of a step.
 
     Attributes:
         absent: Places of those that are not there, the latest last.
         have_left: Whether some that were in the step before are not in the last one.
     """
 
-    def __init__(self, batch: PathBatch, most: int) -> None:
+    def __init__(self, batch: PathBatch) -> None:
         self._batch = batch
-        self._most = most
-        self._free = list(range(most))[::-1]
+        self._free = list(range(batch.places))[::-1]
         self._rows = np.empty(0, dtype=np.int64)  # the places of the last step
         self._recognise = TypedLoop(_recognise)
         self.absent: list[int] = []
@@ -95,7 +93,7 @@ class Requests:
 
     def _admit(self, rows: Rows, added: NDArray[np.int64]) -> None:
         """Give new requests places, of those that are absent longest if there are no others."""
-        most = self._most - int(np.count_nonzero(added))
+        most = self._batch.places - int(np.count_nonzero(added))
         while len(self.absent) > max(most, 0):
             place = self.absent.pop(0)
             self._batch.texts.forget(place)
