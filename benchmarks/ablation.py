@@ -12,9 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from lookahead.api.prompt_warm_up import MOST_READ
 from lookahead.backends.transformers import ModelRunner, engine_model
@@ -28,21 +26,14 @@ from lookahead.bench.prompts import Prompt, encode, read_prompts
 from lookahead.bench.rows import Request, Row, build_row
 from lookahead.bench.suite import MethodSpec, TaskSpec
 from lookahead.cli import process
-from lookahead.core.budget import Send
 from lookahead.core.decoder import Batch, decode
 from lookahead.core.statistics import Statistics
-from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, EmbeddingNeighbours, JacobiWindow, NGramMemory
+from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, EmbeddingNeighbours, NGramMemory
 from lookahead.drafting.auto.scorer import MATCHES, NEIGHBOURS, NOTHING, Acceptance, context_name
 from probe import Probe, Unit, load_model, option
 
 PLAIN = MethodSpec("transformers")
 """What all is compared with."""
-
-WINDOW_SIZE, WINDOW_NGRAM = 5, 3
-"""W and N of the paper's window where a variant has one."""
-
-WINDOW_NODES = (WINDOW_NGRAM - 1) * WINDOW_SIZE - 1
-"""Nodes that such a window takes besides the root."""
 
 _FIRST, _NEVER = 20.0, -20.0
 _ANY_MATCH, _NOTHING = 2.0, -2.0
@@ -71,7 +62,6 @@ class Variant:
             (priors); by weights that are the same for every length of contexts and matches (equal), or learned from
             these on; or in a fixed order: what follows the longest match, then what the longest known context says.
         explores: Try recent predictions with the nodes that are left.
-        window: The paper's window: none, in nodes that nothing else takes, or in nodes set aside for it.
         keeps: Keep the memory from prompt to prompt.
         neighbours: Draft from the neighbours of unknown tokens.
         continuations: Draft from what followed the tokens that stood in the root's place.
@@ -83,7 +73,6 @@ class Variant:
     orders: int = 4
     merge: Literal["learned", "priors", "fixed", "equal", "learned from equal"] = "learned"
     explores: bool = True
-    window: Literal["", "left", "reserved"] = ""
     keeps: bool = False
     neighbours: bool = True
     continuations: bool = True
@@ -106,48 +95,12 @@ class Variant:
         return AutoDrafter(
             memory,
             ContextMatches() if self.matches else None,
-            JacobiWindow(WINDOW_SIZE, WINDOW_NGRAM, 0) if self.window else None,
-            ReservingBudget(nodes, WINDOW_NODES) if self.window == "reserved" else nodes,
-            most=nodes,
+            nodes,
             explore=self.explores,
             warm_up=self.warm_up if self.orders else 0,
             neighbours=neighbours if self.neighbours and self.orders else None,
             continuations=self.continuations,
         )
-
-
-class ReservingBudget:
-    """Sends a fixed number of nodes, of which some are kept for the window."""
-
-    backs_off = False
-    least = 0.0
-    reads_prompts = True
-
-    def __init__(self, nodes: int, reserved: int) -> None:
-        self._nodes = nodes
-        self._reserved = reserved
-        self.chosen = 0
-
-    def begin(self) -> None:
-        """See `StepBudget`."""
-
-    def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
-        """Take all candidates that leave room for the window; see `StepBudget`."""
-        most = max(self._nodes - 1 - self._reserved, 0)
-        self.chosen = min(len(probabilities), most)
-        return self.chosen < most
-
-    def when_chosen(self, send: Send) -> None:
-        """See `StepBudget`."""
-        send(self.chosen)
-
-    @property
-    def left(self) -> int:
-        """See `StepBudget`."""
-        return self._nodes - 1 - self.chosen
-
-    def learn(self, accepted: Sequence[int]) -> None:
-        """See `StepBudget`."""
 
 
 VARIANTS: dict[str, Variant] = {
@@ -166,8 +119,6 @@ VARIANTS: dict[str, Variant] = {
     "prompt not read": Variant(warm_up=0),
     "newest prediction alone after one token": Variant(old_share=0.0),
     "none of these four": Variant(neighbours=False, continuations=False, warm_up=0, old_share=0.0),
-    "window in what is left": Variant(explores=False, window="left"),
-    "window in nodes of its own": Variant(window="reserved"),
     "memory kept across prompts": Variant(keeps=True),
 }
 

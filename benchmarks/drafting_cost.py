@@ -191,7 +191,7 @@ class PartTimes:
 def new_drafter(memory: DraftMemory, nodes: int, chooses: bool, neighbours: EmbeddingNeighbours) -> AutoDrafter:
     """A drafter as `preset="auto"` has it, with a `step_budget` or with one that chooses."""
     budget, most = (ChosenBudget(nodes), MOST_CHOSEN_NODES) if chooses else (nodes, nodes)
-    return AutoDrafter(memory, ContextMatches(), None, budget, most, neighbours=neighbours)
+    return AutoDrafter(memory, ContextMatches(), budget, most, neighbours=neighbours)
 
 
 def some_neighbours(vocabulary: int) -> EmbeddingNeighbours:
@@ -260,7 +260,7 @@ def serve(
     """Draft for many short texts with one memory; yields what is kept after so many of them as `marks` say."""
     model = HashedModel(vocabulary)
     for number in range(1, requests + 1):
-        drafter = AutoDrafter(memory, ContextMatches(), None, REQUEST_NODES)
+        drafter = AutoDrafter(memory, ContextMatches(), REQUEST_NODES)
         text = Text(model, drafter, number)
         for _ in range(steps):
             drafter.observe(text.result(text.propose()))

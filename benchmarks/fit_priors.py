@@ -62,7 +62,7 @@ def record(name: str, prompts: Path, options: argparse.Namespace) -> Recorder:
                 [CheckedSource(make()) for make in options.source],
             )
             drafter = AutoDrafter(
-                memory, ContextMatches(), None, options.nodes, warm_up=PROMPT_READ, neighbours=near, sources=sources
+                memory, ContextMatches(), options.nodes, warm_up=PROMPT_READ, neighbours=near, sources=sources
             )
             decode_with(drafter, loaded.model, ids, options.max_new_tokens)
     return recorder

@@ -278,7 +278,7 @@ def demo_rows(options: Options) -> Iterator[Row]:
 
 
 def _auto_chains(most: int, length: int) -> SeveralChains:
-    drafter = AutoDrafter(DraftMemory(), ContextMatches(), None, SKETCHED_NODES, explore=False)
+    drafter = AutoDrafter(DraftMemory(), ContextMatches(), SKETCHED_NODES, explore=False)
     return SeveralChains(drafter, most, length)
 
 

@@ -17,9 +17,9 @@ from lookahead.backends.transformers import ModelRunner
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.core.decoder import Batch, decode
-from lookahead.core.token_tree import NodeKind, TokenTree
+from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import follow
-from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, JacobiWindow, NGramMemory, StepResult
+from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, NGramMemory, StepResult
 from lookahead.drafting.auto.scorer import NOTHING, Acceptance, Lessons, context_name
 from lookahead.errors import InvalidArgumentError
 from model_zoo import VOCAB_SIZE, build, greedy
@@ -77,7 +77,7 @@ def _top_tokens(*seed: int) -> tuple[list[int], list[float]]:
 
 
 def drafter_of(budget: int, **settings: object) -> AutoDrafter:
-    return AutoDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), ContextMatches(), None, budget, **settings)  # type: ignore[arg-type]
+    return AutoDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), ContextMatches(), budget, **settings)  # type: ignore[arg-type]
 
 
 def plain(chain: Chain, count: int) -> list[int]:
@@ -94,14 +94,12 @@ def plain(chain: Chain, count: int) -> list[int]:
     seed=st.integers(0, 9),
     warm_up=st.sampled_from([0, 5, 100]),
     positions=st.sampled_from([None, 60]),
-    window=st.booleans(),
 )
 def test_texts_are_the_same_and_bounds_are_kept(
-    budget: int, prompt: list[int], seed: int, warm_up: int, positions: int | None, window: bool
+    budget: int, prompt: list[int], seed: int, warm_up: int, positions: int | None
 ) -> None:
     memory = DraftMemory(NGramMemory(3, 64, TOP_K))
-    sent = JacobiWindow(3, 3, 0) if window else None
-    chain = Chain(AutoDrafter(memory, ContextMatches(16), sent, budget, warm_up=warm_up), prompt, seed, positions)
+    chain = Chain(AutoDrafter(memory, ContextMatches(16), budget, warm_up=warm_up), prompt, seed, positions)
     expected = plain(chain, 130)
     while len(chain.text) < min(80, positions or 80):
         length = len(chain.text)
@@ -116,7 +114,7 @@ def test_it_takes_fewer_steps_as_it_learns() -> None:
     memory = DraftMemory(NGramMemory(3, 4096, TOP_K))
     steps = []
     for _ in range(2):
-        chain = Chain(AutoDrafter(memory, ContextMatches(), None, 16), [1, 2, 3])
+        chain = Chain(AutoDrafter(memory, ContextMatches(), 16), [1, 2, 3])
         count = 0
         while len(chain.text) < 60:
             chain.step()
@@ -143,7 +141,7 @@ def test_probabilities_of_one_node_are_a_softmax_of_their_scores() -> None:
     ngrams.insert(np.array([[5, -1]]), np.array([[1, 2]]), np.array([[0.5, 0.25]], dtype=np.float32))
     ngrams.insert(np.array([[5, 4]]), np.array([[3, 1]]), np.array([[0.8, 0.1]], dtype=np.float32))
     ngrams.insert(np.array([[5, -1]]), np.array([[1, 2]]), np.array([[0.5, 0.25]], dtype=np.float32))
-    drafter = AutoDrafter(memory, None, None, 4, explore=False)
+    drafter = AutoDrafter(memory, None, 4, explore=False)
     drafter.start([4, 5])
     tree = TokenTree([5], max_depth=1)
     drafter.propose(tree)
@@ -159,7 +157,7 @@ def test_probabilities_of_one_node_are_a_softmax_of_their_scores() -> None:
 
 
 def test_text_that_was_there_before_is_copied() -> None:
-    drafter = AutoDrafter(DraftMemory(), ContextMatches(), None, 6, explore=False)
+    drafter = AutoDrafter(DraftMemory(), ContextMatches(), 6, explore=False)
     drafter.start([1, 2, 3, 4, 5, 6, 7, 1, 2, 3])
     tree = TokenTree([3])
     drafter.propose(tree)
@@ -182,16 +180,6 @@ def test_the_prompt_is_read_as_far_as_asked() -> None:
     tree = TokenTree([7, 8, 9, 10])
     drafter.propose(tree)
     assert tree.needs_logits == [False, True, True, True]
-
-
-def test_a_window_takes_what_is_left() -> None:
-    window = JacobiWindow(3, 3, 0)
-    drafter = AutoDrafter(DraftMemory(), ContextMatches(), window, 8, explore=False)
-    drafter.start([1])
-    tree = TokenTree([1])
-    drafter.propose(tree)
-    assert [kind for kind in tree.kinds if kind is NodeKind.WINDOW]
-    assert len(tree) <= 8
 
 
 def test_a_step_that_was_not_asked_for_a_draft_teaches_all_the_same() -> None:
@@ -232,7 +220,7 @@ class Stingy:
 
 def test_a_budget_decides_how_many_nodes_are_sent() -> None:
     budget = Stingy()
-    drafter = AutoDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), ContextMatches(), None, budget)
+    drafter = AutoDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), ContextMatches(), budget)
     chain = Chain(drafter, [1, 2, 3])
     trees = [chain.step() for _ in range(6)]
     assert all(len(tree) - tree.root == 3 for tree in trees)
@@ -249,7 +237,7 @@ def test_a_budget_decides_how_many_nodes_are_sent() -> None:
 def test_a_budget_decides_how_likely_nodes_are_that_are_searched_for() -> None:
     def offered(least: float) -> list[float]:
         budget = Stingy()
-        chain = Chain(AutoDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), ContextMatches(), None, budget), [1, 2, 3])
+        chain = Chain(AutoDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), ContextMatches(), budget), [1, 2, 3])
         for _ in range(8):
             chain.step()
         budget.least = least
@@ -280,13 +268,11 @@ def test_acceptance_learns_what_comes_true() -> None:
     assert np.array_equal(acceptance.weights[:2], before[:2]), "what is known less of is another matter"
 
 
-@pytest.mark.parametrize(("window", "budget"), [(False, 24), (True, 40), (False, 1)])
-def test_texts_of_a_transformers_model_are_the_same(window: bool, budget: int) -> None:
+@pytest.mark.parametrize("budget", [1, 24])
+def test_texts_of_a_transformers_model_are_the_same(budget: int) -> None:
     model = build("llama", seed=0)
     prompt = [5, 8, 2, 5, 8, 2, 5]
-    drafter = AutoDrafter(
-        DraftMemory(), ContextMatches(), JacobiWindow(4, 3, 0) if window else None, budget, warm_up=16
-    )
+    drafter = AutoDrafter(DraftMemory(), ContextMatches(), budget, warm_up=16)
     sequence = TextSequence(torch.tensor([prompt]), prompt, drafter, TextSampler(), lambda text: len(text.tokens) >= 60)
     with torch.no_grad():
         decode(ModelRunner(model, 1), Batch([sequence]))
@@ -314,7 +300,7 @@ def test_compiled_loops_give_the_same_trees(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_without_a_memory_it_drafts_from_the_text_alone() -> None:
-    drafter = AutoDrafter(None, ContextMatches(), None, 8, explore=False)
+    drafter = AutoDrafter(None, ContextMatches(), 8, explore=False)
     assert drafter.top_k == 0
     chain = Chain(drafter, [1, 2, 3, 1, 2])
     expected = plain(chain, 250)

@@ -158,8 +158,8 @@ def test_the_paper_needs_trees() -> None:
 def test_a_grown_chain_is_the_best_path_of_the_tree_and_what_is_likeliest_after_it(sketched: int) -> None:
     random, depth = Random(0), 16
     text = [random.randrange(3) for _ in range(300)]
-    plain = AutoDrafter(DraftMemory(), ContextMatches(), None, sketched, explore=False)
-    grown = AutoDrafter(DraftMemory(), ContextMatches(), None, sketched, explore=False, chain=depth)
+    plain = AutoDrafter(DraftMemory(), ContextMatches(), sketched, explore=False)
+    grown = AutoDrafter(DraftMemory(), ContextMatches(), sketched, explore=False, chain=depth)
     trees = []
     for drafter in (plain, grown):
         drafter.start(text)

@@ -83,7 +83,7 @@ def drafted(table: EmbeddingNeighbours | None) -> list[int]:
     """What is drafted to follow token 6, which was never seen, when 9 is known to follow 5."""
     memory = DraftMemory(NGramMemory(2, 64, TOP_K))
     memory.ngrams.insert(np.array([[5, -1]]), np.array([[9, 8, 7, 1]]), np.float32([[0.8, 0.1, 0.03, 0.01]]))
-    drafter = AutoDrafter(memory, ContextMatches(), None, 3, explore=False, neighbours=table)
+    drafter = AutoDrafter(memory, ContextMatches(), 3, explore=False, neighbours=table)
     drafter.start([5, 3, 6])
     tree = TokenTree([5, 3, 6], max_depth=3)
     drafter.propose(tree)
@@ -100,7 +100,7 @@ def test_an_unknown_token_is_followed_by_what_follows_its_neighbour() -> None:
 def test_what_followed_a_rejected_sibling_is_drafted_after_the_right_token() -> None:
     memory = DraftMemory(NGramMemory(2, 64, TOP_K))
     memory.ngrams.insert(np.array([[5, -1]]), np.array([[7]]), np.float32([[0.8]]))
-    drafter = AutoDrafter(memory, ContextMatches(), None, 2, explore=False)
+    drafter = AutoDrafter(memory, ContextMatches(), 2, explore=False)
     drafter.start([5])
     tree = TokenTree([5])
     drafter.propose(tree)

@@ -89,9 +89,7 @@ def test_the_store_finds_all_that_follows() -> None:
 
 def test_listed_paths_are_drafted_as_they_branch() -> None:
     paths = TokenPaths([7, 8, 9, 6], [-1, 0, 0, -1], [0.8, 0.6, 0.3, 0.1])
-    drafter = AutoDrafter(
-        DraftMemory(), ContextMatches(), None, 5, explore=False, sources=[CheckedSource(Fixed(paths))]
-    )
+    drafter = AutoDrafter(DraftMemory(), ContextMatches(), 5, explore=False, sources=[CheckedSource(Fixed(paths))])
     drafter.start([5])
     tree = TokenTree([5])
     drafter.propose(tree)
@@ -102,7 +100,7 @@ def test_listed_paths_are_drafted_as_they_branch() -> None:
 
 def test_what_a_source_is_worth_is_learned_and_kept() -> None:
     memory = DraftMemory(NGramMemory(2, 64, 2))
-    drafter = AutoDrafter(memory, None, None, 2, explore=False, continuations=False, sources=[CheckedSource(Fixed())])
+    drafter = AutoDrafter(memory, None, 2, explore=False, continuations=False, sources=[CheckedSource(Fixed())])
     column = memory.acceptance.column("fixed")
     before = memory.acceptance.weights[:, column].copy()
     drafter.start([5])
@@ -142,7 +140,7 @@ class Forbidding(Fixed):
 def test_what_a_source_forbids_is_not_sent_and_others_take_its_place() -> None:
     paths = TokenPaths([1, 2, 3, 4, 5], [-1, 0, -1, 2, 3], [0.9, 0.9, 0.8, 0.9, 0.9])
     memory = DraftMemory(NGramMemory(2, 64, 2))
-    drafter = AutoDrafter(memory, None, None, 4, explore=False, sources=[CheckedSource(Forbidding(paths, {1}))])
+    drafter = AutoDrafter(memory, None, 4, explore=False, sources=[CheckedSource(Forbidding(paths, {1}))])
     before = memory.acceptance.weights[0, memory.acceptance.column("fixed")]
     drafter.start([7])
     tree = TokenTree([7])

@@ -103,7 +103,7 @@ class Texts:
 def test_it_drafts_what_a_chain_of_the_search_is(seed: int, reach: int) -> None:
     model, text, memory = Model(seed), [1, 2, 3], small_memory()
     paths = Texts(text, reach=reach, rejected=LONGEST)
-    search = AutoDrafter(memory, ContextMatches(reach), None, 2, explore=False, chain=LONGEST)
+    search = AutoDrafter(memory, ContextMatches(reach), 2, explore=False, chain=LONGEST)
     chains = ChainDrafter(search, LONGEST + 1)
     chains.start(text)
     accepted = 0

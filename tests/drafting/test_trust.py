@@ -59,12 +59,12 @@ def write(drafter: AutoDrafter, prompt: list[int], answer: list[int], right: boo
 
 
 def drafter_of(nodes: int, *sources: object) -> AutoDrafter:
-    return AutoDrafter(DraftMemory(), ContextMatches(), None, nodes, warm_up=100, sources=sources)  # type: ignore[arg-type]
+    return AutoDrafter(DraftMemory(), ContextMatches(), nodes, warm_up=100, sources=sources)  # type: ignore[arg-type]
 
 
 def test_a_text_that_is_forced_is_drafted_as_well_as_from_the_text_alone() -> None:
     prompt, answer = text_of([0, 1, 2, 0, 2, 1]), text_of([1, 0, 2, 2, 0, 1, 0, 1, 2, 1])
-    matches = AutoDrafter(None, ContextMatches(), None, 16, explore=False)
+    matches = AutoDrafter(None, ContextMatches(), 16, explore=False)
     alone, auto = write(matches, prompt, answer), write(drafter_of(16), prompt, answer)
     assert len(auto) <= len(alone)
     assert len(auto) < len(answer) / 2

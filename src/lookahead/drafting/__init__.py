@@ -113,7 +113,7 @@ def build_drafter(
             return TokenRecyclingDrafter(fixed)
         compile_loops()  # now: a step that compiled would say nothing of what steps cost
         if config.preset == "context_matches":
-            return AutoDrafter(None, ContextMatches(), None, fixed, explore=False)
+            return AutoDrafter(None, ContextMatches(), fixed, explore=False)
         chooses: int | StepBudget = fixed if budget is None else budget
         if budget is None and account is not None and config.step_budget is None:
             chooses = ThroughputBudget(account, min(most, MOST_CHOSEN_NODES))
@@ -122,7 +122,7 @@ def build_drafter(
 
         def make_auto() -> AutoDrafter:
             matches, own = text_sources(predicted, *users)
-            parts = (known, matches, None, chooses)
+            parts = (known, matches, chooses)
             cap = min(most, MOST_CHOSEN_NODES)
             return AutoDrafter(*parts, cap, warm_up=warm_up, neighbours=neighbours, sources=own)
 
@@ -171,11 +171,11 @@ def build_chain_drafter(
         return ChainDrafter(TokenRecyclingDrafter(sketched), fixed)
     compile_loops()
     if config.preset == "context_matches":
-        return ChainDrafter(AutoDrafter(None, ContextMatches(), None, sketched, explore=False), fixed)
+        return ChainDrafter(AutoDrafter(None, ContextMatches(), sketched, explore=False), fixed)
     budget = fixed if account is None or config.step_budget is not None else ChainBudget(account)
     memory = memory or DraftMemory()
     matches, own = text_sources(predicted, *_own_sources(config, memory, vocabulary))
-    parts = (memory, matches, None, sketched)
+    parts = (memory, matches, sketched)
     return ChainDrafter(AutoDrafter(*parts, warm_up=warm_up, explore=False, neighbours=neighbours, sources=own), budget)
 
 

@@ -79,7 +79,7 @@ def build_text_drafter(
     matches, own = text_sources(predicted, *sources)
     budget: int | StepBudget = LikelyBudget(nodes, least) if least else nodes
     known = memory or text_memory()
-    return AutoDrafter(known, matches, None, budget, nodes, explore=False, sources=own, surest=SUREST)
+    return AutoDrafter(known, matches, budget, nodes, explore=False, sources=own, surest=SUREST)
 
 
 def build_text_chain_drafter(

@@ -41,7 +41,7 @@ def compile_loops() -> None:
     mix_in(0, np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.float32), 0.5)
     memory = DraftMemory(NGramMemory(16, 2, 4))
     embedding = np.eye(_VOCABULARY, dtype=np.float32)
-    drafter = AutoDrafter(memory, ContextMatches(16), None, _NODES, neighbours=EmbeddingNeighbours(embedding))
+    drafter = AutoDrafter(memory, ContextMatches(16), _NODES, neighbours=EmbeddingNeighbours(embedding))
     drafter.start([0, 1, 2])
     for step in range(_STEPS):
         tree = TokenTree([step])

@@ -12,8 +12,8 @@ from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.budget import FixedBudget, StepBudget
 from lookahead.core.compiled import loop_arrays
 from lookahead.core.outputs import StepResult
-from lookahead.core.token_tree import NodeKind, TokenTree
-from lookahead.core.watching import WINDOW, Explanation, Origin
+from lookahead.core.token_tree import TokenTree
+from lookahead.core.watching import Explanation
 from lookahead.drafting.auto.context_matches import LONGEST, ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
@@ -24,7 +24,6 @@ from lookahead.drafting.auto.rejected_siblings import RejectedSiblings
 from lookahead.drafting.auto.search import SUREST, TreeSearch
 from lookahead.drafting.auto.source import Source
 from lookahead.drafting.auto.trust import Trust, believed
-from lookahead.drafting.window import JacobiWindow
 
 _LEAST_GROWN = 8
 _LEAST_UNTRUSTED = 0.05
@@ -49,7 +48,6 @@ class AutoDrafter:
         memory: What is known about the model. It may be shared by the sequences of a process and kept from one to the
             next; each sequence has a drafter of its own. If not given, nothing is remembered.
         matches: Earlier occurrences in the text; none are looked for if not given.
-        window: The paper's lookahead window, sent when it fits into the nodes that are left.
         budget: Nodes of a step, the root included, or what chooses them.
         most: Nodes of a step at most, the root included, whatever the budget would choose.
         warm_up: How many of the last tokens of the prompt are read like drafted ones when it is sent, so that the
@@ -70,7 +68,6 @@ class AutoDrafter:
         self,
         memory: DraftMemory | None,
         matches: ContextMatches | None,
-        window: JacobiWindow | None,
         budget: int | StepBudget,
         most: int = MOST_CHOSEN_NODES,
         warm_up: int = 0,
@@ -87,7 +84,6 @@ class AutoDrafter:
         self.memory = DraftMemory(NGramMemory(1, 1, 1)) if memory is None else memory
         self._top_k = 0 if memory is None else memory.ngrams.top_k
         self.matches = matches
-        self.window = window
         self._most = most - 1
         self._kept = self._most + chain
         self._read_prompt = warm_up
@@ -131,8 +127,6 @@ class AutoDrafter:
         self._recent.start(prompt)
         if self.matches is not None:
             self.matches.start(prompt)
-        if self.window is not None:
-            self.window.start(prompt)
         self._trust.start()
         self._recalled = False
         if self.memory.ngrams.observed:
@@ -143,7 +137,7 @@ class AutoDrafter:
         self._tree = None
 
     def propose(self, tree: TokenTree) -> None:
-        """Add the likeliest paths, the likeliest node first, and the window if it fits."""
+        """Add the likeliest paths, the likeliest node first."""
         self.budget.begin()
         if self.budget.backs_off:
             return
@@ -179,8 +173,6 @@ class AutoDrafter:
         self._search.add_to(tree, rows)
         self._sent = chosen
         self._tree = tree
-        if self.window is not None and sum(map(len, self.window.rows)) <= min(self.budget.left, self._most - chosen):
-            self.window.propose(tree)
 
     def explain(self, tree: TokenTree) -> Explanation:
         """Which sources named each node, and how likely it was taken to be."""
@@ -189,13 +181,13 @@ class AutoDrafter:
             if tree is not self._tree:
                 return Explanation(entries=entries)
             origins = self._search.origins(self._rows[1:])
-        return Explanation([*origins, *[Origin((WINDOW,))] * (len(tree) - tree.root - 1 - len(origins))], entries)
+        return Explanation(origins, entries)
 
     def observe(self, result: StepResult) -> None:
         """Learn from the predictions after every node, and add the new tokens to the text."""
         for source in self._sources:
             source.observe(result)
-        if self.budget.backs_off and self.window is None:
+        if self.budget.backs_off:
             self._late += result.tokens  # a resting drafter does nothing that can wait
             return
         with self.memory.lock:
@@ -204,8 +196,6 @@ class AutoDrafter:
     def _observe(self, result: StepResult) -> None:
         self._catch_up()
         tree = result.tree
-        if self.window is not None:
-            self.window.observe(result)
         learns = self._top_k > 0 and (result.top_ids.shape[1] > 0 or self._trust.is_lost)
         if learns:
             shaped = result.shaped()
@@ -282,11 +272,9 @@ class AutoDrafter:
             self._recall()
         tree, orders = result.tree, self.memory.ngrams.orders
         before = self._text[: max(len(self._text) - tree.root - 1, 0)][-orders:]
-        real = np.ones(len(tree), dtype=np.int64)
-        if self.window is not None:
-            real[np.array(tree.kinds) == NodeKind.WINDOW] = 0
-        real[: tree.root + 1] = 2
-        real[result.path] = 2
+        real = np.zeros(len(tree), dtype=np.int64)
+        real[: tree.root + 1] = 1
+        real[result.path] = 1
         read = np.flatnonzero(top_ids[:, 0] >= 0)
         read = read[np.argsort(real[read], kind="stable")]
         contexts = np.empty((len(read), orders), dtype=np.int64)
