@@ -20,9 +20,8 @@ from model_zoo import VOCAB_SIZE, build, greedy
 from word_model import save_word_tokenizer
 
 command, probe = (importlib.import_module(name) for name in ("command", "probe"))
-ablation, attention, cost, listing, engine, growth, parallel, precision = (
-    importlib.import_module(name)
-    for name in ("ablation", "attention", "drafting_cost", "listing", "engine", "growth", "parallel", "precision")
+ablation, cost, engine, parallel, precision = (
+    importlib.import_module(name) for name in ("ablation", "drafting_cost", "engine", "parallel", "precision")
 )
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
@@ -187,56 +186,6 @@ def test_random_model_has_half_a_billion_weights() -> None:
     assert 450e6 < sum(parameter.numel() for parameter in model.parameters()) < 500e6
 
 
-def test_attention_ways_agree(measure: Measure, tmp_path: Path) -> None:
-    assert measure("attention", "--contexts", 16, "--nodes", 1, 5, "--repeats", 1) == 0
-    rows = rows_in(tmp_path)[1:]
-    assert len(rows) == 2 * 2 * 4
-    first = next(iter(attention.ways(16, 5, torch.float32, None).values()))()
-    for attend in attention.ways(16, 5, torch.float32, None).values():
-        assert torch.allclose(attend(), first, atol=1e-5)
-
-
-def test_growth_marks() -> None:
-    marks = growth.Marks([2, 3, 10])
-    for tokens in (1, 4, 9, 12):
-        marks.note(tokens)
-    assert [tokens for tokens, _, _ in marks.reached] == [4, 4, 12]
-    marks.note(20)
-    assert len(marks.reached) == 3
-
-
-def test_growth_compares_outputs(
-    measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = growth.build_model
-
-    def of_one_layer(longest: int) -> Any:
-        model = whole(longest)
-        del model.model.layers[1:]
-        model.config.num_hidden_layers = 1
-        model.config.layer_types = None
-        return model
-
-    monkeypatch.setattr(growth, "build_model", of_one_layer)
-    monkeypatch.setattr(growth, "in_own_process", growth.measure)
-    arguments = ["growth", "--repeats", 1, "--lengths", 6, 18, "--temperatures", 0, 1]
-    assert measure(*arguments) == 0
-    rows = rows_in(tmp_path)[1:]
-    assert [(row["temperature"], row["method"], row["from"], row["to"]) for row in rows] == [
-        (temperature, method, *mark)
-        for temperature in (0, 1)
-        for method in growth.METHODS
-        for mark in ((1, 6), (7, 18))
-    ]
-    assert all(row["identical"] for row in rows)
-    measured = growth.measure
-    monkeypatch.setattr(
-        growth, "in_own_process", lambda *asked: [{**row, "output": asked[0]} for row in measured(*asked)]
-    )
-    assert measure(*arguments, "--restart") == 1
-    assert "auto, temperature 1: another text" in capsys.readouterr().err
-
-
 def test_precision(measure: Measure, model_folder: Path, prompts: Path, tmp_path: Path) -> None:
     arguments = ["--model", model_folder, "--prompts", prompts, "--max-new-tokens", 8]
     assert measure("precision", *arguments, "--limit", 1) == 0
@@ -279,17 +228,6 @@ def test_drafting_cost(measure: Measure, tmp_path: Path) -> None:
     ]
     assert all(set(row["parts"]) == set(cost.PARTS) for row in rows[:4])
     assert [row["requests"] for row in rows if row["kind"] == "requests"] == [1, 10]
-
-
-def test_ways_to_list_the_likeliest_tokens_are_timed(measure: Measure, tmp_path: Path) -> None:
-    assert measure("listing", "--vocabulary", 8192, "--nodes", 2, "--repeats", 1) == 0
-    rows = rows_in(tmp_path)[1:]
-    ways = ("argmax", "softmax", "compiled loop")
-    assert [(row["type"], row["way"]) for row in rows] == [
-        (name, way) for name in ("float32", "bfloat16") for way in ways
-    ]
-    logits = torch.randn(3, 8192)
-    assert torch.equal(listing.by_softmax(logits)[0], logits.topk(8, dim=-1).indices)
 
 
 def test_forced_texts_are_written_by_each_method(measure: Measure, tmp_path: Path) -> None:
@@ -399,11 +337,3 @@ def test_serving(measure: Measure, model_folder: Path, prompts: Path, tmp_path: 
     assert [(row["load"], row["method"]) for row in rows] == [(load, name) for load in (1, 2) for name in methods]
     assert all(row["tokens"] == 12 and row["differ"] == 0 and row["over_plain"] > 0 for row in rows)
     assert all(row["first_token_seconds"] <= row["first_token_seconds_90"] for row in rows[:3])
-
-
-def test_texts_of_an_engine(measure: Measure, model_folder: Path, prompts: Path, tmp_path: Path) -> None:
-    arguments = ["--model", model_folder, "--prompts", prompts, "--dtype", "float32", "--max-new-tokens", 6]
-    assert measure("engine_texts", *arguments) == 0
-    _, *rows = rows_in(tmp_path)
-    assert len(rows) == 9
-    assert all((row["texts"], row["differ"], row["compared"]) == (2, 0, 12) for row in rows)
