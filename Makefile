@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # never touches thread settings.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
+.PHONY: help demo test worth test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -143,6 +143,12 @@ RESTART ?=
 bench: $(VENV)/installed  ## Measure SUITE=name of benchmarks/configs into benchmarks/results/bench; SHARED=folder of data and models; RESTART=--restart measures everything anew
 	$(BIN)/lookahead bench run benchmarks/configs/$(SUITE).toml --data $(SHARED)/data --threads 1 \
 		--output benchmarks/results/bench/$(SUITE).jsonl $(RESTART)
+
+BASE ?= main
+QUICK ?=
+TURNS ?=
+worth: $(VENV)/installed  ## Compare this checkout with BASE=COMMIT in pairs, in S and CPU time (an hour); QUICK=1 S alone at fixed numbers of nodes (minutes); TURNS=n more of them
+	$(BIN)/python benchmarks/worth.py --base $(BASE) --shared $(SHARED) $(if $(QUICK),--quick) $(if $(TURNS),--turns $(TURNS))
 
 tables: $(VENV)/installed  ## Make the tables of README.md and docs/ anew from benchmarks/results
 	$(BIN)/lookahead bench tables benchmarks/tables.toml README.md $(wildcard docs/*.md)

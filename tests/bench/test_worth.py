@@ -1,0 +1,80 @@
+"""The paired comparison of two checkouts: its intervals, its verdicts, and what it has on the disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lookahead.core.decoder import Batch, decode
+from lookahead.core.token_tree import TokenTree
+from lookahead.drafting import NoDrafter
+from playback import PlayedBackend, TextScript, VLLMLoop, played_sequence
+from worth import FAILS, PASSES, UNDECIDED, Estimate, Rows, estimate
+
+
+def cases(*ratios: float) -> dict[str, list[float]]:
+    return {str(number): [ratio] for number, ratio in enumerate(ratios)}
+
+
+def test_equal_cases_have_no_interval_and_pass() -> None:
+    found = estimate(cases(*[1.0] * 10))
+    assert (found.median, found.low, found.high) == (0, 0, 0)
+    assert found.verdict(-0.01) == PASSES
+
+
+@pytest.mark.parametrize(("change", "verdict"), [(0.0, PASSES), (-0.011, UNDECIDED), (-0.05, FAILS)])
+def test_a_verdict_goes_by_the_ends_of_the_interval(change: float, verdict: str) -> None:
+    noise = np.random.default_rng(0).normal(0, 0.005, 40)
+    assert estimate(cases(*(1 + change + noise).tolist())).verdict(-0.01) == verdict
+
+
+def test_turns_of_a_case_count_as_their_mean() -> None:
+    assert estimate({"a": [1.25, 0.8], "b": [1.0]}).median == pytest.approx(0)
+
+
+def test_four_times_the_turns_halve_an_interval() -> None:
+    assert Estimate(0.0, -0.02, 0.02).more_turns(3, -0.01) == 9
+    assert Estimate(-0.02, -0.04, 0.0).more_turns(1, -0.01) == 3
+
+
+def test_a_unit_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    Rows(path).append("demo", 0, [{"case": "a", "tokens": 3, "steps": 2, "seconds": 0.1}])
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"line": "demo", "turn": 1, "rows": [')
+    assert set(Rows(path).units) == {("demo", 0)}
+    Rows(path).append("demo", 1, [])
+    assert [json.loads(line)["turn"] for line in path.read_text(encoding="utf-8").splitlines()] == [0, 1]
+
+
+def test_a_played_text_is_decoded_without_a_model() -> None:
+    batch = Batch([played_sequence([1, 2], [3, 4, 5], NoDrafter())])
+    decode(PlayedBackend([TextScript([1, 2, 3, 4, 5])]), batch)
+    assert batch.sequences[0].tokens == [1, 2, 3, 4, 5]
+    assert batch.statistics.steps == 3
+
+
+def test_a_text_says_its_token_on_its_path_and_nothing_elsewhere() -> None:
+    backend = PlayedBackend([TextScript([1, 2, 3, 4, 5])])
+    tree: TokenTree = backend.begin_tree(0, [1, 2])
+    right, wrong = tree.add_candidates([3, 4]), tree.add_candidates([9, 4])
+    (outputs,) = backend.forward([tree], top_k=3)
+    assert outputs.predictions[[tree.root, *right]].tolist() == [3, 4, 5]
+    assert outputs.top_ids[right[0]].tolist() == [4, -1, -1]
+    assert outputs.predictions[wrong].tolist() == [-1, -1]
+
+
+class Guess:
+    """Drafts two tokens, of which the second is wrong."""
+
+    def propose(self, added: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+        return [[int(tokens[row, length - 1]) + 1, 0] for row, length in enumerate(lengths)]
+
+
+def test_vllm_keeps_what_is_right_and_one_token_more() -> None:
+    loop = VLLMLoop(Guess(), 16)
+    loop.run([[1], [1]], [[2, 3, 4, 5, 6], [2, 3]])
+    assert [[accepted for _, accepted in step] for step in loop.steps] == [[0, 0], [1, 0], [1]]

@@ -1,0 +1,195 @@
+"""Decoding without a model: a backend that plays what models said, and a sampler that selects recorded tokens.
+
+Nothing here computes. What is listed after a node comes from a `Script`, so that drafters meet the same numbers on
+every processor. `VLLMLoop` plays the part of vLLM with a proposer, likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.core.outputs import NodeOutputs
+from lookahead.core.sequence import SequenceState
+from lookahead.core.shaping import Shaping
+from lookahead.core.token_tree import TokenTree
+
+Listed = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""The likeliest tokens after a node, likeliest first, and their probabilities; `[listed]` both."""
+
+
+class Script(Protocol):
+    """What is said of the nodes of one text."""
+
+    def listed(self, length: int, path: tuple[int, ...]) -> Listed:
+        """What follows the first `length` tokens of the text and the drafted tokens `path`."""
+
+
+class TextScript:
+    """Says the token of a recorded text on its path, with probability 1, and nothing elsewhere.
+
+    Args:
+        text: Prompt and answer.
+    """
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self._text = text
+
+    def listed(self, length: int, path: tuple[int, ...]) -> Listed:
+        """See `Script`."""
+        end = length + len(path)
+        follows = end < len(self._text) and tuple(self._text[length:end]) == path
+        return np.array([self._text[end]] if follows else [], dtype=np.int64), np.ones(int(follows), dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class PlayedOutputs:
+    """What a script says of the nodes of a tree (`NodeOutputs`)."""
+
+    predictions: NDArray[np.int64]
+    top_ids: NDArray[np.int64]
+    top_probabilities: NDArray[np.float32]
+
+    def logits_after(self, node: int) -> Any:
+        """See `NodeOutputs`."""
+        raise NotImplementedError("recordings have no logits")
+
+
+class PlayedBackend:
+    """Answers trees from scripts (`Backend`), one for each row.
+
+    Args:
+        scripts: Of each row.
+        cached: Tokens of each row that are in the cache at first; none if not given.
+    """
+
+    def __init__(self, scripts: Sequence[Script], cached: Sequence[int] | None = None) -> None:
+        self._scripts = scripts
+        self._cached = [0] * len(scripts) if cached is None else list(cached)
+
+    def idle_tree(self) -> TokenTree:
+        """See `Backend`."""
+        return TokenTree([0])
+
+    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
+        """See `Backend`."""
+        return TokenTree(text[self._cached[row] :])
+
+    def wants_draft(self, tree: TokenTree) -> bool:
+        """See `Backend`."""
+        return True
+
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[PlayedOutputs]:
+        """See `Backend`."""
+        return [self._read(*row, top_k) for row in zip(self._scripts, self._cached, trees, strict=True)]
+
+    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+        """See `Backend`."""
+        for row, nodes in enumerate(kept):
+            self._cached[row] += len(nodes)
+
+    def _read(self, script: Script, cached: int, tree: TokenTree, top_k: int) -> PlayedOutputs:
+        size = len(tree)
+        predictions, ids = np.full(size, -1, dtype=np.int64), np.full((size, top_k), -1, dtype=np.int64)
+        probabilities = np.zeros((size, top_k), dtype=np.float32)
+        paths: list[tuple[int, ...]] = []
+        for node, token in enumerate(tree.tokens):
+            below = node > tree.root
+            paths.append((*paths[tree.parents[node]], token) if below else ())
+            if tree.needs_logits[node]:
+                length = cached + 1 + (tree.root if below else node)
+                tokens, likely = script.listed(length, paths[node])
+                predictions[node] = tokens[0] if len(tokens) else -1
+                listed = min(len(tokens), top_k)
+                ids[node, :listed], probabilities[node, :listed] = tokens[:listed], likely[:listed]
+        return PlayedOutputs(predictions, ids, probabilities)
+
+
+@dataclass
+class RecordedTokens:
+    """Selects the tokens of a recorded text (`Sampler`).
+
+    Attributes:
+        text: Prompt and answer.
+        samples: Whether they were sampled.
+        shaping: What sampling made of the model's distribution.
+    """
+
+    text: Sequence[int]
+    samples: bool = False
+    shaping: Shaping = field(default_factory=Shaping)
+    needs_logits = True
+
+    def select(self, sequence: Any, outputs: NodeOutputs, node: int) -> int:
+        """See `Sampler`."""
+        return self.text[len(sequence.tokens)]
+
+
+def played_sequence(
+    prompt: Sequence[int], answer: Sequence[int], drafter: Any, shaping: Shaping | None = None, **more: Any
+) -> SequenceState:
+    """A sequence that is complete with the recorded answer; sampled if a shaping is given."""
+    text = [*prompt, *answer]
+    sampler = RecordedTokens(text, shaping is not None, shaping or Shaping())
+    return SequenceState(
+        prompt, drafter, sampler, lambda own: len(own.tokens) >= len(text), most_tokens=len(text), **more
+    )
+
+
+def vllm_config(vocabulary: int, drafted: int, requests: int, room: int, **settings: Any) -> SimpleNamespace:
+    """What the proposer reads of vLLM's configuration; by default it sends all it may, whatever the clock says."""
+    model = SimpleNamespace(model="m", revision=None, max_model_len=room, get_vocab_size=lambda: vocabulary)
+    return SimpleNamespace(
+        model_config=model,
+        speculative_config=SimpleNamespace(num_speculative_tokens=drafted),
+        scheduler_config=SimpleNamespace(max_num_seqs=requests),
+        additional_config={"lookahead": {"adaptive": False, **settings}},
+    )
+
+
+class VLLMLoop:
+    """What vLLM does between two calls of a proposer: verify by the recorded text, and keep one token more.
+
+    Args:
+        proposer: What drafts.
+        room: Tokens of a text at most.
+        read: Called before each step with the prefix of each row and its draft, where logits are to be read along.
+    """
+
+    def __init__(
+        self, proposer: Any, room: int, read: Callable[[list[list[int]], list[list[int]]], None] | None = None
+    ) -> None:
+        self._proposer, self._room, self._read = proposer, room, read
+        self.steps: list[list[tuple[list[int], int]]] = []
+        """For each step and row the draft that was verified, and how many of its tokens were accepted."""
+
+    def run(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
+        """Serve requests that come at once until all of them are complete."""
+        wanted = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+        texts = [list(prompt) for prompt in prompts]
+        drafts: list[list[int]] = [[] for _ in prompts]
+        while texts:
+            if self._read is not None:
+                self._read(texts, drafts)
+            added = [self._verified(*row) for row in zip(texts, wanted, drafts, strict=True)]
+            self.steps.append([(draft, len(new) - 1) for draft, new in zip(drafts, added, strict=True)])
+            texts = [text + new for text, new in zip(texts, added, strict=True)]
+            tokens = np.zeros((len(texts), self._room), dtype=np.int32)
+            for row, text in enumerate(texts):
+                tokens[row, : len(text)] = text
+            drafts = self._proposer.propose(added, np.array([len(text) for text in texts]), tokens)
+            left = [row for row, text in enumerate(texts) if len(text) < len(wanted[row])]
+            texts, wanted = [texts[row] for row in left], [wanted[row] for row in left]
+            drafts = [drafts[row] for row in left]
+
+    @staticmethod
+    def _verified(text: list[int], wanted: list[int], draft: list[int]) -> list[int]:
+        ahead = wanted[len(text) :]
+        pairs = enumerate(zip(draft, ahead, strict=False))
+        agreed = next((at for at, (token, right) in pairs if token != right), min(len(draft), len(ahead)))
+        return ahead[: agreed + 1]
