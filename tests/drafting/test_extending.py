@@ -17,7 +17,7 @@ from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, NGramMemory, TokenPaths
 from lookahead.drafting.auto.scorer import Acceptance
 from lookahead.drafting.auto.source import CheckedSource
-from lookahead.errors import InvalidArgumentError
+from lookahead.errors import InvalidArgumentError, LookaheadWarning
 from model_zoo import VOCAB_SIZE, build, greedy
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -163,10 +163,10 @@ def test_forbidden_drafts_change_steps_alone() -> None:
     assert steps_with(LookaheadConfig(step_budget=8, sources=(lambda: Forbidding(None, other),))) <= most
 
 
-def test_permits_that_are_none_are_refused() -> None:
+def test_permits_that_are_none_cost_the_drafts() -> None:
     source = Fixed()
     source.permits = lambda tokens, parents: [True]  # type: ignore[attr-defined]
-    with pytest.raises(InvalidArgumentError, match="tell it of each"):
+    with pytest.warns(LookaheadWarning, match="drafting stopped.*tell it of each"):
         steps_with(LookaheadConfig(step_budget=8, sources=(lambda: source,)))
 
 
@@ -180,8 +180,8 @@ def test_permits_that_are_none_are_refused() -> None:
         ([1, 2, 3], "no TokenPaths"),
     ],
 )
-def test_paths_that_are_none_are_refused(paths: Any, message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=message):
+def test_paths_that_are_none_cost_the_drafts(paths: Any, message: str) -> None:
+    with pytest.warns(LookaheadWarning, match=f"drafting stopped.*{message}"):
         steps_with(LookaheadConfig(step_budget=8, sources=(lambda: Fixed(paths),)))
 
 
@@ -209,6 +209,16 @@ class TooMany:
     [
         ({"drafter": TooMany, "step_budget": 8}, "proposed 20 nodes.*step_budget"),
         ({"drafter": lambda: TooMany(VOCAB_SIZE, 2)}, f"token {VOCAB_SIZE}"),
+    ],
+)
+def test_nodes_that_cannot_be_cost_the_drafts(fields: dict[str, Any], message: str) -> None:
+    with pytest.warns(LookaheadWarning, match=f"drafting stopped.*{message}"):
+        assert steps_with(LookaheadConfig(**fields)) == TOKENS
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
         ({"drafter": object}, "lacks top_k, start"),
         ({"drafter": TooMany()}, "must be callable"),
         ({"drafter": TooMany, "preset": "auto"}, "drafter=.* is about preset 'own'"),

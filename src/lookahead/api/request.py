@@ -284,7 +284,9 @@ class Request:
             return texts
         self._batch.statistics.state_bytes = self._resources.state_bytes
         self._batch.statistics.invariant_rows = self._resources.invariant_rows
-        self._batch.statistics.sources = [sequence.drafter.statistics() for sequence in self._sequences]
+        self._batch.statistics.sources = [
+            sequence.ask_drafter(lambda drafter: drafter.statistics(), {}) for sequence in self._sequences
+        ]
         return LookaheadOutput(
             sequences=texts,
             scores=stack_collected([sequence.sampler.scores for sequence in self._sequences]),

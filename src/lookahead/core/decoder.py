@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from lookahead.core.backend import Backend
 from lookahead.core.draft_account import StepTime
+from lookahead.core.drafter import Drafter
 from lookahead.core.outputs import NodeOutputs, StepResult
 from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Statistics, StepRecord
@@ -88,10 +89,10 @@ def step(backend: Backend, batch: Batch) -> None:
     trees = [_draft(backend, batch, row) for row in range(len(batch.sequences))]
     looking = 0.0
     if batch.share_out is not None:
-        batch.share_out(trees)
+        trees = _share_out(batch, batch.share_out, trees)
         looking = batch.clock() - start
     now = seconds.add("draft", now)
-    top_k = max(sequence.drafter.top_k for sequence in batch.sequences)
+    top_k = max(sequence.ask_drafter(lambda drafter: drafter.top_k, 0) for sequence in batch.sequences)
     outputs = backend.forward(trees, top_k)
     now = seconds.add("forward", now)
     walks = batch.verify(batch, trees, outputs)
@@ -141,8 +142,37 @@ def _draft(backend: Backend, batch: Batch, row: int) -> TokenTree:
     tree = backend.begin_tree(row, sequence.tokens)
     if not sequence.is_last_token and backend.wants_draft(tree):
         tree.limit(sequence.most_tokens - len(sequence.tokens) - 1)
-        sequence.drafter.propose(tree)
+        if not sequence.ask_drafter(lambda drafter: _propose(drafter, tree), False):
+            return _without_draft(tree)
     return tree
+
+
+def _propose(drafter: Drafter, tree: TokenTree) -> bool:
+    drafter.propose(tree)
+    return True
+
+
+def _share_out(
+    batch: Batch, share_out: Callable[[Sequence[TokenTree]], None], trees: list[TokenTree]
+) -> list[TokenTree]:
+    """The trees with what is sent of all proposals; without any if that fails, as it is no matter of one row."""
+    try:
+        share_out(trees)
+    except Exception as error:
+        for sequence in batch.sequences:
+            sequence.stop_drafting(error)
+        return [_without_draft(tree) for tree in trees]
+    return trees
+
+
+def _without_draft(tree: TokenTree) -> TokenTree:
+    """The pending tokens of `tree`, whatever was done to the rest of it."""
+    if tree.is_chain:
+        return tree
+    pending = tree.root + 1
+    bare = TokenTree(tree.tokens[:pending])
+    bare.needs_logits[:] = tree.needs_logits[:pending]
+    return bare
 
 
 def _walk(sequence: SequenceState, tree: TokenTree, outputs: NodeOutputs) -> Walk:
@@ -172,5 +202,5 @@ def _settle(sequence: SequenceState, outputs: NodeOutputs, walk: Walk) -> tuple[
     shaping = sequence.sampler.shaping if sequence.sampler.samples else None
     listed = outputs.top_ids, outputs.top_probabilities
     result = StepResult(tree, lambda: outputs.predictions, walk.path, walk.tokens, *listed, shaping)
-    sequence.drafter.observe(result)
+    sequence.ask_drafter(lambda drafter: drafter.observe(result), None)
     return result, StepRecord(sequence.index, sequence.steps, walk.tokens, len(tree) - tree.root, sequence.finished)

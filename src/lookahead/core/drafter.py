@@ -27,3 +27,22 @@ class Drafter(Protocol):
 
     def statistics(self) -> dict[str, Any]:
         """Sizes and hit counts of what the drafter holds, as plain numbers and lists."""
+
+
+class NoDrafter:
+    """Proposes nothing: plain autoregressive decoding, one token a step."""
+
+    top_k = 0
+
+    def start(self, prompt: Sequence[int]) -> None:
+        """Nothing to begin."""
+
+    def propose(self, tree: TokenTree) -> None:
+        """The tree stays as it is."""
+
+    def observe(self, result: StepResult) -> None:
+        """Nothing to learn."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Nothing is kept."""
+        return {}

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from traceback import extract_tb
+from typing import Any, TypeVar
 
-from lookahead.core.drafter import Drafter
+from lookahead.core.drafter import Drafter, NoDrafter
 from lookahead.core.sampler import Sampler
 from lookahead.core.statistics import OnStep
 from lookahead.core.watching import StepWatcher
+from lookahead.errors import LookaheadWarning
+
+T = TypeVar("T")
 
 Stop = Callable[[Any], bool]
 """Says whether a sequence, a `SequenceState`, is complete; called after every token."""
@@ -22,7 +27,7 @@ class SequenceState:
 
     Args:
         tokens: The token ids of the prompt that the model reads. At least one.
-        drafter: Proposes tokens for this sequence alone.
+        drafter: Proposes tokens for this sequence alone. If it raises, the text goes on without drafts.
         sampler: Selects the tokens.
         stop: Ends the text.
         on_step: Called with each step, after the backend has settled.
@@ -57,12 +62,31 @@ class SequenceState:
         self.finished = False
         self.steps = 0
         self.watcher: StepWatcher | None = None
-        drafter.start(self.tokens)
+        self.ask_drafter(lambda drafter: drafter.start(self.tokens), None)
 
     @property
     def is_last_token(self) -> bool:
         """Whether the coming token certainly completes the text, so that there is nothing to draft."""
         return len(self.tokens) + 1 >= self.most_tokens
+
+    def ask_drafter(self, ask: Callable[[Drafter], T], otherwise: T) -> T:
+        """What `ask` returns for the drafter; `otherwise` if it raises, and then drafting stops."""
+        try:
+            return ask(self.drafter)
+        except Exception as error:
+            self.stop_drafting(error)
+            return otherwise
+
+    def stop_drafting(self, error: Exception) -> None:
+        """Go on without drafts, which change no text, and warn of it."""
+        self.drafter = NoDrafter()
+        place = extract_tb(error.__traceback__)[-1]
+        warnings.warn(
+            f"drafting stopped, and the text goes on without drafts: {type(error).__name__}: {error} "
+            f"({place.filename}:{place.lineno})",
+            LookaheadWarning,
+            stacklevel=2,
+        )
 
     def append(self, token: int) -> bool:
         """Add a token to the text; whether the text is complete with it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from lookahead.core.outputs import StepResult
@@ -97,8 +98,10 @@ def _unexplained(tree: TokenTree, node: int) -> Origin:
 class _Watched(Protocol):
     """A sequence, as far as it matters here."""
 
-    drafter: Any
     watcher: StepWatcher | None
+
+    def ask_drafter(self, ask: Callable[[Any], Explanation], otherwise: Explanation) -> Explanation:
+        """What `ask` returns for its drafter, or `otherwise` if that raises."""
 
 
 @dataclass
@@ -122,8 +125,10 @@ class Watch:
     def ask(self, sequences: Sequence[_Watched], trees: Sequence[TokenTree]) -> None:
         """Ask the drafters of those that are watched, before any of them learns from the step."""
         for sequence, tree in zip(sequences, trees, strict=True):
-            shown = sequence.watcher is not None
-            self.explanations.append(explain(sequence.drafter, tree) if shown else Explanation())
+            told = Explanation()
+            if sequence.watcher is not None:
+                told = sequence.ask_drafter(partial(explain, tree=tree), explain(None, tree))
+            self.explanations.append(told)
 
     def step(self, row: int, result: StepResult, record: StepRecord, now: Seconds) -> WatchedStep:
         """What there is to tell of a row; `now` are the times behind the step."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from lookahead.config import BUDGETED, MAX_NODES_PER_STEP, MOST_CHOSEN_NODES, OWN, LookaheadConfig
 from lookahead.core.budget import StepBudget, ThroughputBudget
 from lookahead.core.chain_budget import ChainBudget
 from lookahead.core.draft_account import DraftAccount
-from lookahead.core.drafter import Drafter
+from lookahead.core.drafter import Drafter, NoDrafter
 from lookahead.core.outputs import StepResult
-from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.context_matches import ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
@@ -57,25 +53,6 @@ __all__ = [
 
 FIXED_BUDGET = 64
 """Nodes of a step, the root included, where neither a number nor costs are given."""
-
-
-class NoDrafter:
-    """Proposes nothing: plain autoregressive decoding, one token a step."""
-
-    top_k = 0
-
-    def start(self, prompt: Sequence[int]) -> None:
-        """Nothing to begin."""
-
-    def propose(self, tree: TokenTree) -> None:
-        """The tree stays as it is."""
-
-    def observe(self, result: StepResult) -> None:
-        """Nothing to learn."""
-
-    def statistics(self) -> dict[str, Any]:
-        """Nothing is kept."""
-        return {}
 
 
 def build_drafter(

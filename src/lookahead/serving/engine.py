@@ -44,7 +44,7 @@ class Engine:
         config: How to draft; if not given, the default configuration with `memory="process"`, so that requests draft
             from what the model predicted for others. `preset="auto"` sends the likeliest candidates of all rows, as
             many as pay; with a `step_budget` so many nodes a step over all rows. Other methods send theirs for each
-            row. What a drafter of your own raises ends all requests of the step.
+            row. A drafter or source that raises costs its request the drafts, with a warning.
         max_rows: Most requests that run at once. At least 1.
         kv_bytes: Most bytes of keys and values that are held at once, those of trees and of finished texts included;
             any number if `None`.

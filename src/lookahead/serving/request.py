@@ -281,7 +281,7 @@ class Request:
         sequence = self.sequence
         if not self._prepared.config.return_dict_in_generate:
             return sequence.ids.clone()
-        self.handle.statistics.sources = [sequence.drafter.statistics()]
+        self.handle.statistics.sources = [sequence.ask_drafter(lambda drafter: drafter.statistics(), {})]
         return LookaheadOutput(
             sequences=sequence.ids.clone(),
             scores=stack_collected([sequence.sampler.scores]),

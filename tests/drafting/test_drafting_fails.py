@@ -1,0 +1,191 @@
+"""A drafter or source that raises costs its own request the drafts, with one warning, and nothing else."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import lookahead
+from lookahead import Engine, LookaheadConfig, LookaheadWarning, Trace
+from lookahead.core.outputs import StepResult
+from lookahead.core.token_tree import TokenTree
+from lookahead.drafting import TokenPaths, TokenRecyclingDrafter
+from model_zoo import build, greedy
+
+PROMPTS = ([5, 8, 2, 5, 8, 2, 5], [3, 14, 15, 9, 2, 6, 3], [7, 7, 1, 7, 7, 1, 7])
+TOKENS = 24
+DRAFTING = LookaheadConfig(step_budget=16)
+
+
+class Failing:
+    """A drafter that raises on the second call of one of its members, the tree already damaged."""
+
+    def __init__(self, member: str) -> None:
+        self._drafter = TokenRecyclingDrafter(8)
+        self._member, self._calls = member, 0
+        self.start, self.statistics = self._drafter.start, self._drafter.statistics
+
+    def _count(self, member: str) -> None:
+        self._calls += member == self._member
+        if self._calls == 2 and member == self._member:
+            raise KeyError(member)
+
+    @property
+    def top_k(self) -> int:
+        self._count("top_k")
+        return self._drafter.top_k
+
+    def propose(self, tree: TokenTree) -> None:
+        self._drafter.propose(tree)
+        tree.add_candidates([1, 2, 3])
+        self._count("propose")
+
+    def observe(self, result: StepResult) -> None:
+        self._count("observe")
+        self._drafter.observe(result)
+
+
+class FailsAtOnce(TokenRecyclingDrafter):
+    def __init__(self, member: str) -> None:
+        super().__init__(8)
+        setattr(self, member, self._fail)
+
+    def _fail(self, *_: object) -> None:
+        raise KeyError("at once")
+
+
+class FailingSource:
+    name = "failing"
+
+    def __init__(self, member: str) -> None:
+        self.member, self.length = member, 0
+
+    def start(self, prompt: Sequence[int]) -> None:
+        if self.member == "start":
+            raise KeyError("start")
+
+    def propose(self) -> TokenPaths:
+        if self.member == "propose" and self.length > 5:
+            raise KeyError("propose")
+        return TokenPaths.chain([1, 2])
+
+    def observe(self, result: StepResult) -> None:
+        self.length += len(result.tokens)
+        if self.member == "observe" and self.length > 5:
+            raise KeyError("observe")
+
+
+def failing(make: Callable[[], Any]) -> LookaheadConfig:
+    return LookaheadConfig(drafter=make, step_budget=8)
+
+
+CONFIGS = [
+    *[failing(lambda member=member: Failing(member)) for member in ("top_k", "propose", "observe")],
+    *[failing(lambda member=member: FailsAtOnce(member)) for member in ("start", "statistics")],
+    *[
+        LookaheadConfig(step_budget=8, sources=(lambda member=member: FailingSource(member),))
+        for member in ("start", "propose", "observe")
+    ],
+    LookaheadConfig(sources=(lambda: FailingSource("propose"),)),  # in the budget that rows share
+]
+
+
+def warned(seen: list[warnings.WarningMessage]) -> int:
+    return sum(each.category is LookaheadWarning and "drafting stopped" in str(each.message) for each in seen)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_other_requests_of_an_engine_go_on_with_their_drafts(config: LookaheadConfig) -> None:
+    model = build("llama", seed=0)
+    expected = [[*prompt, *greedy(model, tuple(prompt), TOKENS)] for prompt in PROMPTS]
+    engine = Engine(model, DRAFTING)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        handles = [
+            engine.submit(
+                prompt,
+                max_new_tokens=TOKENS,
+                do_sample=False,
+                lookahead_config=config if place == 1 else None,
+                return_dict_in_generate=True,
+            )
+            for place, prompt in enumerate(PROMPTS)
+        ]
+        engine.run()
+    assert [handle.result().sequences[0].tolist() for handle in handles] == expected
+    assert warned(seen) == 1
+    assert all(handle.statistics.steps < TOKENS for handle in (handles[0], handles[2]))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_rows_of_generate_go_on(config: LookaheadConfig, rows: int) -> None:
+    model = build("llama", seed=0)
+    expected = [[*prompt, *greedy(model, tuple(prompt), TOKENS)] for prompt in PROMPTS[:rows]]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        output = lookahead.generate(
+            model,
+            torch.tensor(PROMPTS[:rows]),
+            lookahead_config=config,
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+    assert output.sequences.tolist() == expected
+    assert warned(seen) == rows
+
+
+def test_one_row_of_several_goes_on_alone_without_drafts() -> None:
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(Failing("propose") if len(made) == 1 else TokenRecyclingDrafter(8))
+        return made[-1]
+
+    model, sent = build("llama", seed=0), [0, 0, 0]
+    expected = [[*prompt, *greedy(model, tuple(prompt), TOKENS)] for prompt in PROMPTS]
+
+    def count(record: lookahead.StepRecord) -> None:
+        sent[record.index] += record.nodes - 1
+
+    with pytest.warns(LookaheadWarning, match=r"drafting stopped.*KeyError.*test_drafting_fails\.py:\d+"):
+        output = lookahead.generate(
+            model,
+            torch.tensor(PROMPTS),
+            lookahead_config=failing(make),
+            on_step=count,
+            max_new_tokens=TOKENS,
+            do_sample=False,
+        )
+    assert output.tolist() == expected
+    assert sent[1] < min(sent[0], sent[2])
+
+
+def test_a_trace_goes_on() -> None:
+    model, trace = build("llama", seed=0), Trace()
+    config = LookaheadConfig(drafter=lambda: FailsAtOnce("explain"), step_budget=8, trace=trace)
+    with pytest.warns(LookaheadWarning, match="drafting stopped.*at once"):
+        text = lookahead.generate(
+            model, torch.tensor(PROMPTS[:1]), lookahead_config=config, max_new_tokens=TOKENS, do_sample=False
+        )
+    assert text[0].tolist() == [*PROMPTS[0], *greedy(model, tuple(PROMPTS[0]), TOKENS)]
+
+
+def test_what_fails_for_all_rows_ends_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", seed=0)
+    engine = Engine(model, DRAFTING)
+
+    def fail(trees: Sequence[TokenTree]) -> None:
+        raise ArithmeticError("nothing to share")
+
+    monkeypatch.setattr(engine._shared, "share_out", fail)
+    handles = [engine.submit(prompt, max_new_tokens=TOKENS, do_sample=False) for prompt in PROMPTS]
+    with pytest.warns(LookaheadWarning, match="nothing to share"):
+        engine.run()
+    for prompt, handle in zip(PROMPTS, handles, strict=True):
+        assert handle.result()[0].tolist() == [*prompt, *greedy(model, tuple(prompt), TOKENS)]
