@@ -275,6 +275,7 @@ class Request:
         longest = max(sequence.length for sequence in self._sequences)
         for sequence in self._sequences:
             sequence.stop = lambda sequence: sequence.length >= longest
+            sequence.most_tokens = len(sequence.tokens) + longest - sequence.length
             sequence.finished = sequence.stop(sequence)
         self._batch.times = None
 

@@ -272,11 +272,14 @@ class RowBudget:
 
     def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
         """See `StepBudget`."""
-        self.offered = probabilities[: self._shared.most]
+        most = self._shared.most
+        if self.longest is not None:  # near the end of a text, nodes are of more use to other rows
+            most = min(most, max(self.longest - context - 1, 0))
+        self.offered = probabilities[:most]
         self.context = context
         if self._shared.explores:
-            return len(self.offered) < EXPLORING
-        return len(self.offered) < self._shared.most  # none of less than `least` is among them
+            return len(self.offered) < min(EXPLORING, most)
+        return len(self.offered) < most  # none of less than `least` is among them
 
     def when_chosen(self, send: Send) -> None:
         """See `StepBudget`: when all rows have offered theirs."""

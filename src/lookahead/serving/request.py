@@ -193,6 +193,7 @@ class Request:
             cast(TextSampler, self._logprobs or sampler),
             rule,
             last_lengths(runner.last_length, prompts, rule.has_eos)[0],
+            most_tokens=rule.most_tokens(prompts.width, len(tokens)),
         )
         if config.trace is not None:
             self.sequence.watcher = config.trace.begin(tokens)

@@ -1,0 +1,116 @@
+"""No draft reaches beyond the last token that `max_new_tokens` leaves room for, whatever runs the text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, StoppingCriteria
+
+import fuzz.families
+import lookahead
+from fuzz.variant import Variant
+from lookahead import Engine, LookaheadConfig, StepRecord
+from lookahead.core.outputs import StepResult
+from lookahead.core.token_tree import TokenTree
+from model_zoo import build, greedy
+
+PROMPT = [5, 8, 2, 5, 8, 2, 5]
+TOKENS = 9
+
+
+class Recorder:
+    """Proposes a path that is much too long, and notes how deep it becomes, beside the tokens of the text by then."""
+
+    top_k = 0
+
+    def __init__(self, depths: list[tuple[int, int]]) -> None:
+        self.depths, self.length = depths, 0
+
+    def start(self, prompt: Any) -> None:
+        self.length = len(prompt)
+
+    def propose(self, tree: TokenTree) -> None:
+        path = tree.add_candidates([1] * 30)
+        self.depths.append((self.length, len(path)))
+
+    def observe(self, result: StepResult) -> None:
+        self.length += len(result.tokens)
+
+    def statistics(self) -> dict[str, Any]:
+        return {}
+
+
+def check(depths: list[tuple[int, int]], prompt: int, tokens: int = TOKENS) -> None:
+    assert depths
+    for length, depth in depths:
+        assert depth == prompt + tokens - length - 1, (length, depth)  # one more token is selected after the last node
+
+
+@pytest.mark.parametrize("prompt_tokens", [512, 3])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])  # rows that are packed, and padded
+def test_of_an_engine(name: str, prompt_tokens: int) -> None:
+    depths: list[tuple[int, int]] = []
+    engine = Engine(build(name), LookaheadConfig(drafter=lambda: Recorder(depths)), prompt_tokens=prompt_tokens)
+    for _ in range(2):
+        engine.submit(PROMPT, max_new_tokens=TOKENS, do_sample=False)
+    engine.run()
+    check(depths, len(PROMPT))
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True}])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_of_generate(rows: int, options: dict[str, Any]) -> None:
+    depths: list[tuple[int, int]] = []
+    config = LookaheadConfig(drafter=lambda: Recorder(depths))
+    lookahead.generate(
+        build("llama"), torch.tensor([PROMPT] * rows), lookahead_config=config, max_new_tokens=TOKENS, **options
+    )
+    check(depths, len(PROMPT))
+
+
+def test_of_a_model_that_runs_chains() -> None:
+    depths: list[tuple[int, int]] = []
+    model: PreTrainedModel = fuzz.families.build("qwen3_next", Variant(), "sdpa")
+    config = LookaheadConfig(drafter=lambda: Recorder(depths))
+    lookahead.generate(model, torch.tensor([PROMPT]), lookahead_config=config, max_new_tokens=TOKENS, do_sample=False)
+    check([(length, depth) for length, depth in depths if depth], len(PROMPT))  # a prompt has no draft
+
+
+class EndsFirstRow(StoppingCriteria):  # type: ignore[misc]
+    """Ends one text early; without an end-of-sequence token it then goes on as far as the others."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor([input_ids.shape[1] >= len(PROMPT) + (2 if int(input_ids[0, 0]) == 1 else 5)])
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_of_rows_that_go_on_as_far_as_others(do_sample: bool) -> None:
+    depths: list[tuple[int, int]] = []
+    lookahead.generate(
+        build("llama"),
+        torch.tensor([[1, *PROMPT[1:]], PROMPT]),
+        lookahead_config=LookaheadConfig(drafter=lambda: Recorder(depths)),
+        stopping_criteria=[EndsFirstRow()],
+        max_new_tokens=40,
+        do_sample=do_sample,
+        eos_token_id=None,
+    )
+    late = depths[-1]
+    assert late[0] + late[1] < len(PROMPT) + 5
+
+
+@pytest.mark.parametrize("tokens", [2, 4, 8])
+def test_requests_offer_no_more_candidates_than_tokens_they_may_write(tokens: int) -> None:
+    model = build("llama")
+    text = greedy(model, tuple(PROMPT), tokens)
+    engine, steps = Engine(model), list[StepRecord]()
+    for _ in range(3):
+        engine.submit(PROMPT, max_new_tokens=tokens, do_sample=False, prediction=text, on_step=steps.append).result()
+    left = 0
+    for record in steps:
+        left = tokens if record.step == 1 else left
+        assert record.nodes <= left
+        left -= len(record.tokens)
+    assert left == 0
