@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -101,6 +102,7 @@ class Engine:
         self._stepping = RLock()  # one step at a time
         self._thread: Thread | None = None
         self._closing = False
+        self._process = os.getpid()
         self.statistics = EngineStatistics()
 
     def submit(
@@ -136,6 +138,7 @@ class Engine:
         Raises:
             LookaheadError: An argument cannot work, or is not supported.
         """
+        self.check_process()
         if self._closing:
             raise InvalidArgumentError("this Engine is closed; make another one")
         if logprobs is not None and (not isinstance(logprobs, int) or logprobs < 0):
@@ -171,6 +174,7 @@ class Engine:
         Raises:
             Exception: What the model raised; the requests of the step end with it.
         """
+        self.check_process()
         with self._stepping, torch.no_grad():
             self._take_arrivals()
             requests = self._scheduler.plan()
@@ -188,6 +192,7 @@ class Engine:
 
     def start(self) -> None:
         """Begin to run steps in a thread of its own, whenever there are requests. Starting twice does no harm."""
+        self.check_process()
         with self._changed:
             if self._thread is None and not self._closing:
                 self._thread = Thread(target=self._serve, name="lookahead-engine", daemon=True)
@@ -199,6 +204,7 @@ class Engine:
         Args:
             cancel: Give them up instead.
         """
+        self.check_process()
         with self._changed:
             self._closing = True
             thread = self._thread
@@ -217,7 +223,8 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(cancel=error is not None)
+        if os.getpid() == self._process:  # a fork that leaves the block has nothing to close
+            self.close(cancel=error is not None)
 
     @property
     def started(self) -> bool:
@@ -239,6 +246,18 @@ class Engine:
         """Most tokens that a text may come to beside the largest draft of the engine's own; any number if `None`."""
         tokens, block = self._memory.tokens, self._memory.block
         return None if tokens is None else max(tokens // block * block - self._config.max_nodes, 0)
+
+    def check_process(self) -> None:
+        """Refuse a fork of the process that made the engine: its threads and who holds its locks are not there.
+
+        Raises:
+            InvalidArgumentError: This process is one.
+        """
+        if os.getpid() != self._process:
+            raise InvalidArgumentError(
+                f"this Engine is of process {self._process}, and process {os.getpid()} is a fork of it, which has "
+                "neither its threads nor its locks; make an Engine in a process that was started by 'spawn'"
+            )
 
     def wake(self) -> None:
         """Let the thread look at what has changed."""

@@ -40,6 +40,9 @@ class Driver(Protocol):
     def started(self) -> bool:
         """Whether a thread of its own does."""
 
+    def check_process(self) -> None:
+        """Refuse a fork of the process that runs the steps."""
+
     def step(self) -> int:
         """Run one."""
 
@@ -77,8 +80,7 @@ class RequestHandle:
     @property
     def tokens(self) -> list[int]:
         """The new token ids so far."""
-        with self._changed:
-            return [event.token for event in self._events]
+        return [event.token for event in self.events_since(0)]
 
     @property
     def done(self) -> bool:
@@ -99,6 +101,7 @@ class RequestHandle:
     def cancel(self) -> None:
         """Give the request up: it takes part in no further step. No effect on one that is done."""
         if not self._done:
+            self._engine.check_process()
             self._cancelled = True
             self._engine.wake()
 
@@ -135,8 +138,7 @@ class RequestHandle:
 
     def events_since(self, seen: int) -> list[TokenEvent]:
         """The new tokens so far, without the first `seen`; does not wait."""
-        with self._changed:
-            return self._events[seen:]
+        return self._events[seen:]
 
     def _read(self) -> Iterator[TokenEvent]:
         seen = 0
@@ -150,6 +152,8 @@ class RequestHandle:
                 return
 
     async def _read_async(self) -> AsyncIterator[TokenEvent]:
+        if not self._done:
+            self._engine.check_process()
         seen, loop, event = 0, asyncio.get_running_loop(), asyncio.Event()
 
         def notify() -> None:
@@ -177,6 +181,9 @@ class RequestHandle:
 
     def _wait(self, seen: int | None) -> None:
         """Wait for more than `seen` tokens, or for the end."""
+        if self._done:
+            return
+        self._engine.check_process()
         while True:
             with self._changed:
                 if self._done or (seen is not None and len(self._events) > seen):

@@ -1,0 +1,100 @@
+"""A fork of the process that made an Engine is told so at once, whatever it does with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lookahead import Engine, InvalidArgumentError, RequestHandle
+from model_zoo import build
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+PROMPT = [3, 14, 15, 9, 2, 6]
+OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+
+
+def in_a_fork(act: Callable[[], object]) -> str:
+    """What comes of `act` in a fork of this process: the name of its error and what that says."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            answer = repr(act())
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(write, answer.encode())
+        os._exit(0)
+    os.close(write)
+    deadline = time.monotonic() + 120
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        time.sleep(0.01)
+    with os.fdopen(read) as answer:
+        return answer.read()
+
+
+async def _wait(handle: RequestHandle) -> None:
+    await handle.wait()
+
+
+async def _read(handle: RequestHandle) -> list[int]:
+    return [token async for token in handle]
+
+
+USES: dict[str, Callable[[Engine, RequestHandle], object]] = {
+    "submit": lambda engine, handle: engine.submit(PROMPT, **OPTIONS),
+    "step": lambda engine, handle: engine.step(),
+    "run": lambda engine, handle: engine.run(),
+    "start": lambda engine, handle: engine.start(),
+    "close": lambda engine, handle: engine.close(),
+    "result": lambda engine, handle: handle.result(),
+    "tokens": lambda engine, handle: list(handle),
+    "cancel": lambda engine, handle: handle.cancel(),
+    "wait": lambda engine, handle: asyncio.run(_wait(handle)),
+    "events": lambda engine, handle: asyncio.run(_read(handle)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("held", [False, True], ids=["free", "locks held"])
+def test_every_use_is_refused(use: str, held: bool) -> None:
+    engine = Engine(build("llama"))
+    handle = engine.submit(PROMPT, **OPTIONS)
+    if held:  # as a thread of the parent's may hold them, which no fork has
+        engine._stepping.acquire()
+        for lock in (engine._changed, handle._changed):
+            lock.acquire()
+    answer = in_a_fork(
+        lambda: _in_another_thread(lambda: USES[use](engine, handle)) if held else USES[use](engine, handle)
+    )
+    assert answer.startswith(InvalidArgumentError.__name__), answer
+    assert f"process {os.getpid()}" in answer
+    assert "spawn" in answer
+
+
+def _in_another_thread(act: Callable[[], object]) -> object:
+    """The locks are this thread's, which could take them again."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(act).result(60)
+
+
+def test_what_was_done_before_can_be_read_and_the_parent_goes_on() -> None:
+    with Engine(build("llama")) as engine:
+        handle = engine.submit(PROMPT, **OPTIONS)
+        text = handle.result()[0].tolist()
+        assert in_a_fork(lambda: (handle.result()[0].tolist(), handle.tokens)) == repr((text, text[len(PROMPT) :]))
+        assert in_a_fork(lambda: engine.__exit__(None, None, None)) == "None"
+        assert engine.submit(PROMPT, **OPTIONS).result()[0].tolist() == text
