@@ -26,5 +26,9 @@ class ParallelError(LookaheadError, RuntimeError):
     """A run on several ranks cannot go on or begin; the message names the rank that is to blame."""
 
 
+class ModelChangedError(LookaheadError, RuntimeError):
+    """The model of an `Engine` changed while it wrote this text, of which it would have written the rest otherwise."""
+
+
 class LookaheadWarning(UserWarning):
     """Something was not done that was asked for; the text is right all the same. The message says what is lost."""

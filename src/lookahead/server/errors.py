@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lookahead.errors import LookaheadError
+from lookahead.errors import LookaheadError, ModelChangedError
 
 _TYPES = {
     400: "invalid_request_error",
@@ -67,6 +67,8 @@ def refused(param: str, message: str) -> ApiError:
 
 def of_library(error: LookaheadError) -> ApiError:
     """What the library refuses, in the same form."""
+    if isinstance(error, ModelChangedError):
+        return ApiError(503, str(error), None, "model_changed")
     return ApiError(400, str(error), None, "invalid_value")
 
 

@@ -6,7 +6,6 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from threading import Condition, RLock, Thread
 from types import TracebackType
 from typing import Any
@@ -19,12 +18,13 @@ from lookahead.api.prediction import check_reads_predictions, token_ids
 from lookahead.backends.transformers.model_state import draft_account
 from lookahead.config import LookaheadConfig
 from lookahead.core.decoder import Batch, step, verify
+from lookahead.core.draft_account import DraftAccount
 from lookahead.core.shared_budget import EXPLORED, SharedBudget
 from lookahead.core.statistics import OnStep, Statistics
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import Walk
-from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
-from lookahead.serving.engine_runner import check_nodes, engine_clock, engine_runner
+from lookahead.errors import InvalidArgumentError, LookaheadError, ModelChangedError, UnsupportedArgumentError
+from lookahead.serving.engine_runner import check_nodes, engine_clock, engine_runner, engine_watch
 from lookahead.serving.handle import RequestHandle
 from lookahead.serving.kv_memory import KVMemory
 from lookahead.serving.request import Extras, Prepared, Request, check_room
@@ -84,15 +84,16 @@ class Engine:
         self._model = model
         self._config = _check_engine_config(LookaheadConfig(memory="process") if config is None else config)
         self._runner, kv_bytes = engine_runner(model, self._config, max_rows, kv_bytes)
+        self._compares_bits = prefix_cache or bool(self._config.pack_weights)
+        self._watch = engine_watch(model, self._runner, self._compares_bits)
         self._clock = engine_clock(model)
-        accounts = partial(draft_account, self._runner.model, self._config)
-        self._shared = SharedBudget(accounts, self._config.step_budget, EXPLORED)
+        self._shared = SharedBudget(self._account, self._config.step_budget, EXPLORED)
         self._memory = memory = KVMemory(
             self._runner.token_bytes(),
             kv_bytes,
             prefix_cache,
             prefix_bytes,
-            self._runner.new_row,
+            lambda block: self._runner.new_row(block),
             self._runner.most_texts,
         )
         self._scheduler: Scheduler[Request] = Scheduler(max_rows, memory.tokens, prompt_tokens, memory.begin)
@@ -173,10 +174,13 @@ class Engine:
 
         Raises:
             Exception: What the model raised; the requests of the step end with it.
+            LookaheadError: The model has changed, and cannot be run as it is now; all requests end with it.
         """
         self.check_process()
         with self._stepping, torch.no_grad():
             self._take_arrivals()
+            if self._unfinished:
+                self._follow_model()
             requests = self._scheduler.plan()
             self._memory.settle(self._scheduler.running)
             self.statistics.preempted = self._scheduler.preempted
@@ -329,7 +333,43 @@ class Engine:
             packed=True,
         )
         step(self._runner, batch)
+        if self._watch is not None:
+            self._watch.settle()
         self.statistics.count(len(requests), sum(counts.nodes_per_step), counts.tokens)
+
+    def _follow_model(self) -> None:
+        """If the model is not what it was, begin anew with what it is: nothing of before may go into a text.
+
+        Raises:
+            LookaheadError: It cannot be run as it is now; all requests have ended with that.
+        """
+        idle = not self._scheduler.running  # who is served one after another does not wait for this in between
+        if self._watch is None or not self._watch.has_changed(thorough=idle):
+            return
+        requests = [*self._scheduler.waiting, *self._scheduler.running]
+        begun = [request for request in requests if request.sequence.steps]
+        for request in begun:
+            self._leave(
+                request,
+                ModelChangedError(
+                    f"the model changed after {len(request.handle.tokens)} tokens of this text, whose rest would be "
+                    "that of another model; submit the request again"
+                ),
+            )
+        self._memory.forget()
+        rest = [request for request in requests if request not in begun]
+        for request in rest:
+            request.drop()
+        try:
+            self._runner, _ = engine_runner(self._model, self._config, 0, None)
+        except LookaheadError as error:
+            self._leave_all(rest, error)
+            raise
+        self._watch = engine_watch(self._model, self._runner, self._compares_bits)
+
+    def _account(self, rows: int, temperature: float) -> DraftAccount:
+        """What is learned of drafting for so many rows; of the model that runs."""
+        return draft_account(self._runner.model, self._config, rows, temperature)
 
     def _leave_all(self, requests: list[Request], error: BaseException | None = None) -> None:
         for request in requests:

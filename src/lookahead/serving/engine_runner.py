@@ -11,6 +11,7 @@ from lookahead.api.gguf.model import GGUFModel
 from lookahead.api.gguf.resources import check_settings, gguf_clock
 from lookahead.backends.llama_cpp.rows_runner import LlamaRowsRunner
 from lookahead.backends.step_clock import step_clock
+from lookahead.backends.transformers.model_watch import ModelWatch
 from lookahead.backends.transformers.packed_rows import RowsRunner
 from lookahead.backends.transformers.packed_rows.model import rows_runner
 from lookahead.config import LookaheadConfig
@@ -56,6 +57,11 @@ def engine_runner(
     runner = LlamaRowsRunner(model.llama, model, max(kv_bytes // size, 1), max_rows)
     check_nodes(runner, config)
     return runner, kv_bytes
+
+
+def engine_watch(model: PreTrainedModel, runner: EngineRunner, compares_bits: bool) -> ModelWatch | None:
+    """Notices changes of `model`; `None` where there can be none, as a GGUF model has nothing that is set from here."""
+    return None if isinstance(model, GGUFModel) else ModelWatch(model, runner.model, compares_bits)
 
 
 def engine_clock(model: PreTrainedModel) -> Callable[[], float]:

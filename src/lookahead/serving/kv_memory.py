@@ -79,6 +79,11 @@ class KVMemory:
         """Tokens of finished texts."""
         return 0 if self._prefixes is None else self._prefixes.held
 
+    def forget(self) -> None:
+        """Forget all finished texts."""
+        if self._prefixes is not None:
+            self._prefixes.clear()
+
     def settle(self, running: Sequence[Request]) -> None:
         """Forget finished texts for which running requests leave no room."""
         if self._prefixes is not None:

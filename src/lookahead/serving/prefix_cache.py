@@ -123,6 +123,11 @@ class PrefixCache:
             self.remove(self._kept[0])
         self.shrink(room)
 
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._kept.clear()
+        self.held = 0
+
     def shrink(self, room: int, but: Prefix | None = None) -> None:
         """Forget the least recently used texts until no more than `room` tokens are held, but not `but`."""
         if self.held <= room:

@@ -1,0 +1,177 @@
+"""Notices that a model has become another one: adapters, weights, modules, hooks, configurations."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import c_int32
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from lookahead.backends.transformers.fingerprint import fingerprint
+from lookahead.backends.transformers.shared_clone import all_modules
+
+_IRRELEVANT = frozenset({"generate", "generation_config"})
+"""Attributes of a model that no forward pass reads."""
+
+_UNREAD = frozenset(vars(torch.nn.Module())) - {
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+}
+"""Containers of every module that are not looked into: no forward pass without gradients reads them by themselves."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+_version = attrgetter("_version")
+
+
+class ModelWatch:
+    """Remembers what a model was, and says whether it still is that; a look takes microseconds.
+
+    What a look finds: another value of an attribute of any module, another module, hook, parameter or buffer, another
+    value in a configuration, and weights that were written. Torch counts most writes; of those that it does not count
+    (through `.data`, by numpy) a look finds those that change the word in the middle of a tensor on a CPU, and a
+    thorough look those that change any bit of a parameter on a CPU.
+
+    Args:
+        model: The model.
+        engine: What runs its passes: the model, or a clone of it. What passes change in modules that are the model's is
+            no change, if `settle` is told of each pass.
+        compares_bits: Whether looks can be thorough. Takes a pass over all weights.
+    """
+
+    def __init__(self, model: PreTrainedModel, engine: PreTrainedModel, compares_bits: bool) -> None:
+        self._model = model
+        self._runs = {id(module) for module in all_modules(engine)}
+        self._note()
+        self._bits = _fingerprints(model) if compares_bits else None
+
+    def has_changed(self, thorough: bool) -> bool:
+        """Whether the model is not what it was.
+
+        Args:
+            thorough: Compare all bits of the weights as well, which takes about as long as a step of one token.
+        """
+        if not self._whole.holds():
+            return True
+        if not thorough or self._bits is None:
+            return False
+        bits = _fingerprints(self._model)
+        return len(bits) != len(self._bits) or not all(map(np.array_equal, bits, self._bits))
+
+    def settle(self) -> None:
+        """Take what the pass that has just run changed in the model as the model's."""
+        if not self._shared.holds():
+            self._note()
+
+    def _note(self) -> None:
+        modules = all_modules(self._model)
+        self._whole = _Snapshot(modules)
+        self._shared = _Snapshot([module for module in modules if id(module) in self._runs])
+
+
+class _Snapshot:
+    """What modules were when this was made."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._models = [module for module in modules if isinstance(module, PreTrainedModel)]
+        self._views = [vars(module).values() for module in modules if not isinstance(module, PreTrainedModel)]
+        self._attributes = self._current_attributes()
+        self._configs = list({id(config): config for module in modules if (config := _config(module))}.values())
+        self._settings = [
+            {name: copy.deepcopy(value) if isinstance(value, (dict, list)) else value for name, value in each.items()}
+            for each in map(vars, self._configs)
+        ]
+        containers = [
+            value
+            for module in modules
+            for name, value in vars(module).items()
+            if isinstance(value, (dict, list, set)) and name not in _UNREAD
+        ]
+        self._empty: list[Any] = [container for container in containers if not container]
+        self._filled: list[Any] = [container for container in containers if container]
+        self._contents: list[Any] = list(map(copy.copy, self._filled))
+        tensors = _tensors(modules)
+        self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._versions = list(map(_version, self._counted))
+        self._placed = [tensor for tensor in tensors if _has_place(tensor)]
+        self._places = [tensor.data_ptr() for tensor in self._placed]
+        # With their memory, which would be gone if it was the tensor's no more.
+        self._memory = [tensor.detach() for tensor in self._placed if _is_read(tensor)]
+        self._words = [c_int32.from_address(_middle(tensor)) for tensor in self._memory]
+        self._values = [word.value for word in self._words]
+
+    def holds(self) -> bool:
+        """Whether they are still that."""
+        try:
+            return (
+                self._attributes == self._current_attributes()
+                and not any(self._empty)
+                and self._filled == self._contents
+                and [vars(config) for config in self._configs] == self._settings
+                and list(map(_version, self._counted)) == self._versions
+                and [tensor.data_ptr() for tensor in self._placed] == self._places
+                and [word.value for word in self._words] == self._values
+            )
+        except (TypeError, ValueError, RuntimeError):  # another tensor or array is not compared to the one before it
+            return False
+
+    def _current_attributes(self) -> list[object]:
+        """Which objects the modules have for attributes. Comparing tuples of the same objects takes next to no time."""
+        models: list[object] = [
+            {name: value for name, value in vars(model).items() if name not in _IRRELEVANT} for model in self._models
+        ]
+        return [*models, *map(tuple, self._views)]
+
+
+def _config(module: torch.nn.Module) -> Any:
+    config = vars(module).get("config")
+    return config if hasattr(config, "__dict__") else None
+
+
+def _tensors(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    """Their parameters and buffers, and attributes that are tensors, each once."""
+    found: dict[int, torch.Tensor] = {}
+    for module in modules:
+        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if isinstance(value, torch.Tensor):
+                found[id(value)] = value
+    return list(found.values())
+
+
+def _has_place(tensor: torch.Tensor) -> bool:
+    """Whether its values lie in memory that is its own, one after another or in strides."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _is_read(tensor: torch.Tensor) -> bool:
+    """Whether a word of it is looked at."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.nbytes >= 4
+
+
+def _middle(tensor: torch.Tensor) -> int:
+    """Where the word in the middle of it lies."""
+    return tensor.data_ptr() + (tensor.nbytes - 4) // 8 * 4
+
+
+def _fingerprints(model: torch.nn.Module) -> list[NDArray[np.uint64]]:
+    """Those of all parameters on a CPU."""
+    weights = [
+        weight
+        for weight in model.parameters()
+        if _has_place(weight) and weight.device.type == "cpu" and not weight.is_quantized
+    ]
+    threads = min(torch.get_num_threads(), len(weights))
+    if threads < 2:
+        return list(map(fingerprint, weights))
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(fingerprint, weights))

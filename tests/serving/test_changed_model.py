@@ -1,0 +1,240 @@
+"""A live Engine follows its model: after any change its texts are those that `model.generate` gives now."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+import lookahead
+from lookahead import Engine, LookaheadConfig, ModelChangedError, UnsupportedModelError
+from lookahead.server.errors import of_library
+from model_zoo import build
+from quick import quickly
+
+PROMPT = [3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6, 5, 8, 1]
+OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    """A tiny random Llama of its own for each test."""
+    return copy.deepcopy(build("llama"))
+
+
+def plain(model: PreTrainedModel) -> list[int]:
+    return model.generate(torch.tensor([PROMPT]), **OPTIONS)[0].tolist()
+
+
+def served(engine: Engine) -> list[int]:
+    return engine.submit(PROMPT, **OPTIONS).result()[0].tolist()
+
+
+def written_token(model: PreTrainedModel) -> int:
+    """A change of its row changes the text, and hardly any other bits."""
+    return plain(model)[len(PROMPT)]
+
+
+def in_place(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(-1)
+
+
+def through_data(model: PreTrainedModel) -> None:
+    for weight in model.parameters():
+        weight.data.mul_(-1)
+
+
+def row_through_data(model: PreTrainedModel) -> None:
+    model.lm_head.weight.data[written_token(model)] *= -1
+
+
+def row_through_numpy(model: PreTrainedModel) -> None:
+    model.lm_head.weight.detach().numpy()[written_token(model)] *= -1
+
+
+def row_in_inference_mode(model: PreTrainedModel) -> None:
+    with torch.inference_mode():
+        model.lm_head.weight[written_token(model)] *= -1
+
+
+def other_memory(model: PreTrainedModel) -> None:
+    model.lm_head.weight.data = model.lm_head.weight.data.flip(0).contiguous()
+
+
+def other_parameter(model: PreTrainedModel) -> None:
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
+
+
+def other_module(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp = copy.deepcopy(model.model.layers[1].mlp)
+
+
+def hook(model: PreTrainedModel) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output * -2)
+
+
+def rotary_buffer(model: PreTrainedModel) -> None:
+    model.model.rotary_emb.inv_freq *= 3
+
+
+def rotary_setting(model: PreTrainedModel) -> None:
+    model.model.rotary_emb.attention_scaling = 1.5
+
+
+CHANGES = [
+    in_place,
+    through_data,
+    row_through_data,
+    row_through_numpy,
+    row_in_inference_mode,
+    other_memory,
+    other_parameter,
+    other_module,
+    hook,
+    rotary_buffer,
+    rotary_setting,
+]
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"prefix_cache": False},
+    {"config": LookaheadConfig(pack_weights=True)},
+    {"config": LookaheadConfig(pack_weights=True), "prefix_cache": False},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["default", "no prefixes", "packed", "packed, no prefixes"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_next_request_is_of_the_changed_model(
+    model: PreTrainedModel, change: Callable[[PreTrainedModel], None], settings: dict[str, Any]
+) -> None:
+    engine = Engine(model, **settings)
+    before = plain(model)
+    assert served(engine) == before
+    change(model)
+    expected = plain(model)
+    assert expected != before, "the change must change the text"
+    assert served(engine) == expected
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_adapters_are_followed(model: PreTrainedModel, prefix_cache: bool) -> None:
+    peft = pytest.importorskip("peft")
+    sizes = {"target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, **sizes), adapter_name="one")
+    adapted.add_adapter("two", peft.LoraConfig(r=8, **sizes))
+    adapted.eval()
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.mul_(4)
+    engine = Engine(model, prefix_cache=prefix_cache)
+    texts = [served(engine)]
+    assert texts[-1] == plain(model)
+    adapted.set_adapter("two")
+    texts.append(served(engine))
+    assert texts[-1] == plain(model)
+    with adapted.disable_adapter():
+        texts.append(served(engine))
+        assert texts[-1] == plain(model)
+    assert served(engine) == plain(model) == texts[1]
+    for layer in adapted.modules():
+        if hasattr(layer, "scale_layer"):
+            layer.scale_layer(-3.0)
+    texts.append(served(engine))
+    assert texts[-1] == plain(model)
+    assert len(set(map(tuple, texts))) == 4
+
+
+@pytest.mark.parametrize("change", quickly(CHANGES, [in_place, through_data, hook]))
+def test_a_text_that_would_be_mixed_ends_with_an_error(
+    model: PreTrainedModel, change: Callable[[PreTrainedModel], None]
+) -> None:
+    if change in (row_through_data, row_through_numpy, row_in_inference_mode):
+        pytest.skip("a part of a weight that torch counts no write of is found when the engine begins anew")
+    engine = Engine(model, LookaheadConfig(step_budget=4), prompt_tokens=24)
+    begun = engine.submit(PROMPT, **OPTIONS)
+    engine.step()
+    written = begun.tokens
+    half_read = engine.submit([7, *PROMPT, *PROMPT], **OPTIONS)
+    engine.step()
+    waiting = engine.submit(PROMPT, **OPTIONS)
+    assert written
+    assert not begun.done
+    assert not half_read.tokens
+    change(model)
+    engine.run()
+    with pytest.raises(ModelChangedError, match=rf"model changed after {len(begun.tokens)} tokens.*submit"):
+        begun.result()
+    assert begun.finish_reason == "error"
+    assert waiting.result()[0].tolist() == plain(model)
+    expected = model.generate(torch.tensor([[7, *PROMPT, *PROMPT]]), **OPTIONS)
+    assert torch.equal(half_read.result(), expected)
+
+
+def test_what_passes_and_calls_do_to_a_model_is_no_change() -> None:
+    model = copy.deepcopy(build("llama_dynamic_rope"))
+    engine = Engine(model, LookaheadConfig(step_budget=4))
+    short = {"max_new_tokens": 8, "do_sample": False}  # longer texts have other frequencies
+    expected = model.generate(torch.tensor([PROMPT]), **short)
+    handle = engine.submit(PROMPT, **short)
+    calls: list[Callable[[], object]] = [
+        lambda: lookahead.attach(model),
+        lambda: model.generate(torch.tensor([PROMPT]), **short),
+        lambda: lookahead.detach(model),
+        lambda: setattr(model, "generation_config", GenerationConfig.from_model_config(model.config)),
+        lambda: engine.submit([5, 8, 2], do_sample=True, max_new_tokens=4),
+        lambda: model.requires_grad_(False),
+    ]
+    for call in calls:
+        engine.step()
+        call()
+    assert torch.equal(handle.result(), expected)
+    reused = engine.submit(PROMPT, **short)
+    assert torch.equal(reused.result(), expected)
+    assert reused.statistics.reused_tokens == len(PROMPT) - 1
+
+
+class Counting(torch.nn.Module):
+    """An activation that keeps a state, which says nothing of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("sizes", torch.zeros(1), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.sizes += inputs.shape[1]
+        return torch.nn.functional.silu(inputs)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])  # a clone runs, or the model itself
+def test_a_state_that_passes_change_is_no_change(model: PreTrainedModel, attention: str) -> None:
+    model.set_attn_implementation(attention)
+    model.model.layers[0].mlp.act_fn = Counting()
+    expected = plain(model)
+    engine = Engine(model, LookaheadConfig(step_budget=4))
+    assert [served(engine), served(engine)] == [expected, expected]
+    assert engine.statistics.reused_tokens == len(PROMPT) - 1
+
+
+def test_a_model_that_can_no_longer_be_run_ends_all_requests(model: PreTrainedModel) -> None:
+    engine = Engine(model)
+    before = plain(model)
+    handle = engine.submit(PROMPT, **OPTIONS)
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: {}
+    with pytest.raises(UnsupportedModelError, match="prepare its inputs"):
+        engine.step()
+    with pytest.raises(UnsupportedModelError):
+        handle.result()
+    del model.prepare_inputs_for_generation
+    assert served(engine) == before
+
+
+def test_clients_of_a_server_are_told_to_ask_again() -> None:
+    assert of_library(ModelChangedError("the model changed")).status == 503
