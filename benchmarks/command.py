@@ -23,7 +23,7 @@ import transformers
 from rich.console import Console
 
 from lookahead.bench.machine import describe_machine
-from lookahead.bench.results_file import RowsFile, difference, read_lines
+from lookahead.bench.results_file import RowsFile, difference, kept_lines
 from lookahead.bench.rows import Row
 from lookahead.cli import process
 from lookahead.cli.rendering import measuring_progress
@@ -80,7 +80,7 @@ def run(name: str, probe: Probe, own: Any, options: argparse.Namespace, console:
     machine = {**describe_machine(torch.device(getattr(own, "device", "cpu"))), "instructions": instruction_sets()}
     header = {"unit": "header", "kind": "header", "benchmark": name, **probe.header, "options": named(own)}
     header |= {"machine": machine, "versions": process.versions(), "date": date.today().isoformat()}
-    kept = [] if options.restart or not options.output.exists() else read_lines(options.output)
+    kept = kept_lines(options.output, restart=options.restart)
     check_header(options.output, kept, header)
     with (
         RowsFile(options.output, kept or [header], lambda row: row["unit"]) as file,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,63 @@ def test_options_of_another_kind_of_model_are_refused(arguments: list[str], caps
     for options, told in ((["--gpu-layers", "4"], "--gpu-layers 4"), (["--fast-kv"], "--fast-kv is")):
         assert main([*arguments, *options]) == 2
         assert told in capsys.readouterr().err
+
+
+def test_bad_lines_become_errors_and_the_others_are_answered(arguments: list[str], tmp_path: Path) -> None:
+    bad = {"half": r'"w1 \ud83d"', "empty": '""', "none": "null", "a list": "[]", r"\udc00": '""'}
+    prompts = tmp_path / "prompts.jsonl"
+    good = prompts.read_text()
+    prompts.write_text("\n".join([*(f'{{"id": "{name}", "prompt": {text}}}' for name, text in bad.items()), good]))
+    assert main(arguments) == 1
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    errors = {row["id"]: row["error"] for row in rows if "error" in row}
+    assert errors.keys() == {json.loads(f'"{name}"') for name in bad}
+    assert "line 1 has half of a surrogate pair" in errors["half"]
+    assert all("needs a text in `prompt`" in errors[name] for name in ("empty", "none", "a list"))
+    assert answers(tmp_path) == expected(tmp_path) | dict.fromkeys(errors)
+
+    before = answers(tmp_path)
+    prompts.write_text(prompts.read_text().replace(bad["half"], '"w1"'))  # now it can be answered, and alone
+    assert main(arguments) == 1
+    after = answers(tmp_path)
+    assert after.pop("half")
+    assert after == {name: text for name, text in before.items() if name != "half"}
+
+
+def test_what_a_tokenizer_raises_costs_one_line(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = type(AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True))
+    call = tokenizer.__call__
+
+    def failing(self: Any, text: str, **options: Any) -> Any:
+        if text == PROMPTS["p3"]:
+            raise TypeError("TextInputSequence must be str")
+        return call(self, text, **options)
+
+    monkeypatch.setattr(tokenizer, "__call__", failing)
+    assert main(arguments) == 1
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert next(row for row in rows if "error" in row)["error"] == "TypeError: TextInputSequence must be str"
+    monkeypatch.undo()
+    assert answers(tmp_path) == expected(tmp_path) | {"p3": None}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs devices of a Unix")
+@pytest.mark.parametrize("command", ["batch", "bench run"])
+def test_a_device_as_output_is_refused_before_it_is_read(
+    arguments: list[str], tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("/dev/full")
+    if command == "batch":
+        given = [*arguments, "-o", str(link)]
+    else:
+        (tmp_path / "suite.toml").write_text(
+            '[[models]]\nname = "demo"\npath = "demo"\n[[tasks]]\nname = "prompts"\ndata = "prompts.jsonl"\n'
+            'max_new_tokens = 4\n[[methods]]\nname = "plain"\ntransformers = {}\n'
+        )
+        given = ["bench", "run", str(tmp_path / "suite.toml"), "-o", str(link)]
+    assert main(given) == 2
+    assert f"error: {link} is no regular file" in capsys.readouterr().err
+    assert os.readlink(link) == "/dev/full"

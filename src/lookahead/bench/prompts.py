@@ -23,20 +23,23 @@ class Prompt:
         number: Its place in the file, from 0.
         text: The whole text.
         task: What its file says it belongs to, empty if nothing.
+        fault: Why it has no text that a model could read, empty if it has.
     """
 
     id: str
     number: int
     text: str
     task: str = ""
+    fault: str = ""
 
 
-def read_prompts(task: TaskSpec, limit: int | None = None) -> list[Prompt]:
+def read_prompts(task: TaskSpec, limit: int | None = None, *, faulty: bool = False) -> list[Prompt]:
     """The prompts of a task, in the order of the file.
 
     Args:
         task: The task.
         limit: Take only the first so many, whatever the task says.
+        faulty: Give back prompts without a text, too, and say in `fault` what is wrong with them.
 
     Raises:
         InvalidArgumentError: The file holds something else; the message names the line.
@@ -48,7 +51,10 @@ def read_prompts(task: TaskSpec, limit: int | None = None) -> list[Prompt]:
     prompts: list[Prompt] = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            prompts.append(_prompt(task, line, f"{task.data.name}, line {number}", len(prompts)))
+            prompt = _prompt(task, line, f"{task.data.name}, line {number}", len(prompts))
+            if prompt.fault and not faulty:
+                raise InvalidArgumentError(prompt.fault)
+            prompts.append(prompt)
     if not prompts:
         raise InvalidArgumentError(f"task {task.name!r}: {task.data.name} holds no prompts")
     if len({prompt.id for prompt in prompts}) < len(prompts):
@@ -70,10 +76,13 @@ def _prompt(task: TaskSpec, line: str, where: str, number: int) -> Prompt:
     value: Any = row.get(task.field) if task.field else row.get("prompt", row.get("turns"))
     if isinstance(value, list) and value:
         value = value[0]
+    fault = ""
     if not isinstance(value, str) or not value:
         names = f"`{task.field}`, as task {task.name!r} says" if task.field else "`prompt` or `turns`"
-        raise InvalidArgumentError(f"{where} needs a text in {names}")
-    return Prompt(str(row["id"]), number, value, str(row.get("task", "")))
+        value, fault = "", f"{where} needs a text in {names}"
+    elif any("\ud800" <= character <= "\udfff" for character in value):
+        fault = f"{where} has half of a surrogate pair in its text, which is no character; write both or none"
+    return Prompt(str(row["id"]), number, value, str(row.get("task", "")), fault)
 
 
 def encode(prompt: Prompt, task: TaskSpec, tokenizer: PreTrainedTokenizerBase, context: int | None) -> torch.Tensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,6 +18,9 @@ from lookahead.errors import InvalidArgumentError
 _NEEDED = ("model", "task", "method", "prompt", "repeat", "order", "reference", "output", "settings")
 _File = TypeVar("_File", bound="RowsFile")
 
+_ENCODING: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
+"""Half of a surrogate pair, which UTF-8 does not have, becomes the escape that JSON has for it."""
+
 
 class RowsFile:
     """Rows of one file, on the disk and in memory, by a key. A context manager, which closes the file."""
@@ -24,18 +29,21 @@ class RowsFile:
         """Write the rows that are kept anew, so that a line cut off by a crash is gone before rows are added.
 
         Args:
-            path: Where the file is; folders are made.
+            path: Where the file is; folders are made, and a symbolic link stays one.
             kept: The rows to begin with.
             key: What tells rows from others.
 
         Raises:
+            InvalidArgumentError: There is something there that is no regular file.
             OSError: It cannot be written.
         """
+        _check_regular(path)
         self.path = path
+        self._target = Path(os.path.realpath(path))
         self._key = key
         self._rows: dict[Hashable, list[Row]] = {}
         self._add(kept)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._target.parent.mkdir(parents=True, exist_ok=True)
         self._rewrite()
 
     def __enter__(self: _File) -> _File:
@@ -44,7 +52,8 @@ class RowsFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._file.close()
+        with _named(self.path):  # what could not be written is tried once more
+            self._file.close()
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._rows
@@ -56,8 +65,9 @@ class RowsFile:
 
     def append(self, *rows: Row) -> None:
         """Add rows, on the disk first."""
-        self._file.write("".join(map(_line, rows)))
-        self._file.flush()
+        with _named(self.path):
+            self._file.write("".join(map(_line, rows)))
+            self._file.flush()
         self._add(rows)
 
     def drop(self, keys: Collection[Hashable]) -> None:
@@ -72,10 +82,13 @@ class RowsFile:
             self._rows.setdefault(self._key(row), []).append(row)
 
     def _rewrite(self) -> None:
-        part = self.path.with_name(f"{self.path.name}.part")
-        part.write_text("".join(map(_line, self.rows)), encoding="utf-8")
-        os.replace(part, self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        part = self._target.with_name(f"{self._target.name}.part")
+        with _named(self.path):
+            part.write_text("".join(map(_line, self.rows)), **_ENCODING)
+            with suppress(FileNotFoundError):
+                shutil.copymode(self._target, part)
+            os.replace(part, self._target)
+            self._file = self._target.open("a", **_ENCODING)
 
 
 class ResultsFile(RowsFile):
@@ -93,7 +106,7 @@ class ResultsFile(RowsFile):
             InvalidArgumentError: The file holds something else.
             OSError: It cannot be written.
         """
-        super().__init__(path, read_rows(path) if path.exists() and not restart else [], key_of)
+        super().__init__(path, _checked(path, kept_lines(path, restart=restart)), key_of)
         self._circumstances = dict(circumstances)
 
     def check(self, requests: Sequence[Request]) -> None:
@@ -114,6 +127,16 @@ class ResultsFile(RowsFile):
                         f"{self.path} measured {request.method.name!r} on {request.prompt.id!r} with another {name} "
                         f"({difference(then.get(name), value)}); choose another --output, or begin anew with --restart"
                     )
+
+
+def kept_lines(path: Path, *, restart: bool = False) -> list[Row]:
+    """What a file of JSON lines that is to be gone on with has already; nothing if there is none, or with `restart`.
+
+    Raises:
+        InvalidArgumentError: It is no regular file, cannot be read, or holds something else.
+    """
+    _check_regular(path)  # a device may never come to an end
+    return read_lines(path) if path.exists() and not restart else []
 
 
 def read_lines(path: Path) -> list[Row]:
@@ -147,7 +170,10 @@ def read_rows(path: Path) -> list[Row]:
     Raises:
         InvalidArgumentError: The file cannot be read, or holds something else.
     """
-    rows = read_lines(path)
+    return _checked(path, read_lines(path))
+
+
+def _checked(path: Path, rows: list[Row]) -> list[Row]:
     for number, row in enumerate(rows, start=1):
         if any(name not in row for name in _NEEDED):
             raise InvalidArgumentError(f"{path}, line {number} is no result of `lookahead bench run`")
@@ -181,6 +207,25 @@ def difference(then: Any, now: Any) -> str:
             if then.get(name) != now.get(name):
                 return f"{name}: {difference(then.get(name), now.get(name))}"
     return f"{then!r} then, {now!r} now"
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse a pipe, a device or a folder, which rows cannot be read back from.
+
+    Raises:
+        InvalidArgumentError: It is none of a regular file, a link to one, and nothing.
+    """
+    if path.exists() and not path.is_file():
+        raise InvalidArgumentError(f"{path} is no regular file; choose another --output")
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Let errors say which file could not be written; those of a full disk do not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _line(row: Row) -> str:

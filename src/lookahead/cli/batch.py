@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lookahead.bench.prompts import Prompt, read_prompts
-from lookahead.bench.results_file import RowsFile, read_lines
+from lookahead.bench.results_file import RowsFile, kept_lines
 from lookahead.bench.suite import TaskSpec
 from lookahead.cli import process
 from lookahead.cli.generate import text_options
-from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
+from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries, summary
 from lookahead.cli.rendering import Consoles, decode, print_json
 from lookahead.cli.settings import BatchSettings
 from lookahead.errors import InvalidArgumentError, LookaheadError
@@ -29,10 +29,9 @@ AHEAD = 2
 def run(settings: BatchSettings) -> int:
     """Answer what the file lacks, and return the exit code."""
     consoles = Consoles.create(no_color=settings.no_color)
-    prompts = read_prompts(TaskSpec(settings.prompts.stem, settings.prompts))
-    kept = [] if settings.restart or not settings.output.exists() else read_lines(settings.output)
+    prompts = read_prompts(TaskSpec(settings.prompts.stem, settings.prompts), faulty=True)
     asked = {prompt.id: _fingerprint(settings, prompt) for prompt in prompts}
-    _check_kept(settings, kept, asked)
+    kept = _kept(settings, asked)
     with quiet_libraries():
         loaded = load_for_decoding(settings, consoles.notes)
         with RowsFile(settings.output, kept, lambda row: row["id"]) as file:
@@ -81,8 +80,9 @@ def _answer(
         while len(open_requests) < (1 + AHEAD) * settings.max_rows and (prompt := next(left, None)) is not None:
             try:
                 open_requests[prompt.id] = _submit(settings, loaded, engine, prompt, seed=seed, **options)
-            except LookaheadError as error:
-                yield {"id": prompt.id, "error": str(error), "request": asked[prompt.id]}
+            except Exception as error:  # whatever one prompt makes a tokenizer raise, the others are answered
+                message = str(error) if isinstance(error, LookaheadError) else summary(error)
+                yield {"id": prompt.id, "error": message, "request": asked[prompt.id]}
 
     with _progress(notes) as bar:
         task = bar.add_task("answers", total=len(missing))
@@ -98,6 +98,8 @@ def _answer(
 def _submit(
     settings: BatchSettings, loaded: LoadedModel, engine: Engine, prompt: Prompt, **options: Any
 ) -> RequestHandle:
+    if prompt.fault:
+        raise InvalidArgumentError(prompt.fault)
     ids = loaded.tokenizer(prompt.text, return_tensors="pt", verbose=False).input_ids
     if not ids.shape[1]:
         raise InvalidArgumentError("the prompt has no tokens for this model's tokenizer")
@@ -137,20 +139,24 @@ def _fingerprint(settings: BatchSettings, prompt: Prompt) -> str:
     return hashlib.sha256(json.dumps([*told, sampling, prompt.text]).encode()).hexdigest()[:16]
 
 
-def _check_kept(settings: BatchSettings, kept: list[dict[str, Any]], asked: dict[str, str]) -> None:
-    """Refuse to go on with answers to something else.
+def _kept(settings: BatchSettings, asked: dict[str, str]) -> list[dict[str, Any]]:
+    """The lines of an earlier run. Errors of prompts that were changed since are left out, to be answered now.
 
     Raises:
-        InvalidArgumentError: The file has some.
+        InvalidArgumentError: The file has answers to something else, or is none of answers.
     """
-    for row in kept:
+    kept = []
+    for row in kept_lines(settings.output, restart=settings.restart):
         if "id" not in row or "request" not in row:
             raise InvalidArgumentError(f"{settings.output} holds something else than answers; choose another --output")
-        if row["request"] != asked.get(row["id"]):
+        if row["request"] == asked.get(row["id"]):
+            kept.append(row)
+        elif "error" not in row:
             raise InvalidArgumentError(
                 f"{settings.output} has an answer to {row['id']!r} of another prompt, model or setting; choose another "
                 "--output, or begin anew with --restart"
             )
+    return kept
 
 
 def _progress(notes: Console) -> Progress:

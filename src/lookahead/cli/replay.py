@@ -9,7 +9,7 @@ from rich.table import Table
 from lookahead.bench.replay.methods import SIZES
 from lookahead.bench.replay.recordings import read_recordings, tokenizer_of
 from lookahead.bench.replay.replay import fingerprint, methods_for, replay_rows, text_rows
-from lookahead.bench.results_file import RowsFile, difference, read_lines
+from lookahead.bench.results_file import RowsFile, difference, kept_lines
 from lookahead.bench.rows import Row
 from lookahead.cli import process
 from lookahead.cli.rendering import Consoles, measuring_progress
@@ -24,7 +24,7 @@ def run(settings: ReplaySettings) -> int:
     tasks = {path.stem: read_recordings(path, encode, settings.limit) for path in settings.recordings}
     header: Row = {"kind": "header", "tokenizer": tokenizer, "versions": process.versions()}
     header["files"] = {path.stem: fingerprint(path) for path in settings.recordings}
-    kept = [] if settings.restart or not settings.output.exists() else read_lines(settings.output)
+    kept = kept_lines(settings.output, restart=settings.restart)
     if kept and kept[0] != header:
         raise InvalidArgumentError(
             f"{settings.output} was made in another way ({difference(kept[0], header)}); choose another --output, or "

@@ -21,7 +21,7 @@ def check_path(path: Path) -> None:
         raise InvalidArgumentError(f"trace: {path} may not be written; choose another file")
     if not path.exists() or path.is_file():
         try:
-            with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+            with NamedTemporaryFile(dir=_folder(path), prefix=f".{path.name}."):
                 pass
         except OSError as error:
             raise _refusal(path, error) from error
@@ -38,7 +38,9 @@ def write_whole(path: Path, page: str) -> None:
             path.write_text(page, encoding="utf-8")
             return
         mode = path.stat().st_mode if path.exists() else None
-        with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        with NamedTemporaryFile(
+            "w", encoding="utf-8", dir=_folder(path), prefix=f".{path.name}.", delete=False
+        ) as file:
             try:
                 file.write(page)
                 file.flush()
@@ -50,6 +52,11 @@ def write_whole(path: Path, page: str) -> None:
                 raise
     except OSError as error:
         raise _refusal(path, error) from error
+
+
+def _folder(path: Path) -> Path:
+    """The folder of the file that a symbolic link leads to: from another file system nothing could be moved there."""
+    return Path(os.path.realpath(path)).parent
 
 
 def _umask() -> int:

@@ -10,7 +10,7 @@ import torch
 
 from fuzz.outcome import EQUAL, NOT_BUILT, REFUSED, Outcome
 from lookahead.bench.machine import describe_machine
-from lookahead.bench.results_file import RowsFile, read_lines
+from lookahead.bench.results_file import RowsFile, kept_lines
 from lookahead.bench.rows import Row
 from lookahead.cli import process
 
@@ -24,7 +24,7 @@ class CaseRows:
     """
 
     def __init__(self, path: Path, of: str) -> None:
-        kept = read_lines(path) if path.exists() else []
+        kept = kept_lines(path)
         self._of = of
         self._file = RowsFile(path, kept or [_header()], lambda row: (row.get("of"), row.get("seed")))
 

@@ -1,0 +1,100 @@
+"""Files of rows: links stay links, what is no regular file is left alone, and errors name the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lookahead.bench.results_file import RowsFile, kept_lines, read_lines
+from lookahead.errors import InvalidArgumentError
+
+
+def open_rows(path: Path, kept: list[dict[str, Any]] | None = None) -> RowsFile:
+    return RowsFile(path, kept or [], lambda row: row["id"])
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_symbolic_link_stays_one(tmp_path: Path, exists: bool) -> None:
+    target, link = tmp_path / "elsewhere" / "rows.jsonl", tmp_path / "link.jsonl"
+    target.parent.mkdir()
+    if exists:
+        target.write_text('{"id":1}\n')
+        target.chmod(0o600)
+    link.symlink_to(target)
+    with open_rows(link, kept_lines(link)) as file:
+        file.append({"id": 2})
+        file.drop([2])
+        file.append({"id": 3})
+    assert link.is_symlink()
+    assert [row["id"] for row in read_lines(target)] == ([1, 3] if exists else [3])
+    if exists:
+        assert target.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path / "elsewhere") == ["rows.jsonl"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs devices of a Unix")
+@pytest.mark.parametrize("kind", ["device", "link to a device", "pipe", "folder"])
+def test_what_is_no_regular_file_is_refused_and_left_as_it_is(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "output"
+    if kind == "device":
+        path = Path("/dev/full")
+    elif kind == "link to a device":
+        path.symlink_to("/dev/full")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    before = path.lstat()
+    for use in (kept_lines, open_rows):
+        with pytest.raises(InvalidArgumentError, match=f"{path} is no regular file"):
+            use(path)
+    assert path.lstat().st_ino == before.st_ino
+    assert path.lstat().st_mode == before.st_mode
+
+
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """As on a full disk: the system lets no file of this process grow beyond `size` bytes."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits the size of files")
+def test_an_error_of_the_disk_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+
+    def fill() -> None:
+        with open_rows(path) as file:
+            file.append({"id": 1})
+            file.append({"id": 2, "text": "x" * 200})
+
+    with files_end_at(100), pytest.raises(OSError, match=str(path)):
+        fill()
+    assert read_lines(path) == [{"id": 1}]  # the line that was cut off does not count
+    with files_end_at(2), pytest.raises(OSError, match=str(path)):
+        open_rows(path, [{"id": 1}])
+    assert read_lines(path) == [{"id": 1}]
+
+
+def test_half_of_a_surrogate_pair_comes_back_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = {"id": "\ud83d", "text": "€ \N{GRINNING FACE}"}
+    with open_rows(path) as file:
+        file.append(row)
+    assert read_lines(path) == [row]
+    assert json.loads(path.read_text(encoding="utf-8")) == row
