@@ -287,6 +287,29 @@ def test_refused_settings(
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "tune"])
+def test_an_empty_model_is_named_as_it_was_given(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    message = refused(capsys, command, *([PROMPT] if command == "generate" else []), "--model", "")
+    assert "--model" in message
+    assert "'' is empty" in message
+
+
+def test_an_error_that_nobody_expected_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("of two\nlines")
+
+    monkeypatch.setattr("lookahead.cli.generate.generate", fail)
+    assert refused(capsys, "generate", PROMPT, *SHORT) == "error: ZeroDivisionError: of two lines\n"
+    assert main(["generate", PROMPT, *SHORT, "--debug"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("Traceback")
+    assert "in fail" in err
+    assert err.endswith("error: ZeroDivisionError: of two lines\n")
+
+
 @pytest.fixture
 def model_copy(tmp_path: Path) -> Path:
     return Path(shutil.copytree(demo_model_path(), tmp_path / "copy"))

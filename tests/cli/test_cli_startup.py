@@ -147,6 +147,58 @@ def test_interrupted_after_a_while(seconds: float) -> None:
     assert err == b"" or err.startswith(b"interrupted: "), err
 
 
+PROGRAM = """
+import atexit, sys, threading
+
+class Last:
+    def __del__(self):
+        print("taken apart", flush=True)
+
+class Starter:
+    def find_spec(self, name, path=None, target=None):
+        if name == "lookahead.cli.app":  # by now the program runs
+            threading.Thread(target=late).start()
+
+def late():
+    atexit.register(print, "registered")
+    threading.main_thread().join()
+    print("thread")
+
+from lookahead.cli import program
+sys.modules["kept"] = Last()
+sys.meta_path.insert(0, Starter())
+program()
+"""
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["generate", "--nonsense"], 2)])
+def test_a_program_ends_once_everything_is_flushed_and_done(arguments: list[str], code: int) -> None:
+    with start(PROGRAM, *arguments) as process:
+        out, err = process.communicate(timeout=120)
+    said = out.decode().split("\n")
+    assert process.returncode == code
+    assert said[-3:] == ["thread", "registered", ""]
+    assert len(said) == (3 if code else 4)
+    assert err.decode().count("\n") == (1 if code else 0)
+
+
+def test_main_returns_to_whoever_called_it() -> None:
+    code = PROGRAM.replace("program()", "from lookahead.cli import main; print(main(['--version']))")
+    with start(code) as process:
+        out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert out.decode().split("\n")[1:] == ["0", "thread", "registered", "taken apart", ""]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_cannot_be_written_is_told_in_one_line() -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "lookahead", "--version"]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert result.returncode == 2
+    assert result.stderr == "error: OSError: [Errno 28] No space left on device\n"
+
+
 COMPILE = """
 from lookahead.drafting import compile_loops
 from lookahead.core.compiled import on_first_compilation

@@ -52,7 +52,7 @@ class RowsFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with _named(self.path):  # what could not be written is tried once more
+        with named(self.path):  # what could not be written is tried once more
             self._file.close()
 
     def __contains__(self, key: Hashable) -> bool:
@@ -65,7 +65,7 @@ class RowsFile:
 
     def append(self, *rows: Row) -> None:
         """Add rows, on the disk first."""
-        with _named(self.path):
+        with named(self.path):
             self._file.write("".join(map(_line, rows)))
             self._file.flush()
         self._add(rows)
@@ -83,7 +83,7 @@ class RowsFile:
 
     def _rewrite(self) -> None:
         part = self._target.with_name(f"{self._target.name}.part")
-        with _named(self.path):
+        with named(self.path):
             part.write_text("".join(map(_line, self.rows)), **_ENCODING)
             with suppress(FileNotFoundError):
                 shutil.copymode(self._target, part)
@@ -220,7 +220,7 @@ def _check_regular(path: Path) -> None:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def named(path: Path) -> Iterator[None]:
     """Let errors say which file could not be written; those of a full disk do not."""
     try:
         yield

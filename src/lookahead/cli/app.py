@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -54,8 +55,8 @@ app.add_typer(bench, name="bench")
 def run(argv: Sequence[str] | None) -> int:
     """Run the command line and return its exit code; see `lookahead.cli.main`."""
     _never_fail_on_encoding()
+    given = sys.argv[1:] if argv is None else list(argv)
     try:
-        given = sys.argv[1:] if argv is None else list(argv)
         code = app(args=given, prog_name="lookahead", standalone_mode=False, obj=given)
         sys.stdout.flush()  # a full disk or a closed pipe shows here, not at interpreter exit
     except BrokenPipeError:
@@ -68,14 +69,23 @@ def run(argv: Sequence[str] | None) -> int:
         return process.INTERRUPTED
     except _UsageError as error:
         return _error(error.format_message())
-    except (LookaheadError, OSError) as error:
-        return _error(str(error))
+    except Exception as error:
+        if "--debug" in given:
+            traceback.print_exception(error)
+        return _error(_in_words(error))
     return int(code or 0)
 
 
 def _error(message: str) -> int:
     print("error:", " ".join(message.split()), file=sys.stderr)
     return process.ERROR
+
+
+def _in_words(error: Exception) -> str:
+    """What went wrong; who reads it needs the type of whatever is no error of ours."""
+    if isinstance(error, LookaheadError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _broken_pipe() -> int:

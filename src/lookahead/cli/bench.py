@@ -14,7 +14,7 @@ from lookahead.bench.machine import describe_machine
 from lookahead.bench.measuring import Benchmark, Watcher
 from lookahead.bench.plots import check_plots, draw
 from lookahead.bench.report import report
-from lookahead.bench.results_file import ResultsFile, read_files
+from lookahead.bench.results_file import ResultsFile, named, read_files
 from lookahead.bench.rows import Row
 from lookahead.bench.suite import Suite
 from lookahead.bench.summary import RunSet, summarise
@@ -64,7 +64,8 @@ def make_report(settings: ReportSettings) -> int:
     tables = report(rows)
     if page is not None:
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(tables, encoding="utf-8")
+        with named(page):
+            page.write_text(tables, encoding="utf-8")
         consoles.notes.print(f"tables written into {page}")
     if plots is not None:
         for path in draw(rows, plots):
@@ -85,7 +86,8 @@ def fill_tables(settings: TablesSettings) -> int:
             found += 1
             notes.print(f"{path}: {'not what the rows say' if settings.check else 'written'}")
             if not settings.check:
-                path.write_text(new, encoding="utf-8")
+                with named(path):
+                    path.write_text(new, encoding="utf-8")
     return process.DIFFERENT if found and settings.check else process.OK
 
 

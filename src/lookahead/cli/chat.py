@@ -26,6 +26,8 @@ HELP = """\
 A line that begins with / is a command, one that begins with a space never is.
 Ctrl-C stops an answer after the step under way, a second one at once; at the prompt it ends the chat."""
 
+UNKNOWN = "{} is no command; /help lists them, and a space before it makes it a turn"
+
 
 def run(settings: ChatSettings) -> int:
     """Talk until there is nothing more to read, and return the exit code."""
@@ -129,9 +131,7 @@ class Chat:
         elif command == "/help":
             self._note(HELP)
         else:
-            raise InvalidArgumentError(
-                f"{command} is no command; /help lists them, and a space before it makes it a turn"
-            )
+            raise InvalidArgumentError(UNKNOWN.format(command))
 
     def _turn(self, text: str) -> int:
         prompt = self._conversation.prompt(text)

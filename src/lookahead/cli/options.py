@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, cast, get_args, get_type_hints
 
 import typer
@@ -49,6 +50,13 @@ layers = _number(int, "at least 0, or -1 for all", lambda number: number >= -1)
 port = _number(int, "from 0 to 65535", lambda number: 0 <= number < 2**16)
 positive = _number(float, "above 0", lambda number: 0 < number < math.inf)
 probability = _number(float, "above 0 and at most 1", lambda number: 0 < number <= 1)
+
+
+def model_path(text: str) -> Path:
+    """A path, which an empty text is not: Python takes that for the current folder."""
+    if not text:
+        raise typer.BadParameter("'' is empty; give the path of a model, or leave the option out")
+    return Path(text)
 
 
 def dtype(text: str) -> str:
@@ -119,6 +127,9 @@ def command(
 
         context = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         parameters = sorted(_parameters(settings), key=lambda parameter: _place(settings.panels, parameter))
+        # Read from the command line itself where errors are told, as one may occur before there are settings.
+        debug = typer.Option("--debug", help="Print the traceback of an error.", rich_help_panel=OUTPUT)
+        parameters.append(_parameter("debug", bool, debug, False))
         cast(Any, run).__signature__ = inspect.Signature([context, *parameters])
         run.__doc__ = function.__doc__
         app.command(name or function.__name__)(run)

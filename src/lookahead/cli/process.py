@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import signal
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
@@ -57,6 +58,16 @@ def _quit(number: int, frame: FrameType | None) -> None:
     if os.isatty(2):  # a spinner may have hidden the cursor
         os.write(2, _SHOW_CURSOR)
     os._exit(INTERRUPTED)
+
+
+def end(codes: Sequence[int]) -> None:
+    """End this process with the exit code in `codes`, if there is one, without taking the interpreter apart."""
+    if not codes:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # there may be none, or it may be closed
+            stream.flush()
+    os._exit(codes[0])
 
 
 def versions() -> dict[str, str]:

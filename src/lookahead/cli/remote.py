@@ -174,6 +174,8 @@ def generate(settings: GenerateSettings, text: str) -> int:
 
 def chat(settings: ChatSettings, lines: Iterator[str]) -> int:
     """`lookahead chat --server`, with the turns in `lines`."""
+    from lookahead.cli.chat import HELP, UNKNOWN  # late, as it takes torch
+
     consoles = Consoles.create(no_color=settings.no_color)
     remote = connect(settings)
     process.raise_on_interrupt()
@@ -184,8 +186,11 @@ def chat(settings: ChatSettings, lines: Iterator[str]) -> int:
             break
         if line.strip() == "/reset":
             messages = list(begin)
+            consoles.notes.print("the conversation is forgotten", style="dim")
+        elif line.strip() == "/help":
+            consoles.notes.print(HELP, style="dim")
         elif line.startswith("/"):
-            consoles.notes.print("error: with --server the commands are /reset and /exit")
+            consoles.notes.print(f"error: {UNKNOWN.format(line.strip())}")
         elif line.strip():
             turn = {"role": "user", "content": line}
             body = request_body(settings) | {"messages": [*messages, turn]}

@@ -23,6 +23,7 @@ from lookahead.cli.options import (
     count,
     dtype,
     layers,
+    model_path,
     option,
     port,
     positive,
@@ -36,7 +37,7 @@ from lookahead.errors import InvalidArgumentError
 def _model(files: str = ", or a GGUF file") -> Any:
     """The folder of the model, `None` for the demonstration model."""
     about = f"Folder of a causal language model with its tokenizer{files}. Nothing is ever downloaded."
-    return option("--model -m PATH", SOURCE, about, shown="the demonstration model")
+    return option("--model -m PATH", SOURCE, about, model_path, shown="the demonstration model")
 
 
 def _dtype(default: str) -> Any:
