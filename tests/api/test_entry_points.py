@@ -2,7 +2,9 @@
 
 import pickle
 from collections.abc import Callable
+from dataclasses import asdict
 from threading import Thread
+from time import perf_counter, sleep
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.api.resources import acquire
 
 SMALL = LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4, pool_from_prompt=True)
 
@@ -179,6 +182,22 @@ def test_output_object(entry: EntryPoint, llama: PreTrainedModel, prompt: torch.
     assert statistics.seconds.total < 60
     # As in plain decoding, the cache holds all of the text but the last token.
     assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+
+
+@pytest.mark.parametrize("entry", ALL_ENTRIES)
+def test_what_comes_before_the_first_step_is_a_part_of_the_time(
+    entry: EntryPoint, llama: PreTrainedModel, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*arguments: Any) -> Any:
+        sleep(0.2)  # as a model check takes, which is made in there
+        return acquire(*arguments)
+
+    monkeypatch.setattr("lookahead.api.request.acquire", slow)
+    start = perf_counter()
+    output = entry(llama, prompt, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    seconds = output.statistics.seconds
+    assert 0.2 <= seconds.prepare <= seconds.total <= perf_counter() - start
+    assert seconds.total == pytest.approx(sum(asdict(seconds).values()))
 
 
 def test_plain_call_returns_a_tensor_and_no_more(llama: PreTrainedModel, prompt: torch.Tensor) -> None:

@@ -34,7 +34,7 @@ def tables() -> TableFile:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_holds_what_the_rows_say(page: Path, tables: TableFile) -> None:
     text = page.read_text()
-    assert tables.fill(text) == text, "run `make tables`"
+    assert tables.fill(text) == text, "run `make tables RECORD=1`"
 
 
 def test_every_table_is_on_a_page_and_every_mark_is_whole() -> None:

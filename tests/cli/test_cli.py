@@ -98,7 +98,10 @@ def test_json(capsys: pytest.CaptureFixture[str], text: str, expected: list[int]
     assert sum(result["accepted_lengths"]) == len(expected)
     assert len(result["accepted_lengths"]) == len(result["nodes_per_step"]) == result["steps"]
     assert result["step_compression"] == pytest.approx(len(expected) / result["steps"])
-    assert result["seconds"]["wall"] > result["seconds"]["forward"] > 0
+    seconds = result["seconds"]
+    assert seconds["wall"] > seconds["forward"] > 0
+    assert sum(seconds[part] for part in seconds.keys() - {"wall", "cpu"}) == pytest.approx(seconds["wall"])
+    assert result["start_up_seconds"].keys() == {"loading", "model_check", "engine", "compilation"}
     assert result["versions"]["torch"] == version("torch")
     assert result["dtype"] == "float32"
     assert result["interrupted"] is False

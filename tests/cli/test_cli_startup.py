@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 import lookahead
+from lookahead.cli.startup import StartUp
 from lookahead.demo import DEMO_PROMPT
 
 HEAVY = ["torch", "transformers", "numba", "numpy"]
@@ -197,6 +199,65 @@ def test_output_that_cannot_be_written_is_told_in_one_line() -> None:
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert result.returncode == 2
     assert result.stderr == "error: OSError: [Errno 28] No space left on device\n"
+
+
+TERMINAL = """
+import sys
+moment = sys.argv.pop()
+
+class Watcher:
+    def find_spec(self, name, path=None, target=None):
+        if name == moment:
+            print("MOMENT", file=sys.stderr, flush=True)
+
+sys.meta_path.insert(0, Watcher())
+from lookahead.cli import program
+program()
+"""
+
+
+def on_a_terminal(code: str, *arguments: str) -> str:
+    """What a process whose standard error is a terminal writes to it."""
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm"},
+    ) as process:
+        os.close(theirs)
+        shown = bytearray()
+        try:
+            while part := os.read(ours, 4096):
+                shown += part
+        except OSError:  # how Linux says that the other end is closed
+            pass
+        os.close(ours)
+    assert process.returncode == 0, shown
+    return shown.decode()
+
+
+def test_loading_is_said_before_torch_is_imported_and_every_phase_has_its_seconds(compiled_loops: None) -> None:
+    shown = on_a_terminal(TERMINAL, "generate", "def add(a, b):", "-n", "8", "--device", "cpu", "--no-color", "torch")
+    before, _, after = shown.partition("MOMENT")
+    assert "loading the model" in before
+    (line,) = re.findall(r"started in ([\d.]+) s \((.*)\)", after)
+    phases = [part.rsplit(" ", 1) for part in line[1].split(", ")]
+    assert [name for name, _ in phases] == ["loading", "model check", "engine", "compilation"]
+    assert sum(float(seconds) for _, seconds in phases) == pytest.approx(float(line[0]), abs=0.03)  # two decimals each
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({}, "engine"), ({"invariant": True}, "invariance trials"), ({"pack_weights": "int8"}, "invariance trials")],
+)
+def test_trials_of_invariance_are_named(settings: dict[str, Any], name: str) -> None:
+    start_up = StartUp()
+    with start_up.engine(lookahead.LookaheadConfig(**settings)):
+        pass
+    assert list(start_up.seconds) == [name]
 
 
 COMPILE = """

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from functools import partial, update_wrapper
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,10 +80,11 @@ def generate(
         UnsupportedModelError: The model cannot be run on token trees.
         ParallelError: The ranks of `parallel` disagree, or one of them failed; the message names it.
     """
+    start = perf_counter()
     config = check_config(lookahead_config)
     check_pool(ngram_pool, config)
     decode = partial(decode_request, config=config, on_step=on_step, ngram_pool=ngram_pool, parallel=parallel)
-    decode = partial(decode, prediction=prediction)
+    decode = partial(decode, prediction=prediction, start=start)
     if input_ids is not None and _is_prepared(kwargs):
         return decode(model, input_ids, **kwargs)
     return hand_over(model, input_ids, kwargs, decode)  # type: ignore[no-any-return]

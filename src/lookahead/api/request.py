@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,7 @@ def decode_request(
     config: LookaheadConfig,
     on_step: OnStep | None,
     ngram_pool: NGramPool | None,
+    start: float,
     prediction: Prediction | None = None,
     streamer: BaseStreamer | None = None,
     parallel: ParallelGroup | None = None,
@@ -61,8 +63,9 @@ def decode_request(
 ) -> torch.Tensor | LookaheadOutput:
     """Decode with arguments that transformers has checked and prepared, as its own decoding methods do.
 
-    The first five are those of any decoding method of transformers, the others those of `lookahead.generate`;
-    `model_kwargs` is what else transformers would hand to the model. Returns what `lookahead.generate` does.
+    The first five are those of any decoding method of transformers, the others those of `lookahead.generate`, which
+    was called at `start` by `perf_counter`; `model_kwargs` is what else transformers would hand to the model. Returns
+    what `lookahead.generate` does.
     """
     check_devices(model, model_kwargs.pop("synced_gpus", False))
     check_mode(generation_config)
@@ -82,7 +85,7 @@ def decode_request(
     request.prepare(logits_processor, StopRule(stopping_criteria), ngram_pool, prediction)
     if ranks.rank == 0:  # which speaks for all
         request.listen(on_step, streamer, config.trace)
-    return request.run()
+    return request.run(start)
 
 
 class Request:
@@ -169,8 +172,9 @@ class Request:
             if trace is not None:
                 sequence.watcher = trace.begin(sequence.tokens)
 
-    def run(self) -> torch.Tensor | LookaheadOutput:
-        """Decode all rows, and give back what `lookahead.generate` returns."""
+    def run(self, start: float) -> torch.Tensor | LookaheadOutput:
+        """Decode all rows, and give back what `lookahead.generate`, called at `start`, returns."""
+        self._batch.statistics.seconds.add("prepare", start)
         keeps_cache = self._returns_cache or self._prompts.cache is not None
         try:
             self._decode(keeps_cache)
@@ -252,7 +256,9 @@ class Request:
                 PromptPass(self._resources.runner, self._model, prompts.input_ids, prompts.mask, prompts.inputs), batch
             )
         else:
+            start = perf_counter()
             batch.statistics.prefill_passes = backend.prefill(prompts.tokens, chunk_size)
+            batch.statistics.seconds.add("prepare", start)
         decode(backend, batch)
         if not self._rule.has_eos:
             self._lengthen()
@@ -263,8 +269,9 @@ class Request:
     def _decode_packed(self, packed: PackedBatch) -> None:
         if self._feeder is not None:
             self._feeder.start(self._prompts.input_ids)
-        chunk_size = self._generation_config.prefill_chunk_size
+        chunk_size, start = self._generation_config.prefill_chunk_size, perf_counter()
         self._batch.statistics.prefill_passes = packed.prefill(self._prompts.tokens, chunk_size)
+        self._batch.statistics.seconds.add("prepare", start)
         packed.decode(self._batch)
         if not self._rule.has_eos:
             self._lengthen()

@@ -18,6 +18,7 @@ from lookahead.cli import process, remote
 from lookahead.cli.bench_settings import BenchSettings, ReportSettings, TablesSettings
 from lookahead.cli.inputs import model_folder, read_prompt, read_prompt_or
 from lookahead.cli.options import command
+from lookahead.cli.rendering import starting
 from lookahead.cli.replay_settings import ReplaySettings
 from lookahead.cli.settings import (
     BatchSettings,
@@ -142,7 +143,8 @@ def generate(settings: GenerateSettings) -> int:
         return process.start_ranks(parallel, settings)
     text = read_prompt(settings)
     # Importing torch takes seconds; help texts and whatever is refused must not wait for it.
-    from lookahead.cli.generate import run
+    with starting(settings.no_color):
+        from lookahead.cli.generate import run
 
     return run(settings, text)
 
@@ -158,7 +160,8 @@ def compare(settings: CompareSettings) -> int:
     _check_trace(settings.trace)
     model_folder(settings.model)
     text, is_demo = read_prompt_or(settings, DEMO_PROMPT)
-    from lookahead.cli.compare import run  # late, as in `generate`
+    with starting(settings.no_color):
+        from lookahead.cli.compare import run  # late, as in `generate`
 
     return run(settings, text, is_demo)
 
@@ -173,7 +176,8 @@ def trace(settings: TraceSettings) -> int:
     _check_trace(settings.output)
     model_folder(settings.model)
     text, _ = read_prompt_or(settings, DEMO_PROMPT)
-    from lookahead.cli.generate import run  # late, as in `generate`
+    with starting(settings.no_color):
+        from lookahead.cli.generate import run  # late, as in `generate`
 
     own = {each.name: getattr(settings, each.name) for each in fields(settings) if each.name != "output"}
     return run(GenerateSettings(**own, trace=settings.output), text)
@@ -204,7 +208,8 @@ def chat(settings: ChatSettings) -> int:
 
         return remote.chat(settings, lines(settings))
     model_folder(settings.model)
-    from lookahead.cli.chat import run  # late, as in `generate`
+    with starting(settings.no_color):
+        from lookahead.cli.chat import run  # late, as in `generate`
 
     return run(settings)
 
@@ -217,7 +222,8 @@ def batch(settings: BatchSettings) -> int:
     goes on where an earlier one was stopped. The exit code is 1 if a prompt could not be answered.
     """
     model_folder(settings.model)
-    from lookahead.cli.batch import run  # late, as in `generate`
+    with starting(settings.no_color):
+        from lookahead.cli.batch import run  # late, as in `generate`
 
     return run(settings)
 
@@ -230,7 +236,8 @@ def serve(settings: ServeSettings) -> int:
     requests finish; a second one ends the server at once.
     """
     model_folder(settings.model)
-    from lookahead.cli.serve import run  # late, as in `generate`
+    with starting(settings.no_color):
+        from lookahead.cli.serve import run  # late, as in `generate`
 
     return run(settings)
 
@@ -246,7 +253,8 @@ def tune(settings: TuneSettings) -> int:
     if settings.model == DEMO and not DEMO.exists():
         settings = replace(settings, model=None)
     model_folder(settings.model)
-    from lookahead.cli.tune import run  # late, as in `generate`
+    with starting(settings.no_color):
+        from lookahead.cli.tune import run  # late, as in `generate`
 
     return run(settings)
 

@@ -21,8 +21,9 @@ from lookahead.bench.summary import RunSet, summarise
 from lookahead.bench.tables import NOTHING, TableFile
 from lookahead.cli import process
 from lookahead.cli.bench_settings import BenchSettings, ReportSettings, TablesSettings
-from lookahead.cli.loading import check_device, compile_drafting, memory_errors_explained, quiet_libraries
+from lookahead.cli.loading import check_device, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress
+from lookahead.cli.startup import StartUp
 from lookahead.errors import InvalidArgumentError
 
 MOST_SHOWN = 10
@@ -35,7 +36,7 @@ def run(settings: BenchSettings, suite: Suite) -> int:
     device = check_device(settings.device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    compile_drafting(consoles.notes)
+    StartUp(consoles.notes).compile_drafting()
     process.raise_on_interrupt()
     benchmark = Benchmark(suite, device, settings.limit)
     circumstances: dict[str, Any] = {"machine": describe_machine(device), "versions": process.versions()}

@@ -68,8 +68,7 @@ def print_statistics(notes: Console, recording: Recording) -> None:
         f"{recording.wall_seconds:.2f} s"
     )
     if recording.complete:
-        seconds = asdict(statistics.seconds)
-        line += " (" + ", ".join(f"{part} {time:.3f}" for part, time in seconds.items()) + ")"
+        line += " (" + ", ".join(f"{part} {time:.3f}" for part, time in recording.parts.items()) + ")"
     else:
         line = f"interrupted: {line}"
     notes.print(line, style="dim")
@@ -144,6 +143,12 @@ class Recording:
         if self.output is not None:
             return self.output
         return [token for step in self.tokens_by_step for token in step]
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Wall time by part, in seconds, which add up to all of it: `other` is printing and what the rest leave out."""
+        seconds = self.statistics.seconds
+        return {**asdict(seconds), "other": self.wall_seconds - seconds.total}
 
     @property
     def tokens_per_second(self) -> float:
@@ -266,7 +271,7 @@ def _timed(run: Callable[[], _T], loaded: LoadedModel, recording: Recording) -> 
 def run_report(tokenizer: Tokenizer, recording: Recording) -> dict[str, Any]:
     """What one run generated, counted and took."""
     statistics = recording.statistics
-    parts = asdict(statistics.seconds)
+    parts = recording.parts
     return {
         "text": decode(tokenizer, recording.tokens),
         "tokens": recording.tokens,
@@ -293,6 +298,7 @@ def request_report(settings: DecodingSettings, loaded: LoadedModel, prompt: Prom
         "max_new_tokens": prompt.max_new_tokens,
         "model": str(loaded.path),
         "dtype": loaded.dtype,
+        "start_up_seconds": {name.replace(" ", "_"): seconds for name, seconds in loaded.start_up.seconds.items()},
         "device": str(loaded.model.device),
         "preset": settings.config.preset,
         "sampling": None if settings.sampling is None else asdict(settings.sampling),

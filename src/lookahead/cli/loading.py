@@ -7,8 +7,9 @@ import sys
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,9 +22,8 @@ from lookahead.api.gguf.model import GGUFModel
 from lookahead.cli import process
 from lookahead.cli.inputs import is_gguf, model_folder
 from lookahead.cli.rendering import spinner
-from lookahead.cli.settings import DecodingSettings, ServeSettings, TuneSettings
-from lookahead.core.compiled import on_first_compilation
-from lookahead.drafting.warm_up import compile_loops
+from lookahead.cli.settings import BatchSettings, DecodingSettings, ServeSettings, TuneSettings
+from lookahead.cli.startup import StartUp
 from lookahead.errors import InvalidArgumentError, LookaheadError, LookaheadWarning
 
 _SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -39,12 +39,14 @@ class LoadedModel:
         model: The model, set to greedy decoding.
         tokenizer: Its tokenizer.
         sampling: What its own generation configuration says about sampling.
+        start_up: What was done before it could be used.
     """
 
     path: Path
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     sampling: dict[str, Any] = field(default_factory=dict)
+    start_up: StartUp = field(default_factory=StartUp)
 
     @property
     def context_length(self) -> int | None:
@@ -108,17 +110,21 @@ def _check_options(path: Path, settings: DecodingSettings | ServeSettings) -> No
 
 
 def load_for_decoding(settings: DecodingSettings | ServeSettings, notes: Console) -> LoadedModel:
-    """Load the model, compile what drafts for it, and let Ctrl-C raise: from here on there is something to show."""
-    loaded = load_model(settings, notes)
-    compile_drafting(notes)
+    """Load and check the model, compile what drafts for it, and let Ctrl-C raise: from here on there is something to
+    show. On a terminal one line says how long each part took; where an `Engine` is to be made, that says it."""
+    start_up, start = StartUp(notes), perf_counter()
+    loaded = replace(load_model(settings, notes), start_up=start_up)
+    start_up.seconds["loading"] = perf_counter() - start
+    makes_engine = isinstance(settings, (BatchSettings, ServeSettings))
+    with memory_errors_explained(f"on {loaded.model.device} while preparing the model", "a smaller model"):
+        start_up.check(loaded.model)
+        if not makes_engine:
+            start_up.prepare(loaded.model, settings.config)
+    start_up.compile_drafting()
+    if not makes_engine:
+        start_up.tell()
     process.raise_on_interrupt()
     return loaded
-
-
-def compile_drafting(notes: Console) -> None:
-    """Have the drafting loops compiled before anything is timed; says so where none are kept from an earlier run."""
-    with on_first_compilation(lambda: notes.print("compiling the drafting loops (once)")):
-        compile_loops()
 
 
 def check_device(name: str | None) -> torch.device:

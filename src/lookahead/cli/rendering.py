@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
+from rich.live import Live
 from rich.progress import Progress, ProgressColumn
 from rich.segment import Segment, Segments
+from rich.spinner import Spinner
 from rich.style import Style
 
 STEP_STYLES = (Style(color="cyan"), Style(color="magenta"))
@@ -68,12 +70,17 @@ def measuring_progress(notes: Console, *columns: ProgressColumn) -> Progress:
 
 @contextmanager
 def spinner(notes: Console, message: str) -> Iterator[None]:
-    """Show that something is going on, on a terminal only."""
+    """Show that something is going on, on a terminal only, and there at once."""
     if not notes.is_terminal:
         yield
         return
-    with notes.status(message):
+    with Live(Spinner("dots", text=message), console=notes, transient=True):
         yield
+
+
+def starting(no_color: bool) -> AbstractContextManager[None]:
+    """Say on a terminal what a command begins with, before torch is imported, which takes seconds."""
+    return spinner(_console(sys.stderr, no_color), "loading the model")
 
 
 class Tokenizer(Protocol):

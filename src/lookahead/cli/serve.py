@@ -49,7 +49,9 @@ def run(settings: ServeSettings) -> int:
     )
     with quiet_libraries(), bind(server) as listener:
         loaded = load_for_decoding(settings, consoles.notes)
-        engine = _engine(settings, loaded)
+        with loaded.start_up.engine(settings.config):
+            engine = _engine(settings, loaded)
+        loaded.start_up.tell()
         context = min(most for most in (loaded.context_length, _longest_text(engine)) if most is not None)
         served = ServedModel(
             name=settings.name or (DEMO_NAME if settings.model is None else loaded.path.resolve().name),

@@ -32,12 +32,21 @@ OnStep = Callable[[StepRecord], None]
 
 @dataclass
 class Seconds:
-    """Wall time by part of the step, in seconds, summed over all steps.
+    """Wall time by part, in seconds: of a call before its first step, and of its steps, summed over all of them.
 
     On a GPU kernels run while Python goes on, so the wait for them falls to `verify`, the first part that
     reads a result.
+
+    Attributes:
+        prepare: Before the first step: checking the model and making what runs it, which the first call does, reading
+            arguments, and passes that carry parts of a long prompt. Only `lookahead.generate` has it.
+        draft: Proposing tokens, and learning from what came of them.
+        forward: Forward passes of the model.
+        verify: Selecting tokens.
+        commit: Keeping keys and values of what was accepted.
     """
 
+    prepare: float = 0.0
     draft: float = 0.0
     forward: float = 0.0
     verify: float = 0.0
@@ -46,7 +55,7 @@ class Seconds:
     @property
     def total(self) -> float:
         """Sum of the parts."""
-        return self.draft + self.forward + self.verify + self.commit
+        return self.prepare + self.draft + self.forward + self.verify + self.commit
 
     def since(self, before: Seconds) -> Seconds:
         """What was added since these were `before`."""

@@ -6,7 +6,6 @@ import html
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
@@ -16,6 +15,9 @@ from lookahead.trace.traced import TracedStep, TracedText
 from lookahead.version import __version__
 
 FORMAT = 1
+
+_PARTS = ("draft", "forward", "verify", "commit")
+"""Parts of a step, in the order that the script has them in."""
 
 
 def make_page(texts: Sequence[TracedText], tokenizer: Any, title: str, facts: dict[str, str]) -> str:
@@ -76,7 +78,7 @@ def _step(step: TracedStep, vocabulary: Vocabulary, evidence: _Evidence) -> dict
         "m": [vocabulary.number(token) for token in step.predictions],
         "a": step.path,
         "k": [vocabulary.number(token) for token in step.added],
-        "d": [round(1e6 * seconds) for seconds in asdict(step.seconds).values()],
+        "d": [round(1e6 * getattr(step.seconds, part)) for part in _PARTS],
         "r": step.learned,
     }
     if any(each >= 0 for each in likely):
