@@ -7,6 +7,11 @@ BIN := $(VENV)/bin
 # never touches thread settings.
 export OMP_NUM_THREADS ?= 1
 
+# Results, tables, plots and pictures go here, so that no target changes a file of the repository. RECORD=1 writes those
+# of the repository anew.
+RECORD ?=
+OUT := $(if $(RECORD),.,build/out)
+
 .PHONY: help demo test worth test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
 
 help:  ## List the targets
@@ -49,11 +54,12 @@ build/playwright: constraints.txt | $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ playwright
 	touch $@
 
-test-page: build/playwright  ## The pages of server and traces in Chromium, which has to be installed; makes pictures of docs/server.md and docs/trace.md
+test-page: build/playwright  ## The pages of server and traces in Chromium, which has to be installed; RECORD=1 renews the pictures of docs/server.md and docs/trace.md
 	PYTHONPATH=build/playwright $(BIN)/python -m pytest tests/server/test_server_page.py tests/trace/test_trace_page.py
-	mkdir -p docs/images/server docs/images/trace
-	cp build/page/page-light.png build/page/page-dark.png docs/images/server
-	cp $(addprefix build/trace/,code-light.png repeat-dark.png sampled-light.png paper-light.png code.html) docs/images/trace
+	mkdir -p $(OUT)/docs/images/server $(OUT)/docs/images/trace
+	cp build/page/page-light.png build/page/page-dark.png $(OUT)/docs/images/server
+	cp $(addprefix build/trace/,code-light.png repeat-dark.png sampled-light.png paper-light.png code.html) \
+		$(OUT)/docs/images/trace
 
 build/clients: constraints.txt | $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ \
@@ -73,13 +79,17 @@ test-hostile: build/schemathesis  ## 2,000 random requests to the server, and ho
 # In an environment of its own: it brings other versions of what is here. torch before it, in the version that is here:
 # asked for by itself, guidellm takes the newest one, with gigabytes for CUDA even where a build for CPUs can be had.
 build/guidellm/installed: constraints.txt
+	@echo 'Installing guidellm and a torch of its own into build/guidellm, once: about four minutes'
 	$(PYTHON) -m venv build/guidellm
 	build/guidellm/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	build/guidellm/bin/python -m pip install --quiet --disable-pip-version-check guidellm
 	touch $@
 
-bench-server: build/guidellm/installed | $(VENV)/installed  ## A load generator against the server, and transformers serve, on this machine alone: benchmarks/results/load.jsonl
-	$(BIN)/python benchmarks load --guidellm build/guidellm/bin/guidellm --output benchmarks/results/load.jsonl
+# A folder that was asked for must hold prompts; without any they are taken from the library's own files.
+LOAD_PROMPTS = $(if $(filter file,$(origin SHARED)),$(wildcard $(SHARED)/data/humaneval.jsonl),$(SHARED)/data/humaneval.jsonl)
+bench-server: build/guidellm/installed | $(VENV)/installed  ## A load generator against the server, and transformers serve, on this machine alone; installs the generator first (four minutes)
+	$(BIN)/python benchmarks load --guidellm build/guidellm/bin/guidellm $(addprefix --prompts ,$(LOAD_PROMPTS)) \
+		--output $(OUT)/benchmarks/results/load.jsonl
 
 # In an environment of its own: vLLM brings other versions of nearly everything. torchvision, torchaudio and torchcodec,
 # which it asks for, are built for CUDA and cannot be imported beside torch for CPUs.
@@ -99,11 +109,13 @@ build/ray: constraints.txt | $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --target $@ 'ray[serve]'
 	touch $@
 
-ray-serve: build/ray  ## Two replicas of an engine under Ray Serve: 200 requests, and a replica is killed: benchmarks/results/ray-serve.jsonl
-	PYTHONPATH=build/ray $(BIN)/python examples/ray_serve.py --load --output benchmarks/results/ray-serve.jsonl
+ray-serve: build/ray  ## Two replicas of an engine under Ray Serve: 200 requests, and a replica is killed
+	mkdir -p $(OUT)/benchmarks/results
+	PYTHONPATH=build/ray $(BIN)/python examples/ray_serve.py --load --output $(OUT)/benchmarks/results/ray-serve.jsonl
 
-ray-serve-llm: build/vllm  ## The same with Ray Serve LLM, vLLM and our drafts: benchmarks/results/ray-serve-llm.jsonl
-	$</bin/python examples/ray_serve_llm.py --load --output benchmarks/results/ray-serve-llm.jsonl
+ray-serve-llm: build/vllm  ## The same with Ray Serve LLM, vLLM and our drafts
+	mkdir -p $(OUT)/benchmarks/results
+	$</bin/python examples/ray_serve_llm.py --load --output $(OUT)/benchmarks/results/ray-serve-llm.jsonl
 
 test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled and 300 batched random cases, 500 with running states, 200 with images, and 500 schedules of many requests, against transformers' own generate; and all tests marked exact
 	$(BIN)/python tests/support/run_exactness.py --cases 1000 --seed 0
@@ -123,8 +135,9 @@ FUZZ ?=
 fuzz: $(VENV)/installed  ## CASES=3000 random cases on every family of models against transformers' own generate; SEED=n one again; FUZZ=--images or --running-states such cases
 	$(BIN)/python tests/support/run_fuzz.py $(FUZZ) $(if $(SEED),--seed $(SEED),--cases $(CASES))
 
-models: $(VENV)/installed  ## Try every family of models and write docs/models.md (ten minutes); MODELS="qwen3 lfm2" some of them
-	$(BIN)/python tools/supported_models.py $(MODELS)
+models: $(VENV)/installed  ## Try every family of models and write the page docs/models.md (ten minutes); MODELS="qwen3 lfm2" some of them
+	mkdir -p $(OUT)/docs
+	$(BIN)/python tools/supported_models.py --output $(OUT)/docs/models.md $(MODELS)
 
 lint: $(VENV)/installed  ## Style, types, and which package may import which
 	$(BIN)/ruff check src tests tools benchmarks examples
@@ -140,9 +153,9 @@ format: $(VENV)/installed  ## Put the code into the project's style
 SHARED ?= ../shared
 SUITE ?= quick
 RESTART ?=
-bench: $(VENV)/installed  ## Measure SUITE=name of benchmarks/configs into benchmarks/results/bench; SHARED=folder of data and models; RESTART=--restart measures everything anew
+bench: $(VENV)/installed  ## Measure SUITE=name of benchmarks/configs; SHARED=folder of data and models; RESTART=--restart measures everything anew
 	$(BIN)/lookahead bench run benchmarks/configs/$(SUITE).toml --data $(SHARED)/data --threads 1 \
-		--output benchmarks/results/bench/$(SUITE).jsonl $(RESTART)
+		--output $(OUT)/benchmarks/results/bench/$(SUITE).jsonl $(RESTART)
 
 BASE ?= main
 QUICK ?=
@@ -150,23 +163,24 @@ TURNS ?=
 worth: $(VENV)/installed  ## Compare this checkout with BASE=COMMIT in pairs, in S and CPU time (an hour); QUICK=1 S alone at fixed numbers of nodes (minutes); TURNS=n more of them
 	$(BIN)/python benchmarks/worth.py --base $(BASE) --shared $(SHARED) $(if $(QUICK),--quick) $(if $(TURNS),--turns $(TURNS))
 
-tables: $(VENV)/installed  ## Make the tables of README.md and docs/ anew from benchmarks/results
-	$(BIN)/lookahead bench tables benchmarks/tables.toml README.md $(wildcard docs/*.md)
+tables: $(VENV)/installed  ## Say which tables of README.md and docs/ are not those of benchmarks/results; RECORD=1 makes them anew
+	$(BIN)/lookahead bench tables benchmarks/tables.toml README.md $(wildcard docs/*.md) $(if $(RECORD),,--check)
 
 PLOTS := demo-S.svg demo-accepted.svg demo-speed.svg stories260k-S.svg stories260k-accepted.svg
 PAPER_PLOTS := stories260k-stories-law.svg demo-accepted.svg
-plots: $(VENV)/installed  ## Draw the plots of docs/ anew from benchmarks/results
+plots: $(VENV)/installed  ## Draw the plots of docs/ from benchmarks/results
 	$(BIN)/lookahead bench report $(addprefix benchmarks/results/bench/,demo.jsonl stories.jsonl) --plots build/plots
-	mkdir -p docs/images/bench docs/images/paper
-	cp $(addprefix build/plots/,$(PLOTS)) docs/images/bench
+	mkdir -p $(addprefix $(OUT)/docs/images/,bench paper replay serving server)
+	cp $(addprefix build/plots/,$(PLOTS)) $(OUT)/docs/images/bench
 	$(BIN)/lookahead bench report $(addprefix benchmarks/results/bench/,paper-grid.jsonl paper-tasks.jsonl) --plots build/plots/paper
-	cp $(addprefix build/plots/paper/,$(PAPER_PLOTS)) docs/images/paper
-	$(BIN)/python tools/replay_plot.py docs/images/replay benchmarks/results/replay.jsonl
-	$(BIN)/python tools/serving_plot.py docs/images/serving $(wildcard benchmarks/results/serving*.jsonl)
-	$(BIN)/python tools/load_plot.py docs/images/server/load.svg benchmarks/results/load.jsonl
+	cp $(addprefix build/plots/paper/,$(PAPER_PLOTS)) $(OUT)/docs/images/paper
+	$(BIN)/python tools/replay_plot.py $(OUT)/docs/images/replay benchmarks/results/replay.jsonl
+	$(BIN)/python tools/serving_plot.py $(OUT)/docs/images/serving $(wildcard benchmarks/results/serving*.jsonl)
+	$(BIN)/python tools/load_plot.py $(OUT)/docs/images/server/load.svg benchmarks/results/load.jsonl
 
 pictures: $(VENV)/installed  ## Draw the pictures of docs/method.md from a real run of the demo model
-	$(BIN)/python tools/method_pictures.py docs/images
+	mkdir -p $(OUT)/docs/images
+	$(BIN)/python tools/method_pictures.py $(OUT)/docs/images
 
 $(VENV)/docs-installed: pyproject.toml constraints.txt | $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'

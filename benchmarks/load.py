@@ -29,12 +29,16 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+import lookahead
 from lookahead.bench.rows import Row
 from lookahead.demo import demo_model_path
 from lookahead.errors import LookaheadError
 from probe import Probe, Unit, option, prompts_of
 
 START_SECONDS = 300
+PROMPT_CHARACTERS = 450
+"""Length of a prompt of `own_prompts`, about that of HumanEval's."""
+
 NOTES = {
     "steps": "lookahead:steps_total",
     "drafted": "vllm:spec_decode_num_draft_tokens_total",
@@ -50,7 +54,7 @@ class Options:
     """What to measure."""
 
     guidellm: str = option("build/guidellm/bin/guidellm", "the load generator; `make bench-server` installs it")
-    prompts: str = option("../shared/data/humaneval.jsonl", "JSON lines with `id`, and `prompt` or `turns`")
+    prompts: str = option("", "JSON lines with `id`, and `prompt` or `turns`; this library's own files without")
     users: tuple[int, ...] = option((1, 8, 32), "users at once")
     requests: tuple[int, ...] = option((8, 24, 48), "requests of each of these loads")
     max_tokens: int = option(48, "tokens of an answer at most")
@@ -109,16 +113,22 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
     raise LookaheadError(f"the server at {url} did not start")
 
 
+def own_prompts() -> list[str]:
+    """What the larger files of this library begin with: prompts of code that are always there."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(lookahead.__file__).parent.rglob("*.py"))]
+    return [text[:PROMPT_CHARACTERS] for text in texts if len(text) > 2 * PROMPT_CHARACTERS]
+
+
 class Bench:
     """The load, and what a server makes of it."""
 
     def __init__(self, options: Options, model: str) -> None:
         self._options, self._model = options, model
         self._cores = os.sched_getaffinity(0)
-        prompts = [prompt.text for prompt in prompts_of(Path(options.prompts))]
+        prompts = [prompt.text for prompt in prompts_of(Path(options.prompts))] if options.prompts else own_prompts()
         if len(prompts) <= sum(options.requests):
             raise LookaheadError(
-                f"{options.prompts} holds {len(prompts)} prompts; {sum(options.requests) + 1} are needed"
+                f"--prompts {options.prompts!r}: {len(prompts)} prompts; {sum(options.requests) + 1} are needed"
             )
         self._first, self._prompts = prompts[0], prompts[1:]
 

@@ -1,8 +1,9 @@
-"""Try every family of causal language models of transformers, and write docs/models.md.
+"""Try every family of causal language models of transformers, and write a page of what they are run on.
 
     python tools/supported_models.py                    # all of them, a few minutes on one core
     python tools/supported_models.py qwen3 mamba2       # some of them; the other rows stay
     python tools/supported_models.py gemma3+image       # with an image in the prompt
+    python tools/supported_models.py --output FILE      # that page instead of docs/models.md, with its other rows
 
 Of each family a tiny random model is built, as the fuzzer does it, and asked for a text by lookahead decoding and by
 its own `generate`; those of classes that see images once more, with an image of random pixels in the prompt.
@@ -10,6 +11,7 @@ its own `generate`; those of classes that see images once more, with an image of
 
 from __future__ import annotations
 
+import argparse
 import platform
 import re
 import sys
@@ -178,16 +180,20 @@ def _in_words(error: str) -> str:
 
 
 def main() -> int:
-    """Try the families that the command line names, or all, and write the page."""
+    """Try the families that the command line names, or all, and write the page with what it says of the others."""
+    parser = argparse.ArgumentParser(description="Try families of models, and write a page of them.")
+    parser.add_argument("families", nargs="*", help="all if none is named")
+    parser.add_argument("--output", type=Path, default=PAGE, help=f"the page ({PAGE})")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(50)
     warnings.simplefilter("ignore")
     rows = written_rows()
     images = [name.partition("/")[0] + IMAGE for name in image_families()]
-    for family in sys.argv[1:] or [*sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *images]:
+    for family in given.families or [*sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *images]:
         rows[family] = try_family(family)
         print(rows[family].line(), flush=True)
-    PAGE.write_text(page([rows[family] for family in sorted(rows)]), encoding="utf-8")
+    given.output.write_text(page([rows[family] for family in sorted(rows)]), encoding="utf-8")
     return 1 if any(row.kind == WRONG for row in rows.values()) else 0
 
 

@@ -1,0 +1,77 @@
+"""The Makefile: what targets write, and with which prompts the server is measured."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WRITERS = (
+    *("bench", "bench-server", "models", "pictures", "plots", "ray-serve", "ray-serve-llm", "tables"),
+    "test-page",
+)
+INSTALLED = (".venv/installed", "build/playwright", "build/ray", "build/vllm")
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
+def commands(*arguments: str, **environment: str) -> str:
+    """What make would run, with what it installs taken for installed."""
+    installed = [word for target in INSTALLED for word in ("-o", target)]
+    clean = {name: value for name, value in os.environ.items() if name not in ("SHARED", "RECORD", "MAKEFLAGS")}
+    call = ["make", "--dry-run", "--always-make", "--no-print-directory", *installed, *arguments]
+    result = subprocess.run(call, cwd=ROOT, env=clean | environment, capture_output=True, text=True, check=True)
+    return result.stdout.replace("\\\n", " ")
+
+
+def written(lines: str) -> list[str]:
+    """The paths that commands write to, by the options and programs of this Makefile."""
+    places = re.findall(r"--(?:output|plots) (\S+)", lines)
+    places += re.findall(r"(?:_plot|method_pictures)\.py (\S+)", lines)
+    places += [place for line in re.findall(r"mkdir -p (.*)", lines) for place in line.split()]
+    return places + re.findall(r"cp .* (\S+)$", lines, re.MULTILINE)
+
+
+@pytest.mark.parametrize("target", WRITERS)
+def test_no_target_changes_a_file_of_the_repository_unless_told(target: str) -> None:
+    tracked = re.compile(r"(\./)?(docs|benchmarks|README)")
+    lines = commands(target)
+    if target == "tables":
+        assert "--check" in lines
+    else:
+        assert written(lines)
+        assert not [place for place in written(lines) if tracked.match(place)]
+    recorded = commands(target, "RECORD=1")
+    assert "--check" not in recorded
+    if target != "tables":
+        assert [place for place in written(recorded) if tracked.match(place)]
+
+
+def test_every_target_that_names_a_folder_of_results_is_tried() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    rules = re.findall(r"^([a-z-]+):[^\n]*\n((?:\t.*\n)+)", text, re.MULTILINE)
+    assert {name for name, recipe in rules if "$(OUT)" in recipe or "$(RECORD)" in recipe} == set(WRITERS)
+
+
+def test_the_server_is_measured_with_prompts_that_are_there(tmp_path: Path) -> None:
+    given = f"--prompts {tmp_path}/data/humaneval.jsonl"
+    assert given in commands("bench-server", f"SHARED={tmp_path}")
+    assert given in commands("bench-server", SHARED=str(tmp_path))
+    assert ("--prompts" in commands("bench-server")) == (ROOT / "../shared/data/humaneval.jsonl").exists()
+
+
+def test_the_library_has_prompts_enough_for_the_server() -> None:
+    load = importlib.import_module("load")
+    assert len(set(load.own_prompts())) > sum(load.Options().requests)
+
+
+def test_installing_the_load_generator_is_announced_first() -> None:
+    lines = commands("bench-server").splitlines()
+    said = next(number for number, line in enumerate(lines) if "about four minutes" in line)
+    assert said < min(number for number, line in enumerate(lines) if "pip install" in line)
