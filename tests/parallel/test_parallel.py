@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from random import Random
@@ -111,9 +112,9 @@ def _traffic(group: ParallelGroup, do_sample: bool = False) -> Any:
 _LIMITS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
 
 
-def _fresh(group: ParallelGroup, timeout: float = 60.0) -> ParallelGroup:
+def _fresh(group: ParallelGroup, timeout: float = 300.0) -> ParallelGroup:
     """Another group of all ranks, which may come to harm."""
-    processes: Any = dist.new_group(list(range(group.size)), backend="gloo", timeout=timedelta(seconds=120))
+    processes: Any = dist.new_group(list(range(group.size)), backend="gloo", timeout=timedelta(seconds=1200))
     return join(timeout, process_group=processes)
 
 
@@ -205,41 +206,60 @@ def _differing(group: ParallelGroup, what: str) -> str:
 
 
 class _Trouble(StoppingCriteria):  # type: ignore[misc]
-    """On one rank: raises, or sleeps, after a few tokens."""
+    """After a few tokens, does something once."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, trouble: Callable[[], None]) -> None:
+        self._trouble = trouble
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
         if input_ids.shape[1] == len(PROMPT) + 8:
-            if not self._seconds:
-                raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-            time.sleep(self._seconds)
+            self._trouble()
         return torch.tensor([False])
 
 
+def _out_of_memory() -> None:
+    raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+
+def _hang() -> None:
+    """Until the other ranks have ended."""
+    _store().wait(["_hang on rank 0", "_hang on rank 2"])
+
+
+def _hold_the_lock() -> None:
+    """Let no thread of this process run Python for longer than five heartbeats of the others take, as on a machine
+    that is busy with other things."""
+    ctypes.PyDLL(None).sleep(8)
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
 def test_a_rank_that_runs_out_of_memory_ends_all(team: Team) -> None:
-    outcomes = team.run(RANKS, _troubled, 0.0, 60.0)
+    outcomes = team.run(RANKS, _troubled, _out_of_memory, 60.0)
     assert outcomes[1][0] == "OutOfMemoryError"
     for rank in (0, 2):
-        kind, message, seconds = outcomes[rank]
+        kind, message = outcomes[rank]
         assert kind == "ParallelError"
         assert "rank 1 failed: OutOfMemoryError: tried to allocate 2 GiB" in message
-        assert seconds < 15
 
 
 def test_a_rank_that_hangs_ends_all(team: Team) -> None:
-    outcomes = team.run(RANKS, _troubled, 5.0, 2.0)
-    for kind, message, seconds in outcomes:
+    for kind, message in team.run(RANKS, _troubled, _hang, 8.0):
         assert kind == "ParallelError"
-        assert "rank 1 did not come within 2 s" in message
-        assert seconds < 20
+        assert "rank 1 did not come within 8 s" in message
 
 
-def _troubled(group: ParallelGroup, seconds: float, timeout: float) -> tuple[str, str, float]:
+def test_a_rank_that_sends_no_heartbeat_for_a_while_is_waited_for(team: Team) -> None:
+    assert team.run(RANKS, _troubled, _hold_the_lock, 120.0) == [("", "")] * RANKS
+
+
+def _troubled(group: ParallelGroup, trouble: Callable[[], None], timeout: float) -> tuple[str, str]:
+    # What is compiled and loaded first takes long on a busy machine.
+    lookahead.generate(build("llama"), torch.tensor([PROMPT]), lookahead_config=CONFIG, parallel=group, **_LIMITS)
     fresh = _fresh(group, timeout)
-    criteria = [_Trouble(seconds)] if group.rank == 1 else [_Trouble(1e-6)]
-    begun = time.monotonic()
+    criteria = [_Trouble(trouble if group.rank == 1 else _nothing)]
     kind, message = "", ""
     try:
         lookahead.generate(
@@ -255,7 +275,12 @@ def _troubled(group: ParallelGroup, seconds: float, timeout: float) -> tuple[str
         if isinstance(error, ParallelError):
             with pytest.raises(ParallelError):  # and it stays ended
                 lookahead.generate(build("llama"), torch.tensor([PROMPT]), parallel=fresh, **_LIMITS)
-    return kind, message, time.monotonic() - begun
+    _store().set(f"{trouble.__name__} on rank {group.rank}", "has ended")
+    return kind, message
+
+
+def _nothing() -> None:
+    pass
 
 
 def test_a_rank_that_is_killed_ends_all(team: Team) -> None:
@@ -263,10 +288,8 @@ def test_a_rank_that_is_killed_ends_all(team: Team) -> None:
     team.begin(RANKS, _decode_for_ever)
     time.sleep(2)
     os.kill(team.processes[2].pid, signal.SIGKILL)
-    begun = time.monotonic()
     for rank in (0, 1):
-        assert "rank 2" in team.result(rank, timeout=60)
-    assert time.monotonic() - begun < 20
+        assert "rank 2" in team.result(rank)
 
 
 def _decode_for_ever(group: ParallelGroup) -> str:

@@ -36,7 +36,7 @@ class Team:
         timeout: Of each group, as in `join`.
     """
 
-    def __init__(self, size: int, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, timeout: float = 300.0) -> None:
         # One process imports everything; the ranks are copies of it.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "lookahead.api.generation", *_LATE])
@@ -63,7 +63,7 @@ class Team:
         for pipe in self.pipes[:ranks]:
             pipe.send((ranks, task, arguments))
 
-    def result(self, rank: int, timeout: float = 300.0) -> Any:
+    def result(self, rank: int, timeout: float = 600.0) -> Any:
         """What the task of one rank returned."""
         if not self.pipes[rank].poll(timeout):
             raise TimeoutError(f"rank {rank} has not answered within {timeout} s")
@@ -78,7 +78,7 @@ class Team:
             with suppress(OSError):
                 pipe.send(None)
         for process in self.processes:
-            process.join(timeout=10)
+            process.join(timeout=60)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -94,10 +94,10 @@ def free_port() -> int:
 def _serve(rank: int, size: int, port: int, timeout: float, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     groups: dict[int, ParallelGroup] = {}
     for ranks in range(1, size + 1):
-        processes: Any = dist.new_group(list(range(ranks)), backend="gloo", timeout=timedelta(seconds=300))
+        processes: Any = dist.new_group(list(range(ranks)), backend="gloo", timeout=timedelta(seconds=1200))
         if rank < ranks:
             groups[ranks] = join(timeout, process_group=processes)
     pipe.send("ready")

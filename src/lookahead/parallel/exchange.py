@@ -12,7 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lookahead.errors import ParallelError
-from lookahead.parallel.monitor import SILENCE, Monitor
+from lookahead.parallel.monitor import Monitor
 
 PATIENCE = 1.0
 """Seconds that a rank waits for the others before it reads their heartbeats."""
@@ -104,24 +104,34 @@ class Exchange:
         """Raise if there is a reason why the others will not come."""
         reason = self._reason()
         if reason is None and waited > self._timeout:
-            late = self._monitor.late() or [rank for rank, _ in enumerate(self._names)]
-            reason = f"{self._who(late)} did not come within {self._timeout:g} s and may hang"
+            reason = self._overdue()
         if reason is not None:
             raise self._ended(reason)
 
     def _lost(self, error: RuntimeError) -> ParallelError:
-        """Why a connection broke: wait a while for the signs that tell."""
+        """Which rank's connection broke: wait a while for the signs that tell."""
+        self._monitor.unwatch()
         self._monitor.watch()
         started = monotonic()
-        limit = SILENCE + 2 * PATIENCE
-        while monotonic() - started < limit:
+        while monotonic() - started < self._timeout:
             reason = self._reason()
             if reason is not None:
                 return self._ended(reason)
+            silent = self._monitor.silent()
+            if silent:
+                return self._ended(f"{self._who(silent)} died: a connection was closed and no heartbeat came since")
             sleep(0.05)
         late = self._monitor.late()
         who = self._who(late) if late else "a rank"
         return self._ended(f"the connection to {who} was lost ({str(error).splitlines()[0]})")
+
+    def _overdue(self) -> str:
+        """Why the others have not come in time, though no connection is closed."""
+        monitor = self._monitor
+        if monitor.store_silence > self._timeout / 2:
+            return f"{self._store_keeper()} has not answered for {monitor.store_silence:.0f} s"
+        late = monitor.late() or monitor.silent() or list(range(self.size))
+        return f"{self._who(late)} did not come within {self._timeout:g} s and may hang"
 
     def _reason(self) -> str | None:
         monitor = self._monitor
@@ -130,11 +140,8 @@ class Exchange:
         left = monitor.left()
         if left:
             return f"{self._who(left)} has left; all ranks must make the same calls"
-        if monitor.store_silent:
-            return f"rank {self._names[0]}, or whatever keeps the ranks' common store, cannot be reached any more"
-        silent = monitor.silent()
-        if silent:
-            return f"{self._who(silent)} sent no heartbeat for {SILENCE:g} s: its process or its machine has died"
+        if monitor.store_lost:
+            return f"{self._store_keeper()} cannot be reached any more"
         return None
 
     def _ended(self, reason: str) -> ParallelError:
@@ -144,6 +151,9 @@ class Exchange:
             error = ParallelError(reason if reason.startswith(prefix) else prefix + reason)
             self.fail(error, blamed=True)
         return error
+
+    def _store_keeper(self) -> str:
+        return f"rank {self._names[0]}, or whatever keeps the ranks' common store,"
 
     def _who(self, ranks: Sequence[int]) -> str:
         names = ", ".join(str(self._names[rank]) for rank in ranks)

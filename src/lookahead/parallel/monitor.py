@@ -1,11 +1,16 @@
-"""Heartbeats: each rank writes its own now and then, and reads those of the others while it waits."""
+"""Heartbeats: each rank writes its own now and then, and reads those of the others while it waits.
+
+They say what a rank says of itself, and tell ranks apart once it is known that one has died. A rank that sends none is
+not dead for that: the thread that sends them needs Python's lock and a share of the processor, and on a busy machine
+it may get neither for long.
+"""
 
 from __future__ import annotations
 
 import json
 import threading
-from dataclasses import asdict, dataclass
-from math import inf
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from time import monotonic
 
 from torch.distributed.distributed_c10d import Store
@@ -13,8 +18,12 @@ from torch.distributed.distributed_c10d import Store
 INTERVAL = 0.5
 """Seconds between two heartbeats."""
 
-SILENCE = 5.0
-"""Seconds without one after which a rank counts as gone. A busy rank sends heartbeats too, from a thread."""
+ROUNDS = 5
+"""Rounds of this rank's own heartbeats in which a rank that lives sends two at least. On a busy machine they take
+longer for all ranks alike."""
+
+STORE_PATIENCE = 5.0
+"""Seconds that a rank waits for the store to take what it says last."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,19 @@ class Heartbeat:
     left: bool = False
     failure: str = ""
     blamed: bool = False
+
+
+@dataclass
+class _Watch:
+    """What was read since a rank began to wait.
+
+    Attributes:
+        rounds: How many times all heartbeats were read.
+        heartbeats: How many new ones the rounds after the first found, by rank.
+    """
+
+    rounds: int = 0
+    heartbeats: Counter[int] = field(default_factory=Counter)
 
 
 class Monitor:
@@ -56,11 +78,10 @@ class Monitor:
         self._left = self._blamed = False
         self._failure = ""
         self._heartbeats: list[Heartbeat] = [Heartbeat()] * size
-        self._changed: list[float] = [0.0] * size
-        self._watching = threading.Event()
+        self._watch: _Watch | None = None
         self._awake = threading.Event()
         self._stopped = threading.Event()
-        self._round = monotonic()
+        self._answered = monotonic()
         self._send_heartbeat()
         self._store.wait([self._key(other) for other in range(size)])
         self._thread = threading.Thread(target=self._run, name="lookahead-monitor", daemon=True)
@@ -87,21 +108,23 @@ class Monitor:
 
     def watch(self) -> None:
         """Begin to read the heartbeats of the others; for one that waits for them."""
-        if not self._watching.is_set():
-            now = monotonic()
-            self._changed = [now] * self._size
-            self._round = max(self._round, now) if self._thread.is_alive() else -inf
-            self._watching.set()
+        if self._watch is None:
+            self._watch = _Watch()
             self._awake.set()
 
     def unwatch(self) -> None:
         """No longer read the heartbeats of the others."""
-        self._watching.clear()
+        self._watch = None
 
     @property
-    def store_silent(self) -> bool:
-        """Whether the store is lost, or has not answered for longer than `SILENCE`."""
-        return monotonic() - self._round > SILENCE
+    def store_lost(self) -> bool:
+        """Whether the connection to the store is broken."""
+        return not self._thread.is_alive()
+
+    @property
+    def store_silence(self) -> float:
+        """Seconds since the store has answered."""
+        return monotonic() - self._answered
 
     def failures(self) -> list[tuple[int, Heartbeat]]:
         """What other ranks say about why they come to no further exchange; those that blame nobody else first."""
@@ -113,9 +136,12 @@ class Monitor:
         return [rank for rank, heartbeat in self._others() if heartbeat.left]
 
     def silent(self) -> list[int]:
-        """Ranks that sent no heartbeat for longer than `SILENCE` since `watch`."""
-        now = monotonic()
-        return [rank for rank, _ in self._others() if now - self._changed[rank] > SILENCE]
+        """Ranks that have sent no heartbeat since `watch`; none before there was time for `ROUNDS` of them."""
+        watch = self._watch
+        if watch is None or watch.rounds < ROUNDS:
+            return []
+        # One may have been on its way.
+        return [rank for rank, _ in self._others() if watch.heartbeats[rank] < 2]
 
     def late(self) -> list[int]:
         """Ranks that have not come to the exchange that this one is in."""
@@ -127,7 +153,7 @@ class Monitor:
     def _flush(self) -> None:
         """Give the thread a moment to bring what was said to the store."""
         count = self._count + 2  # one heartbeat may be on its way
-        end = monotonic() + 2 * INTERVAL
+        end = monotonic() + STORE_PATIENCE
         while self._count < count and monotonic() < end and self._thread.is_alive():
             self._awake.set()
             self._stopped.wait(0.01)
@@ -138,26 +164,24 @@ class Monitor:
             self._awake.clear()
             try:
                 self._send_heartbeat()
-                if self._watching.is_set():
-                    self._read()
+                if (watch := self._watch) is not None:
+                    self._read(watch)
             except (RuntimeError, ValueError):
-                # A connection to the store that is lost does not come back.
-                self._round = -inf
-                return
-            self._round = monotonic()
+                return  # a connection to the store that is lost does not come back
+            self._answered = monotonic()
 
     def _send_heartbeat(self) -> None:
         heartbeat = Heartbeat(self._count, self._exchanges, self._left, self._failure, self._blamed)
         self._store.set(self._key(self._rank), json.dumps(asdict(heartbeat)))
         self._count += 1
 
-    def _read(self) -> None:
+    def _read(self, watch: _Watch) -> None:
         texts = self._store.multi_get([self._key(rank) for rank in range(self._size)])
         heartbeats = [Heartbeat(**json.loads(text)) for text in texts]
-        now = monotonic()
-        for rank, heartbeat in enumerate(heartbeats):
-            if heartbeat.count != self._heartbeats[rank].count:
-                self._changed[rank] = now
+        if watch.rounds:  # the first finds whatever was sent before
+            for rank, heartbeat in enumerate(heartbeats):
+                watch.heartbeats[rank] += heartbeat.count != self._heartbeats[rank].count
+        watch.rounds += 1
         self._heartbeats = heartbeats
 
     def _key(self, rank: int) -> str:
