@@ -635,7 +635,7 @@ def test_text_streamer_matches_non_streaming(
 def test_iterator_streamer_matches_non_streaming(demo: Demo, prompt_and_text: tuple[torch.Tensor, str]) -> None:
     model, tokenizer = demo
     ids, text = prompt_and_text
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=30)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=600)
     thread = Thread(target=in_function, args=(model, ids), kwargs={"streamer": streamer, **STREAMED})
     thread.start()
     assert "".join(streamer) == text
@@ -656,7 +656,7 @@ def test_async_iterator_streamer_matches_non_streaming(demo: Demo, prompt_and_te
     ids, text = prompt_and_text
 
     async def read() -> str:
-        streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True, timeout=30)
+        streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True, timeout=600)
         thread = Thread(target=in_function, args=(model, ids), kwargs={"streamer": streamer, **STREAMED})
         thread.start()
         pieces = [piece async for piece in streamer]

@@ -44,7 +44,7 @@ def in_threads(work: Callable[[int], Any], tasks: int) -> list[Any]:
 
     def run(task: int) -> Any:
         if task < THREADS:
-            barrier.wait(60)
+            barrier.wait(600)
         return work(task)
 
     with ThreadPoolExecutor(THREADS) as pool:

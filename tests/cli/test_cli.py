@@ -218,7 +218,7 @@ def test_interrupt_prints_what_was_generated() -> None:
         assert process.stdout is not None
         first = process.stdout.read(40)  # generation is under way
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=600)
     assert process.returncode == 130
     assert len(first) == 40
     assert (first + out).decode().endswith("\n")

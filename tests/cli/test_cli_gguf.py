@@ -110,7 +110,7 @@ def test_serve(demo_file: str, expected: str) -> None:
     """Several requests at once, one of them with a grammar, through OpenAI's client."""
     openai = pytest.importorskip("openai")
     with ServerProcess("--model", demo_file, "--name", "file", "--max-rows", "4", "--step-budget", "24") as process:
-        client = openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0, timeout=120)
+        client = openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0, timeout=600)
 
         def complete(_: int) -> str:
             return client.completions.create(model="file", prompt=PROMPT, max_tokens=24, temperature=0).choices[0].text

@@ -70,7 +70,7 @@ def test_processes_with_one_file_keep_what_all_learned(path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(600)
         assert process.exitcode == 0
     kept = DraftMemory.load(path, MODEL)
     missing = [token for first in (0, 100, 200) for token in range(first, first + 10) if known(kept, token) is None]
@@ -181,7 +181,7 @@ def test_what_a_killed_save_left_behind_goes_with_the_next(path: Path) -> None:
     for name in ("fsync", "replace"):
         process = context.Process(target=killed, args=(lambda name=name: setattr(os, name, die),))  # type: ignore[misc]
         process.start()
-        process.join(60)
+        process.join(600)
         assert process.exitcode == 9
     others = path.parent / "memory.npz.1234.part", path.parent / ".lookahead-of-somebody.part"
     for other in others:

@@ -19,7 +19,7 @@ PROMPT = "def add(a, b):"
 GENERATE = ["-m", "lookahead", "generate", PROMPT, "--preset", "paper", "--parallel", "2", "-n", "900"]
 """Far more tokens than any signal waits for."""
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds after which ranks that are still there count as left behind; far more than they should need."""
 
 NOISE = ("Traceback", "frame #", "Exception", "Error")

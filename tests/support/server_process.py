@@ -33,11 +33,11 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(30)
+                self.process.wait(600)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 raise
-        self._reader.join(10)
+        self._reader.join(600)
 
     def _read_url(self) -> str:
         assert self.process.stderr is not None
