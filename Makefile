@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 RECORD ?=
 OUT := $(if $(RECORD),.,build/out)
 
-.PHONY: help demo test worth test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean
+.PHONY: help demo test worth test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -29,6 +29,12 @@ demo: $(VENV)/installed  ## Decode a built-in prompt plainly and with lookahead,
 
 test: $(VENV)/installed lint test-quantized  ## Lint, types, and the tests (minutes)
 	$(BIN)/python -m pytest
+
+golden: $(VENV)/installed  ## What drafters send when recorded models say what they said, step by step (seconds)
+	$(BIN)/python tools/golden.py
+
+golden-update: $(VENV)/installed  ## Ask the models anew, and write the golden record: after a change that is meant to change drafts
+	$(BIN)/python tools/golden.py --update --shared $(SHARED)
 
 # In a folder of its own: where torchao is installed, every program that imports transformers loads it, noisily.
 build/torchao: constraints.txt | $(VENV)/installed

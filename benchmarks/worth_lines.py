@@ -31,7 +31,7 @@ from lookahead.drafting.text_only import build_text_chain_drafter, build_text_dr
 from lookahead.integrations.vllm import LookaheadProposer
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
-from playback import PlayedBackend, TextScript, VLLMLoop, played_sequence, vllm_config
+from playback import PlayedBackend, PlayedRow, TextScript, VLLMLoop, played_sequence, vllm_config
 
 ROOM = 512
 """Tokens of a text of the small models at most."""
@@ -218,7 +218,7 @@ class Runner:
         begin = process_time()
         drafter = build(nodes, self._text_memory) if across else build(nodes)
         batch = Batch([played_sequence(case.prompt, case.answer, drafter)])
-        decode(PlayedBackend([TextScript([*case.prompt, *case.answer])]), batch)
+        decode(PlayedBackend([PlayedRow(TextScript([*case.prompt, *case.answer]))]), batch)
         return Counts(len(case.answer), batch.statistics.steps, process_time() - begin)
 
     def forget(self) -> None:

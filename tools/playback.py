@@ -26,8 +26,26 @@ Listed = tuple[NDArray[np.int64], NDArray[np.float32]]
 class Script(Protocol):
     """What is said of the nodes of one text."""
 
-    def listed(self, length: int, path: tuple[int, ...]) -> Listed:
-        """What follows the first `length` tokens of the text and the drafted tokens `path`."""
+    def listed(self, cached: int, tree: TokenTree) -> dict[int, Listed]:
+        """What follows the nodes of a tree that are read.
+
+        Args:
+            cached: Tokens of the text before the tree.
+            tree: The tree.
+        """
+
+
+def paths(tree: TokenTree, cached: int) -> dict[int, tuple[int, tuple[int, ...]]]:
+    """For each node of a tree how many tokens of the text lead to it, and the drafted tokens behind them, its own
+    among them."""
+    found: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for node, token in enumerate(tree.tokens):
+        if node <= tree.root:
+            found[node] = cached + node + 1, ()
+        else:
+            length, path = found[tree.parents[node]]
+            found[node] = length, (*path, token)
+    return found
 
 
 class TextScript:
@@ -40,11 +58,14 @@ class TextScript:
     def __init__(self, text: Sequence[int]) -> None:
         self._text = text
 
-    def listed(self, length: int, path: tuple[int, ...]) -> Listed:
+    def listed(self, cached: int, tree: TokenTree) -> dict[int, Listed]:
         """See `Script`."""
-        end = length + len(path)
-        follows = end < len(self._text) and tuple(self._text[length:end]) == path
-        return np.array([self._text[end]] if follows else [], dtype=np.int64), np.ones(int(follows), dtype=np.float32)
+        found: dict[int, Listed] = {}
+        for node, (length, path) in paths(tree, cached).items():
+            end = length + len(path)
+            if end < len(self._text) and tuple(self._text[length:end]) == path:
+                found[node] = np.array([self._text[end]]), np.ones(1, dtype=np.float32)
+        return found
 
 
 @dataclass(frozen=True)
@@ -60,17 +81,32 @@ class PlayedOutputs:
         raise NotImplementedError("recordings have no logits")
 
 
-class PlayedBackend:
-    """Answers trees from scripts (`Backend`), one for each row.
+@dataclass
+class PlayedRow:
+    """A row of a backend.
 
-    Args:
-        scripts: Of each row.
-        cached: Tokens of each row that are in the cache at first; none if not given.
+    Attributes:
+        script: What is said of its nodes.
+        cached: Tokens of its text in the cache.
     """
 
-    def __init__(self, scripts: Sequence[Script], cached: Sequence[int] | None = None) -> None:
-        self._scripts = scripts
-        self._cached = [0] * len(scripts) if cached is None else list(cached)
+    script: Script
+    cached: int = 0
+
+
+class PlayedBackend:
+    """Answers trees from scripts (`Backend`).
+
+    Args:
+        rows: As many as there are sequences; between two steps they may change.
+        resends: Whether a step of which a part was rejected leaves nothing in the cache, as with models that keep a
+            running state.
+    """
+
+    def __init__(self, rows: Sequence[PlayedRow] = (), resends: bool = False) -> None:
+        self.rows = rows
+        self._resends = resends
+        self._sizes: list[int] = []
 
     def idle_tree(self) -> TokenTree:
         """See `Backend`."""
@@ -78,7 +114,7 @@ class PlayedBackend:
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
         """See `Backend`."""
-        return TokenTree(text[self._cached[row] :])
+        return TokenTree(text[self.rows[row].cached :])
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """See `Backend`."""
@@ -86,26 +122,22 @@ class PlayedBackend:
 
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[PlayedOutputs]:
         """See `Backend`."""
-        return [self._read(*row, top_k) for row in zip(self._scripts, self._cached, trees, strict=True)]
+        self._sizes = list(map(len, trees))
+        return [self._read(row, tree, top_k) for row, tree in zip(self.rows, trees, strict=True)]
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Backend`."""
-        for row, nodes in enumerate(kept):
-            self._cached[row] += len(nodes)
+        for row, nodes, size in zip(self.rows, kept, self._sizes, strict=True):
+            row.cached += 0 if self._resends and len(nodes) < size else len(nodes)
 
-    def _read(self, script: Script, cached: int, tree: TokenTree, top_k: int) -> PlayedOutputs:
+    def _read(self, row: PlayedRow, tree: TokenTree, top_k: int) -> PlayedOutputs:
         size = len(tree)
         predictions, ids = np.full(size, -1, dtype=np.int64), np.full((size, top_k), -1, dtype=np.int64)
         probabilities = np.zeros((size, top_k), dtype=np.float32)
-        paths: list[tuple[int, ...]] = []
-        for node, token in enumerate(tree.tokens):
-            below = node > tree.root
-            paths.append((*paths[tree.parents[node]], token) if below else ())
+        for node, (tokens, likely) in row.script.listed(row.cached, tree).items():
             if tree.needs_logits[node]:
-                length = cached + 1 + (tree.root if below else node)
-                tokens, likely = script.listed(length, paths[node])
-                predictions[node] = tokens[0] if len(tokens) else -1
                 listed = min(len(tokens), top_k)
+                predictions[node] = tokens[0]
                 ids[node, :listed], probabilities[node, :listed] = tokens[:listed], likely[:listed]
         return PlayedOutputs(predictions, ids, probabilities)
 

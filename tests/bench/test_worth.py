@@ -11,7 +11,7 @@ import pytest
 from lookahead.core.decoder import Batch, decode
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import NoDrafter
-from playback import PlayedBackend, TextScript, VLLMLoop, played_sequence
+from playback import PlayedBackend, PlayedRow, TextScript, VLLMLoop, played_sequence
 from worth import FAILS, PASSES, UNDECIDED, Estimate, Rows, estimate
 
 
@@ -52,13 +52,13 @@ def test_a_unit_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
 
 def test_a_played_text_is_decoded_without_a_model() -> None:
     batch = Batch([played_sequence([1, 2], [3, 4, 5], NoDrafter())])
-    decode(PlayedBackend([TextScript([1, 2, 3, 4, 5])]), batch)
+    decode(PlayedBackend([PlayedRow(TextScript([1, 2, 3, 4, 5]))]), batch)
     assert batch.sequences[0].tokens == [1, 2, 3, 4, 5]
     assert batch.statistics.steps == 3
 
 
 def test_a_text_says_its_token_on_its_path_and_nothing_elsewhere() -> None:
-    backend = PlayedBackend([TextScript([1, 2, 3, 4, 5])])
+    backend = PlayedBackend([PlayedRow(TextScript([1, 2, 3, 4, 5]))])
     tree: TokenTree = backend.begin_tree(0, [1, 2])
     right, wrong = tree.add_candidates([3, 4]), tree.add_candidates([9, 4])
     (outputs,) = backend.forward([tree], top_k=3)

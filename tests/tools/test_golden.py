@@ -1,0 +1,89 @@
+"""The golden record: drafters send what they sent when it was made, and what is different is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import golden
+from golden import DifferentError, Notes, Sent, compare, packed, unpacked
+from golden_record import NotRecordedError, Recording, load, pack, save, unpack
+from lookahead.core.shaping import Shaping
+from lookahead.core.token_tree import TokenTree
+
+PLAYED = ("tree of 16", "chain of 4", "paper", "jacobi", "kept", "cheap", "dear", "tokens, 4 drafted", "predicted")
+"""What is played here of the record; `make golden` plays all of it."""
+
+
+def test_drafters_send_what_was_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = compare(lambda name: name.endswith(PLAYED) or any(part in name for part in PLAYED))
+    assert not counts["different"], capsys.readouterr().out
+    assert counts["equal"] > 2000
+
+
+def test_the_first_step_that_differs_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(golden, "WARM_UP", 0)
+    assert compare(lambda name: name == "demo, tree of 16") == {"different": 1}
+    shown = capsys.readouterr().out
+    assert shown.startswith("demo, tree of 16: draft ")
+    assert "recorded" in shown
+
+
+def test_a_scenario_without_a_record_differs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(golden, "scenarios", lambda recordings: [("new", lambda notes: None)])
+    assert compare() == {"different": 1}
+    assert capsys.readouterr().out == "new: was not recorded\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [Sent((1, 2), (-1, 0), 1), Sent((4,), (-1,), 0)],  # another token
+        [Sent((1, 2), (-1, -1), 1)],  # another parent
+        [Sent((1, 2), (-1, 0), 2)],  # more accepted
+        [Sent((1, 2), (-1, 0), 1)],  # ends early
+        [Sent((1, 2), (-1, 0), 1), Sent((3,), (-1,), 0), Sent((), (), 0)],  # goes on
+    ],
+)
+def test_any_difference_is_found(sent: list[Sent]) -> None:
+    notes = Notes([Sent((1, 2), (-1, 0), 1), Sent((3,), (-1,), 0)])
+
+    def play() -> None:
+        for each in sent:
+            notes.draft(each.tokens, each.parents)
+            notes.outcome(-1, each.accepted)
+        notes.end()
+
+    with pytest.raises(DifferentError):
+        play()
+
+
+def test_drafts_come_back_from_arrays() -> None:
+    drafts = [Sent((7, -1 - 4), (-1, 0), 1), Sent((), (), 0), Sent((300,), (-1,), 0)]
+    assert unpacked(**packed(drafts)) == drafts
+
+
+def test_recordings_come_back_from_a_file(tmp_path: Path) -> None:
+    listed = np.array([5, 9]), np.array([0.75, 0.125], dtype=np.float32)
+    said = {(2, ()): listed, (2, (5, 6)): listed, (2, (7,)): listed, (3, ()): listed}
+    kept = {(2, ()), (2, (5, 6)), (2, (7,))}
+    path = tmp_path / "said.npz.xz"
+    save(path, pack({"a": Recording([1, 2], [5, 6], Shaping(0.8, 3), said, used=kept), "b": Recording([1], [2])}))
+    found = unpack(load(path))
+    assert (found["a"].text, found["a"].shaping, found["b"].shaping) == ([1, 2, 5, 6], Shaping(0.8, 3), None)
+    assert found["a"].said.keys() == kept
+    for tokens, likely in found["a"].said.values():
+        assert (tokens.tolist(), likely.tolist()) == ([5, 9], [0.75, 0.125])
+
+
+def test_a_node_of_which_nothing_is_known_is_an_error() -> None:
+    tree = TokenTree([1])
+    tree.add_candidates([9])
+    with pytest.raises(NotRecordedError):
+        Recording([1], [2]).listed(0, tree)

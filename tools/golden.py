@@ -1,0 +1,420 @@
+"""The golden record: what drafters send, step by step, when recorded models say what they said.
+
+    python tools/golden.py            compare; prints the first step of each scenario that differs
+    python tools/golden.py --update   ask the models anew, and write the record
+
+No model runs for a comparison, and nothing is computed but by the drafters. Nothing goes by the clock either: nodes
+are fixed in number, or chosen by a table of prices. `golden_models.py` is what `--update` needs besides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from golden_record import Arrays, NotRecordedError, Recording, load, pack, save, unpack
+from lookahead import LookaheadConfig
+from lookahead.core.cost_model import CostModel
+from lookahead.core.decoder import Batch, step
+from lookahead.core.draft_account import DraftAccount
+from lookahead.core.shared_budget import SharedBudget
+from lookahead.core.token_tree import NodeKind, TokenTree
+from lookahead.drafting import DraftMemory, PredictedText, TokenPaths, build_chain_drafter, build_drafter
+from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
+from playback import PlayedBackend, PlayedRow, Script, TextScript, VLLMLoop, played_sequence, vllm_config
+
+FOLDER = Path(__file__).resolve().parents[1] / "tests/golden"
+SAID, SENT = FOLDER / "said.npz.xz", FOLDER / "sent.npz.xz"
+
+WARM_UP = 64
+"""Tokens of a prompt that `auto` has read."""
+
+PRICES = {"cheap": (1.0, 0.002), "dear": (1.0, 0.12)}
+"""Seconds of a plain step, and what each further node adds."""
+
+Recordings = Mapping[str, Recording]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a step sent for one row, and what became of it.
+
+    Attributes:
+        tokens: Tokens below the root; of the lookahead window `-1 - token`.
+        parents: The place of the parent of each among them, -1 for the root.
+        accepted: How many of them were accepted.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    accepted: int
+
+
+class DifferentError(Exception):
+    """A step is not the recorded one."""
+
+
+@dataclass
+class Notes:
+    """Notes what is sent, and compares it, if there is anything to compare it with.
+
+    Attributes:
+        expected: What was recorded.
+        sent: What was sent so far.
+    """
+
+    expected: Sequence[Sent] | None = None
+    sent: list[Sent] = field(default_factory=list)
+
+    def draft(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """Note a draft.
+
+        Raises:
+            DifferentError: It is another one than was recorded.
+        """
+        self.sent.append(Sent(tuple(tokens), tuple(parents), -1))
+        if self.expected is not None:
+            self._compare(len(self.sent) - 1, with_outcome=False)
+
+    def outcome(self, place: int, accepted: int) -> None:
+        """Note how many nodes of a draft were accepted, which was the `place`th from behind.
+
+        Raises:
+            DifferentError: Likewise.
+        """
+        own = self.sent[place]
+        self.sent[place] = Sent(own.tokens, own.parents, accepted)
+        if self.expected is not None:
+            self._compare(len(self.sent) + place, with_outcome=True)
+
+    def end(self) -> None:
+        """Everything was sent.
+
+        Raises:
+            DifferentError: More was recorded.
+        """
+        if self.expected is not None and len(self.sent) < len(self.expected):
+            raise DifferentError(f"ends after {len(self.sent)} of {len(self.expected)} drafts")
+
+    def _compare(self, place: int, with_outcome: bool) -> None:
+        assert self.expected is not None
+        found = self.sent[place]
+        if place >= len(self.expected):
+            raise DifferentError(f"draft {place} was not recorded: {found}")
+        expected = self.expected[place]
+        if found != (expected if with_outcome else Sent(expected.tokens, expected.parents, -1)):
+            raise DifferentError(
+                f"draft {place} differs\n  tokens   {list(found.tokens)}\n  recorded {list(expected.tokens)}\n"
+                f"  parents  {list(found.parents)}\n  recorded {list(expected.parents)}\n"
+                f"  accepted {found.accepted}, recorded {expected.accepted}"
+            )
+
+
+class NotingBackend(PlayedBackend):
+    """Notes what is sent, and takes the time that a table says.
+
+    Args:
+        notes: Where.
+        resends: See `PlayedBackend`.
+        prices: Seconds of a plain step, and of each further node.
+    """
+
+    def __init__(self, notes: Notes, resends: bool = False, prices: tuple[float, float] = (1.0, 0.0)) -> None:
+        super().__init__((), resends)
+        self._notes, self._prices = notes, prices
+        self._roots: list[int] = []
+        self.now = 0.0
+
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[Any]:
+        """See `Backend`."""
+        plain, node = self._prices
+        self.now += plain + node * (sum(map(len, trees)) - len(trees))
+        self._roots = [tree.root for tree in trees]
+        for tree in trees:
+            below = range(tree.root + 1, len(tree))
+            tokens = [-1 - tree.tokens[at] if tree.kinds[at] is NodeKind.WINDOW else tree.tokens[at] for at in below]
+            self._notes.draft(tokens, [max(tree.parents[at] - tree.root - 1, -1) for at in below])
+        return super().forward(trees, top_k)
+
+    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+        """See `Backend`."""
+        for row, (nodes, root) in enumerate(zip(kept, self._roots, strict=True)):
+            self._notes.outcome(row - len(kept), max(len(nodes) - root - 1, 0))
+        super().commit(kept)
+
+
+def account(rows: int = 1, temperature: float = 0.0, chains: bool = False) -> DraftAccount:
+    """What steps cost and bring, of which nothing is known yet."""
+    return DraftAccount(CostModel.prior(), rows, cautious=temperature > 0, chains=chains)
+
+
+def run(
+    texts: Sequence[tuple[Recording, Script]], make: Callable[[], Any], notes: Notes, resends: bool = False
+) -> None:
+    """Decode texts one after another, each with a new drafter."""
+    for recording, script in texts:
+        sequence = played_sequence(recording.prompt, recording.answer, make(), recording.shaping)
+        backend, batch = NotingBackend(notes, resends), Batch([sequence])
+        backend.rows = [PlayedRow(script)]
+        while not batch.finished:
+            step(backend, batch)
+
+
+def run_priced(recording: Recording, prices: str, chains: bool, notes: Notes) -> None:
+    """Decode a text with as many nodes as pay."""
+    heat = 0.0 if recording.shaping is None else recording.shaping.temperature
+    known = account(1, heat, chains)
+    build: Any = build_chain_drafter if chains else build_drafter
+    drafter = build(LookaheadConfig(), account=known, warm_up=WARM_UP)
+    backend = NotingBackend(notes, chains, PRICES[prices])
+    sequence = played_sequence(recording.prompt, recording.answer, drafter, recording.shaping)
+    batch = Batch([sequence], times=known, clock=lambda: backend.now)
+    backend.rows = [PlayedRow(recording)]
+    while not batch.finished:
+        step(backend, batch)
+
+
+def run_engine(recordings: Sequence[Recording], nodes: int | None, prices: str, notes: Notes) -> None:
+    """Requests come every tenth step, at most three at a time, and share a memory and the nodes of a step."""
+    memory, shared = DraftMemory(), SharedBudget(account, nodes)
+    backend = NotingBackend(notes, prices=PRICES[prices])
+    waiting, running = list(recordings), list[tuple[Any, PlayedRow, float]]()
+    for number in range(10_000):
+        while waiting and len(running) < 3 and len(recordings) - len(waiting) <= number // 10:
+            recording = waiting.pop(0)
+            heat = 0.0 if recording.shaping is None else recording.shaping.temperature
+            budget = shared.row(heat, len(recording.text))
+            drafter = build_drafter(LookaheadConfig(), memory=memory, warm_up=WARM_UP, budget=budget)
+            sequence = played_sequence(recording.prompt, recording.answer, drafter, recording.shaping)
+            running.append((sequence, PlayedRow(recording), heat))
+        if not running:
+            return
+        is_timed = all(len(sequence.tokens) - row.cached == 1 for sequence, row, _ in running)
+        heats = [heat for _, _, heat in running]
+        shared.begin(len(running), sum(heats) / len(heats), is_timed, waits=bool(waiting))
+        backend.rows = [row for _, row, _ in running]
+        batch = Batch([sequence for sequence, _, _ in running], times=shared, clock=lambda: backend.now, packed=True)
+        batch.share_out = shared.share_out
+        step(backend, batch)
+        running = [each for each in running if not each[0].finished]
+
+
+class ExpectedText:
+    """A source of a user's own: what followed the last three tokens in another text."""
+
+    name = "expected text"
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self._text = list(text)
+        self._places = {tuple(text[place - 3 : place]): place for place in range(3, len(text))}
+
+    def start(self, prompt: Sequence[int]) -> None:
+        """See `Source`."""
+        self._last = tuple(prompt[-3:])
+
+    def propose(self) -> TokenPaths:
+        """See `Source`."""
+        place = self._places.get(self._last, len(self._text))
+        return TokenPaths.chain(self._text[place : place + 16])
+
+    def observe(self, result: Any) -> None:
+        """See `Source`."""
+        self._last = (*self._last, *result.tokens)[-3:]
+
+
+def run_vllm(recordings: Sequence[Recording], drafted: int, reads: bool, notes: Notes) -> None:
+    """Requests that come at once, with vLLM's proposer."""
+    import torch  # the proposer is shown its tensors
+
+    from lookahead.integrations.vllm import LookaheadProposer
+
+    room, vocabulary = 512, 512
+    head = _Head()
+    settings = {} if reads else {"learn": "tokens"}
+    proposer = LookaheadProposer(vllm_config(vocabulary, drafted, len(recordings), room, **settings))
+    proposer.load_model(head if reads else None)
+
+    def read(texts: list[list[int]], drafts: list[list[int]]) -> None:
+        if not reads:
+            return
+        listings = []
+        for text, draft in zip(texts, drafts, strict=True):
+            recording = next(each for each in recordings if each.text[: len(text)] == text)
+            tree = TokenTree(text[-1:])
+            tree.add_candidates(draft)
+            listings += recording.listed(len(text) - 1, tree).values()
+        # In steps of 1/1024, which no processor rounds in another way.
+        logits = np.full((len(listings), vocabulary), -1e4, dtype=np.float32)
+        for row, (tokens, likely) in enumerate(listings):
+            logits[row, tokens] = np.round(1024 * np.log(np.maximum(likely, 1e-7))) / 1024
+        head.compute_logits(torch.from_numpy(logits))
+
+    loop = VLLMLoop(proposer, room, read)
+    try:
+        loop.run([recording.prompt for recording in recordings], [recording.answer for recording in recordings])
+    finally:
+        for draft, accepted in (row for rows in loop.steps for row in rows):
+            notes.draft(draft, range(-1, len(draft) - 1))
+            notes.outcome(-1, accepted)
+
+
+class _Head:
+    """What the proposer reads of vLLM's model."""
+
+    def compute_logits(self, logits: Any) -> Any:
+        """They are computed already."""
+        return logits
+
+
+Scenario = Callable[[Notes], None]
+
+
+def scenarios(recordings: Recordings) -> Iterator[tuple[str, Scenario]]:
+    """All that is played, by name."""
+
+    def one(name: str, make: Callable[[], Any], resends: bool = False) -> Scenario:
+        return lambda notes: run([(recordings[name], recordings[name])], make, notes, resends)
+
+    for name in ("demo", "demo sampled", "stories", "stories sampled"):
+        for nodes in (4, 16, 64):
+            config = LookaheadConfig(step_budget=nodes)
+            yield f"{name}, tree of {nodes}", one(name, partial(build_drafter, config, warm_up=WARM_UP))
+    for name in ("demo", "stories sampled", "hybrid", "hybrid sampled", "gguf"):
+        for nodes in (4, 16):
+            config = LookaheadConfig(step_budget=nodes)
+            yield f"{name}, chain of {nodes}", one(name, partial(build_chain_drafter, config, warm_up=WARM_UP), True)
+    yield "gguf, tree of 16", one("gguf", partial(build_drafter, LookaheadConfig(step_budget=16)))
+    for config in (
+        LookaheadConfig(preset="context_matches", step_budget=16),
+        LookaheadConfig(preset="token_recycling", step_budget=16),
+        LookaheadConfig(preset="jacobi", block_size=8),
+        LookaheadConfig(preset="paper", window_size=5, ngram_size=4, guess_set_size=5, pool_from_prompt=True),
+    ):
+        yield f"demo, {config.preset}", one("demo", partial(build_drafter, config))
+    told = LookaheadConfig(step_budget=16, sources=(lambda: ExpectedText(recordings["demo sampled"].text),))
+    yield "demo, own source", one("demo", partial(build_drafter, told))
+    yield "stories, memory kept", partial(_kept, [recordings[name] for name in ("stories", "stories sampled", "gguf")])
+    for prices in PRICES:
+        for name in ("demo", "stories sampled", "hybrid"):
+            priced = partial(run_priced, recordings[name], prices, name == "hybrid")
+            yield f"{name}, {prices} nodes", priced
+    rows = [recordings[name] for name in ("stories", "stories sampled", "gguf", "stories again")]
+    for nodes, prices in ((24, "cheap"), (None, "cheap"), (None, "dear")):
+        amount = f"{nodes or prices} nodes"
+        yield f"engine, {amount}", partial(run_engine, rows, nodes, prices)
+    for drafted in (4, 8):
+        yield f"vLLM, logits, {drafted} drafted", partial(run_vllm, [rows[0], *rows[2:]], drafted, True)
+        yield f"vLLM, tokens, {drafted} drafted", partial(run_vllm, rows, drafted, False)
+    yield from _replays(recordings)
+
+
+def _kept(recordings: Sequence[Recording], notes: Notes) -> None:
+    memory = DraftMemory()
+    make = partial(build_drafter, LookaheadConfig(step_budget=16), memory=memory, warm_up=WARM_UP)
+    run([(each, each) for each in recordings], make, notes)
+
+
+def _replays(recordings: Recordings) -> Iterator[tuple[str, Scenario]]:
+    texts = [(each, TextScript(each.text)) for name, each in recordings.items() if name.startswith("replay")]
+    for nodes in (16, 64):
+        yield f"replay, tree of {nodes}", partial(run, texts, partial(build_text_drafter, nodes))
+    for nodes in (4, 16):
+        yield (
+            f"replay, chain of {nodes}",
+            lambda notes, n=nodes: run(texts, partial(build_text_chain_drafter, n), notes),
+        )
+    yield "replay, memory kept", partial(run, texts, partial(build_text_drafter, 32, text_memory()))
+    expected = recordings["replay edit"].prompt
+    yield (
+        "replay edit, predicted",
+        partial(run, texts[:1], lambda: build_text_drafter(16, None, PredictedText(expected))),
+    )
+
+
+def packed(drafts: Sequence[Sent]) -> Arrays:
+    """Drafts as arrays."""
+    return {
+        "sizes": np.array([len(each.tokens) for each in drafts], dtype=np.uint8),
+        "accepted": np.array([each.accepted for each in drafts], dtype=np.uint8),
+        "tokens": np.array([token for each in drafts for token in each.tokens], dtype=np.int16),
+        "parents": np.array([parent for each in drafts for parent in each.parents], dtype=np.int16),
+    }
+
+
+def unpacked(sizes: NDArray, accepted: NDArray, tokens: NDArray, parents: NDArray) -> list[Sent]:
+    """What `packed` was given."""
+    ends = list(accumulate(sizes.tolist(), initial=0))
+    parts = zip(ends, ends[1:], accepted.tolist(), strict=False)
+    return [
+        Sent(tuple(tokens[begin:end].tolist()), tuple(parents[begin:end].tolist()), count)
+        for begin, end, count in parts
+    ]
+
+
+def compare(names: Callable[[str], bool] = lambda name: True) -> Counter[str]:
+    """Play the scenarios whose names are chosen; prints what differs, and returns how many drafts were equal, and how
+    many scenarios were different."""
+    recordings, sent = unpack(load(SAID)), load(SENT)
+    counts: Counter[str] = Counter()
+    for name, play in scenarios(recordings):
+        if not names(name):
+            continue
+        parts = {part: sent.get(f"{name}/{part}") for part in ("sizes", "accepted", "tokens", "parents")}
+        if any(values is None for values in parts.values()):
+            print(f"{name}: was not recorded")
+            counts["different"] += 1
+            continue
+        notes = Notes(unpacked(**parts))  # type: ignore[arg-type]
+        try:
+            play(notes)
+            notes.end()
+            counts["equal"] += len(notes.sent)
+        except (DifferentError, NotRecordedError) as error:
+            print(f"{name}: {error}")
+            counts["different"] += 1
+    return counts
+
+
+def update(shared: Path) -> None:
+    """Ask the models, and write what they say and what drafters send."""
+    from golden_models import record
+
+    recordings = record(shared)
+    sent: Arrays = {}
+    for name, play in scenarios(recordings):
+        notes = Notes()
+        play(notes)
+        sent |= {f"{name}/{part}": values for part, values in packed(notes.sent).items()}
+        accepted = sum(each.accepted for each in notes.sent)
+        print(f"{name:36} {len(notes.sent):5} drafts, S {1 + accepted / len(notes.sent):.2f}", flush=True)
+    save(SAID, pack(recordings))
+    save(SENT, sent)
+    print(f"{sum(path.stat().st_size for path in (SAID, SENT)):,} bytes")
+
+
+def main() -> int:
+    """The command; returns its exit status: 1 if something differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--update", action="store_true", help="ask the models anew, and write the record")
+    parser.add_argument("--shared", type=Path, default=FOLDER.parents[2] / "shared", help="folder of data and models")
+    options = parser.parse_args()
+    if options.update:
+        update(options.shared)
+        return 0
+    counts = compare()
+    print(f"{counts['equal']} drafts are equal, {counts['different']} scenarios differ")
+    return 1 if counts["different"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""The models of the golden record, which only its update needs: the demo model, a model of stories, a tiny hybrid.
+
+The text of `gguf` is one of the model of stories, run on chains as llama.cpp runs models that keep a running state:
+drafters see of an engine only what it lists, and a GGUF file lists the same.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from golden_record import LISTED, Listed, Recording
+from lookahead.core.shaping import Shaping
+from lookahead.core.token_tree import TokenTree, lay_out
+from lookahead.demo import DEMO_PROMPT, demo_model_path
+
+SAMPLED = Shaping(temperature=0.8, top_k=50, top_p=0.95)
+
+
+class Asked:
+    """A model that is asked about trees, one pass over text and tree at a time.
+
+    Args:
+        model: The model, of transformers.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @torch.inference_mode()
+    def __call__(self, text: list[int], tree: TokenTree) -> dict[int, Listed]:
+        """See `golden_record.Ask`."""
+        layout = lay_out(tree)
+        size, before = len(text) + len(tree), len(text)
+        ids = torch.tensor([text + layout.tokens.tolist()])
+        arguments: dict[str, Any] = {}
+        if any(parent != node - 1 for node, parent in enumerate(tree.parents)):
+            allowed = torch.ones(size, size, dtype=torch.bool).tril()
+            allowed[before:, before:] = torch.from_numpy(layout.ancestor_mask())
+            mask = torch.zeros(size, size).masked_fill(~allowed, torch.finfo(torch.float32).min)
+            places = torch.cat([torch.arange(before), before + torch.from_numpy(layout.depths)])
+            arguments = {"attention_mask": mask[None, None], "position_ids": places[None]}
+        logits = self._model(input_ids=ids, use_cache=False, **arguments).logits[0, before:]
+        likely, tokens = logits.float().softmax(-1).topk(LISTED)
+        likely = likely.half().float()
+        listed = zip(tokens.numpy().astype(np.int64), likely.numpy(), strict=True)
+        return {int(layout.order[slot]): each for slot, each in enumerate(listed)}
+
+
+def answered(model: Any, prompt: list[int], new: int, shaping: Shaping | None = None) -> Recording:
+    """A text of a model, which goes on being asked about it."""
+    ids = torch.tensor([prompt])
+    more: dict[str, Any] = {"do_sample": False}
+    if shaping is not None:
+        more = {"do_sample": True, "temperature": shaping.temperature, "top_k": shaping.top_k, "top_p": shaping.top_p}
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **more)[0].tolist()
+    return Recording(prompt, text[len(prompt) :], shaping, ask=Asked(model))
+
+
+def loaded(path: Path) -> tuple[Any, Any]:
+    """A model and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def record(shared: Path) -> dict[str, Recording]:
+    """The texts of all models; `shared` is the folder of data and models."""
+    torch.set_num_threads(1)
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
+    from fuzz.families import build
+    from fuzz.variant import Variant
+
+    demo, encode = loaded(demo_model_path())
+    stories, spell = loaded(shared / "models/stories260k")
+    hybrid = build("granitemoehybrid", Variant(), "sdpa")
+    function = (shared / "data/humaneval.jsonl").read_text(encoding="utf-8").splitlines()[45]
+    beginnings = [json.loads(line)["prompt"] for line in (shared / "data/stories.jsonl").open(encoding="utf-8")]
+    told = [spell(text).input_ids for text in beginnings[:4]]
+    few = [5, 11, 7, 3, 13, 2, 17, 19, 5, 11, 7, 3]
+    recordings = {
+        "demo": answered(demo, encode(json.loads(function)["prompt"]).input_ids, 112),
+        "demo sampled": answered(demo, encode(DEMO_PROMPT).input_ids, 80, SAMPLED),
+        "stories": answered(stories, told[0], 128),
+        "stories sampled": answered(stories, told[1], 128, SAMPLED),
+        "stories again": answered(stories, told[2], 96),
+        "gguf": answered(stories, told[3], 96),
+        "hybrid": answered(hybrid, few, 64),
+        "hybrid sampled": answered(hybrid, few, 64, SAMPLED),
+    }
+    for name, file, number in (("edit", "code_edits", 1), ("trace", "agent_traces", 3), ("talk", "answers", 7)):
+        row = json.loads((shared / f"data/{file}.jsonl").read_text(encoding="utf-8").splitlines()[number])
+        prompt = encode(row.get("prompt") or row["input"]).input_ids[-500:]
+        recordings[f"replay {name}"] = Recording(prompt, encode(row["output"]).input_ids[:200])
+    return recordings

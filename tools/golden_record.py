@@ -1,0 +1,144 @@
+"""What models said, on the disk: recorded texts with the likeliest tokens after every node that was sent.
+
+`golden.py` plays them. Files hold arrays only, compressed; probabilities are kept as float16, and so are the same
+numbers on every processor.
+"""
+
+from __future__ import annotations
+
+import io
+import lzma
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.core.shaping import Shaping
+from lookahead.core.token_tree import TokenTree
+from playback import Listed, paths
+
+LISTED = 8
+"""Tokens that are kept of each node: as many as drafters read."""
+
+NOBODY = np.iinfo(np.uint16).max
+
+Arrays = dict[str, NDArray]
+Key = tuple[int, tuple[int, ...]]
+"""Tokens of the text that lead to a node, and the drafted tokens behind them."""
+
+Ask = Callable[[list[int], TokenTree], Mapping[int, Listed]]
+"""Has a model run a tree behind the first tokens of a text, and lists what it says of each node."""
+
+
+class NotRecordedError(LookupError):
+    """A node was sent that no model was asked about."""
+
+
+@dataclass
+class Recording:
+    """A text, and what its model said (`Script`).
+
+    Attributes:
+        prompt, answer: Its tokens.
+        shaping: What sampling made of the model's distribution; `None` for greedy decoding.
+        said: The likeliest tokens by node, with their probabilities.
+        ask: Asks the model about what was not recorded, if it is there.
+        used: The nodes that were asked for.
+    """
+
+    prompt: list[int]
+    answer: list[int]
+    shaping: Shaping | None = None
+    said: dict[Key, Listed] = field(default_factory=dict)
+    ask: Ask | None = None
+    used: set[Key] = field(default_factory=set)
+
+    @property
+    def text(self) -> list[int]:
+        """Prompt and answer."""
+        return [*self.prompt, *self.answer]
+
+    def listed(self, cached: int, tree: TokenTree) -> dict[int, Listed]:
+        """See `Script`.
+
+        Raises:
+            NotRecordedError: Of a node nothing is known.
+        """
+        keys = {node: key for node, key in paths(tree, cached).items() if tree.needs_logits[node]}
+        unknown = [node for node, key in keys.items() if key not in self.said]
+        if unknown and self.ask is None:
+            raise NotRecordedError(f"nothing is recorded of {keys[unknown[0]]}")
+        if unknown and self.ask is not None:
+            for node, listed in self.ask(self.text[:cached], tree).items():
+                if node in unknown:
+                    self.said[keys[node]] = listed
+        self.used.update(keys.values())
+        return {node: self.said[key] for node, key in keys.items()}
+
+
+def save(path: Path, arrays: Arrays) -> None:
+    """Write arrays to a file."""
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(lzma.compress(buffer.getvalue(), preset=9 | lzma.PRESET_EXTREME))
+
+
+def load(path: Path) -> Arrays:
+    """Read what `save` has written."""
+    with np.load(io.BytesIO(lzma.decompress(path.read_bytes()))) as arrays:
+        return dict(arrays)
+
+
+def pack(recordings: Mapping[str, Recording]) -> Arrays:
+    """Recordings as arrays, with the nodes that were used alone.
+
+    Nodes are sorted by their paths; of each its depth behind the text and its last token are kept, so that the
+    paths of its children go on from it.
+    """
+    arrays: Arrays = {}
+    for name, recording in recordings.items():
+        keys = sorted({(length, path[:end]) for length, path in recording.used for end in range(len(path) + 1)})
+        ids = np.full((len(keys), LISTED), NOBODY, dtype=np.uint16)
+        likely = np.zeros((len(keys), LISTED), dtype=np.float16)
+        for place, key in enumerate(keys):
+            if key in recording.used:
+                tokens, probabilities = recording.said[key]
+                ids[place, : len(tokens)], likely[place, : len(tokens)] = tokens, probabilities
+        shaping = recording.shaping
+        values = [] if shaping is None else [shaping.temperature, shaping.top_k, shaping.top_p, shaping.min_p]
+        parts: Arrays = {
+            "prompt": np.array(recording.prompt, dtype=np.uint16),
+            "answer": np.array(recording.answer, dtype=np.uint16),
+            "shaping": np.array(values),
+            "length": np.array([length for length, _ in keys], dtype=np.uint16),
+            "depth": np.array([len(path) for _, path in keys], dtype=np.uint8),
+            "token": np.array([path[-1] if path else 0 for _, path in keys], dtype=np.uint16),
+            "ids": ids,
+            "likely": likely,
+        }
+        arrays |= {f"{name}/{part}": values for part, values in parts.items()}
+    return arrays
+
+
+def unpack(arrays: Arrays) -> dict[str, Recording]:
+    """What `pack` was given."""
+    return {name: _unpacked(arrays, name) for name in dict.fromkeys(key.rpartition("/")[0] for key in arrays)}
+
+
+def _unpacked(arrays: Arrays, name: str) -> Recording:
+    parts = {key.rpartition("/")[2]: values for key, values in arrays.items() if key.rpartition("/")[0] == name}
+    said: dict[Key, Listed] = {}
+    path: list[int] = []
+    ids, likely = parts["ids"].astype(np.int64), parts["likely"].astype(np.float32)
+    counts = (parts["ids"] != NOBODY).sum(axis=1).tolist()
+    nodes = zip(parts["length"].tolist(), parts["depth"].tolist(), parts["token"].tolist(), counts, strict=True)
+    for place, (length, depth, token, count) in enumerate(nodes):
+        path[max(depth - 1, 0) :] = [token] if depth else []
+        if count:
+            said[length, tuple(path)] = ids[place, :count], likely[place, :count]
+    temperature, top_k, top_p, min_p = [*parts["shaping"].tolist(), 1.0, 0, 1.0, 0.0][:4]
+    shaping = Shaping(temperature, int(top_k), top_p, min_p) if len(parts["shaping"]) else None
+    return Recording(parts["prompt"].tolist(), parts["answer"].tolist(), shaping, said)
