@@ -1,6 +1,8 @@
 """What cannot work is refused before anything runs, by an error that names it."""
 
+import copy
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, PreTrainedModel, StaticCache
 
 import lookahead
-from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadError
+from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadError, UnsupportedModelError
 from lookahead.config import PRESETS
 from model_zoo import MAX_POSITIONS, build
 
@@ -115,6 +117,8 @@ class Never:
     [
         (torch.zeros(1, 0, dtype=torch.long), InvalidArgumentError, "empty prompt"),
         (torch.zeros(0, 0, dtype=torch.long), InvalidArgumentError, "empty prompt"),
+        (torch.zeros(0, 3, dtype=torch.long), InvalidArgumentError, r"shape \(0, 3\) has no rows"),
+        (torch.tensor([[1, 2]], device="meta"), InvalidArgumentError, "input_ids.*'meta'.*no values"),
         (torch.tensor([1, 2]), InvalidArgumentError, r"shape \(2,\)"),
         (torch.tensor([[1.0, 2.0]]), InvalidArgumentError, "float32"),
         ([[1, 2]], InvalidArgumentError, "input_ids=list"),
@@ -128,6 +132,31 @@ def test_prompts(ids: Any, error: type[Exception], message: str, llama: PreTrain
         patch.setattr(llama, "forward", Never())
         with pytest.raises(error, match=message):
             lookahead.generate(llama, ids, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("ids", [torch.zeros(0, 3, dtype=torch.long), torch.tensor([[1, 2]], device="meta")])
+def test_an_engine_refuses_prompts_without_rows_or_values(ids: torch.Tensor, llama: PreTrainedModel) -> None:
+    with pytest.raises(InvalidArgumentError, match="input_ids"):
+        lookahead.Engine(llama).submit(ids, max_new_tokens=4)
+
+
+def test_a_model_without_weights_is_refused(llama: PreTrainedModel) -> None:
+    model = copy.deepcopy(llama).to("meta")
+    for call in (lookahead.attach, lookahead.Engine, partial(lookahead.generate, input_ids=torch.tensor([[1]]))):
+        with pytest.raises(UnsupportedModelError, match="'meta'.*Load them first"):
+            call(model)
+
+
+@pytest.mark.parametrize("model", [None, 3, torch.nn.Linear(2, 2)])
+def test_what_is_no_model_cannot_be_detached(model: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"model={type(model).__name__} is no"):
+        lookahead.detach(model)
+
+
+@pytest.mark.parametrize("path", [None, 3, b"model.gguf"])
+def test_what_is_no_path_cannot_be_loaded(path: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"path={path!r} must be the path of a GGUF file"):
+        lookahead.load_gguf(path)
 
 
 def test_empty_prompt_through_custom_generate(llama: PreTrainedModel) -> None:
@@ -158,6 +187,8 @@ def test_empty_prompt_through_custom_generate(llama: PreTrainedModel) -> None:
         ({"attention_mask": torch.zeros(1, 3, dtype=torch.long)}, "attention_mask"),
         ({"lookahead_config": {"window_size": 3}}, "lookahead_config"),
         ({"custom_generate": lookahead.generate}, "custom_generate"),
+        ({"attention_mask": torch.ones(1, 3, device="meta")}, "attention_mask.*'meta'"),
+        ({"prediction": torch.ones(3, dtype=torch.long, device="meta")}, "prediction.*'meta'"),
     ],
 )
 def test_arguments(options: dict[str, Any], message: str, llama: PreTrainedModel) -> None:

@@ -75,7 +75,7 @@ def check_prompt_ids(input_ids: object) -> None:
     """Refuse prompts that are no token ids, or have none.
 
     Raises:
-        InvalidArgumentError: `input_ids` is no integer tensor `[batch, tokens]`, or has no tokens.
+        InvalidArgumentError: `input_ids` is no integer tensor `[batch, tokens]`, or has no rows, tokens or values.
     """
     if not isinstance(input_ids, torch.Tensor):
         raise InvalidArgumentError(
@@ -90,6 +90,21 @@ def check_prompt_ids(input_ids: object) -> None:
         raise InvalidArgumentError(
             f"input_ids of shape {tuple(input_ids.shape)} is an empty prompt; give it at least one token, "
             "the model's bos_token_id for example"
+        )
+    if input_ids.shape[0] == 0:
+        raise InvalidArgumentError(f"input_ids of shape {tuple(input_ids.shape)} has no rows; give at least one prompt")
+    check_values("input_ids", input_ids)
+
+
+def check_values(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor on the device `meta`.
+
+    Raises:
+        InvalidArgumentError: It is one.
+    """
+    if tensor.is_meta:
+        raise InvalidArgumentError(
+            f"{name} is a tensor on the device 'meta', which holds no values; give one on the model's device"
         )
 
 
@@ -106,9 +121,12 @@ def check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Refuse what transformers would act upon, or drop, before it hands the call over. Takes such arguments out.
 
     Raises:
-        InvalidArgumentError: `custom_generate` is given.
+        InvalidArgumentError: `custom_generate` is given, or a tensor without values.
         UnsupportedArgumentError: Another one is asked for; the message names it.
     """
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor):
+            check_values(name, value)
     if kwargs.pop("custom_generate", None) is not None:
         raise InvalidArgumentError("custom_generate cannot be combined with lookahead.generate; leave it out")
     if kwargs.pop("assistant_model", None) is not None:

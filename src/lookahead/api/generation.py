@@ -149,8 +149,12 @@ def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Non
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Restore `model`'s own `generate`. Does nothing if it is not attached."""
-    getattr(model, "_orig_mod", model).__dict__.pop("generate", None)
+    """Restore `model`'s own `generate`. Does nothing if it is not attached.
+
+    Raises:
+        InvalidArgumentError: There is no transformers model in it.
+    """
+    vars(_language_model(model)[0]).pop("generate", None)
 
 
 class AttachedGenerate:
@@ -200,6 +204,19 @@ def _language_model_or_wrapper(model: Any) -> Any:
         InvalidArgumentError: There is no transformers model in it.
         UnsupportedModelError: The model cannot be run on token trees.
     """
+    model, inner = _language_model(model)
+    if not isinstance(inner, GGUFModel):  # which was checked when it was loaded
+        check_adapters(model)
+        runs_on_chains(inner)
+    return model
+
+
+def _language_model(model: Any) -> tuple[Any, PreTrainedModel]:
+    """What to call `generate` of, and the transformers model in it.
+
+    Raises:
+        InvalidArgumentError: There is none.
+    """
     model = getattr(model, "_orig_mod", model)  # transformers, too, generates with the model that was compiled
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(inner, PreTrainedModel) or not hasattr(inner, "generate"):
@@ -207,10 +224,7 @@ def _language_model_or_wrapper(model: Any) -> Any:
             f"model={type(model).__name__} is no transformers language model; load one with "
             "AutoModelForCausalLM.from_pretrained"
         )
-    if not isinstance(inner, GGUFModel):  # which was checked when it was loaded
-        check_adapters(model)
-        runs_on_chains(inner)
-    return model
+    return model, inner
 
 
 def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:

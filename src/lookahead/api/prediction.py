@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lookahead.api.arguments import check_values
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import PredictedText
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
@@ -25,6 +26,7 @@ def token_ids(name: str, tokens: Any, vocabulary: int) -> list[int]:
         ids = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError):
         ids = torch.empty(1)
+    check_values(name, ids)
     whole = ids.numel() == 0 or not (ids.is_floating_point() or ids.is_complex())
     if ids.numel() != (ids.shape[-1] if ids.dim() else 0) or not whole or ((ids < 0) | (ids >= vocabulary)).any():
         raise InvalidArgumentError(

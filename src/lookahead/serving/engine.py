@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.api.arguments import check_config
+from lookahead.api.arguments import check_config, check_prompt_ids
 from lookahead.api.prediction import check_reads_predictions, token_ids
 from lookahead.backends.transformers.model_state import draft_account
 from lookahead.config import LookaheadConfig
@@ -144,8 +144,10 @@ class Engine:
             raise InvalidArgumentError("this Engine is closed; make another one")
         if logprobs is not None and (not isinstance(logprobs, int) or logprobs < 0):
             raise InvalidArgumentError(f"logprobs={logprobs!r} must be a whole number, at least 0")
-        ids = torch.as_tensor(input_ids, device=self._model.device)
-        prepared = Prepared(self._model, ids[None] if ids.dim() == 1 else ids, kwargs)
+        ids = torch.as_tensor(input_ids)
+        ids = ids[None] if ids.dim() == 1 else ids
+        check_prompt_ids(ids)
+        prepared = Prepared(self._model, ids.to(self._model.device), kwargs)
         config = self._config if lookahead_config is None else _check_engine_config(lookahead_config)
         if prediction is not None:
             check_reads_predictions(config)

@@ -36,6 +36,8 @@ def load_gguf(
         InvalidArgumentError: The file cannot be loaded, or llama-cpp-python is not installed.
         UnsupportedModelError: The model can be run neither on token trees nor on chains of tokens.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidArgumentError(f"path={path!r} must be the path of a GGUF file")
     threads = torch.get_num_threads() if n_threads is None else n_threads
     for name, value, least in (("n_threads", threads, 1), ("n_gpu_layers", n_gpu_layers, -1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

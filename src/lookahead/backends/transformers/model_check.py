@@ -100,6 +100,11 @@ def check_kind(model: PreTrainedModel) -> None:
             f"model={name} has been given another way to prepare its inputs, as adapters with virtual tokens do, which "
             "token trees do not take. Use model.generate"
         )
+    if model.device.type == "meta" and not (hasattr(model, "_hf_hook") or hasattr(model, "hf_device_map")):
+        raise UnsupportedModelError(
+            f"model={name} is on the device 'meta': it has no weights, and no hooks of accelerate that would bring them. "
+            "Load them first"
+        )
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"model={name} is an encoder-decoder; lookahead decoding runs decoder-only models")
 
