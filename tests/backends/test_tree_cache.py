@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import DynamicCache
 
 from lookahead.backends.transformers.tree_cache import TreeCache, TreeLayer
 from lookahead.errors import InvalidArgumentError
@@ -89,6 +90,33 @@ def test_forget_crop_and_reset() -> None:
     assert cache.lengths(2) == [1, 1]
     cache.reset()
     assert cache.lengths(2) == [0, 0]
+
+
+@pytest.mark.parametrize("number", [-9, -2, 0, 1, 2, 3, 9])
+def test_crop_keeps_what_transformers_caches_keep(number: int) -> None:
+    """A positive number of tokens is kept, as many are removed of a negative one."""
+    ours, theirs = TreeCache(), DynamicCache()
+    for cache in (ours, theirs):
+        cache.update(states([[5, 6, 7], [1, 2, 3]]), states([[5, 6, 7], [1, 2, 3]]), 0)
+    ours.crop(number)
+    try:
+        theirs.crop(number)
+    except ValueError:  # newer versions of transformers take negative numbers alone
+        theirs.crop(min(number - 3, 0))
+    assert ours.get_seq_length() == theirs.get_seq_length()
+    for cache in (ours, theirs):
+        keys, _ = cache.update(states([[8], [4]]), states([[8], [4]]), 0)
+        cache.last = keys
+    assert torch.equal(ours.last, theirs.last)
+
+
+def test_crop_keeps_so_many_tokens_of_each_row() -> None:
+    cache = TreeCache()
+    with cache.scratch():
+        cache.update(states([[1, 2, 3], [4, 5, 6]]), states([[1, 2, 3], [4, 5, 6]]), 0)
+    cache.commit([[0, 1, 2], [0]])
+    cache.crop(2)
+    assert cache.lengths(2) == [2, 1]
 
 
 def test_outside_of_trees_it_is_a_cache_like_any_other() -> None:

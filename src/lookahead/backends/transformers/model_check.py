@@ -102,8 +102,8 @@ def check_kind(model: PreTrainedModel) -> None:
         )
     if model.device.type == "meta" and not (hasattr(model, "_hf_hook") or hasattr(model, "hf_device_map")):
         raise UnsupportedModelError(
-            f"model={name} is on the device 'meta': it has no weights, and no hooks of accelerate that would bring them. "
-            "Load them first"
+            f"model={name} is on the device 'meta': it has no weights, and no hooks of accelerate that would bring "
+            "them. Load them first"
         )
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"model={name} is an encoder-decoder; lookahead decoding runs decoder-only models")

@@ -167,12 +167,15 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens of every row (a negative number, as in transformers).
+        """Forget the last `-tokens_to_remove` tokens of every row; of a positive number, keep the first so many.
+
+        Caches of transformers do the same; its newer versions refuse a positive number.
 
         Raises:
             InvalidArgumentError: What would be the last token sees some that were forgotten.
         """
-        lengths = [max(length + min(tokens_to_remove, 0), 0) for length in self.lengths]
+        kept = tokens_to_remove
+        lengths = [min(length, kept) if kept > 0 else max(length + kept, 0) for length in self.lengths]
         if self.lacks(lengths):
             raise InvalidArgumentError(
                 f"tokens_to_remove={tokens_to_remove} is more than a layer with a window of {self.window} can forget"
