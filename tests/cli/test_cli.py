@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import lookahead
@@ -335,6 +336,20 @@ def test_sizes_that_do_not_fit_the_weights(capsys: pytest.CaptureFixture[str], m
     assert "config.json does not fit the weights: model.layers.0.mlp.down_proj.weight" in message
     assert "has the shape (256, 704) in the weights, but (256, 700)" in message
     assert "17 more tensors" in message
+
+
+def test_a_model_that_lacks_weights_is_refused_unless_that_is_allowed(
+    capsys: pytest.CaptureFixture[str], model_copy: Path
+) -> None:
+    path = model_copy / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.layers.0.mlp.down_proj.weight"], weights["model.layers.3.self_attn.k_proj.weight"]
+    save_file(weights, path, {"format": "pt"})
+    message = refused(capsys, "generate", PROMPT, "--model", str(model_copy))
+    assert "lacks 2 weights (model.layers.0.mlp.down_proj.weight, …)" in message
+    assert "--allow-missing" in message
+    assert main(["generate", PROMPT, *CPU, "-n", "2", "--model", str(model_copy), "--allow-missing"]) == 0
+    assert "lacks 2 weights" in capsys.readouterr().err
 
 
 def test_refused_prompts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

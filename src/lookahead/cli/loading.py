@@ -92,7 +92,7 @@ def load_model(settings: DecodingSettings | ServeSettings | TuneSettings, notes:
     with spinner(notes, f"loading {path.resolve().name}"), memory:
         if is_gguf(path):
             return _load_gguf(path, settings)
-        return _load(path, settings.dtype, device, notes)
+        return _load(path, settings, device, notes)
 
 
 def _check_options(path: Path, settings: DecodingSettings | ServeSettings) -> None:
@@ -162,13 +162,15 @@ def _choices() -> str:
     return " or ".join(names)
 
 
-def _load(path: Path, dtype: str, device: torch.device, notes: Console) -> LoadedModel:
+def _load(
+    path: Path, settings: DecodingSettings | ServeSettings | TuneSettings, device: torch.device, notes: Console
+) -> LoadedModel:
     # trust_remote_code=False refuses a model that brings its own code instead of asking at the terminal.
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **local)
         model, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **local
+            path, dtype=settings.dtype, output_loading_info=True, ignore_mismatched_sizes=True, **local
         )
     except Exception as error:  # whatever a broken file makes transformers raise
         if is_out_of_memory(error):
@@ -176,9 +178,7 @@ def _load(path: Path, dtype: str, device: torch.device, notes: Console) -> Loade
         raise InvalidArgumentError(f"--model {path}: cannot be loaded: {summary(error)}") from error
     _check_shapes(path, report["mismatched_keys"])
     _check_token_ids(path, model.generation_config)
-    missing = sorted(report["missing_keys"])
-    if missing:
-        notes.print(f"note: --model {path} lacks {len(missing)} weights ({missing[0]}, …), which start at random")
+    _check_missing(path, sorted(report["missing_keys"]), settings.allow_missing, notes)
     shipped = {flag: getattr(model.generation_config, flag, None) for flag in _SAMPLING_FLAGS}
     for flag in (*_SAMPLING_FLAGS, "num_beams"):
         setattr(model.generation_config, flag, None)
@@ -216,6 +216,16 @@ def _check_shapes(path: Path, mismatched: Collection[tuple[str, Sequence[int], S
         f"--model {path}: config.json does not fit the weights: {name} has the shape {tuple(stored)} in the weights, "
         f"but {tuple(expected)} by the sizes in config.json{more}; correct the sizes"
     )
+
+
+def _check_missing(path: Path, missing: Sequence[str], allowed: bool, notes: Console) -> None:
+    """Refuse a model that lacks weights, for which transformers has put random ones in, unless that is allowed."""
+    if not missing:
+        return
+    lacks = f"--model {path}: lacks {len(missing)} weights ({missing[0]}{', …' if len(missing) > 1 else ''})"
+    if not allowed:
+        raise InvalidArgumentError(f"{lacks}; copy the model again, or add --allow-missing to start them at random")
+    notes.print(f"note: {lacks}, which start at random")
 
 
 def _check_token_ids(path: Path, generation_config: GenerationConfig) -> None:

@@ -58,6 +58,11 @@ def _fast_kv() -> Any:
     return option("--fast-kv", RUN, about, default=False)
 
 
+def _allow_missing() -> Any:
+    about = "Run a model that lacks some weights; they start at random."
+    return option("--allow-missing", SOURCE, about, default=False)
+
+
 def device_option() -> Any:
     """The device to run on, `None` for the best one there is."""
     about = "Device to run on, such as cpu, cuda or cuda:1."
@@ -136,6 +141,7 @@ class DecodingSettings(Settings):
     panels: ClassVar = (SOURCE, CONVERSATION, DRAFT, SAMPLING, RUN, OUTPUT)
 
     model: Path | None = _model()
+    allow_missing: bool = _allow_missing()
     sample: bool = option(
         "--sample/--greedy",
         SAMPLING,
@@ -316,6 +322,7 @@ class ServeSettings(Settings):
     panels: ClassVar = (SOURCE, NETWORK, LIMITS, DRAFT, RUN)
 
     model: Path | None = _model()
+    allow_missing: bool = _allow_missing()
     name: str | None = option("--name TEXT", SOURCE, "What clients call the model.", shown="the name of its folder")
     host: str = option("--host ADDRESS", NETWORK, "Address to listen on; 0.0.0.0 for all.", default="127.0.0.1")
     port: int = option("--port", NETWORK, "Port to listen on, 0 for any that is free.", port, 8000)
@@ -359,6 +366,7 @@ class TuneSettings(Settings):
     """Settings of `lookahead tune`."""
 
     model: Path | None = _model()
+    allow_missing: bool = _allow_missing()
     contexts: list[int] | None = option(
         "--context -c",
         RUN,
