@@ -352,6 +352,22 @@ def test_a_model_that_lacks_weights_is_refused_unless_that_is_allowed(
     assert "lacks 2 weights" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("options", "reuses"), [([], True), (["--no-prefix-cache"], False)])
+def test_a_server_keeps_finished_texts_unless_told_not_to(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Any, options: list[str], reuses: bool
+) -> None:
+    engines = []
+    monkeypatch.setattr("lookahead.server.process.serve", lambda served, *others: engines.append(served.engine))
+    assert main(["serve", "--port", "0", *CPU, *options]) == 0
+    ids = tokenizer(DEMO_PROMPT).input_ids
+    handles = []
+    for _ in range(2):
+        handles.append(engines[0].submit(ids, max_new_tokens=2))
+        engines[0].run()
+    assert (engines[0].statistics.reused_tokens > 0) is reuses
+    assert torch.equal(*(handle.result() for handle in handles))
+
+
 def test_refused_prompts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     empty, latin1, missing = tmp_path / "empty", tmp_path / "latin1", tmp_path / "missing"
     empty.write_bytes(b"")

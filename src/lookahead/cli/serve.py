@@ -77,6 +77,7 @@ def _engine(settings: ServeSettings, loaded: LoadedModel) -> Engine:
         kv_bytes=most,
         prefix_bytes=PREFIX_BYTES if given is None else None,
         prompt_tokens=settings.prompt_tokens,
+        prefix_cache=settings.prefix_cache,
     )
 
 

@@ -348,6 +348,12 @@ class ServeSettings(Settings):
     prompt_tokens: int = option(
         "--prompt-tokens", RUN, "Most tokens of prompts in one step.", positive_whole_number, 512
     )
+    prefix_cache: bool = option(
+        "--prefix-cache/--no-prefix-cache",
+        RUN,
+        "Keep keys and values of finished texts for requests that begin alike.",
+        default=True,
+    )
     config: LookaheadConfig
     dtype: str = _dtype("auto")
     device: str | None = device_option()
