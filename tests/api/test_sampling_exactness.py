@@ -14,6 +14,7 @@ import torch
 
 import lookahead
 import run_sampling
+from lookahead import LookaheadConfig
 from lookahead.backends.transformers.sampler import TextSampler
 from model_zoo import build
 from sampling_exactness import (
@@ -203,3 +204,19 @@ def test_a_case_is_run_again_from_its_repr() -> None:
     for family in FAMILIES:
         case = random_sampling_case(Random(family), family)
         assert eval(repr(case)) == case
+
+
+@pytest.mark.parametrize("temperature", [5e-3, 1e-3, 1e-6])
+def test_low_temperatures_match(temperature: float) -> None:
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "max_new_tokens": 30, "pad_token_id": 0}
+    model, config = build("llama"), LookaheadConfig(step_budget=16)
+    for seed in range(3):
+        ids = torch.randint(3, 60, (1, 12), generator=torch.Generator().manual_seed(seed))
+        texts = []
+        for decode in (
+            model.generate,
+            lambda ids, **kwargs: lookahead.generate(model, ids, lookahead_config=config, **kwargs),
+        ):
+            torch.manual_seed(seed)
+            texts.append(decode(ids, **sampling))
+        assert torch.equal(*texts)

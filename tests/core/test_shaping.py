@@ -64,3 +64,18 @@ def test_nodes_that_were_not_read_stay_unread() -> None:
     shaped = Shaping(0.7, 3, 0.9, 0.1).apply(ids, probabilities)
     assert shaped[0].tolist() == ids.tolist()
     assert not shaped[1].any()
+
+
+@pytest.mark.parametrize("temperature", [1e-2, 5e-3, 1e-3, 1e-6])
+def test_low_temperatures_leave_the_likeliest_token(temperature: float) -> None:
+    logits = torch.randn(30, VOCABULARY, generator=torch.Generator().manual_seed(0))  # the likeliest have 1 in 10
+    for count in (VOCABULARY, 8):
+        ids, probabilities = Shaping(temperature).apply(*listed(logits, count))
+        expected = (logits.double() / temperature).softmax(dim=-1).gather(1, listed_ids(logits, count))
+        np.testing.assert_allclose(probabilities, expected, atol=1e-4)
+        assert (ids[:, 0] == logits.argmax(dim=-1).numpy()).all()
+        assert ((ids >= 0) == (probabilities > 0)).all()
+
+
+def listed_ids(logits: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.from_numpy(listed(logits, count)[0])

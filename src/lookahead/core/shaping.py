@@ -51,8 +51,9 @@ class Shaping:
         shares = top_probabilities.astype(np.float64)
         # Of the tokens that are not listed only their sum is known, and that each is below the last one listed.
         rest, least = np.maximum(1 - shares.sum(axis=1), 0), np.maximum(_UNLISTED * shares[:, -1], 1e-9)
-        rest = np.minimum(rest / least, 1e9) * least**exponent  # so many tokens
-        shares **= exponent
+        likeliest = np.maximum(shares[:, 0], 1e-9)  # counts 1, so that no power of it vanishes
+        rest = np.minimum(rest / least, 1e9) * np.minimum(least / likeliest, 1.0) ** exponent  # so many tokens
+        shares = (shares / likeliest[:, None]) ** exponent
         if self.top_k:
             shares[:, self.top_k :] = 0
             rest = np.minimum(rest, max(self.top_k - listed, 0) * shares[:, -1])
@@ -69,4 +70,5 @@ class Shaping:
             shares[shares < least[:, None]] = 0
             rest[shares[:, -1] <= least] = 0
         shares /= np.maximum(shares.sum(axis=1) + rest, 1e-30)[:, None]
-        return np.where(shares > 0, top_ids, -1), shares.astype(np.float32)
+        sampled = shares.astype(np.float32)
+        return np.where(sampled > 0, top_ids, -1), sampled
