@@ -64,6 +64,25 @@ def test_a_row_has_the_same_bits_in_every_company(dtype: torch.dtype) -> None:
 
 @needs_vnni
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_no_rows_have_no_results(dtype: torch.dtype) -> None:
+    """As where a pass reads a part of a prompt, and no logits are wanted of it."""
+    layer = packed(torch.nn.Linear(320, 160).to(dtype))
+    with torch.no_grad():
+        assert layer(torch.empty(1, 0, 320, dtype=dtype)).shape == (1, 0, 160)
+
+
+@needs_vnni
+def test_an_engine_reads_a_long_prompt_in_parts() -> None:
+    model = model_zoo.build("llama")
+    prompt = torch.randint(3, 70, (1, 600), generator=torch.Generator().manual_seed(0))
+    arguments = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = lookahead.generate(model, prompt, lookahead_config=PLAIN, **arguments)
+    with lookahead.Engine(model, LookaheadConfig(pack_weights="int8")) as engine:
+        assert torch.equal(engine.submit(prompt, **arguments).result(), expected)
+
+
+@needs_vnni
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_drafts_do_not_change_the_text(name: str, dtype: torch.dtype) -> None:
     model = model_zoo.in_type(name, dtype)

@@ -38,7 +38,7 @@ class Int8Linear(PackedLinear):
         output = self._packed_weight.product(rows).mul_(scales)
         if self.bias is not None:
             output += self.bias
-        return output.to(input.dtype).view(*input.shape[:-1], -1)
+        return output.to(input.dtype).view(*input.shape[:-1], output.shape[-1])
 
     def pack(self) -> None:
         """Round and pack the weight as it is now."""
