@@ -10,6 +10,7 @@ from transformers import DynamicCache, Gemma3TextConfig, StoppingCriteria, Stopp
 from transformers.cache_utils import Cache
 
 import lookahead
+import model_zoo
 from fuzz.families import build
 from fuzz.variant import Variant
 from lookahead import InvalidArgumentError, LookaheadConfig
@@ -73,6 +74,38 @@ def test_caches_across_the_end_of_the_window(family: str, makers: tuple[bool, bo
             if turns == (True, True) and given == "none":
                 assert 0 < min(layer.keys.shape[2] for layer in cache.layers) < ids.shape[1] + 40
         assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("given", ["empty", "filled"])
+def test_caches_of_the_caller_across_chunks(given: str) -> None:
+    """transformers keeps as many columns of chunked layers as a chunk has, whichever of them later tokens see."""
+    model = model_zoo.build("llama4_chunked")
+    options = {"max_new_tokens": 30, "do_sample": False}
+    for length in (5, 9, 30):
+        ids = torch.randint(3, 70, (1, length), generator=torch.Generator().manual_seed(length))
+        cache = DynamicCache(config=model.config)
+        if given == "filled":
+            model.generate(ids[:, :-2], past_key_values=cache, max_new_tokens=1, do_sample=False)
+        output = lookahead.generate(model, ids, past_key_values=cache, lookahead_config=CONFIG, **options)
+        assert torch.equal(output, model.generate(ids, **options)), length
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral_sliding"])
+@pytest.mark.parametrize("given", ["empty", "filled"])
+def test_invariant_passes_with_caches_of_the_caller(name: str, given: str) -> None:
+    """Masks of such passes are of all columns, those that the caller's cache has forgotten included."""
+    model = model_zoo.build(name)
+    config = LookaheadConfig(step_budget=12, invariant=True)
+    ids = torch.randint(3, 70, (1, 30), generator=torch.Generator().manual_seed(0))
+    cache = DynamicCache(config=model.config)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    if given == "filled":
+        lookahead.generate(
+            model, ids[:, :25], past_key_values=cache, lookahead_config=config, **{**options, "max_new_tokens": 1}
+        )
+        assert min(layer.keys.shape[2] for layer in cache.layers) < 24
+    output = lookahead.generate(model, ids, past_key_values=cache, lookahead_config=config, **options)
+    assert torch.equal(output, lookahead.generate(model, ids, lookahead_config=config, **options))
 
 
 def test_a_text_shorter_than_the_window() -> None:

@@ -71,7 +71,7 @@ class MaskBuilder:
             key_positions: Position ids of the keys, `[batch, keys]`.
             dtype: Number type of the model; masked keys get its lowest number, the others 0.
             device: Where the masks go.
-            dropped: How many of the first keys the sliding layers have forgotten.
+            dropped: How many of the first keys the layers with a window have forgotten.
 
         Returns:
             A mask `[batch, 1, queries, keys]`, or a dict of one for each kind of layer.
@@ -79,7 +79,7 @@ class MaskBuilder:
         masks = {}
         for kind in self.kinds:
             seen = self.seen(kind, visible, query_positions, key_positions)
-            masks[kind] = self.additive(seen[:, :, dropped if kind == SLIDING else 0 :], dtype, device)
+            masks[kind] = self.additive(seen[:, :, 0 if kind == FULL else dropped :], dtype, device)
         return self.arrange(masks)
 
     def seen(
@@ -135,9 +135,10 @@ class MaskBuilder:
 
     @property
     def windows(self) -> list[int | None]:
-        """The window of each layer, if it has one; one entry stands for all layers of a model that does not list
-        them."""
-        return [self._sliding_window if kind == SLIDING else None for kind in self.layers]
+        """The tokens that each layer needs to keep, as transformers counts them: those of its window or of a chunk;
+        `None` for all. One entry stands for all layers of a model that does not list them."""
+        sizes = {FULL: None, SLIDING: self._sliding_window, CHUNKED: self._chunk_size}
+        return [sizes[kind] for kind in self.layers]
 
     def reach(self, kind: str) -> tuple[int | None, int | None]:
         """How far layers of this kind see: the window of a sliding one, and the chunk size of a chunked one."""

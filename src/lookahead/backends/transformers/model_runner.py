@@ -82,9 +82,9 @@ class ModelRunner:
         self.model = model
         self._masks, self._limit, self._slots = _limits(model, positions_end)
         if cache is None:
-            # Packed masks and static buffers are of all columns.
-            keeps_all = steps is not None or model.config._attn_implementation in _PACKED
-            cache = TreeCache(() if keeps_all else self._masks.windows)
+            cache = TreeCache(self._masks.windows)
+        if steps is not None or model.config._attn_implementation in _PACKED:
+            cache.keep_all()  # packed masks and static buffers are of all columns
         self.cache = cache
         self._own_cache = self.cache
         self._steps = steps

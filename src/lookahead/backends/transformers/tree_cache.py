@@ -135,6 +135,12 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             setattr(self, name, moved)
         self.dropped += unseen
 
+    def keep_all(self) -> None:
+        """Forget nothing from now on; zeros stand for what was forgotten, which the window hides."""
+        for name in ("keys", "values") if self.dropped else ():
+            setattr(self, name, torch.nn.functional.pad(getattr(self, name), (0, 0, self.dropped, 0)))
+        self.window, self.dropped = None, 0
+
     def commit(self, slots: Sequence[Sequence[int]]) -> None:
         """Keep the states of `slots[row]`, ascending places in the scratch, behind each row's text.
 
@@ -353,6 +359,12 @@ class TreeCache(Cache):  # type: ignore[misc]
         """Forget what no later token sees, in the layers with a window."""
         for layer in self.layers:
             layer.drop()
+
+    def keep_all(self) -> None:
+        """Have no layer forget anything from now on; see `TreeLayer.keep_all`."""
+        self._windows = [None]
+        for layer in self.layers:
+            layer.keep_all()
 
     def saved(self) -> list[tuple[TreeLayer, dict[str, Any]]]:
         """What `restore` needs: of layers with a window all that they hold, which is replaced and not written over."""
