@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -233,3 +233,52 @@ def test_nodes_that_cannot_be_cost_the_drafts(fields: dict[str, Any], message: s
 def test_what_cannot_draft_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         steps_with(LookaheadConfig(**fields))
+
+
+class RandomSource(Fixed):
+    """Lists tokens that it draws from torch's default generator."""
+
+    drawn: ClassVar[list[list[int]]] = []
+
+    def propose(self) -> TokenPaths:
+        self.drawn.append(torch.randint(3, VOCAB_SIZE, (4,)).tolist())
+        return TokenPaths.chain(self.drawn[-1])
+
+
+class RandomDrafter:
+    """Drafts such tokens, and draws whenever it is asked something."""
+
+    top_k = 0
+
+    def __init__(self) -> None:
+        torch.rand(3)
+
+    def start(self, prompt: Any) -> None:
+        torch.manual_seed(3)
+
+    def propose(self, tree: TokenTree) -> None:
+        tree.add_candidates(torch.randint(3, VOCAB_SIZE, (4,)).tolist())
+
+    def observe(self, result: StepResult) -> None:
+        torch.rand(5)
+
+    def statistics(self) -> dict[str, Any]:
+        return {"drawn": torch.rand(1)}
+
+
+@pytest.mark.parametrize("own", [{"sources": (RandomSource,)}, {"drafter": RandomDrafter}], ids=["source", "drafter"])
+def test_what_they_draw_at_random_changes_neither_sampled_texts_nor_the_random_state(own: dict[str, Any]) -> None:
+    model, prompt = build("llama", seed=0), torch.tensor([PROMPT])
+    sampling: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": TOKENS, "pad_token_id": 0}
+    texts, states = [], []
+    RandomSource.drawn.clear()
+    for generate in (model.generate, lambda ids, **kwargs: lookahead.generate(model, ids, **kwargs)):
+        own_config = {} if generate == model.generate else {"lookahead_config": LookaheadConfig(step_budget=16, **own)}
+        torch.manual_seed(1)
+        output = generate(prompt, return_dict_in_generate=True, **sampling, **own_config)
+        texts.append(output.sequences)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*texts)
+    assert torch.equal(*states)
+    drawn = [tuple(tokens) for tokens in RandomSource.drawn]
+    assert len({*drawn}) == len(drawn), "they draw from a random state that goes on"

@@ -20,6 +20,7 @@ from lookahead.api.processors import row_processors
 from lookahead.api.prompt_warm_up import warm_up_tokens
 from lookahead.api.prompts import Prompts, read_prompts
 from lookahead.api.resources import acquire
+from lookahead.api.shielding import shielded
 from lookahead.api.stopping import StopRule, last_lengths
 from lookahead.api.streaming import StreamFeeder
 from lookahead.backends.transformers import PromptPass
@@ -219,7 +220,7 @@ class Request:
         return draft_account(self._model, self._config, rows, temperature, self._resources.chains)
 
     def _drafters(self, pool: NGramPool | None, account: DraftAccount | None) -> list[Drafter]:
-        config = self._config
+        config = shielded(self._config, self._prompts.input_ids.device)
         if pool is None and config.share_pool:
             pool = NGramPool(config.ngram_size, config.guess_set_size)
         nearest = neighbours(self._model) if self._memory is not None else None
