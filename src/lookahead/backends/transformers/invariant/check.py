@@ -10,10 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.invariant.findings import architecture, recall, remember
+from lookahead.backends.transformers.invariant.modules import foreign_product
 from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import can_be_cloned
 from lookahead.core.compiled import IS_COMPILED
 from lookahead.core.token_tree import TokenTree
+from lookahead.errors import UnsupportedModelError
 
 _TEXT, _PROMPT = 7, 3
 """Tokens of the text that passes are compared along, and of its prompt."""
@@ -50,14 +52,23 @@ def what_is_in_the_way(model: PreTrainedModel) -> str | None:
 def is_invariant(model: PreTrainedModel, fixed: MakeRunner | None = None) -> bool:
     """Whether passes of `model` are: as an earlier process found for this architecture on this machine, else tried.
 
-    Weights are no part of it: which order a sum is made in does not depend on the numbers.
+    Weights are no part of it: which order a sum is made in does not depend on the numbers. Whether it shows does, so
+    that a model with parts of which nothing is known is refused.
 
     Args:
         model: The clone that is to be invariant.
         fixed: Makes runners with static passes of one size, if it is run so. These are tried by each process.
+
+    Raises:
+        UnsupportedModelError: It has products whose order is not in our hands.
     """
     if fixed is not None:
         return check_invariance(model, fixed)
+    foreign = foreign_product(model)
+    if foreign is not None:
+        raise UnsupportedModelError(
+            f"{foreign} multiplies in a way of its own, so that the order of its sums is not known"
+        )
     about = architecture(model)
     if about is not None and recall(about) is True:
         return True

@@ -18,7 +18,7 @@ from lookahead.backends.transformers.cost_store import device_name
 from lookahead.backends.transformers.json_file import cache_folder, file_about, read_about, write_about
 from lookahead.version import __version__
 
-_FORMAT = 1
+_FORMAT = 2
 """Another number whenever something else is tried than before, or something else computed."""
 
 _DISPATCH = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_")

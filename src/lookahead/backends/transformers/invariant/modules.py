@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
 from lookahead.backends.transformers.invariant.findings import recall, remember
-from lookahead.backends.transformers.invariant.rows import RULES, Product, RowRule, by_rule, find_rule
+from lookahead.backends.transformers.invariant.rows import RULES, Product, RowRule, are_alike, by_rule, find_rule
 from lookahead.errors import UnsupportedModelError
 
 FINDINGS = "_findings"
@@ -33,9 +34,29 @@ def invariant_kind(module: torch.nn.Module, kind: type[torch.nn.Module]) -> type
         joined = joining(_ByRule, kind)
     elif _is_activation(module):
         joined = joining(_WholeVectors, kind)
-    elif "has_gate" in vars(module) and "_is_expert_parallel" in vars(module):
-        joined = joining(_InCompany, kind)
+    elif _are_experts(module):
+        joined = joining(_OneByOne, kind)
+    elif _is_router(module):
+        joined = joining(_InPartsOfOneSize, kind)
     return joined  # type: ignore[no-any-return]
+
+
+def foreign_product(model: torch.nn.Module) -> str | None:
+    """The name of a module with experts or a router in it of a kind that is not known here; `None` if there is none.
+
+    Trying cannot show that their bits are the same in every company: where the weights of a model are drawn otherwise,
+    other results come to lie next to the border between two numbers of 16 bits.
+    """
+    modules: list[tuple[str, torch.nn.Module]] = list(model.named_modules())
+    has_experts = any(_are_experts(module) for _, module in modules)
+    for name, module in modules:
+        known = isinstance(module, (_ByRule, _OneByOne, _InPartsOfOneSize, torch.nn.Embedding))
+        if known or type(module).__module__.startswith("torch.nn."):
+            continue
+        most = max((weight.dim() for weight in module._parameters.values() if weight is not None), default=0)
+        if most > (1 if has_experts else 2):
+            return name
+    return None
 
 
 def empty_module(kind: type[torch.nn.Module]) -> torch.nn.Module:
@@ -60,16 +81,12 @@ class _ByRule:
     """A product whose rows are padded and cut; the rule is found at the first one, for the weight's shape and type."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        findings = vars(self)[FINDINGS]
-        setting = (input.dtype, torch.get_num_threads())
-        if setting not in findings:
-            findings[setting] = _rule_for(self, input)  # type: ignore[arg-type]
-        least, most = findings[setting]
         product = super().forward  # type: ignore[misc]
+        rule = _rule_for(self, input, product)
         count = input.numel() // input.shape[-1]
-        if least <= count <= most or not count:
+        if rule.least <= count <= rule.most or not count:
             return product(input)  # type: ignore[no-any-return]
-        output = by_rule(product, input.reshape(count, -1), findings[setting])
+        output = by_rule(product, input.reshape(count, -1), rule)
         return output.view(*input.shape[:-1], -1)
 
 
@@ -77,32 +94,32 @@ _rules: dict[tuple[object, ...], RowRule | None] = {}
 """By shapes and types: what a machine multiplies how is the same for all models."""
 
 
-def _rule_for(module: torch.nn.Module, input: torch.Tensor) -> RowRule:
-    weight: Any = module.weight
-    kind: Any = type(module).__bases__[1]
-    bias = getattr(module, "bias", None) is not None
-    setting = (kind, tuple(weight.shape), weight.dtype, bias, input.dtype, torch.get_num_threads())
-    if setting not in _rules:
-        _rules[setting] = _stored_rule(module, kind, input)
-    rule = _rules[setting]
-    if rule is None:
-        raise UnsupportedModelError(
-            f"products with a weight of {tuple(weight.shape)} in {weight.dtype} have other bits in other company on "
-            "this machine, whatever their number of rows"
-        )
-    return rule
+def _rule_for(module: Any, input: torch.Tensor, product: Product) -> RowRule:
+    """The rule of a product with the weights of `module`; it is looked up here, in the process, on disk, and found."""
+    findings = vars(module)[FINDINGS]
+    setting = (input.dtype, torch.get_num_threads())
+    if setting not in findings:
+        kind = type(module).__bases__[1]
+        weights = [[name, list(weight.shape), str(weight.dtype)] for name, weight in module.named_parameters()]
+        about = {"product": f"{kind.__module__}.{kind.__qualname__}", "weights": weights, "input": str(input.dtype)}
+        key = (kind, str(weights), *setting)
+        if key not in _rules:
+            _rules[key] = _stored_rule(about, product, input)
+        if _rules[key] is None:
+            raise UnsupportedModelError(
+                f"products of {kind.__name__} with the weights {weights} have other bits in other company on this "
+                "machine, whatever their number of rows"
+            )
+        findings[setting] = _rules[key]
+    return findings[setting]  # type: ignore[no-any-return]
 
 
-def _stored_rule(module: torch.nn.Module, kind: Any, input: torch.Tensor) -> RowRule | None:
+def _stored_rule(about: dict[str, Any], product: Product, input: torch.Tensor) -> RowRule | None:
     """The rule of an earlier process, else one that is found now."""
-    weight: Any = module.weight
-    about: dict[str, Any] = {"product": f"{kind.__module__}.{kind.__qualname__}", "shape": list(weight.shape)}
-    about |= {"weight": str(weight.dtype), "input": str(input.dtype), "bias": getattr(module, "bias", None) is not None}
     found = recall(about)
     if isinstance(found, list) and found in [list(rule) for rule in RULES]:
         return RowRule(*found)
-    inputs = input.shape[-1]
-    rule = find_rule(lambda rows: kind.forward(module, rows), inputs, weight.numel() // inputs, input.dtype)
+    rule = find_rule(product, input.shape[-1], input.dtype)
     if rule is not None:
         remember(about, list(rule))
     return rule
@@ -145,13 +162,56 @@ def _is_the_same_everywhere(function: Product, dtype: torch.dtype) -> bool:
     return bool(((inside == alone) | inside.isnan()).all())
 
 
-class _InCompany:
-    """Experts, none of which computes a single token alone."""
+def _are_experts(module: torch.nn.Module) -> bool:
+    """Whether these are experts that transformers asks through its own interface."""
+    return "has_gate" in vars(module) and "_is_expert_parallel" in vars(module)
+
+
+class _OneByOne:
+    """Experts, each of which computes its tokens in as many rows as the rule for its products wants."""
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        counts = torch.bincount(chosen.reshape(-1))
-        lonely = (counts[chosen] == 1).any(dim=-1).nonzero()[:, 0]
-        count = hidden.shape[0]
-        hidden, chosen, weights = (torch.cat([states, states[lonely]]) for states in (hidden, chosen, weights))
-        output = super().forward(hidden, chosen, weights)  # type: ignore[misc]
-        return output[:count]  # type: ignore[no-any-return]
+        experts = super().forward  # type: ignore[misc]
+
+        def ask(expert: int, rows: torch.Tensor) -> torch.Tensor:
+            ones = rows.new_ones((len(rows), 1))
+            return experts(rows, torch.full_like(ones, expert, dtype=torch.long), ones)  # type: ignore[no-any-return]
+
+        rule = _rule_for(self, hidden, partial(ask, 0))
+        output = torch.zeros_like(hidden)
+        for expert in sorted({*chosen.flatten().tolist()}):
+            token, place = (chosen == expert).nonzero(as_tuple=True)
+            said = by_rule(partial(ask, expert), hidden[token], rule)
+            output.index_add_(0, token, (said * weights[token, place, None]).to(output.dtype))
+        return output
+
+
+def _is_router(module: torch.nn.Module) -> bool:
+    """Whether it chooses experts for each row by a weight of its own."""
+    weight = module._parameters.get("weight")
+    is_weight = weight is not None and weight.dim() == 2 and len(weight) == vars(module).get("num_experts")
+    return is_weight and len(signature(type(module).forward).parameters) == 2
+
+
+class _InPartsOfOneSize:
+    """A router, all of which is computed for so many rows at once that they make whole vectors.
+
+    Its scores come from functions in float32, some of which torch computes in another way behind the last whole vector.
+    """
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        router = super().forward  # type: ignore[misc]
+        findings, setting = vars(self)[FINDINGS], (hidden.dtype, torch.get_num_threads())
+        width = hidden.shape[-1]
+        if setting not in findings:
+            findings[setting] = are_alike(lambda rows: _side_by_side(router(rows)), width, hidden.dtype, _WHOLE)
+        if not findings[setting]:
+            raise UnsupportedModelError(f"{type(self).__name__} has other bits in other company on this machine")
+        rows = hidden.reshape(-1, width)
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % _WHOLE))
+        outputs = [router(part) for part in torch.split(padded, _WHOLE)]
+        return tuple(torch.cat(parts)[: len(rows)] for parts in zip(*outputs, strict=True))
+
+
+def _side_by_side(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return torch.cat([each.flatten(1).double() for each in outputs], dim=1)

@@ -37,7 +37,7 @@ RULES = (*(RowRule(least, MOST) for least in _LEAST), RowRule(_FIXED, _FIXED))
 """From the cheapest one to the dearest."""
 
 
-def find_rule(product: Product, inputs: int, outputs: int, dtype: torch.dtype) -> RowRule | None:
+def find_rule(product: Product, inputs: int, dtype: torch.dtype) -> RowRule | None:
     """The cheapest rule under which products of random rows have the same bits in every company; `None` if there is
     none.
 
@@ -46,21 +46,37 @@ def find_rule(product: Product, inputs: int, outputs: int, dtype: torch.dtype) -
     Args:
         product: The product.
         inputs: Elements of a row.
-        outputs: Elements of its result.
         dtype: Their type.
     """
-    compared = min(max(_OUTCOMES // outputs, _FEWEST), _ROWS)
-    random = torch.Generator().manual_seed(0)
-    sample = torch.randn(-(-compared // MOST) * MOST, inputs, generator=random).to(dtype)
+    sample, compared = _sample(product, inputs, dtype)
     expected = torch.cat([product(part) for part in torch.split(sample, MOST)])
     sizes = [rows for rows in _TRIED if _alike(product, sample, expected, rows, compared)]
     for rule in RULES[:-1]:
         if all(rows in sizes for rows in _TRIED if rows >= rule.least):
             return rule
-    expected = torch.cat([product(part) for part in torch.split(sample, _FIXED)])
+    return RULES[-1] if are_alike(product, inputs, dtype, _FIXED) else None
+
+
+def are_alike(product: Product, inputs: int, dtype: torch.dtype, size: int) -> bool:
+    """Whether the rows of a product of `size` random ones, a divisor of `MOST`, have the same bits in each place.
+
+    Args:
+        product, inputs, dtype: As for `find_rule`.
+        size: Rows of every product.
+    """
+    sample, _ = _sample(product, inputs, dtype)
+    expected = torch.cat([product(part) for part in torch.split(sample, size)])
     turned = sample.roll(5, 0)
-    again = torch.cat([product(part) for part in torch.split(turned, _FIXED)]).roll(-5, 0)
-    return RULES[-1] if torch.equal(again, expected) else None
+    again = torch.cat([product(part) for part in torch.split(turned, size)]).roll(-5, 0)
+    return torch.equal(again, expected)
+
+
+def _sample(product: Product, inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """Random rows, a multiple of `MOST`, and how many of them are compared."""
+    outputs = product(torch.zeros(MOST, inputs, dtype=dtype)).shape[1]
+    compared = min(max(_OUTCOMES // outputs, _FEWEST), _ROWS)
+    random = torch.Generator().manual_seed(0)
+    return torch.randn(-(-compared // MOST) * MOST, inputs, generator=random).to(dtype), compared
 
 
 def _alike(product: Product, sample: torch.Tensor, expected: torch.Tensor, rows: int, compared: int) -> bool:
