@@ -107,6 +107,48 @@ def test_ids_go_back_where_nothing_is_drafted(model: LlamaModel) -> None:
     assert counts[9] == 1 < counts[10]
 
 
+def read(runner: LlamaRunner, text: list[int]) -> torch.Tensor:
+    """Logits after `text` in the first row; what is new of it is kept."""
+    tree = runner.begin_tree(0, text)
+    (result,) = runner.forward([tree])
+    runner.commit([range(len(tree))])
+    return result.logits_after(tree.root)
+
+
+@pytest.mark.parametrize("common", [1, 9, 19])
+def test_a_row_begins_with_one_that_was_set_apart(model: LlamaModel, common: int) -> None:
+    reference, draws = build("llama"), np.random.default_rng(common)
+    runner = LlamaRunner(model.acquire(600, 16), 1)
+    text = draws.integers(0, 72, 20).tolist()
+    read(runner, text)
+    (old,) = runner.rows
+    old.set_apart()
+    for end in range(1, 4):
+        runner.rows = [runner.new_row()]
+        runner.rows[0].copy_start(old, common)
+        assert runner.rows[0].length == common
+        other = [*text[:common], *draws.integers(0, 72, end).tolist()]
+        expected = reference(torch.tensor([other])).logits[:, -1].detach()
+        torch.testing.assert_close(read(runner, other), expected, atol=2e-4, rtol=2e-4)
+
+
+def test_a_row_stays_empty_where_one_that_was_set_apart_finds_no_room(model: LlamaModel) -> None:
+    reference, draws = build("llama"), np.random.default_rng(0)
+    runner = LlamaRunner(LlamaContext(model, 256, 4), 1)
+    old, running = (draws.integers(0, 72, 150).tolist() for _ in range(2))
+    read(runner, old)
+    (kept,) = runner.rows
+    kept.set_apart()
+    runner.rows = [runner.new_row()]
+    read(runner, running)
+    empty = runner.new_row()
+    empty.copy_start(kept, 100)
+    assert empty.length == 0
+    running.append(7)
+    expected = reference(torch.tensor([running])).logits[:, -1].detach()
+    torch.testing.assert_close(read(runner, running), expected, atol=2e-4, rtol=2e-4)
+
+
 def test_more_leaves_than_sequences_are_refused(model: LlamaModel) -> None:
     runner = LlamaRunner(model.acquire(300, 4), 1)
     tree = runner.begin_tree(0, [1, 2])

@@ -10,6 +10,7 @@ import torch
 import lookahead
 from gguf_files import REASON, zoo_file
 from lookahead import InvalidArgumentError, LookaheadConfig
+from lookahead.backends.llama_cpp.binding import binding
 from lookahead.serving import Engine
 from model_zoo import build
 
@@ -78,6 +79,56 @@ def test_sequence_ids_go_back(model: Any) -> None:
     handle = engine.submit(ids, max_new_tokens=6, do_sample=False)
     engine.run()
     assert handle.result().tolist() == expected
+
+
+def tokens_in_cells(engine: Engine) -> int:
+    """Tokens that llama.cpp holds, those of sequences that share cells counted for each."""
+    context: Any = engine._runner.llama_context
+    last = binding().llama_memory_seq_pos_max
+    return sum(last(context._memory, sequence) + 1 for sequence in range(context.sequences))
+
+
+def test_no_token_attends_to_finished_texts(model: Any) -> None:
+    """They leave llama.cpp's cells, all of which its attention goes through, and come back for what begins alike."""
+    reference = build("llama")
+    engine = Engine(model, LookaheadConfig(step_budget=20), max_rows=4)
+    draws = torch.Generator().manual_seed(1)
+    asked = [torch.randint(1, 72, (1, 20 + number), generator=draws) for number in range(40)]
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    expected = [reference.generate(ids, **options, eos_token_id=None, pad_token_id=0).tolist() for ids in asked]
+    for ids, text in zip(asked, expected, strict=True):
+        handle = engine.submit(ids, **options)
+        engine.run()
+        assert handle.result().tolist() == text
+        assert tokens_in_cells(engine) == 0
+    assert engine.load.prefix_bytes >= sum(ids.shape[1] for ids in asked) * model.llama.token_bytes
+    assert engine.statistics.reused_tokens == 0
+    for ids, text in zip(asked, expected, strict=True):
+        handle = engine.submit(ids, **options)
+        engine.run()
+        assert handle.result().tolist() == text
+        assert handle.statistics.reused_tokens == ids.shape[1] - 1
+
+
+def test_no_token_attends_to_a_text_that_went_beside_it(model: Any) -> None:
+    engine = Engine(model, LookaheadConfig(preset="autoregressive"), max_rows=2, prefix_cache=False)
+    long = engine.submit([3, 4, 5], max_new_tokens=30, do_sample=False)
+    short = engine.submit([6, 7, 8, 9], max_new_tokens=3, do_sample=False)
+    short.result()
+    for _ in range(2):
+        engine.step()
+    assert not long.done
+    assert tokens_in_cells(engine) == 3 + len(long.tokens) - 1  # the last one is sent with the next step
+
+
+def test_kv_bytes_bounds_finished_texts_and_running_ones_together(model: Any) -> None:
+    size = model.llama.token_bytes
+    engine = Engine(model, LookaheadConfig(step_budget=8), max_rows=2, kv_bytes=800 * size)
+    assert engine.load.most_kv_bytes == 800 * size
+    handles = [engine.submit(list(range(number, number + 30)), max_new_tokens=10) for number in range(1, 20)]
+    engine.run()
+    assert all(handle.result().shape[1] == 40 for handle in handles)
+    assert 0 < engine.load.prefix_bytes <= 200 * size
 
 
 def test_what_cannot_work_is_refused(model: Any) -> None:

@@ -26,7 +26,7 @@ from lookahead.core.walk import Walk
 from lookahead.errors import InvalidArgumentError, LookaheadError, ModelChangedError, UnsupportedArgumentError
 from lookahead.serving.engine_runner import check_nodes, engine_clock, engine_runner, engine_watch
 from lookahead.serving.handle import RequestHandle
-from lookahead.serving.kv_memory import KVMemory
+from lookahead.serving.kv_memory import PREFIX_BYTES, KVMemory
 from lookahead.serving.request import Extras, Prepared, Request, check_room
 from lookahead.serving.scheduler import Scheduler, urgency
 from lookahead.serving.statistics import EngineLoad, EngineStatistics
@@ -48,7 +48,8 @@ class Engine:
             row. A drafter or source that raises costs its request the drafts, with a warning.
         max_rows: Most requests that run at once. At least 1.
         kv_bytes: Most bytes of keys and values that are held at once, those of trees and of finished texts included;
-            any number if `None`.
+            any number if `None`. For a GGUF model llama.cpp takes them at once, but for a quarter at most that
+            finished texts may take.
         prompt_tokens: Most tokens of prompts in one step, so that a long prompt does not hold up the others. At
             least 1.
         prefix_cache: Keep keys and values of finished texts, up to 1 GiB or what `kv_bytes` leaves, and let requests
@@ -83,7 +84,11 @@ class Engine:
             raise InvalidArgumentError(f"model={type(model).__name__} is no transformers language model")
         self._model = model
         self._config = _check_engine_config(LookaheadConfig(memory="process") if config is None else config)
-        self._runner, kv_bytes = engine_runner(model, self._config, max_rows, kv_bytes)
+        if prefix_bytes is None:
+            prefix_bytes = PREFIX_BYTES if kv_bytes is None else kv_bytes
+        self._runner, kv_bytes, prefix_bytes = engine_runner(
+            model, self._config, max_rows, kv_bytes, prefix_bytes if prefix_cache else 0
+        )
         self._compares_bits = prefix_cache or bool(self._config.pack_weights)
         self._watch = engine_watch(model, self._runner, self._compares_bits)
         self._clock = engine_clock(model)
@@ -94,7 +99,7 @@ class Engine:
             prefix_cache,
             prefix_bytes,
             lambda block: self._runner.new_row(block),
-            self._runner.most_texts,
+            self._runner.keeps_apart,
         )
         self._scheduler: Scheduler[Request] = Scheduler(max_rows, memory.tokens, prompt_tokens, memory.begin)
         self._arrivals: deque[Request] = deque()
@@ -244,8 +249,7 @@ class Engine:
         running, size = list(self._scheduler.running), self._memory.token_bytes
         waiting = len(self._arrivals) + len(self._scheduler.waiting)
         held = sum(request.row.capacity for request in running)
-        most = None if self._memory.tokens is None else self._memory.tokens * size
-        return EngineLoad(waiting, len(running), held * size, self._memory.kept * size, most)
+        return EngineLoad(waiting, len(running), held * size, self._memory.kept * size, self._memory.most_bytes)
 
     @property
     def longest_text(self) -> int | None:

@@ -23,10 +23,13 @@ EngineRunner = RowsRunner | LlamaRowsRunner
 _SHARE = 2
 """Part of the free memory that the cells of llama.cpp take at most where nothing is said about it."""
 
+_KEPT_SHARE = 4
+"""Part of the memory for keys and values that finished texts take at most which lie outside of llama.cpp's cells."""
+
 
 def engine_runner(
-    model: PreTrainedModel, config: LookaheadConfig, max_rows: int, kv_bytes: int | None
-) -> tuple[EngineRunner, int | None]:
+    model: PreTrainedModel, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
+) -> tuple[EngineRunner, int | None, int]:
     """What runs rows of `model` that come and go.
 
     Args:
@@ -34,16 +37,17 @@ def engine_runner(
         config: How its weights are set.
         max_rows: Most rows of a step.
         kv_bytes: Most bytes of keys and values; any number if `None`.
+        prefix_bytes: Most bytes of finished texts.
 
     Returns:
-        The runner, and the most bytes of keys and values: llama.cpp takes room for them at once, so that there is a
-        number even where none was given.
+        The runner, and the most bytes of keys and values, and of finished texts. llama.cpp takes room for running texts
+        at once, so that there is a number even where none was given; finished ones have a share of their own.
 
     Raises:
         LookaheadError: The model or the settings cannot do what is asked for.
     """
     if not isinstance(model, GGUFModel):
-        return rows_runner(model, config.pack_weights, config.invariant), kv_bytes
+        return rows_runner(model, config.pack_weights, config.invariant), kv_bytes, prefix_bytes
     check_settings(config)
     if model.llama.has_states:
         raise UnsupportedModelError(
@@ -51,12 +55,14 @@ def engine_runner(
             "tokens, one text at a time, which an Engine does not; use lookahead.generate"
         )
     size = model.llama.token_bytes
+    most = free_bytes(torch.device("cpu")) // _SHARE if kv_bytes is None else kv_bytes
+    prefix_bytes = min(prefix_bytes, most // _KEPT_SHARE)
+    most -= prefix_bytes
     if kv_bytes is None:
-        longest = max_rows * model.llama.trained_context
-        kv_bytes = size * min(free_bytes(torch.device("cpu")) // _SHARE // size, longest)
-    runner = LlamaRowsRunner(model.llama, model, max(kv_bytes // size, 1), max_rows)
+        most = min(most, size * max_rows * model.llama.trained_context)
+    runner = LlamaRowsRunner(model.llama, model, max(most // size, 1), max_rows)
     check_nodes(runner, config)
-    return runner, kv_bytes
+    return runner, most, prefix_bytes
 
 
 def engine_watch(model: PreTrainedModel, runner: EngineRunner, compares_bits: bool) -> ModelWatch | None:

@@ -31,12 +31,13 @@ class KVMemory:
         token_bytes: Bytes that a token takes.
         kv_bytes: Most bytes to hold at once, any number if `None`.
         reuses: Whether requests begin with the keys and values of others.
-        prefix_bytes: Most bytes of finished texts; what `kv_bytes` leaves, or `PREFIX_BYTES`, if `None`.
+        prefix_bytes: Most bytes of finished texts.
         make_row: Makes an empty row, whose room grows by so many tokens.
-        most_texts: Most finished texts to keep, any number if `None`.
+        apart: Whether finished texts come on top of `kv_bytes`; else they take what running requests leave of it.
 
     Attributes:
         tokens: Most tokens to hold at once, any number if `None`.
+        most_bytes: Most bytes to hold at once, those of finished texts included; any number if `None`.
         block: Tokens by which the room of a row grows.
         token_bytes: As given.
         asked: Tokens of all texts that began.
@@ -48,9 +49,9 @@ class KVMemory:
         token_bytes: int,
         kv_bytes: int | None,
         reuses: bool,
-        prefix_bytes: int | None = None,
+        prefix_bytes: int,
         make_row: Callable[[int], TextRow] = Row,
-        most_texts: int | None = None,
+        apart: bool = False,
     ) -> None:
         self.token_bytes = token_bytes
         self.tokens = None if kv_bytes is None else kv_bytes // token_bytes
@@ -59,10 +60,11 @@ class KVMemory:
                 f"kv_bytes={kv_bytes} is too small: keys and values of one token take {token_bytes} bytes"
             )
         self.block = BLOCK if self.tokens is None else min(max(self.tokens // FEWEST_BLOCKS, 1), BLOCK)
-        self._prefixes = PrefixCache(most_texts) if reuses else None
-        if prefix_bytes is None and kv_bytes is None:
-            prefix_bytes = PREFIX_BYTES
-        self._prefix_tokens = None if prefix_bytes is None else prefix_bytes // token_bytes
+        self._prefixes = PrefixCache() if reuses else None
+        self._prefix_tokens = prefix_bytes // token_bytes
+        self._apart = apart
+        kept_on_top = self._prefix_tokens if apart else 0
+        self.most_bytes = None if self.tokens is None else (self.tokens + kept_on_top) * token_bytes
         self._make_row = make_row
         self.asked = self.reused = 0
 
@@ -137,5 +139,6 @@ class KVMemory:
 
     def _room(self, running: Sequence[Request]) -> int:
         """Tokens of finished texts that there is room for."""
-        left = None if self.tokens is None else self.tokens - sum(request.reserved for request in running)
-        return min(room for room in (left, self._prefix_tokens) if room is not None)
+        if self.tokens is None or self._apart:
+            return self._prefix_tokens
+        return min(self.tokens - sum(request.reserved for request in running), self._prefix_tokens)

@@ -37,6 +37,9 @@ class TextRow(Protocol):
     def crop(self, tokens: int) -> None:
         """Forget all behind the first `tokens` tokens."""
 
+    def set_apart(self) -> None:
+        """The text is finished, and only kept for others to begin with: let it take no time from those that run."""
+
 
 @dataclass(eq=False)
 class Prefix:
@@ -73,15 +76,11 @@ class PrefixCache:
     A request that begins like one of them copies what they have in common. So do requests that begin like one that
     runs; that is for the caller to look up.
 
-    Args:
-        most: Texts to keep at most, any number if `None`.
-
     Attributes:
         held: Tokens that the rows in here have room for.
     """
 
-    def __init__(self, most: int | None = None) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._kept: list[Prefix] = []
         self.held = 0
 
@@ -117,10 +116,9 @@ class PrefixCache:
                 return  # it has all of this one
             if common == len(prefix.tokens):
                 self.remove(prefix)  # this one has all of it
+        row.set_apart()
         self._kept.append(Prefix(tokens, row, row.capacity, tokens[:LEAST].tolist()))
         self.held += row.capacity
-        if self._most is not None and len(self._kept) > self._most:
-            self.remove(self._kept[0])
         self.shrink(room)
 
     def clear(self) -> None:

@@ -163,6 +163,18 @@ class LlamaContext:
         """Bytes of the keys and values of a sequence."""
         return int(self._library.llama_state_seq_get_size(self._handle, sequence))
 
+    def save(self, sequence: int) -> NDArray[np.uint8]:
+        """The keys and values of a sequence, as llama.cpp writes them down."""
+        state = np.empty(self.bytes_of(sequence), dtype=np.uint8)
+        self._library.llama_state_seq_get_data(self._handle, _pointer(state, ctypes.c_uint8), state.size, sequence)
+        return state
+
+    def load(self, state: NDArray[np.uint8], sequence: int) -> bool:
+        """Let a sequence hold what `save` returned, and nothing else; whether there was room for it."""
+        with error_lines():  # llama.cpp takes a lack of room for an error
+            data = _pointer(state, ctypes.c_uint8)
+            return bool(self._library.llama_state_seq_set_data(self._handle, data, state.size, sequence))
+
     def keep(self, text: Sequence[int]) -> None:
         """Forget all but the first sequence, which holds `text`."""
         for sequence in range(1, self.sequences):

@@ -18,7 +18,8 @@ _NO_IDS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 class LlamaRow:
     """One text: the sequence ids that hold it, all of them the same tokens.
 
-    The first id is its own for good; trees with several leaves take more. It has none before its first token.
+    The first id is its own for good; trees with several leaves take more. It has none before its first token, and after
+    `set_apart`.
 
     Args:
         pool: Where its ids come from; they go back when nothing refers to the row any more.
@@ -35,6 +36,7 @@ class LlamaRow:
         self._lent: list[int] = []  # what `ids` holds, for whoever takes it back
         self.ids = _NO_IDS
         self.length = 0
+        self._apart: NDArray[np.uint8] | None = None
         self.most_pending: int | None = None
         weakref.finalize(self, pool.returned.append, self._lent)
 
@@ -44,10 +46,27 @@ class LlamaRow:
         return self.length
 
     def copy_start(self, other: LlamaRow, tokens: int) -> None:
-        """Begin with the first `tokens` tokens of another row, which has them. Both share the cells."""
+        """Begin with the first `tokens` tokens of another row, which has them, and share its cells.
+
+        If it was set apart, they take cells of their own; where these are not to be had, this row stays empty.
+        """
         self._pool.give([self], [1])
-        self._pool.context.copy(int(other.ids[0]), int(self.ids[0]), 0, tokens)
+        context, mine = self._pool.context, int(self.ids[0])
+        if other._apart is None:
+            context.copy(int(other.ids[0]), mine, 0, tokens)
+        elif context.load(other._apart, mine):
+            context.remove(mine, tokens, -1)
+        else:
+            return
         self.length = tokens
+
+    def set_apart(self) -> None:
+        """Move keys and values out of the context, where each token of every row would be compared with them.
+
+        From now on the row is good for `copy_start` of others.
+        """
+        self._apart = self._pool.context.save(int(self.ids[0]))
+        self._pool.take_back(self)
 
     def crop(self, tokens: int) -> None:
         """Forget all behind the first `tokens` tokens."""
@@ -84,8 +103,7 @@ class SequenceIds:
         Raises:
             InvalidArgumentError: There are not as many.
         """
-        while self.returned:
-            self._take_back(self.returned.popleft())
+        self.collect()
         for row, count in zip(rows, counts, strict=True):
             missing = count - len(row.ids)
             if missing <= 0:
@@ -98,6 +116,16 @@ class SequenceIds:
                     self.context.copy(int(row.ids[0]), sequence, -1, -1)
             row.set_ids([*row.ids.tolist(), *taken])
             self._holders.add(row)
+
+    def collect(self) -> None:
+        """Free the cells of rows that are gone."""
+        while self.returned:
+            self._take_back(self.returned.popleft())
+
+    def take_back(self, row: LlamaRow) -> None:
+        """Take all ids of a row, and free its cells."""
+        self._take_back(row.ids.tolist())
+        row.set_ids([])
 
     def trim(self, row: LlamaRow) -> None:
         """Leave a row its first id alone."""

@@ -11,9 +11,6 @@ from lookahead.backends.llama_cpp.rows import LlamaRow
 from lookahead.backends.llama_cpp.runner import LlamaRunner
 from lookahead.errors import InvalidArgumentError
 
-KEPT_TEXTS = 32
-"""Finished texts that are kept for requests that begin alike: each of them has a sequence id."""
-
 
 class LlamaRowsRunner(LlamaRunner):
     """The rows of many requests. Each has sequence ids of its own; all of them share the cells of one context.
@@ -26,8 +23,8 @@ class LlamaRowsRunner(LlamaRunner):
 
     Attributes:
         model: As given.
+        keeps_apart: See `RowsRunner`.
         most_nodes: Nodes that the tree of each row may have, so that there are sequence ids for all leaves.
-        most_texts: Finished texts that may be kept.
         cells: Tokens whose keys and values are held at most.
 
     Raises:
@@ -35,21 +32,19 @@ class LlamaRowsRunner(LlamaRunner):
     """
 
     is_invariant = False
+    keeps_apart = True
     broken_after = changes_after = None
 
     def __init__(self, llama: LlamaModel, model: Any, cells: int, max_rows: int) -> None:
-        most = MOST_SEQUENCES - KEPT_TEXTS
-        if max_rows > most:
+        if max_rows > MOST_SEQUENCES:
             raise InvalidArgumentError(
-                f"max_rows={max_rows} is too many: llama.cpp has {MOST_SEQUENCES} sequences, and {KEPT_TEXTS} hold "
-                f"finished texts; choose at most {most}"
+                f"max_rows={max_rows} is too many: llama.cpp has {MOST_SEQUENCES} sequences; choose at most that"
             )
         super().__init__(llama.acquire(cells, MOST_SEQUENCES), 0, llama.last_length)
         weakref.finalize(self, llama.release, self.llama_context)
         self.model = model
         self.context = llama.last_length
-        self.most_nodes = most // max_rows + 1
-        self.most_texts = KEPT_TEXTS
+        self.most_nodes = MOST_SEQUENCES // max_rows + 1
         self.cells = self.llama_context.cells
         self._bytes = llama.token_bytes
 

@@ -139,6 +139,7 @@ class LlamaRunner:
         """A step of plain decoding, which is little work for a small model: with as little around it."""
         row = self.rows[0]
         self._plain_steps += 1
+        self._ids.collect()
         if not len(row.ids):
             self._ids.give(self.rows, [1])
         elif self._plain_steps == RESTS and len(row.ids) > 1:

@@ -45,6 +45,9 @@ class Row:
         """Forget all behind the first `tokens` tokens."""
         self.cache.restore([tokens])
 
+    def set_apart(self) -> None:
+        """Nothing: no other row is compared with what this one holds."""
+
 
 States = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of each row in one layer, each `[1, heads, tokens, head_dim]`, the nodes of the step at the end."""

@@ -30,11 +30,11 @@ class RowsRunner:
         context, last_length, broken_after: See `PositionLimit`.
         changes_after: Longest text that is read alike whatever the other rows are; longer ones cannot be run.
         most_nodes: Nodes that the tree of each row may have.
-        most_texts: Finished texts that may be kept; any number if `None`.
+        keeps_apart: Whether finished texts take memory of their own, so that running rows cannot use it.
     """
 
     most_nodes = MAX_NODES_PER_STEP
-    most_texts: int | None = None
+    keeps_apart = False
 
     def __init__(self, model: PreTrainedModel, positions_end: bool = True) -> None:
         self.model = model
