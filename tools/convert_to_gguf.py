@@ -25,6 +25,8 @@ from gguf import GGMLQuantizationType, LlamaFileType, TokenType
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from lookahead.backends.llama_cpp.binding import binding, error_lines
+
 EXIT_REFUSED = 2
 
 TYPES = {
@@ -209,13 +211,14 @@ def _interleaved(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]
 
 
 def _quantize(source: Path, output: Path, file_type: LlamaFileType) -> None:
-    import llama_cpp
-
+    llama_cpp = binding()
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype = int(file_type)
     options.nthread = 1
-    if llama_cpp.llama_model_quantize(str(source).encode(), str(output).encode(), options) != 0:
-        raise ConversionError(f"llama.cpp could not write {output} as {file_type.name}")
+    with error_lines() as lines:
+        failed = llama_cpp.llama_model_quantize(str(source).encode(), str(output).encode(), options) != 0
+    if failed:
+        raise ConversionError(f"llama.cpp could not write {output} as {file_type.name}: {'; '.join(lines)}")
 
 
 if __name__ == "__main__":
