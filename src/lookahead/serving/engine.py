@@ -367,7 +367,7 @@ class Engine:
         for request in rest:
             request.drop()
         try:
-            self._runner, _ = engine_runner(self._model, self._config, 0, None)
+            self._runner = engine_runner(self._model, self._config, 0, None, 0)[0]
         except LookaheadError as error:
             self._leave_all(rest, error)
             raise
