@@ -9,6 +9,8 @@ from typing import Any, TypeVar, cast
 
 from numpy.typing import NDArray
 
+from lookahead.core.kept_loops import keep_compiled
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Arrays = TypeVar("Arrays", bound=tuple[Any, ...])
 
@@ -70,10 +72,9 @@ def _compile(function: Function, options: dict[str, Any], makes_arrays: bool = F
     options = {"no_cfunc_wrapper": True} | options
     if not makes_arrays and hasattr(import_module("numba.core.cpu").CPUTargetOptions, "_nrt"):
         options["_nrt"] = False  # these loops make no array, so none is counted: a third of their time
-    try:
-        return cast(Function, _numba.njit(cache=True, **options)(function))
-    except RuntimeError:  # there is no folder that compiled code could be kept in
-        return cast(Function, _numba.njit(**options)(function))
+    loop = _numba.njit(**options)(function)
+    keep_compiled(loop)
+    return cast(Function, loop)
 
 
 class TypedLoop:
