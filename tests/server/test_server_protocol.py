@@ -183,7 +183,9 @@ def test_a_step_budget_bounds_the_nodes_of_each_step(client: OpenAI) -> None:
 @pytest.mark.parametrize(("preset", "source"), [("auto", "n-gram memory"), ("paper", "lookahead window")])
 def test_steps_name_the_source_of_each_node(client: OpenAI, preset: str, source: str) -> None:
     options = {"steps": True, "preset": preset}
-    chunks = [chunk for chunk in complete(client, lookahead=options, stream=True) if hasattr(chunk, "lookahead")]
+    # long enough for the whole window, which reaches no further than the text
+    stream = complete(client, lookahead=options, max_tokens=40, stream=True)
+    chunks = [chunk for chunk in stream if hasattr(chunk, "lookahead")]
     trees = [chunk.lookahead["tree"] for chunk in chunks]
     for tree in trees:
         assert len(tree["sources"]) == len(tree["probabilities"]) == len(tree["tokens"]) - 1
