@@ -166,8 +166,10 @@ bench: $(VENV)/installed  ## Measure SUITE=name of benchmarks/configs; SHARED=fo
 BASE ?= main
 QUICK ?=
 TURNS ?=
-worth: $(VENV)/installed  ## Compare this checkout with BASE=COMMIT in pairs, in S and CPU time (an hour); QUICK=1 S alone at fixed numbers of nodes (minutes); TURNS=n more of them
-	$(BIN)/python benchmarks/worth.py --base $(BASE) --shared $(SHARED) $(if $(QUICK),--quick) $(if $(TURNS),--turns $(TURNS))
+ONLY ?=
+worth: $(VENV)/installed  ## Compare this checkout with BASE=COMMIT in pairs, in S and CPU time (an hour); QUICK=1 S alone at fixed numbers of nodes (minutes); TURNS=n turns in all; ONLY=text lines with that in their names
+	$(BIN)/python benchmarks/worth.py --base $(BASE) --shared $(SHARED) $(if $(QUICK),--quick) \
+		$(if $(TURNS),--turns $(TURNS)) $(if $(ONLY),--only '$(ONLY)')
 
 tables: $(VENV)/installed  ## Say which tables of README.md and docs/ are not those of benchmarks/results; RECORD=1 makes them anew
 	$(BIN)/lookahead bench tables benchmarks/tables.toml README.md $(wildcard docs/*.md) $(if $(RECORD),,--check)

@@ -1,6 +1,6 @@
 """Compare this checkout with another commit, in pairs: is it as good in tokens a step, and in CPU time?
 
-    python benchmarks/worth.py --base COMMIT [--quick] [--turns N]
+    python benchmarks/worth.py --base COMMIT [--quick] [--turns N] [--only TEXT]
 
 Two processes, one of each commit, take turns case by case; each turn has new processes, and another one begins. Rows go
 to `build/worth`, turn by turn for each line, and the same command goes on where it stopped. For each line stand the
@@ -75,13 +75,15 @@ class Source:
     """
 
     def __init__(self, commit: str | None) -> None:
+        archive = None
+        if commit is not None:
+            archive = subprocess.run(["git", "archive", commit, "src"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
         waiting = FOLDER / f"sources/{os.getpid()}"
         shutil.rmtree(waiting, ignore_errors=True)
         waiting.mkdir(parents=True)
-        if commit is None:
+        if archive is None:
             shutil.copytree(ROOT / "src", waiting / "src")
         else:
-            archive = subprocess.run(["git", "archive", commit, "src"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
             subprocess.run(["tar", "-x", "-C", str(waiting)], input=archive.stdout, check=True)
         files = sorted(path for path in (waiting / "src").rglob("*.py"))
         self.name = _digest(path.relative_to(waiting).as_posix().encode() + path.read_bytes() for path in files)
@@ -210,11 +212,12 @@ class Comparison:
         found: dict[str, list[float]] = {}
         for turn in range(turns):
             pairs = zip(*(rows.units[line, turn] for rows in self._rows), strict=True)
-            for base, here in pairs:
+            for number, (base, here) in enumerate(pairs):
                 assert base["case"] == here["case"]
                 assert base["tokens"] == here["tokens"], f"{line}, {base['case']}: texts of other lengths"
                 by = "steps" if what == "S" else "seconds"
-                found.setdefault(base["case"], []).append(base[by] / here[by])
+                key = f"{number}: {base['case']}"  # a file may have the same name twice
+                found.setdefault(key, []).append(base[by] / here[by])
         return found
 
     def exhausted(self, line: str, turns: int) -> bool:
@@ -260,6 +263,7 @@ def main() -> int:
     parser.add_argument("--base", required=True, metavar="COMMIT", help="what this checkout is compared with")
     parser.add_argument("--quick", action="store_true", help="S alone, at fixed numbers of nodes")
     parser.add_argument("--turns", type=int, help="turns in all (1 if quick, else 3)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only lines whose names hold it")
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="folder of data and models")
     options = parser.parse_args()
     turns = options.turns or (1 if options.quick else 3)
@@ -272,7 +276,10 @@ def main() -> int:
         print(f"--shared {options.shared}: no folder with data and models", file=sys.stderr)
         return 2
     comparison = Comparison(base, here, options.shared.resolve(), options.quick)
-    names = comparison.names()
+    names = [name for name in comparison.names() if options.only in name]
+    if not names:
+        print(f"--only {options.only!r}: no line has that in its name", file=sys.stderr)
+        return 2
     for turn in range(turns):
         comparison.turn(turn, names)
     return report(comparison, names, turns, ["S"] if options.quick else list(LIMITS))

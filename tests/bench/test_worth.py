@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from lookahead.core.decoder import Batch, decode
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import NoDrafter
 from playback import PlayedBackend, PlayedRow, TextScript, VLLMLoop, played_sequence
-from worth import FAILS, PASSES, UNDECIDED, Estimate, Rows, estimate
+from worth import FAILS, PASSES, UNDECIDED, Comparison, Estimate, Rows, estimate, report
 
 
 def cases(*ratios: float) -> dict[str, list[float]]:
@@ -78,3 +79,24 @@ def test_vllm_keeps_what_is_right_and_one_token_more() -> None:
     loop = VLLMLoop(Guess(), 16)
     loop.run([[1], [1]], [[2, 3, 4, 5, 6], [2, 3]])
     assert [[accepted for _, accepted in step] for step in loop.steps] == [[0, 0], [1, 0], [1]]
+
+
+def test_cases_are_paired_by_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worth.FOLDER", tmp_path)
+    comparison = Comparison(SimpleNamespace(name="a"), SimpleNamespace(name="b"), tmp_path, quick=True)
+    for rows, steps in zip(comparison._rows, ([4, 6], [2, 6]), strict=True):
+        rows.append("line", 0, [{"case": "same", "tokens": 8, "steps": count, "seconds": 1.0} for count in steps])
+    assert comparison.ratios("line", 1, "S") == {"0: same": [2.0], "1: same": [1.0]}
+    assert report(comparison, ["line"], 1, ["S"]) == 0
+
+
+@pytest.mark.parametrize(("steps", "status"), [([10, 10, 10], 0), ([10, 11, 12], 3), ([12, 12, 12], 1)])
+def test_the_exit_status_is_that_of_the_worst_line(
+    steps: list[int], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("worth.FOLDER", tmp_path)
+    comparison = Comparison(SimpleNamespace(name="a"), SimpleNamespace(name="b"), tmp_path, quick=True)
+    for rows, counts in zip(comparison._rows, ([10] * 3, steps), strict=True):
+        rows.append("line", 0, [{"case": "x", "tokens": 30, "steps": count, "seconds": 1.0} for count in counts])
+    assert report(comparison, ["line"], 1, ["S"]) == status
+    assert ("more turns" in capsys.readouterr().out) == (status == 3)
