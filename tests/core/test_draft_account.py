@@ -159,3 +159,18 @@ def test_looking_for_drafts_in_vain_is_paid_for_as_well() -> None:
         seconds, tokens = seconds + took, tokens + 1
     assert seconds <= tokens * (1 + INCOME) + FIRST_CREDIT + 2
     assert account.idle_cost == pytest.approx(1.2, abs=0.02)
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_certain_tokens_say_nothing_of_whether_drafting_pays(adaptive: bool) -> None:
+    account = DraftAccount(CostModel([1, 5, 13], [1.0, 2.0, 4.0], [0.0, 0.0, 0.0]), adaptive=adaptive)
+    for _ in range(40):  # four certain tokens each, for one second; eight nodes beside them bring nothing for two
+        account.book(StepTime(13, 100, 4.0, 5, 1, True, certain_nodes=4, certain_tokens=4))
+    assert account.rests
+
+
+def test_the_first_look_for_drafts_which_takes_long_is_soon_forgotten() -> None:
+    account = DraftAccount(CostModel.prior())
+    for looking in (10.0, *[0.1] * 4):
+        account.book(StepTime(NODES, 100, 1.0 + looking, 1, 1, True, looking=looking))
+    assert account.looking < 0.3

@@ -12,6 +12,7 @@ import torch
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.core.budget import FixedBudget
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, NGramMemory, TokenPaths
@@ -168,6 +169,73 @@ def test_permits_that_are_none_cost_the_drafts() -> None:
     source.permits = lambda tokens, parents: [True]  # type: ignore[attr-defined]
     with pytest.warns(LookaheadWarning, match="drafting stopped.*tell it of each"):
         steps_with(LookaheadConfig(step_budget=8, sources=(lambda: source,)))
+
+
+class Sure(Fixed):
+    """Knows what comes next."""
+
+    def __init__(self, certain: list[int], alternatives: list[list[int]], paths: Any) -> None:
+        super().__init__(paths)
+        self._certain, self._alternatives = certain, alternatives
+
+    def certain(self) -> list[int]:
+        return self._certain
+
+    def alternatives(self) -> list[list[int]]:
+        return self._alternatives
+
+
+class Resting(FixedBudget):
+    """Never drafts."""
+
+    backs_off = True
+
+
+NEXT = TokenPaths.chain([7])
+
+
+@pytest.mark.parametrize(
+    ("budget", "alternatives", "room", "tokens", "parents"),
+    [
+        (Resting(16), [], 99, [5, 1, 2], [-1, 0, 1]),
+        (Resting(16), [[3], [4, 6]], 99, [5, 1, 2, 3, 4, 6], [-1, 0, 1, 2, 2, 4]),
+        (FixedBudget(4), [], 99, [5, 1, 2, 7], [-1, 0, 1, 2]),
+        (FixedBudget(4), [[3], [4]], 99, [5, 1, 2, 7], [-1, 0, 1, 2]),  # not all of them have room
+        (FixedBudget(16), [[3], [4]], 99, [5, 1, 2, 3, 4], [-1, 0, 1, 2, 2]),
+        (FixedBudget(2), [], 99, [5, 1], [-1, 0]),
+        (FixedBudget(16), [[3], [4]], 1, [5, 1], [-1, 0]),
+    ],
+)
+def test_what_is_certain_is_sent_whether_or_not_drafts_pay(
+    budget: FixedBudget, alternatives: list[list[int]], room: int, tokens: list[int], parents: list[int]
+) -> None:
+    source = CheckedSource(Sure([1, 2], alternatives, NEXT))
+    drafter = AutoDrafter(None, None, budget, most=budget._nodes, explore=False, sources=[source])
+    drafter.start([5])
+    tree = TokenTree([5], room)
+    drafter.propose(tree)
+    assert (tree.tokens, tree.parents) == (tokens, parents)
+    assert len(drafter.explain(tree).origins) == len(tokens) - 1
+
+
+def test_the_text_goes_on_behind_what_was_certain() -> None:
+    drafter = AutoDrafter(
+        DraftMemory(),
+        ContextMatches(),
+        6,
+        explore=False,
+        sources=[CheckedSource(source := Sure([1, 2], [], TokenPaths.chain([])))],
+    )
+    drafter.start([8, 1, 2, 3, 4, 9, 5])
+    tree = TokenTree([5])
+    drafter.propose(tree)
+    assert tree.tokens[:5] == [5, 1, 2, 3, 4]  # as in the prompt
+    ids = np.full((len(tree), 2), 6)
+    shares = np.full(ids.shape, 0.4, dtype=np.float32)
+    drafter.observe(StepResult(tree, ids[:, 0], [1, 2, 3], [1, 2, 3, 8], ids, shares))
+    source._certain = []
+    drafter.propose(tree := TokenTree([8]))
+    assert tree.tokens[:4] == [8, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -39,17 +39,23 @@ CLOCK = {"type": "function", "function": {"name": "clock", "parameters": NOTHING
 
 
 class Masked(LogitsProcessor):
-    """A grammar for plain decoding: anew from the whole answer for each token."""
+    """A grammar for plain decoding: anew from the whole answer for each token.
+
+    Attributes:
+        choices: How many tokens were allowed in each place.
+    """
 
     def __init__(self, tokenizer: Any, schema: Any, prompt: int) -> None:
         options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         self._grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, options)
         self._tokenizer, self._prompt = tokenizer, prompt
+        self.choices: list[int] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         matcher = llguidance.LLMatcher(self._tokenizer, self._grammar)
         assert matcher.consume_tokens(input_ids[0, self._prompt :].tolist())
         bias = torch.tensor(list(matcher.compute_logit_bias()))[: scores.shape[1]]
+        self.choices.append(int((bias != 0).sum()))
         return scores.masked_fill(bias == 0, -torch.inf)
 
 
@@ -82,6 +88,9 @@ def test_answers_follow_random_schemas(client: OpenAI, demo: Any, case: int) -> 
     assert text == tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)
     assert answer.choices[0].finish_reason == "stop"
     jsonschema.validate(json.loads(text), schema)
+    free = sum(count > 1 for count in grammar.choices)
+    longest = (len(grammar.choices) - free) // 15  # steps for chains longer than the server's 16 nodes
+    assert answer.model_extra["lookahead"]["steps"] <= free + 1 + longest, "a token without a choice took a step"
 
 
 def test_a_json_object(client: OpenAI) -> None:

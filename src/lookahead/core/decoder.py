@@ -115,11 +115,14 @@ def step(backend: Backend, batch: Batch) -> None:
         nodes = sum(map(len, trees)) if batch.packed else max(map(len, trees)) * len(trees)
         tokens = sum(len(record.tokens) for _, _, record in settled)
         # A drafter that has lost its trust in predictions wants none listed.
-        drafted = top_k > 0 or any(len(tree) > tree.root + 1 for tree in trees)
+        drafted = top_k > 0 or any(len(tree) > tree.root + 1 + tree.certain for tree in trees)
         if is_timed or not drafted:
             end = batch.clock() if is_timed else math.nan
             apart = looking + end - learning if drafted and batch.share_out is not None else 0.0
-            batch.times.book(StepTime(nodes, context, end - start, tokens, len(settled), drafted, prompts, apart))
+            certain = sum(tree.certain for tree in trees), sum(result.certain_tokens for _, result, _ in settled)
+            batch.times.book(
+                StepTime(nodes, context, end - start, tokens, len(settled), drafted, prompts, apart, *certain)
+            )
     for row, result, record in settled:
         sequence = batch.sequences[row]
         batch.statistics.record(record)

@@ -70,6 +70,9 @@ class StepTime:
         rows: Rows that were not finished.
         drafted: Whether a draft was looked for; without one it was a plain step.
         prompts: Whether it carried tokens of prompts as well.
+        certain_nodes, certain_tokens: How many of its nodes were sent because one way through them is accepted whatever
+            the model says, and how many tokens that way had. They are sent whether or not drafting pays, and say
+            nothing of it.
         looking: Seconds of these for looking for drafts and learning from them, where they are told apart: whatever is
             sent, they are spent, and with many rows they are more than some nodes take.
     """
@@ -82,6 +85,8 @@ class StepTime:
     drafted: bool
     prompts: bool = False
     looking: float = 0.0
+    certain_nodes: int = 0
+    certain_tokens: int = 0
 
 
 class DraftAccount:
@@ -131,6 +136,7 @@ class DraftAccount:
         self._times_plain = self._cautious
         self._booked = False
         self._looking: float | None = None  # seconds for each row
+        self._looked = 0  # times
         self._with_prompts = 0.0, 0.0  # seconds and nodes of the last steps that carried prompts
         # Nodes of the largest step so far.
         self._tried = max(FIRST_NODES // 2, rows) if adaptive and not costs.in_seconds else MOST_CHOSEN_NODES * rows
@@ -226,15 +232,17 @@ class DraftAccount:
         self._drafted += 1
         if self.adaptive and step.looking:
             latest = step.looking / step.rows
-            self._looking = latest if self._looking is None else self._looking + RATE * (latest - self._looking)
-        if step.nodes > self.rows:
+            self._looked += 1
+            weight = max(1 / max(self._looked - 1, 1), RATE)  # a mean without the first one, which takes long
+            self._looking = latest if self._looking is None else self._looking + weight * (latest - self._looking)
+        if step.nodes - step.certain_nodes > self.rows:
             cost = self._draft_cost(step)
         else:
             plain = self.costs.step_time(self.rows, step.context)
             if self.adaptive:
-                self._idle.add((step.seconds - step.looking) / plain)
+                self._idle.add((step.seconds - step.looking) / self._undrafted(step))
             cost = self.idle_cost + self.looking / plain
-        tokens = step.tokens / step.rows
+        tokens = (step.tokens - step.certain_tokens) / step.rows
         self._tokens, self._time = KEPT * self._tokens + tokens, KEPT * self._time + cost
         saved = tokens - cost
         self._saved += RATE * (saved - self._saved)
@@ -243,18 +251,24 @@ class DraftAccount:
 
     def _draft_cost(self, step: StepTime) -> float:
         """What a step that was drafted took, in plain steps."""
+        plain = self.costs.step_time(self.rows, step.context)
+        certain = self._undrafted(step) - plain  # what the certain nodes took
         if not self.adaptive:
-            return self.costs.step_time(step.nodes, step.context) / self.costs.step_time(self.rows, step.context)
+            return (self.costs.step_time(step.nodes, step.context) - certain) / plain
         self._tried = max(self._tried, step.nodes)
         seconds = step.seconds - step.looking
         self.costs.observe(step.nodes, step.context, seconds)
-        usual, plain = (self.costs.step_time(nodes, step.context) for nodes in (step.nodes, self.rows))
+        usual = self.costs.step_time(step.nodes, step.context)
         self._draft_surprise.add(seconds / usual)
         cost = usual * self._draft_surprise.mean
         if self.costs.evidence(step.nodes) < TRUST:  # what is usual leans on other sizes, or on a guess
             cost = max(cost, min(seconds, MOST_SURPRISE * plain))
-        cost += self.looking
+        cost += self.looking - certain
         return cost / (plain * self._plain_surprise.mean)
+
+    def _undrafted(self, step: StepTime) -> float:
+        """What the step would have taken with its certain nodes alone."""
+        return self.costs.step_time(self.rows + step.certain_nodes, step.context)
 
     @property
     def prompt_node_seconds(self) -> float:

@@ -75,6 +75,17 @@ class StepResult:
         return replace(self, top_ids=ids, top_probabilities=probabilities)
 
     @property
+    def certain_tokens(self) -> int:
+        """How many of `tokens` were accepted of what the tree has from `TokenTree.add_certain`."""
+        return sum(node <= self.tree.root + self.tree.certain for node in self.path)
+
+    def beyond(self, certain: int) -> StepResult:
+        """The same step, with its first `certain` tokens taken as decided before it; see `TokenTree.beyond`."""
+        if not certain:
+            return self
+        return replace(self, tree=self.tree.beyond(certain), path=self.path[certain:], tokens=self.tokens[certain:])
+
+    @property
     def selected_after(self) -> list[int]:
         """The nodes after which `tokens` were selected: the root, and those of the path."""
         return [self.tree.root, *self.path][: len(self.tokens)]

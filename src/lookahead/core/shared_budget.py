@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from math import log2
+from math import inf, log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,7 +207,9 @@ class SharedBudget:
         assert account is not None
         costs = account.costs
         promised = promised[: max(account.most_nodes - rows, rows)]
-        seconds = account.looking / costs.pace, account.prompt_node_seconds / costs.pace
+        # Certain tokens leave room in the products that prompts fill.
+        beside = account.prompt_node_seconds / costs.pace if any(tree.root for tree in trees) else inf
+        seconds = account.looking / costs.pace, beside
         table = costs.table(base + len(promised))
         return choose_for_all(promised, table, self._context, base, rows, account.idle_cost / WORTHWHILE, *seconds)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -49,6 +50,7 @@ class TokenTree:
             a node is the length of the cached text plus its depth.
         needs_logits: Whether the model's prediction after each node is wanted.
         root: The node of the last decided token.
+        certain: How many of the first candidates were added by `add_certain`.
 
     Raises:
         InvalidArgumentError: `pending` is empty.
@@ -64,6 +66,7 @@ class TokenTree:
         self.depths: list[int] = list(range(count))
         self.needs_logits: list[bool] = [False] * (count - 1) + [True]
         self.root = count - 1
+        self.certain = 0
         self._max_depth = sys.maxsize if max_depth is None else max_depth
         self._candidates: dict[tuple[int, int], int] = {}
 
@@ -83,6 +86,29 @@ class TokenTree:
     def is_chain(self) -> bool:
         """Whether nothing was drafted, so that the step is plain decoding of the pending tokens."""
         return len(self.tokens) == self.root + 1
+
+    def add_certain(self, tokens: Sequence[int], alternatives: Iterable[Sequence[int]] = ()) -> None:
+        """Add what will be accepted whatever the model says, before any other candidate, as far as there is room.
+
+        Args:
+            tokens: The tokens that will be selected after the root.
+            alternatives: Paths of which one will be selected after these.
+        """
+        end = self.add_candidates(tokens)[-1] if tokens else self.root
+        for path in alternatives:
+            self.add_candidates(path, end)
+        self.certain = len(self) - self.root - 1
+
+    def beyond(self, certain: int) -> TokenTree:
+        """This tree with the first `certain` nodes below the root taken as decided, the last of them as the root.
+
+        Both have the same nodes: what is added to the one is added to the other.
+        """
+        if not certain:
+            return self
+        tree = copy(self)
+        tree.root, tree.certain = self.root + certain, 0
+        return tree
 
     def add_candidates(self, tokens: Iterable[int], parent: int | None = None) -> list[int]:
         """Add a path of candidates under `parent` (the root if not given), sharing nodes that are already there.

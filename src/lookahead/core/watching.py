@@ -19,6 +19,9 @@ UNNAMED = "draft"
 
 WINDOW = "lookahead window"
 
+CERTAIN = "certain"
+"""Source of a node that is sent because what is accepted of its like does not depend on the model."""
+
 
 @dataclass(frozen=True)
 class Origin:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,13 @@ _COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": 
 
 
 _FORCED = 0.99
-"""How likely a forced token is; the same characters may be written in other tokens."""
+"""How likely a token is that has to follow one which is not certain."""
 
-_FEW = 4
+_FEW = 8
 """Most tokens to choose from for each to be drafted."""
+
+_ALL_SENT = 16
+"""Where all that may follow comes to so many tokens at most, it is sent: one way through it is sure to save a step."""
 
 
 def grammar_tokenizer(tokenizer: Any, vocabulary: int, ends: Collection[int]) -> LLTokenizer:
@@ -102,7 +106,7 @@ class GrammarState:
     def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
         self._mask = llguidance_numpy.allocate_token_bitmask(1, tokenizer.vocab_size)
-        self._end = tokenizer.eos_token
+        self._ahead = self._matcher  # behind the certain tokens
         self.tokens = 0
 
     def take(self, tokens: Sequence[int]) -> None:
@@ -120,32 +124,51 @@ class GrammarState:
         allowed[: min(count, len(bits))] = bits[:count]
         return torch.from_numpy(allowed)
 
+    def certain(self) -> list[int]:
+        """The tokens that have to follow, as far as there is no choice."""
+        self._ahead, chain = _forced(self._matcher)
+        return chain
+
+    def alternatives(self) -> list[list[int]]:
+        """Paths of which one follows the certain tokens: each token that is allowed, with what has to follow it, and so
+        on as long as all that may follow is few."""
+        paths, room = [], _ALL_SENT
+        ends: deque[tuple[list[int], LLMatcher]] = deque([([], self._ahead)])
+        while ends:
+            path, matcher = ends.popleft()
+            branches = self._branches(matcher)
+            size = sum(len(branch) for branch, _ in branches)
+            if branches and size <= room:
+                room -= size
+                ends += [([*path, *branch], behind) for branch, behind in branches]
+            elif path:
+                paths.append(path)
+        return paths
+
     def paths(self) -> TokenPaths:
-        """The tokens that have to follow, as far as there is no choice; behind them each of a few choices."""
+        """Each of a few tokens that may follow the certain ones, with what has to follow it."""
         tokens: list[int] = []
         parents: list[int] = []
         probabilities: list[float] = []
-
-        def add(chain: Sequence[int], parent: int, first: float) -> int:
-            for place, token in enumerate(chain):
-                parents.append(parent)
-                parent = len(tokens)
-                tokens.append(token)
-                probabilities.append(_FORCED if place else first)
-            return parent
-
-        matcher, chain = _forced(self._matcher, self._end)
-        end = add(chain, -1, _FORCED)
-        if matcher is not None:
-            choices = _choices(matcher, self._mask)
-            for token in choices:
-                after = matcher.deep_copy()
-                after.consume_token(token)
-                add([token, *_forced(after, self._end)[1]], end, 1 / len(choices))
+        branches = self._branches(self._ahead)
+        for branch, _ in branches:
+            parents += [-1, *range(len(tokens), len(tokens) + len(branch) - 1)]
+            tokens += branch
+            probabilities += [1 / len(branches), *[_FORCED] * (len(branch) - 1)]
         return TokenPaths(tokens, parents, probabilities)
 
+    def _branches(self, matcher: LLMatcher) -> list[tuple[list[int], LLMatcher]]:
+        """What may follow, with the grammar behind it, if there are few choices."""
+        branches = []
+        for choice in _choices(matcher, self._mask):
+            after = matcher.deep_copy()
+            after.consume_token(choice)
+            after, chain = _forced(after)
+            branches.append(([choice, *chain], after))
+        return branches
+
     def permitted(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
-        """Which nodes of a draft the grammar allows; see `lookahead.drafting.auto.permits.Permits`."""
+        """Which nodes of a draft behind the certain tokens the grammar allows; see `Permits` of the drafter."""
         leaves = set(range(1, len(tokens) + 1)).difference(parents)
         may = [False] * len(tokens)
         for leaf in leaves:
@@ -155,23 +178,24 @@ class GrammarState:
                 path.append(node)
                 node = parents[node - 1]
             path.reverse()
-            for node in path[: self._matcher.validate_tokens([tokens[node - 1] for node in path])]:
+            for node in path[: self._ahead.validate_tokens([tokens[node - 1] for node in path])]:
                 may[node - 1] = True
         return may
 
 
-def _forced(matcher: LLMatcher, end: int) -> tuple[LLMatcher | None, list[int]]:
-    """The tokens that have to follow, and the grammar behind them; `None` where the answer ends."""
-    if matcher.is_stopped():
-        return None, [end]
-    chain = list(matcher.compute_ff_tokens())
-    after = matcher.deep_copy()
-    after.consume_tokens(chain)
-    return (None, [*chain, end]) if after.is_stopped() else (after, chain)
+def _forced(matcher: LLMatcher) -> tuple[LLMatcher, list[int]]:
+    """The tokens that have to follow, without one that ends the answer, and the grammar behind them."""
+    chain = [] if matcher.is_stopped() else list(matcher.compute_ff_tokens())
+    if chain:
+        matcher = matcher.deep_copy()
+        matcher.consume_tokens(chain)
+    return matcher, chain
 
 
 def _choices(matcher: LLMatcher, mask: NDArray[np.int32]) -> list[int]:
-    """The tokens that may follow if these are few, else none."""
+    """The tokens that may follow if these are few, else none; none behind the end."""
+    if matcher.is_stopped():
+        return []
     llguidance_numpy.fill_next_token_bitmask(matcher, mask, 0)
     bits = np.unpackbits(mask[0].view(np.uint8), bitorder="little")
     return np.flatnonzero(bits).tolist() if bits.sum() <= _FEW else []
@@ -209,6 +233,14 @@ class GrammarSource:
 
     def start(self, prompt: Sequence[int]) -> None:
         """See `lookahead.drafting.auto.source.Source`."""
+
+    def certain(self) -> list[int]:
+        """See `Source`."""
+        return self._state.certain()
+
+    def alternatives(self) -> list[list[int]]:
+        """See `Source`."""
+        return self._state.alternatives()
 
     def propose(self) -> TokenPaths:
         """See `Source`."""

@@ -13,7 +13,7 @@ from lookahead.core.budget import FixedBudget, StepBudget
 from lookahead.core.compiled import loop_arrays
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
-from lookahead.core.watching import Explanation
+from lookahead.core.watching import CERTAIN, Explanation, Origin
 from lookahead.drafting.auto.context_matches import LONGEST, ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
@@ -90,6 +90,8 @@ class AutoDrafter:
         self._recent = RecentPredictions(explore)
         self._notes_predictions = explore or neighbours is not None
         self._permits = Permits(sources)
+        self._sure: Any = next((source for source in sources if getattr(source, "certain", None) is not None), None)
+        self._certain = 0  # tokens of this step's tree that are part of the text already
         self._searched = self._most * (_SEARCHED_WHERE_FORBIDDEN if self._permits.asks else 1)
         names = [RejectedSiblings.name, *(source.name for source in sources)]
         with self.memory.lock:
@@ -117,7 +119,8 @@ class AutoDrafter:
     @property
     def path_probabilities(self) -> NDArray[np.float64]:
         """Probability that each candidate that `propose` added is accepted, in the order of the nodes."""
-        return self._search.path_probabilities[self._rows[1:] - 1]
+        found = self._search.path_probabilities[self._rows[1:] - 1]
+        return np.concatenate([np.ones(self._certain), found])
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence."""
@@ -137,12 +140,29 @@ class AutoDrafter:
         self._tree = None
 
     def propose(self, tree: TokenTree) -> None:
-        """Add the likeliest paths, the likeliest node first."""
+        """Add the certain tokens, and the likeliest paths after them, the likeliest node first."""
         self.budget.begin()
-        if self.budget.backs_off:
+        self._certain = 0
+        if self._sure is not None and self._send_certain(tree, self._sure):
             return
-        with self.memory.lock:
-            self._propose(tree)
+        if not self.budget.backs_off:
+            with self.memory.lock:
+                self._propose(tree)
+
+    def _send_certain(self, tree: TokenTree, source: Any) -> bool:
+        """Add what is accepted whatever the model says. Whether that is all for this step; if not, the search goes on
+        behind it."""
+        certain = list(source.certain())
+        room = min(self._most, tree.room) - len(certain)
+        alternatives = source.alternatives() if room > 0 else []
+        if sum(map(len, alternatives)) > room:
+            alternatives = []
+        tree.add_certain(certain[: self._most], alternatives)
+        if alternatives or self.budget.backs_off or room <= 0:
+            return True
+        self._late += certain
+        self._certain = len(certain)
+        return False
 
     def _propose(self, tree: TokenTree) -> None:
         self._catch_up()
@@ -158,11 +178,11 @@ class AutoDrafter:
         if self._trust.is_lost:
             least = max(least, _LEAST_UNTRUSTED)
         while True:
-            self._search.search(self._text, limit, tree.room, sources, least)
+            self._search.search(self._text, limit, tree.room - self._certain, sources, least)
             likely = self._search.path_probabilities
-            rows = self._permits.rows(*self._search.found(len(likely)))[: self._kept + 1]
+            rows = self._permits.rows(*self._search.found(len(likely)))[: self._kept + 1 - self._certain]
             more = self.budget.offer(likely[rows[1:] - 1], self._length)
-            if not more or len(rows) > self._most or limit == self._searched or len(likely) < limit:
+            if not more or len(rows) > self._most - self._certain or limit == self._searched or len(likely) < limit:
                 break
             limit = min(2 * limit, self._searched)
         self.budget.when_chosen(lambda chosen: self._send(tree, rows[: chosen + 1]))
@@ -170,7 +190,7 @@ class AutoDrafter:
     def _send(self, tree: TokenTree, rows: NDArray[np.int64]) -> None:
         self._rows, chosen = rows, len(rows) - 1
         self._wanted = int(rows[-1]) + int(rows[-1]) // 4 + _LEAST_GROWN
-        self._search.add_to(tree, rows)
+        self._search.add_to(tree.beyond(self._certain), rows)
         self._sent = chosen
         self._tree = tree
 
@@ -178,16 +198,14 @@ class AutoDrafter:
         """Which sources named each node, and how likely it was taken to be."""
         with self.memory.lock:
             entries = int(np.count_nonzero(self.memory.ngrams.tags)) if self._top_k else None
-            if tree is not self._tree:
-                return Explanation(entries=entries)
-            origins = self._search.origins(self._rows[1:])
-        return Explanation(origins, entries)
+            found = self._search.origins(self._rows[1:]) if tree is self._tree else []
+        return Explanation([*[Origin((CERTAIN,))] * tree.certain, *found], entries)
 
     def observe(self, result: StepResult) -> None:
         """Learn from the predictions after every node, and add the new tokens to the text."""
         for source in self._sources:
             source.observe(result)
-        if self.budget.backs_off:
+        if self.budget.backs_off or result.tree.certain > self._certain:  # nothing was searched
             self._late += result.tokens  # a resting drafter does nothing that can wait
             return
         with self.memory.lock:
@@ -195,20 +213,22 @@ class AutoDrafter:
 
     def _observe(self, result: StepResult) -> None:
         self._catch_up()
+        drafted = result.tree is self._tree
+        result = result.beyond(self._certain)
         tree = result.tree
         learns = self._top_k > 0 and (result.top_ids.shape[1] > 0 or self._trust.is_lost)
         if learns:
             shaped = result.shaped()
             self._trust.note(shaped)
             told = believed(shaped, self._trust.share)
-            if tree is self._tree:
+            if drafted:
                 self._learn(shaped, *told)
                 if self._takes_continuations:
                     before = int(self._rows[result.path[-1] - tree.root]) if result.path else 0
                     first = self._search.root + 1
                     said = self._spread(told[0], tree, -1), self._spread(told[1], tree, 0)
                     self._siblings.follow(first - 1 + before, first, *said)
-        if tree is self._tree and self._sent:
+        if drafted and self._sent:
             self.budget.learn([node - tree.root - 1 for node in result.path if node <= tree.root + self._sent])
         self._tree = None
         if learns:

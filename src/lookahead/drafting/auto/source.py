@@ -45,7 +45,10 @@ class Source(Protocol):
     """Proposes tokens that may follow one text. It cannot change the text; its weight is learned from outcomes.
 
     A source may also have a method `permits(tokens, parents)`, which says for each node of a draft whether it can come
-    true, as a grammar would know; see `Permits`.
+    true, as a grammar would know; see `Permits`. And it may have two methods for what is sent whether or not drafting
+    pays: `certain()` gives the tokens that will be selected next whatever the model says, and `alternatives()` paths of
+    which one will be selected after these. `certain` is called first in each step; `propose` and `permits` are about
+    what follows its tokens.
     """
 
     @property
@@ -87,6 +90,9 @@ class CheckedSource:
         self.start = source.start
         self.observe = source.observe
         self.permits = getattr(source, "permits", None)
+        self.certain = self.alternatives = None
+        if getattr(source, "certain", None) is not None:
+            self.certain, self.alternatives = source.certain, source.alternatives
 
     def propose(self) -> TokenPaths:
         """See `Source`.
