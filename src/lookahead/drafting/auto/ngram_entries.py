@@ -121,6 +121,7 @@ def propose_known(
                 break
             row = proposal_of(follower, node, proposals)
             proposals.features[row, column + order] = max(entries.logs[slot, rank], LEAST_LOG_PROBABILITY)
+            proposals.orders[row] = order + 1
     return longest
 
 

@@ -8,22 +8,25 @@ import numpy as np
 
 from lookahead.core.watching import Origin
 from lookahead.drafting.auto.context_matches import LONGEST, MATCH_CLASSES
+from lookahead.drafting.auto.listed_paths import ListedArrays
 from lookahead.drafting.auto.proposals import UNLISTED_LOG, Nodes, Proposals
-from lookahead.drafting.auto.scorer import FURTHER_MATCHES, NEIGHBOURS, SIBLINGS
-from lookahead.drafting.auto.worth import MATCH_KINDS, Evidence
+from lookahead.drafting.auto.scorer import FURTHER_MATCHES, NEIGHBOURS, SIBLINGS, Evidence
 
 RECENT = "recent prediction"
 
 _SHOWN = {NEIGHBOURS: "embedding neighbour", SIBLINGS: "rejected sibling"}
 
 
-def origin_of(node: int, nodes: Nodes, proposals: Proposals, columns: Evidence, names: Sequence[str]) -> Origin:
+def origin_of(
+    node: int, nodes: Nodes, proposals: Proposals, listed: ListedArrays, columns: Evidence, names: Sequence[str]
+) -> Origin:
     """Which sources named the token of a node.
 
     Args:
         node: The node, below the root.
         nodes: The tree.
         proposals: Those of its search.
+        listed: The paths of sources that list them.
         columns: Where the features of each source are.
         names: The feature of each column.
     """
@@ -32,16 +35,17 @@ def origin_of(node: int, nodes: Nodes, proposals: Proposals, columns: Evidence, 
     found = np.flatnonzero(proposals.tokens[begin:end] == nodes.tokens[node])
     if not len(found):  # no proposal of a source: it was tried
         return Origin((RECENT,), probability)
-    named = sorted(_evidence(int(begin + found[0]), proposals, columns, names), key=lambda each: -each[0])
+    evidence = [
+        *_evidence(int(begin + found[0]), proposals, columns),
+        *((0.5, _SHOWN.get(name, name)) for name in _listing(node, nodes, listed, names)),
+    ]
+    named = sorted(evidence, key=lambda each: -each[0])
     return Origin(tuple(name for _, name in named) or (RECENT,), probability)
 
 
-def _evidence(row: int, proposals: Proposals, columns: Evidence, names: Sequence[str]) -> Iterator[tuple[float, str]]:
-    """What spoke for a proposal, each with the length of the context that it knew."""
-    features, kind = proposals.features[row], int(proposals.kinds[row])
-    orders = columns.matches - columns.memory
-    first_alone = MATCH_KINDS * (orders + 1)
-    order = kind % (orders + 1) if kind < first_alone else 0
+def _evidence(row: int, proposals: Proposals, columns: Evidence) -> Iterator[tuple[float, str]]:
+    """What spoke for a proposal at its node, each with the length of the context that it knew."""
+    features, order = proposals.features[row], int(proposals.orders[row])
     if order:
         yield order + 0.5, f"n-gram memory, {_tokens(order)}"
     for index, least in enumerate(MATCH_CLASSES):
@@ -50,9 +54,19 @@ def _evidence(row: int, proposals: Proposals, columns: Evidence, names: Sequence
             yield least, f"context match, {_match_length(index)}"
             if further:
                 yield 0.25, FURTHER_MATCHES
-    for column in range(columns.others, len(features)):
-        if UNLISTED_LOG < features[column] < 0 or kind == first_alone + column - columns.others:
-            yield 0.5, _SHOWN.get(names[column], names[column])
+    if UNLISTED_LOG < features[columns.others] < 0:
+        yield 0.5, _SHOWN[NEIGHBOURS]
+
+
+def _listing(node: int, nodes: Nodes, listed: ListedArrays, names: Sequence[str]) -> Iterator[str]:
+    """The sources that list the token of a node after its parent."""
+    for source, column in enumerate(listed.columns.tolist()):
+        place = int(listed.reached[source, nodes.parents[node]])
+        place = int(listed.children[place]) if place >= 0 else -1
+        while place >= 0 and listed.tokens[place] != nodes.tokens[node]:
+            place = int(listed.siblings[place])
+        if place >= 0:
+            yield names[column]
 
 
 def _match_length(index: int) -> str:

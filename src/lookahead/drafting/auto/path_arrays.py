@@ -59,7 +59,9 @@ def allocate_paths(places: int, longest: int, memory: DraftMemory) -> PathArrays
     parents = np.tile(np.arange(-1, size), (places, 1))
     nodes = Nodes(tokens, parents, depths, np.zeros((places, size + 1)), known, starts)
     one = allocate_proposals((longest + 1) * at_a_node, at_a_node, len(acceptance.names))
-    own = {name: _of_each(places, getattr(one, name)) for name in ("tokens", "nodes", "estimates", "kinds", "features")}
+    own = {
+        name: _of_each(places, getattr(one, name)) for name in ("tokens", "nodes", "estimates", "orders", "features")
+    }
     proposals = one._replace(**own)
     heard, after, beside = (np.full((places, 1 + MOST_LISTED), -1, dtype=np.int64) for _ in range(3))
     reached, columns = np.full((1, size + 1), -1, dtype=np.int64), np.array([siblings], dtype=np.int64)
@@ -95,7 +97,7 @@ def proposals_of(place: int, paths: PathArrays) -> Proposals:
         every.tokens[place],
         every.nodes[place],
         every.estimates[place],
-        every.kinds[place],
+        every.orders[place],
         every.features[place],
         every.defaults,
         every.counts,

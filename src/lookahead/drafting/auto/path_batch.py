@@ -15,8 +15,8 @@ from lookahead.drafting.auto.path_lessons import VerifiedPaths, allocate_lessons
 from lookahead.drafting.auto.path_notes import PathNotes
 from lookahead.drafting.auto.path_search import Evidences, Wanted, find_paths
 from lookahead.drafting.auto.path_texts import REACH, PathTexts, precedes
-from lookahead.drafting.auto.search import SUREST, evidence_of
-from lookahead.drafting.auto.worth import allocate_worth
+from lookahead.drafting.auto.scorer import evidence_of
+from lookahead.drafting.auto.search import SUREST
 
 
 class Drafts(NamedTuple):
@@ -74,16 +74,13 @@ class PathBatch:
         with memory.lock:
             self.paths = allocate_paths(places, longest, memory)
             self._columns = evidence_of(acceptance)
-        self._worth = allocate_worth(self._columns, len(acceptance.names))
         self._longest, self._surest = longest, surest
         self._notes = PathNotes(ngrams.orders, ngrams.top_k if reads else 1)
         nodes, proposals = self.paths.nodes.tokens.shape[1], self.paths.proposals.tokens.shape[1]
         places_followed, lengths = (np.zeros((nodes, SEARCHED), dtype=np.int64) for _ in range(2))
         self._followed = places_followed, lengths, np.zeros(nodes, dtype=np.int64)
         self._context = np.zeros(LONGEST, dtype=np.int64)
-        self._taught = allocate_lessons(
-            acceptance, self._worth, longest, proposals, self._notes.arrays, rejected, reads
-        )
+        self._taught = allocate_lessons(acceptance, longest, proposals, self._notes.arrays, rejected, reads)
         self._learn, self._find = TypedLoop(learn_paths), TypedLoop(find_paths)
         self._precedes = TypedLoop(precedes)
 
@@ -118,7 +115,7 @@ class PathBatch:
         wanted = Wanted(self._longest, most_tokens, float(least), float(worth), self._surest)
         with self.memory.lock:
             room = *self._followed, self._context
-            known = Evidences(ngrams.entries, *room, self._columns, self._worth, acceptance.weights)
+            known = Evidences(ngrams.entries, *room, self._columns, acceptance.weights)
             lost = self._find(places, wanted, self.texts.arrays, self.paths, known, drafts, counts)
         return Drafts(drafts, counts, float(lost))
 

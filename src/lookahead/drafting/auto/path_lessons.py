@@ -18,7 +18,6 @@ from lookahead.drafting.auto.proposals import MOST_LISTED
 from lookahead.drafting.auto.scorer import Acceptance, Lessons, ascend
 from lookahead.drafting.auto.search import judge
 from lookahead.drafting.auto.trust import KEPT, mix_in
-from lookahead.drafting.auto.worth import Worth
 
 
 class VerifiedPaths(NamedTuple):
@@ -54,12 +53,10 @@ class Taught(NamedTuple):
     Attributes:
         rejected: Of so many tokens that were rejected, what the model says after them is learned.
         rate, off_path, weights, squares: Those of `Acceptance`.
-        worth: What each kind of evidence is worth.
         notes: Get what the model said.
         reads: Whether steps tell that. Else what was selected stands for it.
         own_ids, own_shares: Room for the selected tokens as predictions, `[1 + longest, 1]`.
         outcomes: Room for those of each proposal, `[proposals]`.
-        expected, came: Likewise, of each kind of evidence, `[kinds]`.
         starts, known, counts, chosen: Likewise, of each node, `[nodes]`.
         gradient, own: Likewise, of each weight, and of those of one node.
     """
@@ -69,14 +66,11 @@ class Taught(NamedTuple):
     off_path: float
     weights: NDArray[np.float64]
     squares: NDArray[np.float64]
-    worth: Worth
     notes: Notes
     reads: bool
     own_ids: NDArray[np.int64]
     own_shares: NDArray[np.float32]
     outcomes: NDArray[np.float64]
-    expected: NDArray[np.float64]
-    came: NDArray[np.float64]
     starts: NDArray[np.int64]
     known: NDArray[np.int64]
     counts: NDArray[np.float64]
@@ -86,10 +80,10 @@ class Taught(NamedTuple):
 
 
 def allocate_lessons(
-    acceptance: Acceptance, worth: Worth, longest: int, proposals: int, notes: Notes, rejected: int, reads: bool
+    acceptance: Acceptance, longest: int, proposals: int, notes: Notes, rejected: int, reads: bool
 ) -> Taught:
     """Room for lessons of paths of up to `longest` tokens and so many proposals."""
-    kinds, weights = len(worth.factors), acceptance.weights
+    weights = acceptance.weights
     starts, known, chosen = (np.zeros(longest + 2, dtype=np.int64) for _ in range(3))
     return Taught(
         rejected,
@@ -97,14 +91,11 @@ def allocate_lessons(
         acceptance.off_path,
         weights,
         acceptance.squares,
-        worth,
         notes,
         reads,
         own_ids=np.zeros((longest + 1, 1), dtype=np.int64),
         own_shares=np.zeros((longest + 1, 1), dtype=np.float32),
         outcomes=np.zeros(proposals),
-        expected=np.zeros(kinds),
-        came=np.zeros(kinds),
         starts=starts,
         known=known,
         counts=np.zeros(longest + 2),
@@ -209,8 +200,6 @@ def _teach(
     begin = nodes.starts[root]
     count = nodes.starts[root + rows] - begin
     asked = 0
-    for kind in range(len(taught.expected)):
-        taught.expected[kind] = taught.came[kind] = 0.0
     for node in range(rows):
         taught.chosen[node] = selected[node] if node < len(selected) else -1
         if nodes.starts[root + node + 1] > nodes.starts[root + node]:
@@ -218,8 +207,8 @@ def _teach(
             taught.known[asked] = nodes.known[root + node]
             taught.counts[asked] = 1.0 if node < len(selected) else beside
             asked += 1
-    outcomes, sums = taught.outcomes[:count], (taught.expected, taught.came)
-    judge(root, begin, False, top_ids, top_probabilities, taught.chosen, outcomes, *sums, proposals, taught.worth)
+    outcomes = taught.outcomes[:count]
+    judge(root, begin, False, top_ids, top_probabilities, taught.chosen, outcomes, proposals)
     if asked > 0 and taught.rate > 0:
         features, estimates = proposals.features[begin : begin + count], proposals.estimates[begin : begin + count]
         of_nodes = taught.starts[:asked], taught.known[:asked], taught.counts[:asked]

@@ -14,9 +14,8 @@ from lookahead.drafting.auto.ngram_entries import Entries, propose_known
 from lookahead.drafting.auto.path_arrays import PathArrays, listed_of, nodes_of, proposals_of
 from lookahead.drafting.auto.path_texts import TextArrays
 from lookahead.drafting.auto.proposals import Nodes, Proposals, begin_node
-from lookahead.drafting.auto.scorer import estimate
+from lookahead.drafting.auto.scorer import Evidence, estimate
 from lookahead.drafting.auto.search import LEAST_CHAINED, read_path
-from lookahead.drafting.auto.worth import Evidence, Worth, believe
 
 
 class Wanted(NamedTuple):
@@ -45,7 +44,6 @@ class Evidences(NamedTuple):
         places, lengths, found: Room for the occurrences that each node follows; see `MatchArrays`.
         context: Room for the last tokens of a path, `[LONGEST]`.
         columns: Where their features are.
-        worth: What each kind is worth.
         weights: Those of `Acceptance`.
     """
 
@@ -55,7 +53,6 @@ class Evidences(NamedTuple):
     found: NDArray[np.int64]
     context: NDArray[np.int64]
     columns: Evidence
-    worth: Worth
     weights: NDArray[np.float64]
 
 
@@ -157,8 +154,7 @@ def _choose(
     estimate(begin, end, nodes.known[node], known.weights, proposals)
     likeliest, most = -1, 0.0
     for row in range(begin, end):
-        likely = believe(row, wanted.surest, proposals, known.columns, known.worth)
-        probability = nodes.probabilities[node] * likely
+        probability = nodes.probabilities[node] * min(proposals.estimates[row], wanted.surest)
         if likeliest < 0 or probability > most:
             likeliest, most = row, probability
     return likeliest, most

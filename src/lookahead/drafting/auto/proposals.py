@@ -43,7 +43,7 @@ class Proposals(NamedTuple):
         tokens: Token of each proposal.
         nodes: Node that it may follow.
         estimates: Estimated probability that it does.
-        kinds: What kind of evidence speaks for it; see `Worth`.
+        orders: Length of the longest context after which the memory names it; 0 if it does not.
         features: What the sources say for it, `[proposals, columns]`; column 0 stays empty.
         defaults: Features, at the node at hand, of a token that no source has proposed there, `[columns]`.
         counts: How many proposals there are, and how many there were before the node at hand, `[2]`.
@@ -54,7 +54,7 @@ class Proposals(NamedTuple):
     tokens: NDArray[np.int64]
     nodes: NDArray[np.int64]
     estimates: NDArray[np.float64]
-    kinds: NDArray[np.int64]
+    orders: NDArray[np.int64]
     features: NDArray[np.float64]
     defaults: NDArray[np.float64]
     counts: NDArray[np.int64]
@@ -70,11 +70,11 @@ def allocate_nodes(count: int) -> Nodes:
 
 def allocate_proposals(count: int, at_a_node: int, columns: int) -> Proposals:
     """Room for so many proposals in all, so many at one node, with features in so many columns."""
-    tokens, nodes, kinds = (np.zeros(count, dtype=np.int64) for _ in range(3))
+    tokens, nodes, orders = (np.zeros(count, dtype=np.int64) for _ in range(3))
     table, table_nodes = (np.zeros(1 << (2 * at_a_node).bit_length(), dtype=np.int64) for _ in range(2))
     features, defaults = np.zeros((count, columns)), np.zeros(columns)
     return Proposals(
-        tokens, nodes, np.zeros(count), kinds, features, defaults, np.zeros(2, dtype=np.int64), table, table_nodes
+        tokens, nodes, np.zeros(count), orders, features, defaults, np.zeros(2, dtype=np.int64), table, table_nodes
     )
 
 
@@ -105,6 +105,7 @@ def proposal_of(token: int, node: int, proposals: Proposals) -> int:
         proposals.table[place] = row
         proposals.tokens[row] = token
         proposals.nodes[row] = node
+        proposals.orders[row] = 0
         for column in range(len(proposals.defaults)):
             proposals.features[row, column] = proposals.defaults[column]
     return int(proposals.table[place])

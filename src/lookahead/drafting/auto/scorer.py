@@ -160,6 +160,19 @@ class Acceptance:
             ascend(self.rate, weights, squares, loop_tuple(lessons), gradient, own)
 
 
+class Evidence(NamedTuple):
+    """The first column of the memory, of matches, and of all other sources."""
+
+    memory: int
+    matches: int
+    others: int
+
+
+def evidence_of(acceptance: Acceptance) -> Evidence:
+    """Where the features of each source are."""
+    return Evidence(*(acceptance.column(name) for name in (context_name(1), MATCHES[0], NEIGHBOURS)))
+
+
 class Lessons(NamedTuple):
     """The outcomes of the proposals of one step.
 

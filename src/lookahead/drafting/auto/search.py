@@ -33,9 +33,8 @@ from lookahead.drafting.auto.proposals import (
     is_proposed,
 )
 from lookahead.drafting.auto.recent_predictions import MOST_TRIED, RecentArrays, probability_of
-from lookahead.drafting.auto.scorer import MATCHES, NEIGHBOURS, Acceptance, Lessons, context_name, estimate
+from lookahead.drafting.auto.scorer import Acceptance, Evidence, Lessons, estimate, evidence_of
 from lookahead.drafting.auto.source import TokenPaths
-from lookahead.drafting.auto.worth import Evidence, Worth, allocate_worth, believe, settle
 
 _LEAST_ASKING = 0.3
 """How likely a node must be for neighbours to be looked for, which takes as long as adding several nodes; doing so
@@ -46,12 +45,7 @@ LEAST_CHAINED = 0.001
 """A chain grows no further than to where it is accepted with this probability."""
 
 SUREST = 0.999
-"""Highest probability of a proposal, whatever it has been worth."""
-
-
-def evidence_of(acceptance: Acceptance) -> Evidence:
-    """Where the features of each source are."""
-    return Evidence(*(acceptance.column(name) for name in (context_name(1), MATCHES[0], NEIGHBOURS)))
+"""Highest probability of a proposal."""
 
 
 class Sources(NamedTuple):
@@ -63,7 +57,6 @@ class Sources(NamedTuple):
     listed: ListedArrays
     recent: RecentArrays
     columns: Evidence
-    worth: Worth
 
 
 class TreeSearch:
@@ -76,13 +69,12 @@ class TreeSearch:
         memory: What to draft from, and what weighs the proposals.
         neighbours: Which tokens resemble each other; none do if not given.
         listed: Names of the sources that list paths before each search.
-        surest: Highest probability of a proposal, whatever it has been worth.
+        surest: Highest probability of a proposal.
         chain: Most levels that the best path is grown to, beyond these nodes.
 
     Attributes:
         nodes: The tree.
         proposals: What may follow its nodes.
-        worth: What each kind of evidence is worth.
         root: Its root.
     """
 
@@ -103,7 +95,6 @@ class TreeSearch:
         self._size = LONGEST + nodes + 1
         columns = [acceptance.column(name) for name in listed]
         self._columns = evidence_of(acceptance)
-        self.worth = allocate_worth(self._columns, len(acceptance.names))
         at_a_node = ngrams.orders * ngrams.top_k + SEARCHED + (1 + len(listed)) * MOST_LISTED
         proposals = (nodes + 1) * at_a_node + MOST_TRIED
         self.nodes = allocate_nodes(self._size)
@@ -133,7 +124,7 @@ class TreeSearch:
         """
         found = matches.arrays(self._size)
         listed = self._listed.fill(paths)
-        return Sources(self._entries, found, self._neighbours, listed, recent, self._columns, self.worth)
+        return Sources(self._entries, found, self._neighbours, listed, recent, self._columns)
 
     def search(
         self, text: Sequence[int] | NDArray[np.int64], most: int, room: int, sources: Sources, least: float = 0.0
@@ -181,8 +172,8 @@ class TreeSearch:
     def origins(self, rows: NDArray[np.int64]) -> list[Origin]:
         """Where nodes come from; `rows` are their numbers from 1 on."""
         names = list(self._memory.acceptance.names)
-        nodes = (self.root + rows).tolist()
-        return [origin_of(node, self.nodes, self.proposals, self._columns, names) for node in nodes]
+        arrays = self.nodes, self.proposals, self._listed.arrays, self._columns, names
+        return [origin_of(node, *arrays) for node in (self.root + rows).tolist()]
 
     def teach(
         self,
@@ -207,9 +198,8 @@ class TreeSearch:
         asked = np.flatnonzero(np.diff(starts))
         begin, end = starts[0], starts[-1]
         outcomes = np.empty(end - begin)
-        expected, came = np.zeros((2, len(self.worth.factors)))
-        told = loop_arrays(top_ids, top_probabilities, selected, outcomes, expected, came)
-        judge(self.root, int(begin), samples, *told, *map(loop_tuple, (self.proposals, self.worth)))
+        told = loop_arrays(top_ids, top_probabilities, selected, outcomes)
+        judge(self.root, int(begin), samples, *told, loop_tuple(self.proposals))
         features, estimates = self.proposals.features[begin:end], self.proposals.estimates[begin:end]
         known = self.nodes.known[self.root + asked]
         acceptance.learn(Lessons(features, estimates, outcomes, starts[asked] - begin, known, counts[asked]))
@@ -224,21 +214,16 @@ def judge(
     top_probabilities: NDArray[np.float32],
     selected: NDArray[np.int64],
     outcomes: NDArray[np.float64],
-    expected: NDArray[np.float64],
-    came: NDArray[np.float64],
     proposals: Proposals,
-    worth: Worth,
 ) -> None:
-    """Write the probability that each proposal turned out to have to `outcomes`, and settle what its kind is worth.
+    """Write the probability that each proposal turned out to have to `outcomes`.
 
     Args:
         root: The last node that is text.
         begin: Its first proposal.
         samples, top_ids, top_probabilities, selected: See `TreeSearch.teach`.
         outcomes: Gets the outcomes, `[proposals]`.
-        expected, came: Zeros: room for the sums of estimates and of outcomes of each kind on the walked path.
         proposals: What was proposed.
-        worth: What each kind is worth.
     """
     for index in range(len(outcomes)):
         token, node = proposals.tokens[begin + index], proposals.nodes[begin + index] - root
@@ -252,11 +237,6 @@ def judge(
             chosen = selected[node] if selected[node] >= 0 else top_ids[node, 0]
             outcome = 1.0 if chosen == token else 0.0
         outcomes[index] = outcome
-        if selected[node] >= 0:
-            kind = proposals.kinds[begin + index]
-            expected[kind] += proposals.estimates[begin + index]
-            came[kind] += outcome
-    settle(worth, expected, came)
 
 
 @inner
@@ -374,8 +354,7 @@ def _search_tree(
         nodes.starts[node + 1] = end
         estimate(begin, end, nodes.known[node], weights, proposals)
         for row in range(begin, end):
-            likely = believe(row, surest, proposals, sources.columns, sources.worth)
-            probability = nodes.probabilities[node] * likely
+            probability = nodes.probabilities[node] * min(proposals.estimates[row], surest)
             queue.probabilities[row] = probability
             if not chains and probability >= least and is_useful(probability, most, queue):
                 push(row, probability, queue)
