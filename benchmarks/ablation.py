@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -29,14 +29,10 @@ from lookahead.cli import process
 from lookahead.core.decoder import Batch, decode
 from lookahead.core.statistics import Statistics
 from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, EmbeddingNeighbours, NGramMemory
-from lookahead.drafting.auto.scorer import MATCHES, NEIGHBOURS, NOTHING, Acceptance, context_name
 from probe import Probe, Unit, load_model, option
 
 PLAIN = MethodSpec("transformers")
 """What all is compared with."""
-
-_FIRST, _NEVER = 20.0, -20.0
-_ANY_MATCH, _NOTHING = 2.0, -2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +54,6 @@ class Variant:
     Attributes:
         matches: Draft from earlier occurrences in the text.
         orders: Longest context of the n-gram memory; 0 for no memory.
-        merge: How proposals are weighed: by weights learned while decoding; by those that learning begins with
-            (priors); by weights that are the same for every length of contexts and matches (equal), or learned from
-            these on; or in a fixed order: what follows the longest match, then what the longest known context says.
         explores: Try recent predictions with the nodes that are left.
         keeps: Keep the memory from prompt to prompt.
         neighbours: Draft from the neighbours of unknown tokens.
@@ -71,7 +64,6 @@ class Variant:
 
     matches: bool = True
     orders: int = 4
-    merge: Literal["learned", "priors", "fixed", "equal", "learned from equal"] = "learned"
     explores: bool = True
     keeps: bool = False
     neighbours: bool = True
@@ -83,12 +75,7 @@ class Variant:
         """A new memory, if there is to be one."""
         if not self.orders:
             return None
-        acceptance = Acceptance(self.orders, **({} if self.merge.startswith("learned") else {"rate": 0.0}))
-        if self.merge == "fixed":
-            fix_order(acceptance)
-        if self.merge.endswith("equal"):
-            weigh_equally(acceptance)
-        return DraftMemory(NGramMemory(self.orders, old_share=self.old_share), acceptance)
+        return DraftMemory(NGramMemory(self.orders, old_share=self.old_share))
 
     def drafter(self, nodes: int, memory: DraftMemory | None, neighbours: EmbeddingNeighbours | None) -> AutoDrafter:
         """A drafter for one text, with so many nodes a step; `neighbours` are those of the model."""
@@ -109,10 +96,6 @@ VARIANTS: dict[str, Variant] = {
     "no n-gram memory": Variant(orders=0, explores=False),
     "contexts of 1 token": Variant(orders=1),
     "contexts of 1 to 3 tokens": Variant(orders=3),
-    "no learning, priors only": Variant(merge="priors"),
-    "equal weights, learned from there": Variant(merge="learned from equal"),
-    "equal weights, no learning": Variant(merge="equal"),
-    "fixed order": Variant(merge="fixed"),
     "no exploring": Variant(explores=False),
     "no embedding neighbours": Variant(neighbours=False),
     "no rejected-sibling continuations": Variant(continuations=False),
@@ -121,29 +104,6 @@ VARIANTS: dict[str, Variant] = {
     "none of these four": Variant(neighbours=False, continuations=False, warm_up=0, old_share=0.0),
     "memory kept across prompts": Variant(keeps=True),
 }
-
-
-def fix_order(acceptance: Acceptance) -> None:
-    """Make it weigh by a fixed order: the longest match first, then the probabilities of the longest known context."""
-    acceptance.weights[:] = 0.0
-    for longest in range(1, acceptance.orders + 1):
-        acceptance.weights[longest, acceptance.column(context_name(longest))] = 1.0
-    for place, name in enumerate(MATCHES):
-        acceptance.weights[:, acceptance.column(name)] = _FIRST + place
-    acceptance.weights[0, acceptance.column(NEIGHBOURS)] = 1.0
-    acceptance.weights[:, acceptance.column(NOTHING)] = _NEVER
-
-
-def weigh_equally(acceptance: Acceptance) -> None:
-    """Make it weigh all known contexts equally, and all matches."""
-    acceptance.weights[:] = 0.0
-    for longest in range(1, acceptance.orders + 1):
-        for length in range(1, longest + 1):
-            acceptance.weights[longest, acceptance.column(context_name(length))] = 1 / longest
-    for name in MATCHES:
-        acceptance.weights[:, acceptance.column(name)] = _ANY_MATCH
-    acceptance.weights[0, acceptance.column(NEIGHBOURS)] = 1.0
-    acceptance.weights[:, acceptance.column(NOTHING)] = _NOTHING
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,6 @@ PARTS: dict[str, tuple[str, str]] = {
     "search the tree": ("_search", "search"),
     "budget": ("budget", "offer"),
     "add to the tree": ("_search", "add_to"),
-    "learn": ("", "_learn"),
     "find rejected-sibling continuations": ("_siblings", "follow"),
     "remember": ("", "_remember"),
     "extend the matches": ("matches", "extend"),
@@ -273,7 +272,7 @@ def serve(
                 "nodes": REQUEST_NODES,
                 "entries": statistics.entries,
                 "capacity": statistics.capacity,
-                "memory_bytes": array_bytes(memory.ngrams, memory.acceptance),
+                "memory_bytes": array_bytes(memory.ngrams),
                 "request_bytes": array_bytes(drafter.matches, getattr(drafter, "_search")),  # noqa: B009
                 "resident_bytes": resident_bytes(),
             }

@@ -8,14 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lookahead.bench.method_runner import Run
 from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, NGramMemory
-from lookahead.drafting.auto.scorer import MATCHES, NOTHING, Acceptance, context_name
 from model_zoo import VOCAB_SIZE, build, greedy
 from word_model import save_word_tokenizer
 
@@ -282,18 +280,6 @@ def test_every_variant_gives_the_same_text(name: str) -> None:
         assert tuple(run.output) == greedy(model, tuple(PROMPT), 40)
         assert max(run.nodes_per_step) <= nodes
         assert sum(run.accepted_lengths) == 40
-
-
-def test_fixed_order_is_matches_first_then_the_longest_context() -> None:
-    acceptance = Acceptance(4)
-    ablation.fix_order(acceptance)
-    scores = acceptance.weights[3]
-    log_probabilities = np.array([-0.1, -0.1, -5.0, 0.0])
-    known = scores[[acceptance.column(context_name(length)) for length in (1, 2, 3, 4)]] @ log_probabilities
-    assert known == -5.0, "only the longest known context counts"
-    matched = scores[[acceptance.column(name) for name in MATCHES]]
-    assert (np.diff(matched) > 0).all()
-    assert matched.min() - 9.2 > 0 > known > scores[acceptance.column(NOTHING)]
 
 
 def test_ablation(

@@ -20,7 +20,7 @@ from lookahead.core.decoder import Batch, decode
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import follow
 from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, NGramMemory, StepResult
-from lookahead.drafting.auto.scorer import NOTHING, Acceptance, Lessons, context_name
+from lookahead.drafting.auto.weights import NOTHING, context_name, feature_names
 from lookahead.errors import InvalidArgumentError
 from model_zoo import VOCAB_SIZE, build, greedy
 
@@ -145,8 +145,8 @@ def test_probabilities_of_one_node_are_a_softmax_of_their_scores() -> None:
     drafter.start([4, 5])
     tree = TokenTree([5], max_depth=1)
     drafter.propose(tree)
-    acceptance = memory.acceptance
-    weights = acceptance.weights[2, [acceptance.column(name) for name in (context_name(1), context_name(2), NOTHING)]]
+    names = feature_names(2)
+    weights = memory.weights.values[2, [names.index(name) for name in (context_name(1), context_name(2), NOTHING)]]
     unlisted = [np.log(0.3 * 0.25), np.log(0.3 * 0.1)]  # after one token, after two
     log_shares = {1: [np.log(0.5), np.log(0.1)], 2: [np.log(0.25), unlisted[1]], 3: [unlisted[0], np.log(0.8)]}
     scores = {token: float(np.dot(weights[:2], logs)) for token, logs in log_shares.items()}
@@ -253,19 +253,6 @@ def test_a_budget_decides_how_likely_nodes_are_that_are_searched_for() -> None:
 def test_no_node_at_all_is_refused() -> None:
     with pytest.raises(InvalidArgumentError):
         drafter_of(0)
-
-
-def test_acceptance_learns_what_comes_true() -> None:
-    acceptance = Acceptance(orders=2, rate=0.5)
-    features = np.zeros((2, len(acceptance.names)))
-    features[:, acceptance.column(context_name(2))] = np.log([0.5, 0.3])
-    before = acceptance.weights.copy()
-    outcomes = np.array([0.0, 0.0])
-    for _ in range(20):  # nothing that was proposed ever comes
-        told = (np.array([0.5, 0.3]), outcomes, np.array([0]), np.array([2]), np.ones(1))
-        acceptance.learn(Lessons(features, *told))
-    assert acceptance.weights[2, acceptance.column(NOTHING)] > before[2, acceptance.column(NOTHING)]
-    assert np.array_equal(acceptance.weights[:2], before[:2]), "what is known less of is another matter"
 
 
 @pytest.mark.parametrize("budget", [1, 24])

@@ -102,13 +102,13 @@ def test_of_one_context_the_newest_lesson_stays(steps: int) -> None:
     teach(memories[1], 2, 30)
     teach(memories[1], 1, 40)
     mine, theirs = memories[0].copy(), memories[1].copy()
-    mine.merge(memories[1], base.ngrams.clock, base.acceptance)
-    theirs.merge(memories[0], base.ngrams.clock, base.acceptance)
+    mine.merge(memories[1], base.ngrams.clock)
+    theirs.merge(memories[0], base.ngrams.clock)
     assert known(mine, 2) == known(theirs, 2) == 30
     assert known(mine, 1) == 20, "as new as the other one's, and its own"
     assert known(theirs, 1) == 40
     older = base.copy()
-    older.merge(memories[1], base.ngrams.clock, base.acceptance)
+    older.merge(memories[1], base.ngrams.clock)
     assert known(older, 1) == 40, "a lesson that both had before gives way"
 
 
@@ -117,7 +117,7 @@ def test_merging_keeps_the_newest_of_a_full_set() -> None:
     for token in range(WAYS):
         teach(one, token, token)
         teach(two, 10 + token, token)
-    one.merge(two, 0, two.acceptance)
+    one.merge(two, 0)
     assert sum(one.ngrams.statistics().entries) == WAYS
     assert known(one, WAYS - 1) is not None
     assert known(one, 10 + WAYS - 1) is not None
@@ -134,38 +134,19 @@ def test_merging_agrees_with_a_dictionary() -> None:
         teach(memories[side], token, following)
         told[side][token] = following
     one, two = memories
-    one.merge(two, 0, two.acceptance)
+    one.merge(two, 0)
     for token in range(60):
         options = {side[token] for side in told if token in side}
         assert (known(one, token) in options) if options else known(one, token) is None
     copy = one.copy()
-    copy.merge(two, copy.ngrams.clock, two.acceptance)
+    copy.merge(two, copy.ngrams.clock)
     assert all(np.array_equal(array, copy.ngrams.to_arrays()[name]) for name, array in one.ngrams.to_arrays().items())
 
 
 def test_memories_of_other_sizes_are_not_merged() -> None:
     memory = DraftMemory(NGramMemory(2, 64, 1))
     with pytest.raises(InvalidArgumentError, match="orders=3"):
-        memory.merge(DraftMemory(NGramMemory(3, 64, 1)), 0, memory.acceptance)
-
-
-def test_weights_move_by_the_mean_of_what_both_learned() -> None:
-    base = DraftMemory()
-    weights = base.acceptance.weights.copy()
-    one, two = base.copy(), base.copy()
-    for memory, change, evidence in ((one, 0.4, 1.0), (two, 0.1, 2.0)):
-        memory.acceptance.weights[1] += change
-        memory.acceptance.squares[1] += evidence
-    two.acceptance.weights[2] += 0.3
-    two.acceptance.squares[2] += 1.0
-    one.acceptance.weights[3] -= 0.2
-    one.acceptance.squares[3] += 1.0
-    one.acceptance.merge(two.acceptance, base.acceptance)
-    assert one.acceptance.weights[0].tolist() == weights[0].tolist()
-    assert one.acceptance.weights[1] == pytest.approx(weights[1] + (0.4 * 1 + 0.1 * 2) / 3)
-    assert one.acceptance.squares[1] == pytest.approx(4.0)
-    assert one.acceptance.weights[2] == pytest.approx(weights[2] + 0.3), "what one of them learned is not diluted"
-    assert one.acceptance.weights[3] == pytest.approx(weights[3] - 0.2)
+        memory.merge(DraftMemory(NGramMemory(3, 64, 1)), 0)
 
 
 def test_what_a_killed_save_left_behind_goes_with_the_next(path: Path) -> None:
@@ -304,7 +285,7 @@ def content(**changes: NDArray[Any] | None) -> bytes:
     for token in range(5):
         teach(memory, token, token)
     arrays: dict[str, Any] = {"format": np.array(2), "model": np.array(MODEL)}
-    arrays |= memory.ngrams.to_arrays() | memory.acceptance.to_arrays() | changes
+    arrays |= memory.ngrams.to_arrays() | changes
     stream = io.BytesIO()
     np.savez_compressed(stream, **{name: array for name, array in arrays.items() if array is not None})
     return stream.getvalue()
@@ -324,6 +305,14 @@ def check_refused(path: Path, data: bytes, match: str = "memory=") -> None:
 def test_a_small_memory_is_read(path: Path) -> None:
     path.write_bytes(content())
     assert known(DraftMemory.load(path, MODEL), 3) == 3
+
+
+def test_what_older_files_have_besides_is_left_out(path: Path) -> None:
+    path.write_bytes(content(acceptance_weights=np.ones((3, 4)), acceptance_names=np.array(["nothing"])))
+    memory = DraftMemory.load(path, MODEL)
+    assert known(memory, 3) == 3
+    memory.save(path, MODEL)
+    assert not [name for name in np.load(path).files if name.startswith("acceptance")]
 
 
 def test_a_file_cut_short_at_any_byte_is_refused(path: Path) -> None:
@@ -346,8 +335,8 @@ def test_a_byte_changed_anywhere_is_refused_or_of_no_account(path: Path) -> None
         except InvalidArgumentError:
             check_refused(path, bytes(changed))
         else:  # such as the time at which it was packed
-            for name, array in (expected.ngrams.to_arrays() | expected.acceptance.to_arrays()).items():
-                assert np.array_equal((loaded.ngrams.to_arrays() | loaded.acceptance.to_arrays())[name], array)
+            for name, array in expected.ngrams.to_arrays().items():
+                assert np.array_equal(loaded.ngrams.to_arrays()[name], array)
 
 
 def test_other_content_is_refused(path: Path) -> None:
@@ -379,7 +368,7 @@ class Trap:
         return os.abort, ()
 
 
-@pytest.mark.parametrize("name", ["format", "model", "ngram_sizes", "ngram_tags", "acceptance_weights"])
+@pytest.mark.parametrize("name", ["format", "model", "ngram_sizes", "ngram_tags"])
 def test_objects_are_never_unpickled(path: Path, name: str) -> None:
     check_refused(path, content(**{name: np.array([Trap()], dtype=object)}), "Python objects")
 

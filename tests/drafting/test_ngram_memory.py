@@ -157,7 +157,6 @@ def test_a_saved_memory_is_the_same_memory(tmp_path: Path) -> None:
     rng, kept = np.random.default_rng(1), DraftMemory(NGramMemory(ORDERS, 64, TOP_K))
     contexts = rng.integers(0, 30, (100, ORDERS))
     kept.ngrams.insert(contexts, *predictions(rng, 100))
-    kept.acceptance.weights += 0.25
     path = tmp_path / "memory.npz"
     kept.save(path, "a model")
     loaded = DraftMemory.load(path, "a model")
@@ -167,7 +166,6 @@ def test_a_saved_memory_is_the_same_memory(tmp_path: Path) -> None:
         memory.ngrams.insert(more, *told)  # and it makes room as before
     for one, other in zip(kept.ngrams.lookup(contexts), loaded.ngrams.lookup(contexts), strict=True):
         assert np.array_equal(one, other)
-    assert np.array_equal(kept.acceptance.weights, loaded.acceptance.weights)
 
 
 def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
 from lookahead.drafting.auto.ngram_memory import NGramMemory
 from lookahead.drafting.auto.predicted_text import PredictedText, text_sources
-from lookahead.drafting.auto.scorer import feature_names
 from lookahead.drafting.auto.source import CheckedSource, Source, TokenPaths
+from lookahead.drafting.auto.weights import SIBLINGS
 from lookahead.drafting.chain import SKETCHED_NODES, ChainDrafter
 from lookahead.drafting.checked_drafter import CheckedDrafter
 from lookahead.drafting.deferred import DeferredDrafter
@@ -95,7 +95,7 @@ def build_drafter(
         if budget is None and account is not None and config.step_budget is None:
             chooses = ThroughputBudget(account, min(most, MOST_CHOSEN_NODES))
         known = memory or DraftMemory()
-        users = _own_sources(config, known, vocabulary)
+        users = _own_sources(config, vocabulary)
 
         def make_auto() -> AutoDrafter:
             matches, own = text_sources(predicted, *users)
@@ -151,19 +151,19 @@ def build_chain_drafter(
         return ChainDrafter(AutoDrafter(None, ContextMatches(), sketched, explore=False), fixed)
     budget = fixed if account is None or config.step_budget is not None else ChainBudget(account)
     memory = memory or DraftMemory()
-    matches, own = text_sources(predicted, *_own_sources(config, memory, vocabulary))
+    matches, own = text_sources(predicted, *_own_sources(config, vocabulary))
     parts = (memory, matches, sketched)
     return ChainDrafter(AutoDrafter(*parts, warm_up=warm_up, explore=False, neighbours=neighbours, sources=own), budget)
 
 
-def _own_sources(config: LookaheadConfig, memory: DraftMemory, vocabulary: int | None) -> list[CheckedSource]:
+def _own_sources(config: LookaheadConfig, vocabulary: int | None) -> list[CheckedSource]:
     """New sources of the user's own.
 
     Raises:
         InvalidArgumentError: One of them is no source, or has the name of another.
     """
     sources = [CheckedSource(make(), vocabulary) for make in config.sources]
-    names = feature_names(memory.ngrams.orders)
+    names = [SIBLINGS]
     for source in sources:
         if source.name in names:
             raise InvalidArgumentError(f"sources have two called {source.name!r}; give each a name of its own")

@@ -56,7 +56,6 @@ class MemoryFile:
         self._saved_clock = -1 if self._known is None else self.memory.ngrams.clock
         # What this object and others have in common.
         self._base_clock = self.memory.ngrams.clock
-        self._base_acceptance = self.memory.copy_of_acceptance()
 
     def save(self, model: str) -> None:
         """Bring all that was learned so far to the file.
@@ -83,7 +82,6 @@ class MemoryFile:
                 saved = self.memory.copy()
                 self._known = _replace(target, target.with_name(f"{name}-{uuid4().hex}.part"), saved, model)
             self._saved_clock = self._base_clock = saved.ngrams.clock
-            self._base_acceptance = saved.acceptance
 
     def _merge_others(self, target: Path, model: str) -> None:
         """Take in what others wrote since this object last read or wrote the file."""
@@ -92,10 +90,9 @@ class MemoryFile:
         if version is None or version == self._known:
             return
         others = DraftMemory.load(target, model)
-        self.memory.merge(others, self._base_clock, self._base_acceptance)
+        self.memory.merge(others, self._base_clock)
         self._known = version
         self._base_clock = self.memory.ngrams.clock
-        self._base_acceptance = others.acceptance
 
 
 def _replace(target: Path, part: Path, memory: DraftMemory, model: str) -> _Version | None:

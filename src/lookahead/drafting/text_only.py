@@ -16,12 +16,11 @@ from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.ngram_memory import NGramMemory
 from lookahead.drafting.auto.predicted_text import PredictedText, text_sources
-from lookahead.drafting.auto.scorer import Acceptance
 from lookahead.drafting.auto.source import Source
-from lookahead.drafting.auto.text_priors import TEXT_PRIORS
+from lookahead.drafting.auto.weights import TEXT_WEIGHTS
 from lookahead.drafting.chain import SKETCHED_NODES, ChainDrafter
 
-ORDERS = len(TEXT_PRIORS["nothing"]) - 1
+ORDERS = len(TEXT_WEIGHTS["nothing"]) - 1
 """Longest context of the memory, in tokens."""
 
 OLD_SHARE = 0.7
@@ -37,8 +36,7 @@ def text_memory(capacity: int = 1 << 15) -> DraftMemory:
     Args:
         capacity: Contexts kept of each length.
     """
-    ngrams = NGramMemory(ORDERS, capacity, old_share=OLD_SHARE, observed=True)
-    return DraftMemory(ngrams, Acceptance(ORDERS, priors=TEXT_PRIORS))
+    return DraftMemory(NGramMemory(ORDERS, capacity, old_share=OLD_SHARE, observed=True))
 
 
 class LikelyBudget(FixedBudget):

@@ -1,4 +1,4 @@
-"""What drafting learns about a model: its predictions after short contexts, and when they are right."""
+"""What drafting learns about a model: its predictions after short contexts, in one file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lookahead.drafting.auto.ngram_memory import NO_STATISTICS, NGramMemory
-from lookahead.drafting.auto.scorer import Acceptance
+from lookahead.drafting.auto.weights import MODEL_WEIGHTS, TEXT_WEIGHTS, Weights, build_weights
 from lookahead.drafting.stored_arrays import MOST_BYTES, DamagedFileError, StoredArrays, expect
 from lookahead.errors import InvalidArgumentError
 
@@ -20,20 +20,20 @@ _ADVICE = "delete the file or choose another"
 
 
 class DraftMemory:
-    """The n-gram memory and the learned acceptance of one model, together in one file.
+    """The n-gram memory of one model, the weights that go with it, and its file.
 
     Args:
         ngrams: The n-gram memory; a new one if not given.
-        acceptance: What was learned about acceptance; nothing yet if not given.
+        weights: Weigh what it says; those for a model's predictions, or for texts, if not given.
 
     Attributes:
         lock: Held by whoever reads or changes the arrays, if several threads may. A drafter holds it for one proposal
             or one observation at a time, the methods here as long as they need it.
     """
 
-    def __init__(self, ngrams: NGramMemory | None = None, acceptance: Acceptance | None = None) -> None:
+    def __init__(self, ngrams: NGramMemory | None = None, weights: Weights | None = None) -> None:
         # Made when they are first needed: many calls end before they draft.
-        self._ngrams, self._acceptance = ngrams, acceptance
+        self._ngrams, self._weights = ngrams, weights
         self.lock = RLock()
 
     @property
@@ -45,12 +45,12 @@ class DraftMemory:
         return self._ngrams
 
     @property
-    def acceptance(self) -> Acceptance:
-        """What was learned about acceptance."""
-        if self._acceptance is None:
-            with self.lock:
-                self._acceptance = self._acceptance or Acceptance(self.ngrams.orders)
-        return self._acceptance
+    def weights(self) -> Weights:
+        """What weighs proposals."""
+        if self._weights is None:
+            table = TEXT_WEIGHTS if self.ngrams.observed else MODEL_WEIGHTS
+            self._weights = build_weights(self.ngrams.orders, table)
+        return self._weights
 
     @property
     def is_used(self) -> bool:
@@ -65,28 +65,21 @@ class DraftMemory:
     def copy(self) -> DraftMemory:
         """The same content in arrays of its own, as it is at one moment."""
         with self.lock:
-            ngrams, acceptance = self.ngrams.to_arrays(), self.acceptance.to_arrays()
-        return DraftMemory(NGramMemory.from_arrays(ngrams), Acceptance.from_arrays(acceptance))
+            arrays = self.ngrams.to_arrays()
+        return DraftMemory(NGramMemory.from_arrays(arrays), self._weights)
 
-    def copy_of_acceptance(self) -> Acceptance:
-        """What was learned about acceptance, as it is at one moment."""
-        with self.lock:
-            return Acceptance.from_arrays(self.acceptance.to_arrays())
-
-    def merge(self, other: DraftMemory, clock: int, acceptance: Acceptance) -> None:
+    def merge(self, other: DraftMemory, clock: int) -> None:
         """Take in what another memory of the same model learned beside this one.
 
         Args:
             other: The other one; it stays as it is.
             clock: `ngrams.clock` when both were one memory; 0 if they never were.
-            acceptance: What that memory had learned about acceptance.
 
         Raises:
             InvalidArgumentError: They are of different sizes.
         """
         with self.lock:
             self.ngrams.merge(other.ngrams, clock)
-            self.acceptance.merge(other.acceptance, acceptance)
 
     def save(self, path: str | Path, model: str) -> None:
         """Write all of it to a file, as numpy arrays without pickled objects; it is on the disk on return.
@@ -99,7 +92,7 @@ class DraftMemory:
             OSError: The file cannot be written.
         """
         with self.lock:
-            arrays = self.ngrams.to_arrays() | self.acceptance.to_arrays()
+            arrays = self.ngrams.to_arrays()
         with open(path, "wb") as file:
             np.savez(  # compressing it takes far longer than writing it
                 file,
@@ -142,9 +135,6 @@ class DraftMemory:
                     f"{name} was filled from another model ({owner}) than {model}: each model needs a file of its "
                     f"own; {_ADVICE}"
                 )
-            memory = cls(NGramMemory.from_arrays(arrays), Acceptance.from_arrays(arrays))
-            if memory.acceptance.orders != memory.ngrams.orders:
-                raise DamagedFileError("its parts do not belong together")
+            return cls(NGramMemory.from_arrays(arrays))
         except DamagedFileError as error:
             raise InvalidArgumentError(f"{name} is no saved memory: {error}; {_ADVICE}") from error
-        return memory

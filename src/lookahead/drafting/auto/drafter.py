@@ -39,7 +39,7 @@ _RECALLED = 512
 class AutoDrafter:
     """Drafts from the n-gram memory and from earlier occurrences in the text, by one best-first search.
 
-    From the root on, all sources propose what may follow a node; `Acceptance` turns what they say into one probability
+    From the root on, all sources propose what may follow a node; `Weights` turn what they say into one probability
     for each proposal; and the continuation whose path is most probable is added next, until the budget is spent. When
     the sources have little to say, as at the beginning of a text, the nodes that are left try tokens that the model
     lately thought of, those first whose continuation is unknown: what it predicts after them fills the memory.
@@ -93,7 +93,7 @@ class AutoDrafter:
         self._sure: Any = next((source for source in sources if getattr(source, "certain", None) is not None), None)
         self._certain = 0  # tokens of this step's tree that are part of the text already
         self._searched = self._most * (_SEARCHED_WHERE_FORBIDDEN if self._permits.asks else 1)
-        names = [RejectedSiblings.name, *(source.name for source in sources)]
+        names = [source.name for source in sources]
         with self.memory.lock:
             self._search = TreeSearch(self._searched, self.memory, neighbours, names, surest, chain)
         self._takes_continuations = continuations
@@ -131,6 +131,7 @@ class AutoDrafter:
         if self.matches is not None:
             self.matches.start(prompt)
         self._trust.start()
+        self._search.listed.start()
         self._recalled = False
         if self.memory.ngrams.observed:
             with self.memory.lock:
@@ -221,13 +222,13 @@ class AutoDrafter:
             shaped = result.shaped()
             self._trust.note(shaped)
             told = believed(shaped, self._trust.share)
-            if drafted:
-                self._learn(shaped, *told)
-                if self._takes_continuations:
-                    before = int(self._rows[result.path[-1] - tree.root]) if result.path else 0
-                    first = self._search.root + 1
-                    said = self._spread(told[0], tree, -1), self._spread(told[1], tree, 0)
-                    self._siblings.follow(first - 1 + before, first, *said)
+            if drafted and self._takes_continuations:
+                before = int(self._rows[result.path[-1] - tree.root]) if result.path else 0
+                first = self._search.root + 1
+                said = self._spread(told[0], tree, -1), self._spread(told[1], tree, 0)
+                self._siblings.follow(first - 1 + before, first, *said)
+        if drafted and len(self._sources) > 1:
+            self._search.listed.learn(result.tokens)
         if drafted and self._sent:
             self.budget.learn([node - tree.root - 1 for node in result.path if node <= tree.root + self._sent])
         self._tree = None
@@ -249,18 +250,6 @@ class AutoDrafter:
         if self.matches is not None:
             self.matches.extend(self._late)
         self._late = []
-
-    def _learn(self, result: StepResult, top_ids: NDArray[np.int64], top_probabilities: NDArray[np.float32]) -> None:
-        tree, rows = result.tree, self._rows
-        said = self._spread(top_ids, tree, -1), self._spread(top_probabilities, tree, 0)
-        # What the model says beside the path counts as far as it is what is selected on the path.
-        counts = np.full(len(said[0]), self.memory.acceptance.off_path * self._trust.share**2)
-        counts[0] = 1.0
-        counts[rows[[node - tree.root for node in result.path]]] = 1.0
-        counts[said[0][:, 0] < 0] = 0.0  # was not read
-        selected = np.full(len(said[0]), -1, dtype=np.int64)
-        selected[rows[[node - tree.root for node in result.selected_after]]] = result.tokens
-        self._search.teach(self.memory.acceptance, *said, counts, selected, result.samples)
 
     def _spread(self, told: NDArray[Any], tree: TokenTree, nothing: int) -> NDArray[Any]:
         """What is told of each node of the tree, for the root and each node found, up to the last that was sent."""

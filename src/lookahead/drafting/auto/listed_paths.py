@@ -1,9 +1,9 @@
-"""Paths that were listed before the search: by rejected siblings, and by sources of a user's own."""
+"""Paths that were listed before the search: by rejected siblings, a predicted text, and sources of a user's own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log
+from math import exp, log
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,12 @@ from numpy.typing import NDArray
 from lookahead.core.compiled import compiled, inner, loop_arrays, loop_tuple
 from lookahead.drafting.auto.proposals import MOST_LISTED, UNLISTED_LOG, Nodes, Proposals, proposal_of, set_default
 from lookahead.drafting.auto.source import TokenPaths
+
+PRIOR = 4.0
+"""Tokens of a source that are counted beforehand, as if they had come true as often as it said."""
+
+KEPT = 0.97
+"""What the record of a source keeps of its weight with each step in which it listed something."""
 
 
 class ListedArrays(NamedTuple):
@@ -23,7 +29,9 @@ class ListedArrays(NamedTuple):
         children: The first token that follows it, -1 if none does, `[listed]`.
         siblings: The next token after the same parent, -1 if there is none, `[listed]`.
         reached: Which of them each node of the search is, -1 if none, `[sources, nodes]`.
-        columns: The feature of each source, `[sources]`.
+        columns: The feature of each source, `[sources]`; -1 for one that is weighed by its own record.
+        expected: How many selected tokens each source listed by its probabilities, `[sources]`.
+        accepted: How many it did list, likewise.
     """
 
     tokens: NDArray[np.int64]
@@ -32,13 +40,15 @@ class ListedArrays(NamedTuple):
     siblings: NDArray[np.int64]
     reached: NDArray[np.int64]
     columns: NDArray[np.int64]
+    expected: NDArray[np.float64]
+    accepted: NDArray[np.float64]
 
 
 class ListedPaths:
     """Room for what sources list.
 
     Args:
-        columns: The feature of each source.
+        columns: The feature of each source, -1 for none.
         nodes: Nodes of a search.
     """
 
@@ -46,8 +56,9 @@ class ListedPaths:
         size = len(columns) + MOST_LISTED
         tokens, children, siblings = (np.full(size, -1, dtype=np.int64) for _ in range(3))
         reached = np.full((len(columns), nodes), -1, dtype=np.int64)
-        own = reached, np.array(columns, dtype=np.int64)
-        self.arrays = ListedArrays(tokens, np.zeros(size), children, siblings, *own)
+        record = np.full((2, len(columns)), PRIOR)
+        of_sources = reached, np.array(columns, dtype=np.int64), *record
+        self.arrays = ListedArrays(tokens, np.zeros(size), children, siblings, *of_sources)
 
     def fill(self, paths: Sequence[TokenPaths]) -> ListedArrays:
         """What compiled loops read, with the paths of each source instead of what was there."""
@@ -62,6 +73,15 @@ class ListedPaths:
                 _append(source, begin, tokens, parents, probabilities, loop_tuple(self.arrays))
                 begin = end
         return self.arrays
+
+    def start(self) -> None:
+        """Begin a text: each source is believed as it says."""
+        self.arrays.expected[:] = self.arrays.accepted[:] = PRIOR
+
+    def learn(self, selected: Sequence[int]) -> None:
+        """Compare what was listed with the tokens that a step selected."""
+        (tokens,) = loop_arrays(np.array(selected, dtype=np.int64))
+        _compare(tokens, loop_tuple(self.arrays))
 
     def _make_room(self, size: int) -> None:
         old = self.arrays
@@ -92,6 +112,28 @@ def _append(
         listed.children[parent] = begin + index
 
 
+@compiled
+def _compare(selected: NDArray[np.int64], listed: ListedArrays) -> None:
+    """Follow the selected tokens along the paths of each source, and note how many of them it listed."""
+    for source in range(len(listed.columns)):
+        expected = accepted = 0.0
+        place = source
+        for token in selected:
+            child = listed.children[place]
+            place = -1
+            while child >= 0:
+                expected += exp(listed.logs[child])
+                if listed.tokens[child] == token:
+                    accepted += 1.0
+                    place = child
+                child = listed.siblings[child]
+            if place < 0:
+                break
+        if expected > 0:
+            listed.expected[source] = PRIOR + KEPT * (listed.expected[source] - PRIOR) + expected
+            listed.accepted[source] = PRIOR + KEPT * (listed.accepted[source] - PRIOR) + accepted
+
+
 @inner
 def propose_listed(node: int, nodes: Nodes, proposals: Proposals, listed: ListedArrays) -> None:
     """Propose the tokens that sources list after the path to a node.
@@ -112,11 +154,18 @@ def propose_listed(node: int, nodes: Nodes, proposals: Proposals, listed: Listed
         listed.reached[source, node] = place
         child = listed.children[place] if place >= 0 else -1
         column = listed.columns[source]
-        if child >= 0:
+        if child >= 0 and column >= 0:
             set_default(column, UNLISTED_LOG, proposals)
         proposed = 0
         while child >= 0 and proposed < MOST_LISTED:
+            new = proposals.counts[0]
             row = proposal_of(listed.tokens[child], node, proposals)
-            proposals.features[row, column] = max(listed.logs[child], UNLISTED_LOG)
+            if column >= 0:
+                proposals.features[row, column] = max(listed.logs[child], UNLISTED_LOG)
+            else:
+                share = min(listed.accepted[source] / listed.expected[source], 1 / exp(listed.logs[child]))
+                proposals.least[row] = max(proposals.least[row], share * exp(listed.logs[child]))
+                if row == new:
+                    proposals.features[row, 0] = 1.0
             proposed += 1
             child = listed.siblings[child]

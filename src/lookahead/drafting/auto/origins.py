@@ -10,7 +10,7 @@ from lookahead.core.watching import Origin
 from lookahead.drafting.auto.context_matches import LONGEST, MATCH_CLASSES
 from lookahead.drafting.auto.listed_paths import ListedArrays
 from lookahead.drafting.auto.proposals import UNLISTED_LOG, Nodes, Proposals
-from lookahead.drafting.auto.scorer import FURTHER_MATCHES, NEIGHBOURS, SIBLINGS, Evidence
+from lookahead.drafting.auto.weights import FURTHER_MATCHES, NEIGHBOURS, SIBLINGS, Columns
 
 RECENT = "recent prediction"
 
@@ -18,7 +18,7 @@ _SHOWN = {NEIGHBOURS: "embedding neighbour", SIBLINGS: "rejected sibling"}
 
 
 def origin_of(
-    node: int, nodes: Nodes, proposals: Proposals, listed: ListedArrays, columns: Evidence, names: Sequence[str]
+    node: int, nodes: Nodes, proposals: Proposals, listed: ListedArrays, columns: Columns, names: Sequence[str]
 ) -> Origin:
     """Which sources named the token of a node.
 
@@ -28,7 +28,7 @@ def origin_of(
         proposals: Those of its search.
         listed: The paths of sources that list them.
         columns: Where the features of each source are.
-        names: The feature of each column.
+        names: Those of these sources.
     """
     probability = float(nodes.probabilities[node])
     begin, end = nodes.starts[nodes.parents[node]], nodes.starts[nodes.parents[node] + 1]
@@ -43,7 +43,7 @@ def origin_of(
     return Origin(tuple(name for _, name in named) or (RECENT,), probability)
 
 
-def _evidence(row: int, proposals: Proposals, columns: Evidence) -> Iterator[tuple[float, str]]:
+def _evidence(row: int, proposals: Proposals, columns: Columns) -> Iterator[tuple[float, str]]:
     """What spoke for a proposal at its node, each with the length of the context that it knew."""
     features, order = proposals.features[row], int(proposals.orders[row])
     if order:
@@ -54,19 +54,19 @@ def _evidence(row: int, proposals: Proposals, columns: Evidence) -> Iterator[tup
             yield least, f"context match, {_match_length(index)}"
             if further:
                 yield 0.25, FURTHER_MATCHES
-    if UNLISTED_LOG < features[columns.others] < 0:
+    if UNLISTED_LOG < features[columns.neighbours] < 0:
         yield 0.5, _SHOWN[NEIGHBOURS]
 
 
 def _listing(node: int, nodes: Nodes, listed: ListedArrays, names: Sequence[str]) -> Iterator[str]:
     """The sources that list the token of a node after its parent."""
-    for source, column in enumerate(listed.columns.tolist()):
+    for source, name in enumerate(names):
         place = int(listed.reached[source, nodes.parents[node]])
         place = int(listed.children[place]) if place >= 0 else -1
         while place >= 0 and listed.tokens[place] != nodes.tokens[node]:
             place = int(listed.siblings[place])
         if place >= 0:
-            yield names[column]
+            yield name
 
 
 def _match_length(index: int) -> str:

@@ -12,7 +12,9 @@ from lookahead.drafting.auto.context_matches import LONGEST, SEARCHED
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.listed_paths import ListedArrays
 from lookahead.drafting.auto.proposals import MOST_LISTED, Nodes, Proposals, allocate_proposals
-from lookahead.drafting.auto.scorer import SIBLINGS
+
+_OF_EACH = ("tokens", "nodes", "estimates", "orders", "least", "features")
+"""Arrays of proposals that each place has for itself."""
 
 
 class PathStates(NamedTuple):
@@ -51,21 +53,18 @@ class PathArrays(NamedTuple):
 
 def allocate_paths(places: int, longest: int, memory: DraftMemory) -> PathArrays:
     """Room for paths of up to `longest` tokens."""
-    ngrams, acceptance = memory.ngrams, memory.acceptance
+    ngrams, weights = memory.ngrams, memory.weights
     size = LONGEST + longest + 1
     at_a_node = ngrams.orders * ngrams.top_k + SEARCHED + MOST_LISTED
-    siblings = acceptance.column(SIBLINGS)
     tokens, depths, known, starts = (np.zeros((places, size + 1), dtype=np.int64) for _ in range(4))
     parents = np.tile(np.arange(-1, size), (places, 1))
     nodes = Nodes(tokens, parents, depths, np.zeros((places, size + 1)), known, starts)
-    one = allocate_proposals((longest + 1) * at_a_node, at_a_node, len(acceptance.names))
-    own = {
-        name: _of_each(places, getattr(one, name)) for name in ("tokens", "nodes", "estimates", "orders", "features")
-    }
+    one = allocate_proposals((longest + 1) * at_a_node, at_a_node, weights.values.shape[1])
+    own = {name: _of_each(places, getattr(one, name)) for name in _OF_EACH}
     proposals = one._replace(**own)
     heard, after, beside = (np.full((places, 1 + MOST_LISTED), -1, dtype=np.int64) for _ in range(3))
-    reached, columns = np.full((1, size + 1), -1, dtype=np.int64), np.array([siblings], dtype=np.int64)
-    listed = ListedArrays(heard, np.zeros(heard.shape), after, beside, reached, columns)
+    reached, columns = np.full((1, size + 1), -1, dtype=np.int64), np.array([weights.columns.siblings], dtype=np.int64)
+    listed = ListedArrays(heard, np.zeros(heard.shape), after, beside, reached, columns, *np.ones((2, 1)))
     roots, drafted = np.zeros((2, places), dtype=np.int64)
     states = PathStates(roots, drafted, np.zeros(places), np.ones(places), np.ones(places))
     return PathArrays(nodes, proposals, listed, states)
@@ -98,6 +97,7 @@ def proposals_of(place: int, paths: PathArrays) -> Proposals:
         every.nodes[place],
         every.estimates[place],
         every.orders[place],
+        every.least[place],
         every.features[place],
         every.defaults,
         every.counts,
@@ -117,6 +117,8 @@ def listed_of(place: int, paths: PathArrays) -> ListedArrays:
         every.siblings[place],
         every.reached,
         every.columns,
+        every.expected,
+        every.accepted,
     )
 
 

@@ -15,7 +15,6 @@ from lookahead.drafting.auto.path_lessons import VerifiedPaths, allocate_lessons
 from lookahead.drafting.auto.path_notes import PathNotes
 from lookahead.drafting.auto.path_search import Evidences, Wanted, find_paths
 from lookahead.drafting.auto.path_texts import REACH, PathTexts, precedes
-from lookahead.drafting.auto.scorer import evidence_of
 from lookahead.drafting.auto.search import SUREST
 
 
@@ -68,19 +67,18 @@ class PathBatch:
         rejected: int = REJECTED,
         reads: bool = True,
     ) -> None:
-        ngrams, acceptance = memory.ngrams, memory.acceptance
+        ngrams = memory.ngrams
         self.memory, self.places = memory, places
         self.texts = PathTexts(places, reach)
         with memory.lock:
             self.paths = allocate_paths(places, longest, memory)
-            self._columns = evidence_of(acceptance)
         self._longest, self._surest = longest, surest
         self._notes = PathNotes(ngrams.orders, ngrams.top_k if reads else 1)
-        nodes, proposals = self.paths.nodes.tokens.shape[1], self.paths.proposals.tokens.shape[1]
+        nodes = self.paths.nodes.tokens.shape[1]
         places_followed, lengths = (np.zeros((nodes, SEARCHED), dtype=np.int64) for _ in range(2))
         self._followed = places_followed, lengths, np.zeros(nodes, dtype=np.int64)
         self._context = np.zeros(LONGEST, dtype=np.int64)
-        self._taught = allocate_lessons(acceptance, longest, proposals, self._notes.arrays, rejected, reads)
+        self._taught = allocate_lessons(longest, self._notes.arrays, rejected, reads)
         self._learn, self._find = TypedLoop(learn_paths), TypedLoop(find_paths)
         self._precedes = TypedLoop(precedes)
 
@@ -92,11 +90,8 @@ class PathBatch:
         """
         self.texts.make_room(int(step.lengths.max(initial=0)))
         self._notes.make_room(len(step.places) * (1 + self._longest))
-        acceptance = self.memory.acceptance
         with self.memory.lock:
-            taught = self._taught._replace(
-                weights=acceptance.weights, squares=acceptance.squares, notes=self._notes.arrays
-            )
+            taught = self._taught._replace(notes=self._notes.arrays)
             accepted = int(self._learn(step, self.texts.arrays, self.paths, taught))
             self._notes.write(self.memory.ngrams)
         return accepted
@@ -110,12 +105,12 @@ class PathBatch:
             least: How likely each drafted token is to be accepted with all before it, at least.
             worth: How likely it has to be to bring what it costs.
         """
-        ngrams, acceptance = self.memory.ngrams, self.memory.acceptance
+        ngrams, weights = self.memory.ngrams, self.memory.weights
         drafts, counts = np.zeros((len(places), self._longest), dtype=np.int64), np.zeros(len(places), dtype=np.int64)
         wanted = Wanted(self._longest, most_tokens, float(least), float(worth), self._surest)
         with self.memory.lock:
             room = *self._followed, self._context
-            known = Evidences(ngrams.entries, *room, self._columns, acceptance.weights)
+            known = Evidences(ngrams.entries, *room, weights.columns, weights.values)
             lost = self._find(places, wanted, self.texts.arrays, self.paths, known, drafts, counts)
         return Drafts(drafts, counts, float(lost))
 

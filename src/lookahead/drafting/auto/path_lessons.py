@@ -11,12 +11,10 @@ from numpy.typing import NDArray
 from lookahead.core.compiled import compiled, inner
 from lookahead.drafting.auto.listed_paths import ListedArrays
 from lookahead.drafting.auto.ngram_entries import LEAST_PROBABILITY
-from lookahead.drafting.auto.path_arrays import PathArrays, PathStates, listed_of, nodes_of, proposals_of, start_path
+from lookahead.drafting.auto.path_arrays import PathArrays, PathStates, listed_of, start_path
 from lookahead.drafting.auto.path_notes import Notes, note_path
 from lookahead.drafting.auto.path_texts import TextArrays, begin_text, follow_text
 from lookahead.drafting.auto.proposals import MOST_LISTED
-from lookahead.drafting.auto.scorer import Acceptance, Lessons, ascend
-from lookahead.drafting.auto.search import judge
 from lookahead.drafting.auto.trust import KEPT, mix_in
 
 
@@ -52,57 +50,22 @@ class Taught(NamedTuple):
 
     Attributes:
         rejected: Of so many tokens that were rejected, what the model says after them is learned.
-        rate, off_path, weights, squares: Those of `Acceptance`.
         notes: Get what the model said.
         reads: Whether steps tell that. Else what was selected stands for it.
         own_ids, own_shares: Room for the selected tokens as predictions, `[1 + longest, 1]`.
-        outcomes: Room for those of each proposal, `[proposals]`.
-        starts, known, counts, chosen: Likewise, of each node, `[nodes]`.
-        gradient, own: Likewise, of each weight, and of those of one node.
     """
 
     rejected: int
-    rate: float
-    off_path: float
-    weights: NDArray[np.float64]
-    squares: NDArray[np.float64]
     notes: Notes
     reads: bool
     own_ids: NDArray[np.int64]
     own_shares: NDArray[np.float32]
-    outcomes: NDArray[np.float64]
-    starts: NDArray[np.int64]
-    known: NDArray[np.int64]
-    counts: NDArray[np.float64]
-    chosen: NDArray[np.int64]
-    gradient: NDArray[np.float64]
-    own: NDArray[np.float64]
 
 
-def allocate_lessons(
-    acceptance: Acceptance, longest: int, proposals: int, notes: Notes, rejected: int, reads: bool
-) -> Taught:
-    """Room for lessons of paths of up to `longest` tokens and so many proposals."""
-    weights = acceptance.weights
-    starts, known, chosen = (np.zeros(longest + 2, dtype=np.int64) for _ in range(3))
-    return Taught(
-        rejected,
-        acceptance.rate,
-        acceptance.off_path,
-        weights,
-        acceptance.squares,
-        notes,
-        reads,
-        own_ids=np.zeros((longest + 1, 1), dtype=np.int64),
-        own_shares=np.zeros((longest + 1, 1), dtype=np.float32),
-        outcomes=np.zeros(proposals),
-        starts=starts,
-        known=known,
-        counts=np.zeros(longest + 2),
-        chosen=chosen,
-        gradient=np.zeros_like(weights),
-        own=np.zeros(weights.shape[1]),
-    )
+def allocate_lessons(longest: int, notes: Notes, rejected: int, reads: bool) -> Taught:
+    """Room for what paths of up to `longest` tokens teach."""
+    ids, shares = np.zeros((longest + 1, 1), dtype=np.int64), np.zeros((longest + 1, 1), dtype=np.float32)
+    return Taught(rejected, notes, reads, ids, shares)
 
 
 @compiled
@@ -165,8 +128,8 @@ def _learn(
         ids, shares = ids[: len(selected)], shares[: len(selected)]
         for index in range(len(selected)):
             mix_in(selected[index], ids[index], shares[index], trust)
-    if states.drafted[place] >= 0:
-        _teach(place, selected, ids, shares, taught.off_path * trust**2, paths, taught)
+    if states.drafted[place] >= 0 and len(selected) < len(ids):
+        _list_followers(ids[len(selected)], shares[len(selected)], listed_of(place, paths))
     root = states.roots[place]
     draft = paths.nodes.tokens[place, root + 1 : root + 1 + drafted]
     note_path(len(selected), end, draft, ids, shares, taught.notes)
@@ -181,41 +144,6 @@ def _trust(place: int, selected: NDArray[np.int64], ids: NDArray[np.int64], stat
         compared = KEPT * compared + 1
     states.agreed[place], states.compared[place] = agreed, compared
     return float(min(agreed / compared, 1.0))
-
-
-@inner
-def _teach(
-    place: int,
-    selected: NDArray[np.int64],
-    top_ids: NDArray[np.int64],
-    top_probabilities: NDArray[np.float32],
-    beside: float,
-    paths: PathArrays,
-    taught: Taught,
-) -> None:
-    """Teach what the proposals along a path were worth, as `TreeSearch.teach` does, and list what the model says after
-    the first token that was rejected. Nodes that do not follow the text count `beside`."""
-    nodes, proposals, root = nodes_of(place, paths), proposals_of(place, paths), paths.states.roots[place]
-    rows = top_ids.shape[0]
-    begin = nodes.starts[root]
-    count = nodes.starts[root + rows] - begin
-    asked = 0
-    for node in range(rows):
-        taught.chosen[node] = selected[node] if node < len(selected) else -1
-        if nodes.starts[root + node + 1] > nodes.starts[root + node]:
-            taught.starts[asked] = nodes.starts[root + node] - begin
-            taught.known[asked] = nodes.known[root + node]
-            taught.counts[asked] = 1.0 if node < len(selected) else beside
-            asked += 1
-    outcomes = taught.outcomes[:count]
-    judge(root, begin, False, top_ids, top_probabilities, taught.chosen, outcomes, proposals)
-    if asked > 0 and taught.rate > 0:
-        features, estimates = proposals.features[begin : begin + count], proposals.estimates[begin : begin + count]
-        of_nodes = taught.starts[:asked], taught.known[:asked], taught.counts[:asked]
-        lessons = Lessons(features, estimates, outcomes, of_nodes[0], of_nodes[1], of_nodes[2])
-        ascend(taught.rate, taught.weights, taught.squares, lessons, taught.gradient, taught.own)
-    if len(selected) < rows:
-        _list_followers(top_ids[len(selected)], top_probabilities[len(selected)], listed_of(place, paths))
 
 
 @inner

@@ -14,8 +14,8 @@ from lookahead.drafting.auto.ngram_entries import Entries, propose_known
 from lookahead.drafting.auto.path_arrays import PathArrays, listed_of, nodes_of, proposals_of
 from lookahead.drafting.auto.path_texts import TextArrays
 from lookahead.drafting.auto.proposals import Nodes, Proposals, begin_node
-from lookahead.drafting.auto.scorer import Evidence, estimate
 from lookahead.drafting.auto.search import LEAST_CHAINED, read_path
+from lookahead.drafting.auto.weights import Columns, estimate
 
 
 class Wanted(NamedTuple):
@@ -44,7 +44,7 @@ class Evidences(NamedTuple):
         places, lengths, found: Room for the occurrences that each node follows; see `MatchArrays`.
         context: Room for the last tokens of a path, `[LONGEST]`.
         columns: Where their features are.
-        weights: Those of `Acceptance`.
+        weights: See `Weights`.
     """
 
     entries: Entries
@@ -52,7 +52,7 @@ class Evidences(NamedTuple):
     lengths: NDArray[np.int64]
     found: NDArray[np.int64]
     context: NDArray[np.int64]
-    columns: Evidence
+    columns: Columns
     weights: NDArray[np.float64]
 
 

@@ -44,7 +44,8 @@ class Proposals(NamedTuple):
         nodes: Node that it may follow.
         estimates: Estimated probability that it does.
         orders: Length of the longest context after which the memory names it; 0 if it does not.
-        features: What the sources say for it, `[proposals, columns]`; column 0 stays empty.
+        least: How likely it is at least, as the record of a source that lists it has it.
+        features: What the sources say for it, `[proposals, columns]`; in column 0 is 1 where no weighed source does.
         defaults: Features, at the node at hand, of a token that no source has proposed there, `[columns]`.
         counts: How many proposals there are, and how many there were before the node at hand, `[2]`.
         table: Hash table of the proposals of the node at hand; its size is a power of two.
@@ -55,6 +56,7 @@ class Proposals(NamedTuple):
     nodes: NDArray[np.int64]
     estimates: NDArray[np.float64]
     orders: NDArray[np.int64]
+    least: NDArray[np.float64]
     features: NDArray[np.float64]
     defaults: NDArray[np.float64]
     counts: NDArray[np.int64]
@@ -71,11 +73,11 @@ def allocate_nodes(count: int) -> Nodes:
 def allocate_proposals(count: int, at_a_node: int, columns: int) -> Proposals:
     """Room for so many proposals in all, so many at one node, with features in so many columns."""
     tokens, nodes, orders = (np.zeros(count, dtype=np.int64) for _ in range(3))
+    estimates, least = np.zeros((2, count))
     table, table_nodes = (np.zeros(1 << (2 * at_a_node).bit_length(), dtype=np.int64) for _ in range(2))
     features, defaults = np.zeros((count, columns)), np.zeros(columns)
-    return Proposals(
-        tokens, nodes, np.zeros(count), orders, features, defaults, np.zeros(2, dtype=np.int64), table, table_nodes
-    )
+    counts = np.zeros(2, dtype=np.int64)
+    return Proposals(tokens, nodes, estimates, orders, least, features, defaults, counts, table, table_nodes)
 
 
 @inner
@@ -106,6 +108,7 @@ def proposal_of(token: int, node: int, proposals: Proposals) -> int:
         proposals.tokens[row] = token
         proposals.nodes[row] = node
         proposals.orders[row] = 0
+        proposals.least[row] = 0.0
         for column in range(len(proposals.defaults)):
             proposals.features[row, column] = proposals.defaults[column]
     return int(proposals.table[place])

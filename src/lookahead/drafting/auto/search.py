@@ -33,8 +33,8 @@ from lookahead.drafting.auto.proposals import (
     is_proposed,
 )
 from lookahead.drafting.auto.recent_predictions import MOST_TRIED, RecentArrays, probability_of
-from lookahead.drafting.auto.scorer import Acceptance, Evidence, Lessons, estimate, evidence_of
 from lookahead.drafting.auto.source import TokenPaths
+from lookahead.drafting.auto.weights import SIBLINGS, Columns, estimate
 
 _LEAST_ASKING = 0.3
 """How likely a node must be for neighbours to be looked for, which takes as long as adding several nodes; doing so
@@ -56,7 +56,7 @@ class Sources(NamedTuple):
     neighbours: NeighbourArrays
     listed: ListedArrays
     recent: RecentArrays
-    columns: Evidence
+    columns: Columns
 
 
 class TreeSearch:
@@ -66,15 +66,16 @@ class TreeSearch:
 
     Args:
         nodes: Most nodes below the root.
-        memory: What to draft from, and what weighs the proposals.
+        memory: What to draft from.
         neighbours: Which tokens resemble each other; none do if not given.
-        listed: Names of the sources that list paths before each search.
+        sources: Names of the sources that list paths before each search, besides the rejected siblings.
         surest: Highest probability of a proposal.
         chain: Most levels that the best path is grown to, beyond these nodes.
 
     Attributes:
         nodes: The tree.
         proposals: What may follow its nodes.
+        listed: What sources list, and their records.
         root: Its root.
     """
 
@@ -83,25 +84,25 @@ class TreeSearch:
         nodes: int,
         memory: DraftMemory,
         neighbours: EmbeddingNeighbours | None,
-        listed: Sequence[str],
+        sources: Sequence[str],
         surest: float = SUREST,
         chain: int = 0,
     ) -> None:
         self._surest = surest
         self._chain = chain
         nodes += chain
-        ngrams, acceptance = memory.ngrams, memory.acceptance
-        self._memory = memory
+        ngrams, weights = memory.ngrams, memory.weights
+        self._weights, self._columns = weights.values, weights.columns
         self._size = LONGEST + nodes + 1
-        columns = [acceptance.column(name) for name in listed]
-        self._columns = evidence_of(acceptance)
-        at_a_node = ngrams.orders * ngrams.top_k + SEARCHED + (1 + len(listed)) * MOST_LISTED
+        self._names = [SIBLINGS, *sources]
+        columns = [self._columns.siblings, *[-1] * len(sources)]
+        at_a_node = ngrams.orders * ngrams.top_k + SEARCHED + (1 + len(columns)) * MOST_LISTED
         proposals = (nodes + 1) * at_a_node + MOST_TRIED
         self.nodes = allocate_nodes(self._size)
-        self.proposals = allocate_proposals(proposals, at_a_node + MOST_TRIED, len(acceptance.names))
+        self.proposals = allocate_proposals(proposals, at_a_node + MOST_TRIED, self._weights.shape[1])
         self._entries = ngrams.entries
         self._neighbours = neighbour_arrays(neighbours, ngrams.top_k)
-        self._listed = ListedPaths(columns, self._size)
+        self.listed = ListedPaths(columns, self._size)
         self._queue = allocate_queue(proposals)
         self._context = np.zeros(LONGEST, dtype=np.int64)
         self._line = np.arange(-1, LONGEST)
@@ -123,7 +124,7 @@ class TreeSearch:
             recent: What the model predicted lately.
         """
         found = matches.arrays(self._size)
-        listed = self._listed.fill(paths)
+        listed = self.listed.fill(paths)
         return Sources(self._entries, found, self._neighbours, listed, recent, self._columns)
 
     def search(
@@ -146,7 +147,7 @@ class TreeSearch:
         self.nodes.parents[: len(text)] = self._line[: len(text)]
         self.proposals.table_nodes.fill(-1)
         arrays = map(loop_tuple, (self.nodes, self.proposals, sources, self._queue))
-        own = loop_arrays(self._memory.acceptance.weights, self._context)
+        own = loop_arrays(self._weights, self._context)
         told = (most, float(least), room, self.root, self._surest, self._chain, *own, *arrays)
         self._count = self._run(*told)
         return self._count
@@ -171,72 +172,8 @@ class TreeSearch:
 
     def origins(self, rows: NDArray[np.int64]) -> list[Origin]:
         """Where nodes come from; `rows` are their numbers from 1 on."""
-        names = list(self._memory.acceptance.names)
-        arrays = self.nodes, self.proposals, self._listed.arrays, self._columns, names
+        arrays = self.nodes, self.proposals, self.listed.arrays, self._columns, self._names
         return [origin_of(node, *arrays) for node in (self.root + rows).tolist()]
-
-    def teach(
-        self,
-        acceptance: Acceptance,
-        top_ids: NDArray[np.int64],
-        top_probabilities: NDArray[np.float32],
-        counts: NDArray[np.float64],
-        selected: NDArray[np.int64],
-        samples: bool,
-    ) -> None:
-        """Let `acceptance` learn from the outcomes of the proposals.
-
-        Args:
-            acceptance: What weighed them.
-            top_ids: The likeliest tokens after the root and each of the nodes that were sent, `[1 + sent, top_k]`.
-            top_probabilities: Their probabilities, likewise.
-            counts: How much each of these nodes counts, `[1 + sent]`.
-            selected: The token that was selected after each of them, -1 where none was, `[1 + sent]`.
-            samples: Whether tokens are sampled from these probabilities, instead of selecting the likeliest.
-        """
-        starts = self.nodes.starts[self.root : self.root + len(counts) + 1]
-        asked = np.flatnonzero(np.diff(starts))
-        begin, end = starts[0], starts[-1]
-        outcomes = np.empty(end - begin)
-        told = loop_arrays(top_ids, top_probabilities, selected, outcomes)
-        judge(self.root, int(begin), samples, *told, loop_tuple(self.proposals))
-        features, estimates = self.proposals.features[begin:end], self.proposals.estimates[begin:end]
-        known = self.nodes.known[self.root + asked]
-        acceptance.learn(Lessons(features, estimates, outcomes, starts[asked] - begin, known, counts[asked]))
-
-
-@compiled
-def judge(
-    root: int,
-    begin: int,
-    samples: bool,
-    top_ids: NDArray[np.int64],
-    top_probabilities: NDArray[np.float32],
-    selected: NDArray[np.int64],
-    outcomes: NDArray[np.float64],
-    proposals: Proposals,
-) -> None:
-    """Write the probability that each proposal turned out to have to `outcomes`.
-
-    Args:
-        root: The last node that is text.
-        begin: Its first proposal.
-        samples, top_ids, top_probabilities, selected: See `TreeSearch.teach`.
-        outcomes: Gets the outcomes, `[proposals]`.
-        proposals: What was proposed.
-    """
-    for index in range(len(outcomes)):
-        token, node = proposals.tokens[begin + index], proposals.nodes[begin + index] - root
-        outcome = 0.0
-        if samples:
-            for rank in range(top_ids.shape[1]):
-                if top_ids[node, rank] == token:
-                    outcome = float(top_probabilities[node, rank])
-                    break
-        else:
-            chosen = selected[node] if selected[node] >= 0 else top_ids[node, 0]
-            outcome = 1.0 if chosen == token else 0.0
-        outcomes[index] = outcome
 
 
 @inner
@@ -261,7 +198,7 @@ def _propose(node: int, nodes: Nodes, proposals: Proposals, sources: Sources, co
     known = propose_known(node, context, size, proposals, sources.entries, sources.columns.memory)
     propose_matches(node, context, size, nodes, proposals, sources.matches, sources.columns.matches)
     if known == 0 and nodes.probabilities[node] >= _LEAST_ASKING:
-        known_tokens, column = sources.recent.tokens, sources.columns.others
+        known_tokens, column = sources.recent.tokens, sources.columns.neighbours
         propose_neighbours(node, known_tokens, nodes, proposals, sources.neighbours, sources.entries, column)
     propose_listed(node, nodes, proposals, sources.listed)
     return known
@@ -331,7 +268,7 @@ def _search_tree(
         root: The last node that is text.
         surest: Highest probability of a proposal.
         chain: Levels of the best path; 0 leaves the tree as it is.
-        weights: Those of `Acceptance`.
+        weights: See `Weights`.
         context: Room for the last tokens of a path, `[LONGEST]`.
         nodes: The tree.
         proposals: What may follow its nodes; its table belongs to none of them.

@@ -1,0 +1,159 @@
+"""Fit the weights of the sources of `preset="auto"`, and print the table for `drafting/auto/weights.py`.
+
+    python benchmarks/fit_weights.py --run demo humaneval.jsonl --run demo classeval.jsonl --run demo gsm8k.jsonl \\
+        --run ../shared/models/pycode-6m humaneval.jsonl --skip 40 --limit 24          # MODEL_WEIGHTS
+    python benchmarks/fit_weights.py --recordings agent_traces.jsonl code_edits.jsonl answers.jsonl   # TEXT_WEIGHTS
+
+With `--run` prompts are decoded greedily; with `--recordings` every second recorded answer is replayed, with a memory
+of its own and with one for all. What the sources said of each proposal and which token came true are recorded. The
+weights of each length of the longest known context are those of greatest likelihood, each run counting the same; they
+are drawn towards the present ones, so that what was never seen stays. Prompts are JSON lines with `id`, and `prompt` or
+`turns`. Fit and judge on different prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ablation import decode_with
+from lookahead.bench.replay.recordings import read_recordings, tokenizer_of
+from lookahead.bench.replay.replay import replay
+from lookahead.core.outputs import StepResult
+from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory
+from lookahead.drafting.auto.weights import feature_names
+from lookahead.drafting.text_only import SUREST, text_memory
+from probe import load_model, prompts_of, token_ids
+
+OFF_PATH = 0.3
+"""What a node beside the accepted path counts: the model says what comes after it, but the text never goes there."""
+
+PULL = 1e-3
+"""How strongly present weights hold."""
+
+
+class Lesson(NamedTuple):
+    """What came after one node: the features of its proposals, `[proposals, columns]`, which one of them came true,
+    `[proposals]`, the length of its longest known context, and what it counts."""
+
+    features: NDArray[np.float64]
+    outcomes: NDArray[np.float64]
+    known: int
+    count: float
+
+
+class RecordingDrafter(AutoDrafter):
+    """Drafts as `AutoDrafter`, and keeps a lesson of each node of which it is known what comes next."""
+
+    lessons: list[Lesson]
+
+    def _observe(self, result: StepResult) -> None:
+        if result.tree is self._tree:
+            nodes, proposals, root = self._search.nodes, self._search.proposals, self._search.root
+            selected = dict(zip(result.selected_after, result.tokens, strict=True))
+            for node, row in enumerate(self._rows.tolist(), start=result.tree.root):
+                part = slice(nodes.starts[root + row], nodes.starts[root + row + 1])
+                predicted = int(result.top_ids[node, 0]) if result.top_ids.shape[1] else -1
+                token = selected.get(node, predicted)
+                if part.stop > part.start and token >= 0:
+                    outcomes = (proposals.tokens[part] == token).astype(np.float64)
+                    count = 1.0 if node in selected else OFF_PATH
+                    self.lessons.append(
+                        Lesson(proposals.features[part].copy(), outcomes, int(nodes.known[root + row]), count)
+                    )
+        super()._observe(result)
+
+
+def decode(name: str, prompts: Path, options: argparse.Namespace) -> list[Lesson]:
+    """The lessons of greedy texts of a model."""
+    loaded, lessons = load_model(name, "float32"), list[Lesson]()
+    loaded.model.generation_config.eos_token_id = None
+    for prompt in prompts_of(prompts, options.skip + options.limit)[options.skip :]:
+        ids = token_ids(loaded.tokenizer, loaded.model, prompt.text)
+        if loaded.context is None or ids.shape[1] + options.max_new_tokens <= loaded.context:
+            drafter = RecordingDrafter(DraftMemory(), ContextMatches(), options.nodes, warm_up=512)
+            drafter.lessons = lessons
+            decode_with(drafter, loaded.model, ids, options.max_new_tokens)
+    return lessons
+
+
+def replay_file(path: Path, across: bool, options: argparse.Namespace) -> list[Lesson]:
+    """The lessons of every second recording of a file."""
+    lessons, shared = list[Lesson](), text_memory() if across else None
+
+    def make(_: Any) -> RecordingDrafter:
+        memory, nodes = shared or text_memory(), options.nodes
+        drafter = RecordingDrafter(memory, ContextMatches(), nodes, explore=False, surest=SUREST)
+        drafter.lessons = lessons
+        return drafter
+
+    for recording in read_recordings(path, tokenizer_of(options.tokenizer)[1])[::2]:
+        replay(recording, make)
+    return lessons
+
+
+def loss(weights: torch.Tensor, lessons: Sequence[Lesson]) -> torch.Tensor:
+    """Mean negative log-likelihood of the tokens that came; column 0 is the weight of all that nobody proposed."""
+    sizes = [len(lesson.outcomes) for lesson in lessons]
+    nodes = torch.repeat_interleave(torch.arange(len(lessons)), torch.tensor(sizes))
+    features, outcomes = (torch.from_numpy(np.concatenate(parts)) for parts in list(zip(*lessons, strict=True))[:2])
+    counts = torch.tensor([lesson.count for lesson in lessons], dtype=torch.float64)
+    scores = features @ weights
+    sums = torch.zeros_like(counts).index_add(0, nodes, scores.exp()) + weights[0].exp()
+    came = torch.zeros_like(counts).index_add(0, nodes, outcomes * scores)
+    nothing = 1 - torch.zeros_like(counts).index_add(0, nodes, outcomes)
+    return (counts * (sums.log() - came - nothing * weights[0])).sum() / counts.sum()
+
+
+def fit(runs: Sequence[Sequence[Lesson]], known: int, present: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The likeliest weights for one length of the longest known context, drawn to the present ones, `[columns]`."""
+    parts = [part for run in runs if (part := [lesson for lesson in run if lesson.known == known])]
+    start = torch.from_numpy(present.copy())
+    weights = start.clone().requires_grad_()
+    optimizer = torch.optim.LBFGS([weights], max_iter=300, line_search_fn="strong_wolfe")
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = PULL * (weights - start).square().sum() + sum(loss(weights, part) for part in parts) / len(parts)
+        value.backward()
+        return value
+
+    if parts:
+        optimizer.step(step)
+        before, after = (float(sum(loss(at, part) for part in parts)) / len(parts) for at in (start, weights.detach()))
+        print(f"{known} tokens known: {sum(map(len, parts))} nodes, loss {before:.4f} to {after:.4f}", file=sys.stderr)
+    return weights.detach().numpy()
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--run", nargs=2, action="append", default=[], metavar=("MODEL", "PROMPTS"), help="what to decode with what")
+    add("--recordings", nargs="+", type=Path, default=[], help="recorded answers to replay")
+    add("--tokenizer", type=Path, help="as for `lookahead bench replay`")
+    add("--limit", type=int, default=40, help="prompts of each run (40)")
+    add("--skip", type=int, default=0, help="first prompts of each file that are left out (0)")
+    add("--max-new-tokens", type=int, default=128, help="tokens of each (128)")
+    add("--nodes", type=int, default=32, help="nodes of a step (32)")
+    options = parser.parse_args()
+    runs = [decode(name, Path(prompts), options) for name, prompts in options.run]
+    if options.recordings:
+        across = (False, True)
+        runs.append([one for path in options.recordings for way in across for one in replay_file(path, way, options)])
+    memory = text_memory() if options.recordings else DraftMemory()
+    fitted = [fit(runs, known, row) for known, row in enumerate(memory.weights.values)]
+    for column, name in enumerate(feature_names(memory.ngrams.orders)):
+        print(f'    "{name}": ({", ".join(f"{row[column] + 0.0:.2f}" for row in fitted)}),'.replace("-0.00", "0.00"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

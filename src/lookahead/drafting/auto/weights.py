@@ -1,0 +1,147 @@
+"""How likely each proposal is, from the evidence of the sources: a conditional logit with constant weights.
+
+Token t scores s(t) = w · x(t), "none of those proposed" scores a constant b, and the probabilities are their softmax.
+The features x(t) are the log-probability that the memory gives t after the last 1, 2, ... tokens; the class of the
+longest context match that t follows (one of eight is 1, the others 0); half the number of further matches that it
+follows; the log-probability that the neighbours of an unknown last token give it; and the one that rejected-sibling
+continuations give it after the root. There is one set of w and b for each length of the longest context that the memory
+knows, so the lengths are blended, not just backed off from.
+
+Both tables were fitted by `benchmarks/fit_weights.py`, whose module docstring has the commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.core.compiled import inner
+from lookahead.drafting.auto.context_matches import MATCH_CLASSES
+from lookahead.drafting.auto.proposals import Proposals
+
+NOTHING = "nothing"
+"""All tokens that no source proposed; its weight b is in column 0."""
+
+MATCHES = tuple(f"match of {length} tokens" for length in MATCH_CLASSES)
+FURTHER_MATCHES, NEIGHBOURS, SIBLINGS = "further matches", "neighbours", "rejected siblings"
+
+MODEL_WEIGHTS: dict[str, tuple[float, ...]] = {
+    "nothing": (0.12, -1.47, -3.02, -2.67, -3.24),
+    "after 1 token": (0.00, 0.94, 0.65, 0.55, 0.47),
+    "after 2 tokens": (0.00, 0.00, 0.38, 0.09, 0.09),
+    "after 3 tokens": (0.00, 0.00, 0.00, 0.32, 0.10),
+    "after 4 tokens": (0.00, 0.00, 0.00, 0.00, 0.37),
+    "match of 2 tokens": (3.27, 2.49, 1.43, 1.42, 1.34),
+    "match of 3 tokens": (1.71, 2.78, 2.53, 2.03, 1.74),
+    "match of 4 tokens": (3.07, 3.38, 3.28, 2.56, 2.14),
+    "match of 6 tokens": (4.09, 3.23, 3.33, 3.47, 2.38),
+    "match of 9 tokens": (2.44, 4.94, 4.69, 4.51, 2.73),
+    "match of 16 tokens": (2.13, 5.78, 5.62, 5.73, 4.00),
+    "match of 24 tokens": (1.43, 4.85, 4.88, 4.81, 4.57),
+    "match of 32 tokens": (6.59, 6.59, 6.59, 6.59, 5.97),
+    "further matches": (0.44, 0.50, -0.15, -0.03, -0.09),
+    "neighbours": (0.54, 0.45, 0.45, 0.45, 0.45),
+    "rejected siblings": (0.10, 0.00, -0.06, -0.04, 0.02),
+}
+"""Where the memory holds a model's predictions: by feature, for each length of the longest known context, 0 to 4."""
+
+TEXT_WEIGHTS: dict[str, tuple[float, ...]] = {
+    "nothing": (2.49, 0.42, -0.47, -1.34, -1.57, -1.98, -2.44),
+    "after 1 token": (0.00, 0.51, 0.29, 0.32, 0.20, 0.11, -0.05),
+    "after 2 tokens": (0.00, 0.00, 0.18, 0.13, 0.14, 0.12, -0.03),
+    "after 3 tokens": (0.00, 0.00, 0.00, 0.14, 0.11, 0.19, 0.15),
+    "after 4 tokens": (0.00, 0.00, 0.00, 0.00, 0.04, -0.08, 0.03),
+    "after 5 tokens": (0.00, 0.00, 0.00, 0.00, 0.00, 0.16, 0.03),
+    "after 6 tokens": (0.00, 0.00, 0.00, 0.00, 0.00, 0.00, 0.35),
+    "match of 2 tokens": (3.75, 2.49, 0.35, 0.67, 0.65, 0.98, 1.24),
+    "match of 3 tokens": (3.47, 2.78, 2.53, 0.25, 1.33, 0.57, 1.61),
+    "match of 4 tokens": (4.54, 3.38, 3.28, 2.53, 0.37, 0.22, 1.66),
+    "match of 6 tokens": (4.85, 3.23, 3.33, 3.47, 2.48, 2.48, 0.02),
+    "match of 9 tokens": (5.58, 4.94, 4.69, 4.51, 3.42, 3.42, 0.93),
+    "match of 16 tokens": (5.77, 5.78, 5.62, 5.73, 4.88, 4.88, 3.14),
+    "match of 24 tokens": (4.91, 4.85, 4.88, 4.81, 4.90, 4.90, 3.52),
+    "match of 32 tokens": (6.59, 6.59, 6.59, 6.59, 6.66, 6.66, 3.71),
+    "further matches": (0.44, 0.50, 0.16, 0.33, 0.29, 1.60, -0.01),
+    "neighbours": (0.45, 0.45, 0.45, 0.45, 0.45, 0.45, 0.45),
+    "rejected siblings": (0.12, 0.03, 0.01, -0.02, -0.02, -0.02, -0.02),
+}
+"""Where it holds what followed in texts, of which no predictions are known: for lengths 0 to 6."""
+
+
+class Columns(NamedTuple):
+    """The first column of the memory, of matches, and those of the other sources."""
+
+    memory: int
+    matches: int
+    neighbours: int
+    siblings: int
+
+
+def context_name(length: int) -> str:
+    """The feature of what the memory says after contexts of so many tokens."""
+    return f"after {length} token{'s' if length > 1 else ''}"
+
+
+def feature_names(orders: int) -> list[str]:
+    """The feature of each column, for a memory of contexts of up to `orders` tokens."""
+    contexts = [context_name(length) for length in range(1, orders + 1)]
+    return [NOTHING, *contexts, *MATCHES, FURTHER_MATCHES, NEIGHBOURS, SIBLINGS]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of all features.
+
+    Attributes:
+        values: `[orders + 1, columns]` float64: b in column 0, and w, for each length of the longest known context, 0
+            included.
+        columns: Where the features of each source are.
+    """
+
+    values: NDArray[np.float64]
+    columns: Columns
+
+
+def build_weights(orders: int, table: Mapping[str, Sequence[float]] = MODEL_WEIGHTS) -> Weights:
+    """The weights of a table for a memory of contexts of up to `orders` tokens.
+
+    Where contexts are longer than those of the table, the longest one counts as the longest of the table does.
+    """
+    names, longest = feature_names(orders), len(table[NOTHING]) - 1
+    rows = np.minimum(np.arange(orders + 1), longest)
+    unknown = (0.0,) * (longest + 1)
+    values = np.stack([np.array(table.get(name, unknown))[rows] for name in names], axis=1)
+    for known in range(longest + 1, orders + 1):
+        values[known, known], values[known, longest] = values[known, longest], 0.0
+    columns = Columns(*(names.index(name) for name in (context_name(1), MATCHES[0], NEIGHBOURS, SIBLINGS)))
+    return Weights(values, columns)
+
+
+@inner
+def estimate(begin: int, end: int, known: int, weights: NDArray[np.float64], proposals: Proposals) -> None:
+    """Write the probabilities of the proposals of one node, from `begin` to before `end`.
+
+    A token that a source lists is at least as likely as the source's record has it (`proposals.least`). `known` is the
+    length of the longest context of the node that the memory knows.
+    """
+    nothing = weights[known, 0]
+    top = nothing
+    for row in range(begin, end):
+        score = 0.0
+        for column in range(1, proposals.features.shape[1]):
+            score += proposals.features[row, column] * weights[known, column]
+        proposals.estimates[row] = score
+        if proposals.features[row, 0] == 0:
+            top = max(top, score)
+    mass = exp(nothing - top)
+    for row in range(begin, end):
+        is_weighed = proposals.features[row, 0] == 0
+        proposals.estimates[row] = exp(proposals.estimates[row] - top) if is_weighed else 0.0
+        mass += proposals.estimates[row]
+    for row in range(begin, end):
+        proposals.estimates[row] = max(proposals.estimates[row] / mass, proposals.least[row])
