@@ -16,7 +16,6 @@ import torch
 
 from lookahead.api.prompt_warm_up import MOST_READ
 from lookahead.backends.transformers import ModelRunner, engine_model
-from lookahead.backends.transformers.model_state import neighbours
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.bench.machine import describe_machine
@@ -28,7 +27,7 @@ from lookahead.bench.suite import MethodSpec, TaskSpec
 from lookahead.cli import process
 from lookahead.core.decoder import Batch, decode
 from lookahead.core.statistics import Statistics
-from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, EmbeddingNeighbours, NGramMemory
+from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, NGramMemory
 from probe import Probe, Unit, load_model, option
 
 PLAIN = MethodSpec("transformers")
@@ -56,7 +55,6 @@ class Variant:
         orders: Longest context of the n-gram memory; 0 for no memory.
         explores: Try recent predictions with the nodes that are left.
         keeps: Keep the memory from prompt to prompt.
-        neighbours: Draft from the neighbours of unknown tokens.
         continuations: Draft from what followed the tokens that stood in the root's place.
         warm_up: Most tokens of the prompt that are read.
         old_share: How far the prediction after a single token keeps what it was.
@@ -66,7 +64,6 @@ class Variant:
     orders: int = 4
     explores: bool = True
     keeps: bool = False
-    neighbours: bool = True
     continuations: bool = True
     warm_up: int = MOST_READ
     old_share: float = 0.3
@@ -77,15 +74,14 @@ class Variant:
             return None
         return DraftMemory(NGramMemory(self.orders, old_share=self.old_share))
 
-    def drafter(self, nodes: int, memory: DraftMemory | None, neighbours: EmbeddingNeighbours | None) -> AutoDrafter:
-        """A drafter for one text, with so many nodes a step; `neighbours` are those of the model."""
+    def drafter(self, nodes: int, memory: DraftMemory | None) -> AutoDrafter:
+        """A drafter for one text, with so many nodes a step."""
         return AutoDrafter(
             memory,
             ContextMatches() if self.matches else None,
             nodes,
             explore=self.explores,
             warm_up=self.warm_up if self.orders else 0,
-            neighbours=neighbours if self.neighbours and self.orders else None,
             continuations=self.continuations,
         )
 
@@ -97,11 +93,10 @@ VARIANTS: dict[str, Variant] = {
     "contexts of 1 token": Variant(orders=1),
     "contexts of 1 to 3 tokens": Variant(orders=3),
     "no exploring": Variant(explores=False),
-    "no embedding neighbours": Variant(neighbours=False),
     "no rejected-sibling continuations": Variant(continuations=False),
     "prompt not read": Variant(warm_up=0),
     "newest prediction alone after one token": Variant(old_share=0.0),
-    "none of these four": Variant(neighbours=False, continuations=False, warm_up=0, old_share=0.0),
+    "none of these three": Variant(continuations=False, warm_up=0, old_share=0.0),
     "memory kept across prompts": Variant(keeps=True),
 }
 
@@ -152,7 +147,7 @@ class Ablation:
         memory = variant.memory() if method.name not in self.kept else self.kept[method.name]
         if variant.keeps:
             self.kept[method.name] = memory
-        drafter = variant.drafter(method.nodes, memory, neighbours(self.loaded.model))
+        drafter = variant.drafter(method.nodes, memory)
         return decode_with(drafter, self.loaded.model, input_ids, self.task.max_new_tokens)
 
 

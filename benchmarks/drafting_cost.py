@@ -29,11 +29,9 @@ from lookahead.drafting import (
     AutoDrafter,
     ContextMatches,
     DraftMemory,
-    EmbeddingNeighbours,
     StepResult,
     ThroughputBudget,
 )
-from lookahead.drafting.auto.embedding_neighbours import COORDINATES
 from lookahead.errors import InvalidArgumentError
 from probe import Probe, Unit, option
 
@@ -187,24 +185,19 @@ class PartTimes:
         setattr(holder, method, timed)
 
 
-def new_drafter(memory: DraftMemory, nodes: int, chooses: bool, neighbours: EmbeddingNeighbours) -> AutoDrafter:
+def new_drafter(memory: DraftMemory, nodes: int, chooses: bool) -> AutoDrafter:
     """A drafter as `preset="auto"` has it, with a `step_budget` or with one that chooses."""
     budget, most = (ChosenBudget(nodes), MOST_CHOSEN_NODES) if chooses else (nodes, nodes)
-    return AutoDrafter(memory, ContextMatches(), budget, most, neighbours=neighbours)
+    return AutoDrafter(memory, ContextMatches(), budget, most)
 
 
-def some_neighbours(vocabulary: int) -> EmbeddingNeighbours:
-    """As many as a model has, of no particular kind: who is near does not change what asking takes."""
-    return EmbeddingNeighbours(np.random.default_rng(0).standard_normal((vocabulary, COORDINATES), dtype=np.float32))
-
-
-def time_steps(vocabulary: int, nodes: int, chooses: bool, texts: int, neighbours: EmbeddingNeighbours) -> Row:
+def time_steps(vocabulary: int, nodes: int, chooses: bool, texts: int) -> Row:
     """Medians of the microseconds that drafting takes in a step, as a whole and by its parts."""
     proposing, observing, sent = [], [], []
     steps: list[dict[str, int]] = []
     model, memory, accepted = HashedModel(vocabulary), DraftMemory(), 0
     for seed in range(2 * texts):
-        drafter = new_drafter(memory, nodes, chooses, neighbours)
+        drafter = new_drafter(memory, nodes, chooses)
         times = PartTimes(drafter) if seed % 2 else None  # clocks take time as well: the whole is timed without them
         text = Text(model, drafter, seed)
         for step in range(WARM_UP_STEPS + TEXT_STEPS):
@@ -283,9 +276,8 @@ def probe(options: Options) -> Probe:
     vocabulary, texts = options.vocabulary, options.texts
     if vocabulary % TOP_K:
         raise InvalidArgumentError(f"--vocabulary {vocabulary} must be a multiple of {TOP_K}")
-    neighbours = some_neighbours(vocabulary)
     units = [
-        Unit(f"steps, {nodes}, {name}", lambda n=nodes, c=chooses: [time_steps(vocabulary, n, c, texts, neighbours)])
+        Unit(f"steps, {nodes}, {name}", lambda n=nodes, c=chooses: [time_steps(vocabulary, n, c, texts)])
         for name, chooses in (("fixed", False), ("chosen", True))
         for nodes in (32, 64)
     ]

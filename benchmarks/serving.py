@@ -32,7 +32,7 @@ import lookahead
 from forced_text import Case, Forced, read_cases
 from forced_text import Options as ForcedOptions
 from lookahead import Engine, LookaheadConfig, RequestHandle
-from lookahead.backends.transformers.model_state import neighbours, state_of
+from lookahead.backends.transformers.model_state import state_of
 from lookahead.bench.rows import Row
 from lookahead.drafting import DraftMemory, build_drafter
 from probe import Probe, Unit, generate, load_model, option, prompts_of, token_ids
@@ -222,7 +222,7 @@ class Serving:
             return LookaheadConfig(preset="autoregressive")
         nodes = int(name.split()[0]) + 1
         drafting = LookaheadConfig(step_budget=nodes)
-        make = partial(build_drafter, drafting, memory=DraftMemory(), neighbours=neighbours(self._model))
+        make = partial(build_drafter, drafting, memory=DraftMemory())
         return LookaheadConfig(drafter=make, step_budget=nodes)
 
     def _batches(self, drafted: bool, load: int) -> Texts:

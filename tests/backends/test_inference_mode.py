@@ -21,7 +21,7 @@ CONFIGS: list[dict[str, Any]] = [
     {},
     {"preset": "paper"},
     {"engine": "static"},
-    {"memory": "process"},  # the n-gram memory, what was learned about acceptance, and the neighbours as well
+    {"memory": "process"},  # the n-gram memory as well
 ]
 
 

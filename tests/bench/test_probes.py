@@ -275,7 +275,7 @@ PROMPT = [5, 8, 2, 5, 8, 2, 5]
 def test_every_variant_gives_the_same_text(name: str) -> None:
     variant, model = ablation.VARIANTS[name], build("llama", seed=0)
     for nodes in (12, 40):
-        drafter = variant.drafter(nodes, variant.memory(), None)
+        drafter = variant.drafter(nodes, variant.memory())
         run = ablation.decode_with(drafter, model, torch.tensor([PROMPT]), 40)
         assert tuple(run.output) == greedy(model, tuple(PROMPT), 40)
         assert max(run.nodes_per_step) <= nodes

@@ -28,7 +28,6 @@ from lookahead.backends.transformers.model_state import (
     draft_account,
     draft_memory,
     keep_memory,
-    neighbours,
     release_memory,
 )
 from lookahead.backends.transformers.sampler import TextSampler
@@ -223,18 +222,17 @@ class Request:
         config = shielded(self._config, self._prompts.input_ids.device)
         if pool is None and config.share_pool:
             pool = NGramPool(config.ngram_size, config.guess_set_size)
-        nearest = neighbours(self._model) if self._memory is not None else None
         common = None if self._packed is None else self._packed.shared
         adaptive = common is not None or (account is not None and account.adaptive)
         reads = account is None or account.reads_prompts
         read = [warm_up_tokens(self._model, len(row), adaptive) if reads else 0 for row in self._prompts.tokens]
         known = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
         if self._resources.chains:
-            shared = (config, self._memory, account, nearest)
+            shared = (config, self._memory, account)
             rows = zip(read, self._predicted, strict=True)
             return [build_chain_drafter(*shared, tokens, known, predicted) for tokens, predicted in rows]
         most = self._resources.most_nodes
-        arguments = (config, pool, self._memory, account, nearest)
+        arguments = (config, pool, self._memory, account)
         return [
             build_drafter(
                 *arguments, tokens, most, known, predicted=predicted, budget=None if common is None else common.row()

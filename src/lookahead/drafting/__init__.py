@@ -11,7 +11,6 @@ from lookahead.core.outputs import StepResult
 from lookahead.drafting.auto.context_matches import ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
-from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
 from lookahead.drafting.auto.ngram_memory import NGramMemory
 from lookahead.drafting.auto.predicted_text import PredictedText, text_sources
 from lookahead.drafting.auto.source import CheckedSource, Source, TokenPaths
@@ -32,7 +31,6 @@ __all__ = [
     "ContextMatches",
     "DraftMemory",
     "Drafter",
-    "EmbeddingNeighbours",
     "JacobiBlockDrafter",
     "JacobiWindow",
     "NGramMemory",
@@ -60,7 +58,6 @@ def build_drafter(
     pool: NGramPool | None = None,
     memory: DraftMemory | None = None,
     account: DraftAccount | None = None,
-    neighbours: EmbeddingNeighbours | None = None,
     warm_up: int = 0,
     most: int = MAX_NODES_PER_STEP,
     vocabulary: int | None = None,
@@ -75,7 +72,6 @@ def build_drafter(
         memory: The memory that `"auto"` drafts from and fills; a new one if not given.
         account: What steps cost and bring, for `"auto"` without a `step_budget`; `FIXED_BUDGET` nodes a step if not
             given.
-        neighbours: Which tokens of the model resemble each other, for `"auto"`; unknown if not given.
         warm_up: How many of the last tokens of the prompt `"auto"` has the model's predictions read of.
         most: Nodes of a step at most, the root included, whatever the configuration or the costs allow.
         vocabulary: Tokens that the model knows, which drafters and sources of a user's own are held to.
@@ -101,7 +97,7 @@ def build_drafter(
             matches, own = text_sources(predicted, *users)
             parts = (known, matches, chooses)
             cap = min(most, MOST_CHOSEN_NODES)
-            return AutoDrafter(*parts, cap, warm_up=warm_up, neighbours=neighbours, sources=own)
+            return AutoDrafter(*parts, cap, warm_up=warm_up, sources=own)
 
         # User-defined sources observe every step.
         if users or predicted is not None or isinstance(chooses, int):
@@ -123,7 +119,6 @@ def build_chain_drafter(
     config: LookaheadConfig,
     memory: DraftMemory | None = None,
     account: DraftAccount | None = None,
-    neighbours: EmbeddingNeighbours | None = None,
     warm_up: int = 0,
     vocabulary: int | None = None,
     predicted: PredictedText | None = None,
@@ -153,7 +148,7 @@ def build_chain_drafter(
     memory = memory or DraftMemory()
     matches, own = text_sources(predicted, *_own_sources(config, vocabulary))
     parts = (memory, matches, sketched)
-    return ChainDrafter(AutoDrafter(*parts, warm_up=warm_up, explore=False, neighbours=neighbours, sources=own), budget)
+    return ChainDrafter(AutoDrafter(*parts, warm_up=warm_up, explore=False, sources=own), budget)
 
 
 def _own_sources(config: LookaheadConfig, vocabulary: int | None) -> list[CheckedSource]:

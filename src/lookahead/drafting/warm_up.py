@@ -16,7 +16,6 @@ from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.context_matches import ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
-from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
 from lookahead.drafting.auto.ngram_memory import NGramMemory
 from lookahead.drafting.auto.path_batch import PathBatch
 from lookahead.drafting.auto.path_lessons import VerifiedPaths
@@ -40,8 +39,7 @@ def compile_loops() -> None:
     _choose()
     mix_in(0, np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.float32), 0.5)
     memory = DraftMemory(NGramMemory(16, 2, 4))
-    embedding = np.eye(_VOCABULARY, dtype=np.float32)
-    drafter = AutoDrafter(memory, ContextMatches(16), _NODES, neighbours=EmbeddingNeighbours(embedding))
+    drafter = AutoDrafter(memory, ContextMatches(16), _NODES)
     drafter.start([0, 1, 2])
     for step in range(_STEPS):
         tree = TokenTree([step])

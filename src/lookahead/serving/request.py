@@ -30,7 +30,7 @@ from lookahead.api.stopping import StopRule, last_lengths
 from lookahead.api.streaming import StreamFeeder
 from lookahead.api.text_limits import check_length
 from lookahead.backends.transformers.invariant.modules import least_rows
-from lookahead.backends.transformers.model_state import draft_memory, keep_memory, neighbours
+from lookahead.backends.transformers.model_state import draft_memory, keep_memory
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.config import LookaheadConfig
@@ -183,7 +183,6 @@ class Request:
             build_drafter(
                 config,
                 memory=self._memory,
-                neighbours=neighbours(model) if shares else None,
                 vocabulary=getattr(model.get_input_embeddings(), "num_embeddings", None),
                 warm_up=warm_up_tokens(model, len(tokens), config.chooses_nodes) if shares else 0,
                 most=self.most_nodes,

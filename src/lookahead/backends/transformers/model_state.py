@@ -19,8 +19,7 @@ from lookahead.backends.transformers.identity import model_identity
 from lookahead.config import MEMORY_SCOPES, LookaheadConfig
 from lookahead.core.cost_model import CostModel
 from lookahead.core.draft_account import DraftAccount
-from lookahead.drafting import DraftMemory, EmbeddingNeighbours, NGramMemory
-from lookahead.drafting.auto.embedding_neighbours import COORDINATES
+from lookahead.drafting import DraftMemory, NGramMemory
 from lookahead.drafting.memory_file import MemoryFile
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 
@@ -58,7 +57,6 @@ class ModelState:
         spare: The n-gram memory of a call that has ended, for the next one to begin anew.
         files: Open memory files, by path.
         layer_weights: How many weights there are beside the embeddings of tokens, once that was asked for.
-        neighbours: Its embedding neighbours, once they were asked for; none or one.
         limits: What its configuration says of masks, positions and places, and the values that it had.
         equivalence: What was found of its kind lately, and the attention and the configuration that it is about.
     """
@@ -74,7 +72,6 @@ class ModelState:
     spare: NGramMemory | None = None
     files: dict[str, MemoryFile] = field(default_factory=dict)
     layer_weights: int | None = None
-    neighbours: list[EmbeddingNeighbours | None] = field(default_factory=list)
     limits: dict[bool, tuple[dict[str, object], tuple[MaskBuilder, PositionLimit, SlotLimit]]] = field(
         default_factory=dict
     )
@@ -126,29 +123,6 @@ def _stored_costs(model: PreTrainedModel, config: LookaheadConfig) -> CostModel:
     """What `lookahead tune` measured, else a first guess."""
     stored = CostStore().load(describe_setting(model, engine_setting(config)))
     return first_guess(model, config.pack_weights) if stored is None else stored.cost
-
-
-def neighbours(model: PreTrainedModel) -> EmbeddingNeighbours | None:
-    """The nearest neighbours of each token in the input embedding of `model`, computed once.
-
-    Returns:
-        `None` where the embedding cannot be read as plain numbers: quantised, shared out among processes, not loaded.
-    """
-    state = state_of(model)
-    with state.lock:
-        if not state.neighbours:
-            state.neighbours.append(_make_neighbours(getattr(model.get_input_embeddings(), "weight", None)))
-        return state.neighbours[0]
-
-
-def _make_neighbours(weight: object) -> EmbeddingNeighbours | None:
-    if type(weight) not in (torch.Tensor, torch.nn.Parameter):
-        return None
-    assert isinstance(weight, torch.Tensor)
-    if weight.is_meta or weight.ndim != 2 or not weight.is_floating_point():
-        return None
-    step = max(1, weight.shape[1] // COORDINATES)
-    return EmbeddingNeighbours(weight.detach()[:, ::step][:, :COORDINATES].float().cpu().numpy())
 
 
 def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory:

@@ -16,10 +16,9 @@ from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import CERTAIN, Explanation, Origin
 from lookahead.drafting.auto.context_matches import LONGEST, ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.embedding_neighbours import EmbeddingNeighbours
 from lookahead.drafting.auto.ngram_memory import NGramMemory, write_contexts
 from lookahead.drafting.auto.permits import Permits
-from lookahead.drafting.auto.recent_predictions import RecentPredictions
+from lookahead.drafting.auto.recent_predictions import NOTHING_RECENT, RecentPredictions
 from lookahead.drafting.auto.rejected_siblings import RejectedSiblings
 from lookahead.drafting.auto.search import SUREST, TreeSearch
 from lookahead.drafting.auto.source import Source
@@ -53,7 +52,6 @@ class AutoDrafter:
         warm_up: How many of the last tokens of the prompt are read like drafted ones when it is sent, so that the
             memory begins with what the model predicts there. Costs the vocabulary projection of as many tokens.
         explore: Try recent predictions with the nodes that are left.
-        neighbours: Which tokens resemble each other, so that what is unknown can be drafted; none do if not given.
         continuations: Draft after the root what the model said after the tokens that were tried in its place.
         sources: What else lists paths before each step; each serves this sequence alone.
         surest: Highest probability that a token is given after another.
@@ -72,7 +70,6 @@ class AutoDrafter:
         most: int = MOST_CHOSEN_NODES,
         warm_up: int = 0,
         explore: bool = True,
-        neighbours: EmbeddingNeighbours | None = None,
         continuations: bool = True,
         sources: Sequence[Source] = (),
         surest: float = SUREST,
@@ -87,15 +84,15 @@ class AutoDrafter:
         self._most = most - 1
         self._kept = self._most + chain
         self._read_prompt = warm_up
-        self._recent = RecentPredictions(explore)
-        self._notes_predictions = explore or neighbours is not None
+        self._recent = RecentPredictions()
+        self._explores = explore
         self._permits = Permits(sources)
         self._sure: Any = next((source for source in sources if getattr(source, "certain", None) is not None), None)
         self._certain = 0  # tokens of this step's tree that are part of the text already
         self._searched = self._most * (_SEARCHED_WHERE_FORBIDDEN if self._permits.asks else 1)
         names = [source.name for source in sources]
         with self.memory.lock:
-            self._search = TreeSearch(self._searched, self.memory, neighbours, names, surest, chain)
+            self._search = TreeSearch(self._searched, self.memory, names, surest, chain)
         self._takes_continuations = continuations
         self._siblings = RejectedSiblings(self._search.nodes, self.memory.ngrams.top_k)
         self._sources: list[Source] = [self._siblings, *sources]
@@ -172,7 +169,8 @@ class AutoDrafter:
             tree.needs_logits[node] = True
         matches = self._no_text if self.matches is None else self.matches
         paths = [source.propose() for source in self._sources]
-        sources = self._search.ask(matches, paths, self._recent.arrays(trusted=not self._trust.is_lost))
+        tries = self._explores and not self._trust.is_lost
+        sources = self._search.ask(matches, paths, self._recent.arrays() if tries else NOTHING_RECENT)
         least = self.budget.least
         # Nodes that the budget will not take need not be searched: it says so, or the last step shows how many that is.
         limit = self._searched if least else min(self._wanted, self._searched)
@@ -290,6 +288,6 @@ class AutoDrafter:
         texts = (np.array(before, dtype=np.int64), np.array(tree.tokens), np.array(tree.parents))
         write_contexts(*loop_arrays(*texts, read, contexts))
         self.memory.ngrams.insert(contexts, top_ids[read], top_probabilities[read])
-        if self._notes_predictions:
+        if self._explores:
             likeliest = top_ids[read, :2].T.ravel()
             self._recent.note(likeliest[likeliest >= 0].tolist())

@@ -9,12 +9,12 @@ import numpy as np
 from lookahead.core.watching import Origin
 from lookahead.drafting.auto.context_matches import LONGEST, MATCH_CLASSES
 from lookahead.drafting.auto.listed_paths import ListedArrays
-from lookahead.drafting.auto.proposals import UNLISTED_LOG, Nodes, Proposals
-from lookahead.drafting.auto.weights import FURTHER_MATCHES, NEIGHBOURS, SIBLINGS, Columns
+from lookahead.drafting.auto.proposals import Nodes, Proposals
+from lookahead.drafting.auto.weights import FURTHER_MATCHES, SIBLINGS, Columns
 
 RECENT = "recent prediction"
 
-_SHOWN = {NEIGHBOURS: "embedding neighbour", SIBLINGS: "rejected sibling"}
+_SHOWN = {SIBLINGS: "rejected sibling"}
 
 
 def origin_of(
@@ -54,8 +54,6 @@ def _evidence(row: int, proposals: Proposals, columns: Columns) -> Iterator[tupl
             yield least, f"context match, {_match_length(index)}"
             if further:
                 yield 0.25, FURTHER_MATCHES
-    if UNLISTED_LOG < features[columns.neighbours] < 0:
-        yield 0.5, _SHOWN[NEIGHBOURS]
 
 
 def _listing(node: int, nodes: Nodes, listed: ListedArrays, names: Sequence[str]) -> Iterator[str]:

@@ -27,19 +27,15 @@ class RecentArrays(NamedTuple):
     probabilities: NDArray[np.float64]
 
 
-_NOTHING = RecentArrays(np.zeros(0, dtype=np.int64), np.zeros(0))
+NOTHING_RECENT = RecentArrays(np.zeros(0, dtype=np.int64), np.zeros(0))
 
 
 class RecentPredictions:
-    """The tokens of the end of the prompt, and what the model predicted since, each once.
+    """The tokens of the end of the prompt, and what the model predicted since, each once."""
 
-    Args:
-        tried: Try them after the root. If not, they only tell which tokens the memory may know.
-    """
-
-    def __init__(self, tried: bool) -> None:
+    def __init__(self) -> None:
         self._tokens: list[int] = []  # the latest first
-        self._probabilities = 0.001 / np.arange(4, 4 + MOST_TRIED if tried else 4, dtype=np.float64)
+        self._probabilities = 0.001 / np.arange(4, 4 + MOST_TRIED, dtype=np.float64)
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a text."""
@@ -50,10 +46,8 @@ class RecentPredictions:
         """Put the tokens, the latest first, before all others."""
         self._tokens = list(dict.fromkeys([*tokens, *self._tokens]))[:_LATEST]
 
-    def arrays(self, trusted: bool = True) -> RecentArrays:
-        """What compiled loops read: nothing where what the model predicts is not what is selected."""
-        if not trusted:
-            return _NOTHING
+    def arrays(self) -> RecentArrays:
+        """What compiled loops read."""
         return RecentArrays(np.array(self._tokens, dtype=np.int64), self._probabilities)
 
 

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import compiled, loop_arrays, loop_tuple
+from lookahead.core.compiled import compiled, inner, loop_arrays, loop_tuple
 from lookahead.core.outputs import StepResult
-from lookahead.drafting.auto.embedding_neighbours import NEAREST, add_share, rank_shares
 from lookahead.drafting.auto.proposals import MOST_LISTED, Nodes
 from lookahead.drafting.auto.source import NO_PATHS, TokenPaths
+
+_MOST_SIBLINGS = 16
+"""Siblings of which all that follows them finds room."""
 
 _AFTER_ROOT = np.full(MOST_LISTED, -1, dtype=np.int64)
 
@@ -32,8 +34,8 @@ class RejectedSiblings:
     def __init__(self, nodes: Nodes, top_k: int) -> None:
         self._nodes = nodes
         self._paths = NO_PATHS
-        self._followers = np.zeros(NEAREST * top_k, dtype=np.int64)
-        self._shares = np.zeros(NEAREST * top_k)
+        self._followers = np.zeros(_MOST_SIBLINGS * top_k, dtype=np.int64)
+        self._shares = np.zeros(_MOST_SIBLINGS * top_k)
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence: nothing was tried yet."""
@@ -90,3 +92,38 @@ def _collect(
         total += shares[index]
     rank_shares(count, total, followers, shares)
     return count
+
+
+@inner
+def add_share(token: int, share: float, count: int, followers: NDArray[np.int64], shares: NDArray[np.float64]) -> int:
+    """Add to the share of a token among the first `count` followers; one that does not fit is left out.
+
+    Returns:
+        How many followers there are now.
+    """
+    place = 0
+    while place < count and followers[place] != token:
+        place += 1
+    if place == len(followers):
+        return count
+    if place == count:
+        followers[place] = token
+        shares[place] = 0.0
+        count += 1
+    shares[place] += share
+    return count
+
+
+@inner
+def rank_shares(count: int, total: float, followers: NDArray[np.int64], shares: NDArray[np.float64]) -> None:
+    """Put the first `count` followers in the order of their shares of `total`, the largest first."""
+    for index in range(count):
+        token = followers[index]
+        share = shares[index] / total
+        at = index
+        while at > 0 and share > shares[at - 1]:
+            followers[at] = followers[at - 1]
+            shares[at] = shares[at - 1]
+            at -= 1
+        followers[at] = token
+        shares[at] = share

@@ -13,12 +13,6 @@ from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Origin
 from lookahead.drafting.auto.context_matches import LONGEST, SEARCHED, ContextMatches, MatchArrays, propose_matches
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.embedding_neighbours import (
-    EmbeddingNeighbours,
-    NeighbourArrays,
-    neighbour_arrays,
-    propose_neighbours,
-)
 from lookahead.drafting.auto.listed_paths import ListedArrays, ListedPaths, propose_listed
 from lookahead.drafting.auto.ngram_entries import Entries, propose_known
 from lookahead.drafting.auto.origins import origin_of
@@ -36,11 +30,6 @@ from lookahead.drafting.auto.recent_predictions import MOST_TRIED, RecentArrays,
 from lookahead.drafting.auto.source import TokenPaths
 from lookahead.drafting.auto.weights import SIBLINGS, Columns, estimate
 
-_LEAST_ASKING = 0.3
-"""How likely a node must be for neighbours to be looked for, which takes as long as adding several nodes; doing so
-for less likely nodes did not help."""
-
-
 LEAST_CHAINED = 0.001
 """A chain grows no further than to where it is accepted with this probability."""
 
@@ -53,7 +42,6 @@ class Sources(NamedTuple):
 
     entries: Entries
     matches: MatchArrays
-    neighbours: NeighbourArrays
     listed: ListedArrays
     recent: RecentArrays
     columns: Columns
@@ -67,7 +55,6 @@ class TreeSearch:
     Args:
         nodes: Most nodes below the root.
         memory: What to draft from.
-        neighbours: Which tokens resemble each other; none do if not given.
         sources: Names of the sources that list paths before each search, besides the rejected siblings.
         surest: Highest probability of a proposal.
         chain: Most levels that the best path is grown to, beyond these nodes.
@@ -83,7 +70,6 @@ class TreeSearch:
         self,
         nodes: int,
         memory: DraftMemory,
-        neighbours: EmbeddingNeighbours | None,
         sources: Sequence[str],
         surest: float = SUREST,
         chain: int = 0,
@@ -101,7 +87,6 @@ class TreeSearch:
         self.nodes = allocate_nodes(self._size)
         self.proposals = allocate_proposals(proposals, at_a_node + MOST_TRIED, self._weights.shape[1])
         self._entries = ngrams.entries
-        self._neighbours = neighbour_arrays(neighbours, ngrams.top_k)
         self.listed = ListedPaths(columns, self._size)
         self._queue = allocate_queue(proposals)
         self._context = np.zeros(LONGEST, dtype=np.int64)
@@ -125,7 +110,7 @@ class TreeSearch:
         """
         found = matches.arrays(self._size)
         listed = self.listed.fill(paths)
-        return Sources(self._entries, found, self._neighbours, listed, recent, self._columns)
+        return Sources(self._entries, found, listed, recent, self._columns)
 
     def search(
         self, text: Sequence[int] | NDArray[np.int64], most: int, room: int, sources: Sources, least: float = 0.0
@@ -197,9 +182,6 @@ def _propose(node: int, nodes: Nodes, proposals: Proposals, sources: Sources, co
     size = read_path(node, nodes, context)
     known = propose_known(node, context, size, proposals, sources.entries, sources.columns.memory)
     propose_matches(node, context, size, nodes, proposals, sources.matches, sources.columns.matches)
-    if known == 0 and nodes.probabilities[node] >= _LEAST_ASKING:
-        known_tokens, column = sources.recent.tokens, sources.columns.neighbours
-        propose_neighbours(node, known_tokens, nodes, proposals, sources.neighbours, sources.entries, column)
     propose_listed(node, nodes, proposals, sources.listed)
     return known
 

@@ -3,9 +3,8 @@
 Token t scores s(t) = w · x(t), "none of those proposed" scores a constant b, and the probabilities are their softmax.
 The features x(t) are the log-probability that the memory gives t after the last 1, 2, ... tokens; the class of the
 longest context match that t follows (one of eight is 1, the others 0); half the number of further matches that it
-follows; the log-probability that the neighbours of an unknown last token give it; and the one that rejected-sibling
-continuations give it after the root. There is one set of w and b for each length of the longest context that the memory
-knows, so the lengths are blended, not just backed off from.
+follows; and the log-probability that rejected-sibling continuations give it after the root. There is one set of w and b
+for each length of the longest context that the memory knows, so the lengths are blended, not just backed off from.
 
 Both tables were fitted by `benchmarks/fit_weights.py`, whose module docstring has the commands.
 """
@@ -28,7 +27,7 @@ NOTHING = "nothing"
 """All tokens that no source proposed; its weight b is in column 0."""
 
 MATCHES = tuple(f"match of {length} tokens" for length in MATCH_CLASSES)
-FURTHER_MATCHES, NEIGHBOURS, SIBLINGS = "further matches", "neighbours", "rejected siblings"
+FURTHER_MATCHES, SIBLINGS = "further matches", "rejected siblings"
 
 MODEL_WEIGHTS: dict[str, tuple[float, ...]] = {
     "nothing": (0.12, -1.47, -3.02, -2.67, -3.24),
@@ -45,7 +44,6 @@ MODEL_WEIGHTS: dict[str, tuple[float, ...]] = {
     "match of 24 tokens": (1.43, 4.85, 4.88, 4.81, 4.57),
     "match of 32 tokens": (6.59, 6.59, 6.59, 6.59, 5.97),
     "further matches": (0.44, 0.50, -0.15, -0.03, -0.09),
-    "neighbours": (0.54, 0.45, 0.45, 0.45, 0.45),
     "rejected siblings": (0.10, 0.00, -0.06, -0.04, 0.02),
 }
 """Where the memory holds a model's predictions: by feature, for each length of the longest known context, 0 to 4."""
@@ -67,18 +65,16 @@ TEXT_WEIGHTS: dict[str, tuple[float, ...]] = {
     "match of 24 tokens": (4.91, 4.85, 4.88, 4.81, 4.90, 4.90, 3.52),
     "match of 32 tokens": (6.59, 6.59, 6.59, 6.59, 6.66, 6.66, 3.71),
     "further matches": (0.44, 0.50, 0.16, 0.33, 0.29, 1.60, -0.01),
-    "neighbours": (0.45, 0.45, 0.45, 0.45, 0.45, 0.45, 0.45),
     "rejected siblings": (0.12, 0.03, 0.01, -0.02, -0.02, -0.02, -0.02),
 }
 """Where it holds what followed in texts, of which no predictions are known: for lengths 0 to 6."""
 
 
 class Columns(NamedTuple):
-    """The first column of the memory, of matches, and those of the other sources."""
+    """The first column of the memory, of matches, and that of rejected siblings."""
 
     memory: int
     matches: int
-    neighbours: int
     siblings: int
 
 
@@ -90,7 +86,7 @@ def context_name(length: int) -> str:
 def feature_names(orders: int) -> list[str]:
     """The feature of each column, for a memory of contexts of up to `orders` tokens."""
     contexts = [context_name(length) for length in range(1, orders + 1)]
-    return [NOTHING, *contexts, *MATCHES, FURTHER_MATCHES, NEIGHBOURS, SIBLINGS]
+    return [NOTHING, *contexts, *MATCHES, FURTHER_MATCHES, SIBLINGS]
 
 
 @dataclass(frozen=True)
@@ -118,7 +114,7 @@ def build_weights(orders: int, table: Mapping[str, Sequence[float]] = MODEL_WEIG
     values = np.stack([np.array(table.get(name, unknown))[rows] for name in names], axis=1)
     for known in range(longest + 1, orders + 1):
         values[known, known], values[known, longest] = values[known, longest], 0.0
-    columns = Columns(*(names.index(name) for name in (context_name(1), MATCHES[0], NEIGHBOURS, SIBLINGS)))
+    columns = Columns(*(names.index(name) for name in (context_name(1), MATCHES[0], SIBLINGS)))
     return Weights(values, columns)
 
 
