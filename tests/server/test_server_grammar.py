@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import copy
 from random import Random
 from typing import Any
 
@@ -14,7 +15,10 @@ import torch
 from openai import BadRequestError, OpenAI
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from lookahead.server.requests import FunctionTool
+from lookahead import LookaheadConfig
+from lookahead.server.errors import ApiError
+from lookahead.server.requests import FunctionTool, Message
+from lookahead.server.served_model import ServedModel
 from lookahead.server.text_builder import TextBuilder
 from lookahead.server.tools import CallSplitter, tool_grammar
 from random_schemas import random_schema
@@ -173,6 +177,24 @@ def test_there_is_one_call_where_several_are_not_wanted() -> None:
             matcher = llguidance.LLMatcher(tokens, tool_grammar([tool], required, parallel))
             text = tokens.tokenize_str(f"{one}\n{one}")
             assert (matcher.validate_tokens(text) == len(text)) is parallel
+
+
+def test_chat_templates_get_earlier_calls_as_objects(demo: Any) -> None:
+    model, tokenizer = demo
+    template = "{% for each in messages[0].tool_calls %}{{ each.function | tojson }};{% endfor %}{{ tools }}"
+    served = ServedModel("x", model, copy(tokenizer), None, LookaheadConfig())  # type: ignore[arg-type]
+    served.tokenizer.chat_template = template
+
+    def turn(*arguments: str) -> Message:
+        calls = [{"id": "1", "function": {"name": "f", "arguments": each}} for each in arguments]
+        return Message.model_validate({"role": "assistant", "tool_calls": calls})
+
+    text = tokenizer.decode(served.encode_chat([turn('{"a": {"b": [1, "x"]}}', "")]))
+    objects = ('{"name": "f", "arguments": {"a": {"b": [1, "x"]}}}', '{"name": "f", "arguments": {}}')
+    assert text.split(";")[:2] == list(objects)
+    for wrong in ('{"a": ', "[1]", '"text"'):
+        with pytest.raises(ApiError, match="no JSON object"):
+            served.encode_chat([turn(wrong)])
 
 
 def test_calls_are_told_from_text() -> None:

@@ -61,7 +61,11 @@ def test_an_answer_streams_with_its_steps(page: Page) -> None:
     expect(page.get_by_label("Message")).to_be_focused()
 
 
-def test_both_ways_side_by_side(page: Page) -> None:
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_both_ways_side_by_side(page: Page, temperature: str) -> None:
+    page.get_by_text("Settings").click()
+    page.get_by_label("Temperature").fill(temperature)
+    page.get_by_text("Settings").click()
     page.get_by_label("Also without lookahead").check()
     send(page)
     expect(page.get_by_role("status")).to_have_text("Done.")

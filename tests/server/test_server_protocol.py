@@ -226,6 +226,12 @@ def test_responses(client: OpenAI, demo: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     form = {"format": {"type": "json_schema", "name": "x", "schema": schema | {"additionalProperties": False}}}
     assert client.responses.create(**asked, text=form).output_text in ('{"a": true}', '{"a": false}')
+    history = [*TURN, *answer.output, {"role": "user", "content": "Go on."}]  # as the client's documentation does
+    plain = [*TURN, {"role": "assistant", "content": answer.output_text}, {"role": "user", "content": "Go on."}]
+    for input_ in (history, [*TURN, *(item.model_dump() for item in answer.output), history[-1]]):
+        told, same = (client.responses.create(**asked | {"input": each}) for each in (input_, plain))
+        assert told.output_text == same.output_text
+        assert told.usage.input_tokens == same.usage.input_tokens
     form = {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}
     for field, value in (
         ("store", True),
@@ -308,6 +314,10 @@ def test_other_models_and_bad_bodies(client: OpenAI, http: httpx.Client) -> None
         answer = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400
         assert answer.json()["error"]["message"]
+    told = http.post("/v1/completions", data={"model": "chatty"})  # as curl -d does
+    assert told.status_code == 415
+    assert "Content-Type: application/json" in told.json()["error"]["message"]
+    assert http.post("/v1/completions", content=b"{}", headers={"Content-Type": ""}).status_code == 415
     for depth in (100, 400):
         answer = http.post("/v1/chat/completions", content=deep(depth), headers={"Content-Type": "application/json"})
         assert answer.status_code == 400

@@ -56,7 +56,7 @@ def create_app(served: ServedModel, settings: ServerSettings) -> FastAPI:
     app = FastAPI(title="lookahead", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     _add_errors(app)
     metrics = Metrics(served.name)
-    service = Service(served, settings, metrics)
+    service = app.state.service = Service(served, settings, metrics)
     _add_gauges(metrics, served.engine)
     app.add_middleware(Guard, settings=settings, refused=metrics.refused, log=write_entry)
     _add_state(app, served, metrics)
@@ -171,6 +171,11 @@ def _chat_prompt(served: ServedModel, request: ChatRequest) -> list[int]:
     return served.encode_chat(request.messages, callable_tools(request))
 
 
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind.endswith(("/json", "+json"))
+
+
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -182,6 +187,9 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
+        sent = request.headers.get("content-type", "")
+        if not _is_json(sent):
+            return await api_error(request, errors.not_json(sent))
         return await api_error(request, errors.of_validation(list(error.errors())))
 
     @app.exception_handler(HTTPException)

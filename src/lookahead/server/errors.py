@@ -10,10 +10,12 @@ from lookahead.errors import LookaheadError, ModelChangedError
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
@@ -21,6 +23,9 @@ _TYPES = {
 
 
 _LONGEST_NAME = 100
+
+CLOSE = {"Connection": "close"}
+"""Header of an answer after which the connection is of no use."""
 
 
 class ApiError(Exception):
@@ -70,6 +75,16 @@ def of_library(error: LookaheadError) -> ApiError:
     if isinstance(error, ModelChangedError):
         return ApiError(503, str(error), None, "model_changed")
     return ApiError(400, str(error), None, "invalid_value")
+
+
+def not_json(content_type: str) -> ApiError:
+    """A body that is not sent as JSON, as curl does with `-d` alone."""
+    sent = f"as {content_type[:_LONGEST_NAME]!r}" if content_type else "without the header Content-Type"
+    return ApiError(
+        415,
+        f"the body is sent {sent}; send JSON with the header 'Content-Type: application/json' (curl: -H or --json)",
+        code="unsupported_media_type",
+    )
 
 
 def of_validation(details: list[dict[str, Any]]) -> ApiError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -155,7 +156,7 @@ class Message(Fields):
         return joined(self.content)
 
 
-def joined(content: str | list[TextPart]) -> str:
+def joined(content: str | Sequence[TextPart]) -> str:
     """The text of a content that may come in parts."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
@@ -253,12 +254,21 @@ class ChatRequest(TextRequest):
         return {"max_tokens": self.max_tokens, "max_completion_tokens": self.max_completion_tokens}
 
 
+class InputPart(TextPart):
+    """A piece of a message of the input of `/v1/responses`, which may be one of an earlier answer."""
+
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
 class InputMessage(Fields):
-    """A message of the input of `/v1/responses`."""
+    """A message of the input of `/v1/responses`, which may be an output item of an earlier answer."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | list[InputPart]
+    id: str | None = Field(default=None, max_length=256)
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class SchemaFormat(Fields):
@@ -306,7 +316,7 @@ class ResponsesRequest(Body):
         messages = (
             [Message(role="user", content=self.input)]
             if isinstance(self.input, str)
-            else [Message(role=message.role, content=message.content) for message in self.input]
+            else [Message(role=message.role, content=joined(message.content)) for message in self.input]
         )
         if self.instructions is not None:
             messages.insert(0, Message(role="system", content=self.instructions))

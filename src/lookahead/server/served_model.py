@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import ApiError, refused
 from lookahead.server.grammar import grammar_tokenizer
-from lookahead.server.requests import FunctionTool, Message
+from lookahead.server.requests import FunctionTool, Message, ToolCall
 from lookahead.server.token_bytes import token_bytes
 from lookahead.serving import Engine
 
@@ -143,8 +144,23 @@ def _turn(message: Message) -> dict[str, Any]:
     if message.tool_call_id is not None:
         turn["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
-        turn["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        turn["tool_calls"] = [_call(call) for call in message.tool_calls]
     return turn
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """An earlier call as chat templates take it: with its arguments as an object, which clients send as JSON."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise refused(
+            "messages",
+            f"messages: tool_calls has the arguments {call.function.arguments[:100]!r} of {call.function.name!r}, "
+            "which are no JSON object; send them as they were answered",
+        )
+    return call.model_dump() | {"function": {"name": call.function.name, "arguments": arguments}}
 
 
 def prompt_room(served: ServedModel, prompt: Sequence[int], most: int | None, field: str) -> int | None:

@@ -66,7 +66,7 @@ async function* events(answer) {
   }
 }
 
-async function stream(place, enabled, row) {
+async function stream(place, enabled, row, seed) {
   const started = performance.now();
   let tokens = 0, steps = 0, text = "";
   const answer = await ask("v1/chat/completions", {
@@ -74,6 +74,7 @@ async function stream(place, enabled, row) {
     signal: running.signal,
     body: JSON.stringify({
       model, messages, stream: true, temperature: Number(at("temperature").value), max_tokens: Number(at("most").value),
+      seed, // one for both ways, so that sampled texts are the same
       lookahead: { enabled, steps: true },
     }),
   });
@@ -186,9 +187,10 @@ async function send() {
   sides.className = "sides";
   const place = turn(sides, compare ? "Answer, with lookahead" : "Answer");
   const plain = compare ? turn(sides, "Without lookahead") : null;
+  const seed = Math.floor(Math.random() * 2 ** 31);
   try {
-    const answer = await stream(place, true, "with");
-    if (plain) await stream(plain, false, "without"); // afterwards, so that they share no step
+    const answer = await stream(place, true, "with", seed);
+    if (plain) await stream(plain, false, "without", seed); // afterwards, so that they share no step
     messages.push({ role: "assistant", content: answer });
     say("Done.");
   } catch (error) {
