@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -10,8 +11,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -23,6 +26,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lookahead import Engine, LookaheadConfig
 from lookahead.cli import main
+from lookahead.cli.inputs import read_api_keys
+from lookahead.errors import InvalidArgumentError
+from lookahead.server import process
 from lookahead.server.app import create_app
 from lookahead.server.log import write_line
 from lookahead.server.process import Server, warning
@@ -63,6 +69,9 @@ def test_a_key_is_asked_for(server: ServerProcess, client: OpenAI) -> None:
         assert answer.status_code == 401
     with pytest.raises(AuthenticationError, match="API key"):
         OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0).models.list()
+    for scheme, status in (("", 401), ("Basic ", 401), ("bearer ", 200), ("BEARER  ", 200)):
+        answer = httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"{scheme}a-key"})
+        assert answer.status_code == status, scheme
     assert httpx.get(f"{server.url}/metrics").status_code == 401
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert client.models.list().data
@@ -178,7 +187,7 @@ def test_memory_for_keys_and_values_is_bounded_and_told(http: httpx.Client) -> N
 
 
 def test_a_request_that_takes_too_long_is_given_up(served: ServedModel) -> None:
-    with TestClient(create_app(served, ServerSettings(timeout=0.3))) as client:
+    with TestClient(create_app(served, ServerSettings(timeout=0.3)), base_url="http://localhost") as client:
         answer = client.post("/v1/completions", json={**LONG, "model": "demo", "n": 4})
         assert (answer.status_code, answer.json()["error"]["type"]) == (504, "timeout_error")
         streamed = client.post("/v1/completions", json={**LONG, "model": "demo", "stream": True})
@@ -204,8 +213,58 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded(capsys: pytest.CaptureFi
     assert "in use" in capsys.readouterr().err
 
 
-def test_the_second_signal_stops_at_once() -> None:
-    server = Server(uvicorn.Config("unused"))
+class Running:
+    """A server in a thread, to which signals are told by hand."""
+
+    def __init__(self, app: Any) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.server = Server(uvicorn.Config(app, log_config=None), app.state.service.stop)
+        self.thread = Thread(target=self.server.run, args=([listener],))
+        self.thread.start()
+        wait_for(lambda: self.server.started)
+
+    def signal(self) -> None:
+        self.server.handle_exit(signal.SIGTERM, None)
+
+
+def test_the_second_signal_leaves_nobody_without_an_answer(demo: Any) -> None:
+    served = ServedModel("demo", *demo, Engine(demo[0], kv_bytes=2**28), LookaheadConfig(), context_length=2048)
+    running = Running(create_app(served, ServerSettings()))
+    asked = LONG | {"model": "demo", "n": 4}
+    with ThreadPoolExecutor() as threads, httpx.Client(base_url=running.url, timeout=60) as client:
+        whole = threads.submit(client.post, "/v1/completions", json=asked)
+        with client.stream("POST", "/v1/completions", json=asked | {"stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            wait_for(lambda: served.engine.load.running == 8)
+            running.signal()
+            wait_for(lambda: not running.server.servers[0].is_serving())
+            next(line for line in lines if line)  # they go on
+            running.signal()
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert rest[-1] == "data: [DONE]"
+        answer = whole.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+    running.thread.join(60)
+    assert not running.thread.is_alive()
+    assert not running.server.force_exit
+
+
+def test_what_comes_while_answers_are_broken_off_is_told_so(demo: Any) -> None:
+    served = ServedModel("demo", *demo, Engine(demo[0], kv_bytes=2**28), LookaheadConfig(), context_length=2048)
+    app = create_app(served, ServerSettings())
+    with TestClient(app, base_url="http://localhost") as client:
+        app.state.service.stop()
+        answer = client.post("/v1/completions", json={"model": "demo", "prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "overloaded_error")
+    assert answer.headers["connection"] == "close"
+
+
+def test_the_third_signal_stops_at_once() -> None:
+    server = Server(uvicorn.Config("unused"), lambda: None)
+    server.handle_exit(signal.SIGTERM, None)
     server.handle_exit(signal.SIGTERM, None)
     assert server.should_exit
     assert not server.force_exit
@@ -214,6 +273,61 @@ def test_the_second_signal_stops_at_once() -> None:
     logger = logging.getLogger("uvicorn.error")
     assert logger.disabled  # what is broken off is no error
     logger.disabled = False
+
+
+@pytest.mark.parametrize(
+    ("host", "settings", "status"),
+    [
+        ("127.0.0.1:80", {}, 200),
+        ("LOCALHOST:8000", {}, 200),
+        ("[::1]:8000", {}, 200),
+        ("evil.example", {}, 403),
+        ("127.0.0.1.evil.example:8000", {}, 403),
+        ("[", {}, 403),
+        ("", {}, 403),
+        ("name.example", {"host": "0.0.0.0"}, 200),
+        ("name.example", {"api_keys": ("k",)}, 200),
+    ],
+)
+def test_a_web_page_cannot_reach_a_local_server_under_its_own_name(
+    served: ServedModel, host: str, settings: dict[str, Any], status: int
+) -> None:
+    client = TestClient(create_app(served, ServerSettings(**settings)))
+    answer = client.get("/health", headers={"Host": host})
+    assert answer.status_code == status
+    if status == 403:
+        assert answer.json()["error"]["code"] == "invalid_host"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("good\nsch\u00f6n\n", "line 2 has characters that cannot be sent"),
+        ("a\tkey", "line 1 has"),
+        ("\n", "holds no key"),
+    ],
+)
+def test_a_key_that_cannot_be_sent_is_refused(tmp_path: Path, data: str, message: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(data, encoding="utf-8")
+    with pytest.raises(InvalidArgumentError, match=message):
+        read_api_keys(path)
+
+
+def test_keys_are_read_from_files_of_any_editor(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(b"\xef\xbb\xbffirst\r\n\r\n second \r\n")
+    assert read_api_keys(path) == ("first", "second")
+    assert read_api_keys(None) == ()
+
+
+def test_a_server_starts_where_there_are_no_resource_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
+    spec = importlib.util.spec_from_file_location("anew", process.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(anew := importlib.util.module_from_spec(spec))
+    anew._raise_file_limit()
 
 
 @pytest.mark.parametrize(

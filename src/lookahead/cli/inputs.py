@@ -165,3 +165,27 @@ def _check_config(path: Path) -> None:
         ) from error
     if not isinstance(config, dict):
         raise InvalidArgumentError(f"--model {path}: its config.json holds no JSON object; copy the model again")
+
+
+def read_api_keys(path: Path | None) -> tuple[str, ...]:
+    """The keys in a file, one a line; none if there is no file.
+
+    Raises:
+        InvalidArgumentError: It cannot be read, holds no key, or one that no header can carry.
+    """
+    if path is None:
+        return ()
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"--api-key-file {path}: cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not (line.isascii() and line.isprintable()):
+            raise InvalidArgumentError(
+                f"--api-key-file {path}: line {number} has characters that cannot be sent in a header; use letters, "
+                "digits and marks of ASCII"
+            )
+    keys = tuple(filter(None, lines))
+    if not keys:
+        raise InvalidArgumentError(f"--api-key-file {path}: holds no key; write one a line")
+    return keys

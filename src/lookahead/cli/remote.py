@@ -13,6 +13,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from lookahead.cli import process
+from lookahead.cli.inputs import read_api_keys
 from lookahead.cli.rendering import STEP_STYLES, Consoles, print_json, visible
 from lookahead.cli.settings import ChatSettings, DecodingSettings, GenerateSettings
 from lookahead.config import LookaheadConfig
@@ -121,11 +122,7 @@ def connect(settings: GenerateSettings | ChatSettings) -> Remote:
         raise InvalidArgumentError(
             "with --server only --preset and --step-budget say how to draft; leave the others out"
         )
-    key = None
-    if settings.api_key_file is not None:
-        lines = settings.api_key_file.read_text(encoding="utf-8").split()
-        key = lines[0] if lines else None
-    return Remote(settings.server or "", key)
+    return Remote(settings.server or "", next(iter(read_api_keys(settings.api_key_file)), None))
 
 
 def request_body(settings: DecodingSettings) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from lookahead.cli import process
-from lookahead.cli.inputs import is_gguf
+from lookahead.cli.inputs import is_gguf, read_api_keys
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.rendering import Consoles
 from lookahead.cli.settings import ServeSettings
@@ -39,7 +37,7 @@ def run(settings: ServeSettings) -> int:
     server = ServerSettings(
         host=settings.host,
         port=settings.port,
-        api_keys=_read_keys(settings.api_key_file),
+        api_keys=read_api_keys(settings.api_key_file),
         limits=Limits(settings.max_prompt_tokens, settings.max_new_tokens),
         body_bytes=settings.max_body_bytes,
         queue=settings.queue,
@@ -87,16 +85,3 @@ def _longest_text(engine: Engine) -> int:
     if longest < _SHORTEST:
         raise InvalidArgumentError(f"--kv-bytes: {kv_bytes} bytes have room for a text of {longest} tokens; give more")
     return longest
-
-
-def _read_keys(path: Path | None) -> tuple[str, ...]:
-    if path is None:
-        return ()
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"--api-key-file {path}: cannot be read: {error}") from error
-    keys = tuple(line.strip() for line in lines if line.strip())
-    if not keys:
-        raise InvalidArgumentError(f"--api-key-file {path}: holds no key; write one a line")
-    return keys

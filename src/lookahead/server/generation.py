@@ -171,6 +171,10 @@ class Generation:
         for watcher in self._watchers:
             watcher.cancel()
 
+    def fail(self, error: ApiError) -> None:
+        """Have the iteration end with an error, whatever there is still to come."""
+        self._queue.put_nowait((0, _End(error)))
+
     async def __aiter__(self) -> AsyncIterator[tuple[Answer, Piece | None]]:
         self._watchers = [asyncio.create_task(self._watch(answer)) for answer in self.answers]
         left = len(self.answers)

@@ -8,16 +8,17 @@ import hmac
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lookahead.server.errors import ApiError
+from lookahead.server.errors import CLOSE, ApiError
 from lookahead.server.settings import ServerSettings
-
-_CLOSE = {"Connection": "close"}
 
 
 class Guard:
@@ -67,6 +68,7 @@ class Guard:
 
     async def _let_through(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            self._check_host(scope)
             self._check_key(scope)
             body = await self._body(scope, receive)
         except ApiError as error:
@@ -75,17 +77,29 @@ class Guard:
         if body is not None:
             await self._app(scope, _replay(body, receive), send)
 
+    def _check_host(self, scope: Scope) -> None:
+        """Refuse what a web page asks of this machine under a name of its own, which it has resolve to here (DNS
+        rebinding): the browser would let it read the answer. Where a key is asked for, it has none."""
+        host = Headers(scope=scope).get("host", "")
+        if self._keys or not self._settings.is_local or _is_loopback(host):
+            return
+        raise ApiError(
+            403,
+            f"Host: {host[:100]!r} is no name of this machine; ask for http://127.0.0.1, or start the server with "
+            "--api-key-file, with which any name will do",
+            code="invalid_host",
+        )
+
     def _check_key(self, scope: Scope) -> None:
         if not self._keys or scope["path"] in self._settings.open_paths:
             return
-        given = Headers(scope=scope).get("authorization", "")
-        digest = _digest(given.removeprefix("Bearer ").strip())
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        digest = _digest(given.strip())
         matches = [hmac.compare_digest(digest, key) for key in self._keys]  # all of them: the time says nothing
-        if not any(matches):
+        if scheme.lower() != "bearer" or not any(matches):
             headers = {"WWW-Authenticate": "Bearer"}
-            raise ApiError(
-                401, "this server asks for an API key that it knows", code="invalid_api_key", headers=headers
-            )
+            message = "this server asks for an API key that it knows, as Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers=headers)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         """The body; `None` if the client has gone.
@@ -94,7 +108,7 @@ class Guard:
             ApiError: It is too large, or takes too long.
         """
         most, length = self._settings.body_bytes, Headers(scope=scope).get("content-length", "0")
-        too_large = ApiError(413, f"the body is larger than {most} bytes", code="body_too_large", headers=_CLOSE)
+        too_large = ApiError(413, f"the body is larger than {most} bytes", code="body_too_large", headers=CLOSE)
         if not length.isdigit() or int(length) > most:
             raise too_large
         parts, size = [], 0
@@ -103,7 +117,7 @@ class Guard:
             try:
                 message = await asyncio.wait_for(receive(), max(deadline - time.monotonic(), 0.001))
             except asyncio.TimeoutError:
-                raise ApiError(408, "the body did not arrive in time", code="timeout", headers=_CLOSE) from None
+                raise ApiError(408, "the body did not arrive in time", code="timeout", headers=CLOSE) from None
             if message["type"] == "http.disconnect":
                 return None
             parts.append(message.get("body", b""))
@@ -125,6 +139,14 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return again
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether the value of a `Host` header names this machine alone."""
+    with suppress(ValueError):  # a name, or nothing of the kind
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ip_address(name).is_loopback
+    return False
 
 
 def _digest(key: str) -> bytes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import resource
 import socket
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -20,20 +21,54 @@ _BACKLOG = 2048
 """Connections that may wait to be taken, as many as uvicorn has by default."""
 
 
+_GRACE = 5.0
+"""Seconds in which clients have to take what they are told when their answers are broken off."""
+
+
 class Server(uvicorn.Server):
-    """Drains at the first signal, stops at the second. Either way the process ends by itself, with exit code 0."""
+    """Drains at the first signal; at the second it answers what still runs with status 503, and stops; at the third it
+    stops at once. In each case the process ends by itself, with exit code 0.
+
+    Args:
+        config: Of uvicorn.
+        break_off: Has all requests answered at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, break_off: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._break_off = break_off
+        self._signals = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit
+        self._signals += 1
         self.should_exit = True
-        if self.force_exit:  # what is broken off is no error to be told
-            logging.getLogger("uvicorn.error").disabled = True
+        if self._signals > 2:
+            self._force()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        waiting = asyncio.create_task(self._stop_waiting())
+        await super().shutdown(sockets)
+        waiting.cancel()
+
+    async def _stop_waiting(self) -> None:
+        """Wait for the second signal."""
+        while self._signals < 2:
+            await asyncio.sleep(0.05)
+        self._break_off()
+        await asyncio.sleep(_GRACE)
+        self._force()
+
+    def _force(self) -> None:
+        self.force_exit = True
+        logging.getLogger("uvicorn.error").disabled = True  # what is broken off is no error to be told
 
 
 def serve(served: ServedModel, settings: ServerSettings, listener: socket.socket) -> None:
     """Serve a model until a signal ends it.
 
-    SIGTERM and SIGINT let running requests finish and take no further ones; a second signal stops at once.
+    SIGTERM and SIGINT let running requests finish and take no further ones; a second signal breaks them off, see
+    `Server`.
 
     Args:
         served: The model.
@@ -49,8 +84,9 @@ def serve(served: ServedModel, settings: ServerSettings, listener: socket.socket
     if (most := served.engine.load.most_kv_bytes) is not None:
         write_line(f"keys and values take {most / 2**30:.2f} GiB at most")
     write_line(f"serving {served.name} at http://{shown}:{port}")
+    app = create_app(served, settings)
     config = uvicorn.Config(
-        create_app(served, settings),
+        app,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -58,7 +94,7 @@ def serve(served: ServedModel, settings: ServerSettings, listener: socket.socket
         http=guarded_protocol(settings.read_timeout),
         lifespan="on",
     )
-    Server(config).run(sockets=[listener])
+    Server(config, app.state.service.stop).run(sockets=[listener])
 
 
 def warning(settings: ServerSettings) -> str | None:
@@ -70,6 +106,10 @@ def warning(settings: ServerSettings) -> str | None:
 
 def _raise_file_limit() -> None:
     """Allow as many connections as the system does: each takes a file descriptor."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from lookahead.server import errors
 from lookahead.server.answers import CompletionForm, Form
 from lookahead.server.delivery import deliver
+from lookahead.server.errors import CLOSE, ApiError
 from lookahead.server.generation import Generation
 from lookahead.server.grammar import check_grammar
 from lookahead.server.load import Load
@@ -41,11 +42,19 @@ class Service:
         self._settings = settings
         self._metrics = metrics
         self._load = Load(settings.rows + settings.queue)
+        self._running: set[Generation] = set()
+        self._stopped: ApiError | None = None
         self._preparing = ThreadPoolExecutor(1, "lookahead-prepare")  # a long prompt must not hold up the others
 
     def close(self) -> None:
         """Wait for what is being prepared."""
         self._preparing.shutdown()
+
+    def stop(self) -> None:
+        """Answer what runs, and all that comes, with status 503. For the event loop's thread."""
+        self._stopped = ApiError(503, "the server is being shut down", code="shutting_down", headers=CLOSE)
+        for generation in self._running:
+            generation.fail(self._stopped)
 
     async def prepared(self, make: Callable[[], Any]) -> Any:
         """What `make` returns, called in a thread of its own."""
@@ -60,6 +69,8 @@ class Service:
             ApiError: The request asks for what the server cannot do, or there are too many at the moment.
         """
         served, metrics = self._served, self._metrics
+        if self._stopped is not None:
+            raise self._stopped
         served.check_name(request.model)
         _check_stream_options(request)
         loop, count = asyncio.get_running_loop(), count * request.n
@@ -67,11 +78,13 @@ class Service:
         self._load.take(count)
 
         def ended() -> None:
+            self._running.discard(generation)
             self._load.give_back(count)
             metrics.through(generation.answers, request.n)
             http.state.notes.update(_notes(request, generation))
 
         generation = Generation(served, RequestClock(metrics), self._settings.timeout, ended)
+        self._running.add(generation)
 
         def prepare() -> list[Plan]:
             grammar = _grammar(served, request)
