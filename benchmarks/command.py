@@ -34,7 +34,6 @@ PROBES = {
     "engine": "what a step costs, beside transformers' own step and the memory limit",
     "calls": "what short calls cost beside model.generate: fixed costs, passes, and the time around them",
     "drafting_cost": 'what the drafting of preset="auto" takes, and what it keeps',
-    "ablation": 'steps of preset="auto" without one source, rule or memory in turn',
     "gguf_models": "texts, steps and CPU time of GGUF models, beside llama-cpp-python",
     "serving": "many requests at once: tokens per second of CPU time at several loads",
     "soak": "random traffic on an engine: texts, memory, requests that are lost",

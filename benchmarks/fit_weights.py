@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ablation import decode_with
+import lookahead
 from lookahead.bench.replay.recordings import read_recordings, tokenizer_of
 from lookahead.bench.replay.replay import replay
+from lookahead.config import LookaheadConfig
 from lookahead.core.outputs import StepResult
 from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory
 from lookahead.drafting.auto.weights import feature_names
@@ -80,7 +81,10 @@ def decode(name: str, prompts: Path, options: argparse.Namespace) -> list[Lesson
         if loaded.context is None or ids.shape[1] + options.max_new_tokens <= loaded.context:
             drafter = RecordingDrafter(DraftMemory(), ContextMatches(), options.nodes, warm_up=512)
             drafter.lessons = lessons
-            decode_with(drafter, loaded.model, ids, options.max_new_tokens)
+            config = LookaheadConfig(drafter=lambda drafter=drafter: drafter, step_budget=options.nodes)
+            lookahead.generate(
+                loaded.model, ids, lookahead_config=config, max_new_tokens=options.max_new_tokens, do_sample=False
+            )
     return lessons
 
 

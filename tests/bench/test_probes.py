@@ -12,14 +12,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lookahead.bench.method_runner import Run
 from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, NGramMemory
-from model_zoo import VOCAB_SIZE, build, greedy
+from model_zoo import VOCAB_SIZE, build
 from word_model import save_word_tokenizer
 
 command, probe = (importlib.import_module(name) for name in ("command", "probe"))
-ablation, cost, engine, parallel, precision = (
-    importlib.import_module(name) for name in ("ablation", "drafting_cost", "engine", "parallel", "precision")
+cost, engine, parallel, precision = (
+    importlib.import_module(name) for name in ("drafting_cost", "engine", "parallel", "precision")
 )
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
@@ -269,39 +268,6 @@ def test_what_is_kept_stays_the_same_size_over_1000_requests(tmp_path: Path) -> 
 
 
 PROMPT = [5, 8, 2, 5, 8, 2, 5]
-
-
-@pytest.mark.parametrize("name", list(ablation.VARIANTS))
-def test_every_variant_gives_the_same_text(name: str) -> None:
-    variant, model = ablation.VARIANTS[name], build("llama", seed=0)
-    for nodes in (12, 40):
-        drafter = variant.drafter(nodes, variant.memory())
-        run = ablation.decode_with(drafter, model, torch.tensor([PROMPT]), 40)
-        assert tuple(run.output) == greedy(model, tuple(PROMPT), 40)
-        assert max(run.nodes_per_step) <= nodes
-        assert sum(run.accepted_lengths) == 40
-
-
-def test_ablation(
-    measure: Measure, model_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few = {name: ablation.VARIANTS[name] for name in ("all", "no context matches", "memory kept across prompts")}
-    monkeypatch.setattr(ablation, "VARIANTS", few)
-    arguments = ["--model", model_folder, "--prompts", prompts, "--task", "words", "--max-new-tokens", 16]
-    assert measure("ablation", *arguments, "--nodes", 8, 24) == 0
-    rows = rows_in(tmp_path)[1:]
-    assert {row["unit"] for row in rows} == {"words, 1", "words, 4", "words, memory kept"}
-    assert sorted({row["settings"]["method"].get("variant", "") for row in rows}) == sorted(["", *few])
-    assert len({(row["method"], row["prompt"]) for row in rows}) == len(rows) == 2 * (1 + 2 * len(few))
-    decode_with = ablation.decode_with
-
-    def wrong(*asked: Any) -> Run:
-        run: Run = decode_with(*asked)
-        run.output[3] = (run.output[3] + 1) % VOCAB_SIZE
-        return run
-
-    monkeypatch.setattr(ablation, "decode_with", wrong)
-    assert measure("ablation", *arguments, "--nodes", 8, "--restart") == 1
 
 
 def test_predictions_follow_the_law() -> None:

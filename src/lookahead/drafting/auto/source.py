@@ -24,7 +24,7 @@ class TokenPaths:
         parents: For each token the place in `tokens` of the one that it follows, which comes before it; -1 where it
             follows the text.
         probabilities: How likely each token is after its parent, `[tokens]`, above 0 and at most 1. What they are
-            worth is learned while decoding, so an estimate will do.
+            worth is seen from what comes true, so an estimate will do.
     """
 
     tokens: ArrayLike
@@ -42,7 +42,7 @@ NO_PATHS = TokenPaths(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), 
 
 
 class Source(Protocol):
-    """Proposes tokens that may follow one text. It cannot change the text; its weight is learned from outcomes.
+    """Proposes tokens that may follow one text. It cannot change the text, and counts as far as it comes true.
 
     A source may also have a method `permits(tokens, parents)`, which says for each node of a draft whether it can come
     true, as a grammar would know; see `Permits`. And it may have two methods for what is sent whether or not drafting
@@ -53,7 +53,7 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """What its weights are kept under: one word or a few, different from those of other sources."""
+        """What traces call it: one word or a few, different from those of other sources."""
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence that follows `prompt`, the token ids of the text so far."""
