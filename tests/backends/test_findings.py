@@ -50,7 +50,7 @@ def make() -> PreTrainedModel:
 @pytest.fixture
 def tries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Tries]:
     kept = dict(modules._rules)
-    monkeypatch.setattr("platformdirs.user_cache_path", lambda name, **_: tmp_path / name)
+    monkeypatch.setattr("lookahead.backends.transformers.json_file.user_cache", lambda: tmp_path)
     yield Tries(monkeypatch)
     modules._rules.clear()
     modules._rules.update(kept)

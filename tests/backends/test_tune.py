@@ -69,7 +69,7 @@ def test_shows_draws_and_stores(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 def test_stores_in_the_users_cache(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("platformdirs.user_cache_path", lambda name, appauthor: tmp_path / name)
+    monkeypatch.setattr("lookahead.backends.transformers.json_file.user_cache", lambda: tmp_path)
     assert main(["tune", *SMALL, "--json"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -88,7 +88,7 @@ def test_stores_in_the_users_cache(
 def test_stores_nothing_on_request(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("platformdirs.user_cache_path", lambda name, appauthor: tmp_path / name)
+    monkeypatch.setattr("lookahead.backends.transformers.json_file.user_cache", lambda: tmp_path)
     assert main(["tune", *SMALL, "--no-store"]) == 0
     assert "stored" not in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import lookahead.core.cost_model as cost_model
 from lookahead import InvalidArgumentError
 from lookahead.backends.transformers.cost_store import CostStore, StoredCost, default_folder, describe_setting
 from lookahead.backends.transformers.first_guess import first_guess
+from lookahead.backends.transformers.json_file import user_cache
 from lookahead.core.cost_model import GRID, MEMORY, TRUST, CostModel, bucket, isotonic
 from model_zoo import build, in_type
 
@@ -308,8 +310,17 @@ def test_a_failed_write_leaves_the_old_file(
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="knows where Linux has it")
 def test_the_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("platformdirs.user_cache_path", lambda name, appauthor: tmp_path / name)
+    monkeypatch.setattr("lookahead.backends.transformers.json_file.user_cache", user_cache)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in (None, "", "relative"):
+        if folder is None:
+            monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        else:
+            monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        assert default_folder() == tmp_path / ".cache" / "lookahead-decoding" / "cost"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_folder() == tmp_path / "lookahead-decoding" / "cost"
     assert CostStore().folder == default_folder()
 
