@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 RECORD ?=
 OUT := $(if $(RECORD),.,build/out)
 
-.PHONY: help demo test worth test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update
+.PHONY: help demo test worth test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-versions
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -109,6 +109,22 @@ build/vllm: constraints-vllm.txt pyproject.toml
 
 test-vllm: build/vllm  ## The tests that need vLLM: its texts with our drafts and without, and what we rely on
 	$</bin/python -m pytest --noconftest tests/integrations/test_vllm_engine.py
+
+# Environments of their own: the oldest transformers that pyproject.toml allows, and the newest there is. torch before
+# it, in the version that is here, as for guidellm.
+build/versions/oldest: TRANSFORMERS = transformers==$(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml).*
+build/versions/newest: TRANSFORMERS = transformers
+build/versions/%: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$@/bin/python -m pip install --quiet --disable-pip-version-check --upgrade '$(TRANSFORMERS)' --editable '.[serve]'
+	touch $@
+
+test-versions: build/versions/oldest build/versions/newest  ## Imports and 40 random cases with the oldest and the newest transformers
+	for version in $^; do \
+		$$version/bin/python tests/support/import_all.py && \
+		$$version/bin/python tests/support/run_fuzz.py --equal 40 || exit 1; \
+	done
 
 # In a folder of its own, like torchao: it brings a server and much beside.
 build/ray: constraints.txt | $(VENV)/installed

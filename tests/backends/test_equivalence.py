@@ -31,6 +31,7 @@ import lookahead
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.backends.transformers import check_model, equivalence
 from lookahead.backends.transformers.position_limit import PositionLimit
+from model_zoo import build
 from quick import quickly
 
 SIZES: dict[str, Any] = {
@@ -308,6 +309,15 @@ def test_phi4_multimodal_up_to_where_plain_decoding_breaks() -> None:
     assert kind.trees
     runner = PositionLimit(config)
     assert (runner.broken_after, runner.recompute_at) == (40, None)
+
+
+@pytest.mark.parametrize(("version", "broken_after", "recompute_at"), [((5, 19), 32, None), ((5, 20), None, 33)])
+def test_phi3_up_to_where_plain_decoding_breaks_before_transformers_5_20(
+    version: tuple[int, int], broken_after: int | None, recompute_at: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lookahead.backends.transformers.position_limit.TRANSFORMERS", version)
+    limit = PositionLimit(build("phi3_long_rope").config)
+    assert (limit.broken_after, limit.recompute_at) == (broken_after, recompute_at)
 
 
 def test_a_fault_that_only_makes_trees_fail_counts() -> None:

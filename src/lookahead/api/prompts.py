@@ -11,7 +11,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from lookahead.api.arguments import check_positions, counts_tokens, inputs_beside_tokens, prompt_tokens
-from lookahead.errors import InvalidArgumentError
+from lookahead.backends.transformers.version import TRANSFORMERS
+from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,19 @@ def read_prompts(
     # transformers marks the cache that the caller passed, and makes an empty one where there is none
     cache: Cache | None = model_kwargs.get("past_key_values")
     cache = cache if getattr(cache, "_is_user_defined", False) else None
+    _check_chunks(cache, config)
     inputs = model_kwargs if own_prefill else {}
     return Prompts(input_ids, mask, tokens, _tokens_before(cache, mask, input_ids), cache, inputs)
+
+
+def _check_chunks(cache: Cache | None, config: GenerationConfig) -> None:
+    """Refuse to read a prompt in chunks after cached text, which plain decoding reads wrongly before 5.23."""
+    if TRANSFORMERS >= (5, 23) or config.prefill_chunk_size is None or cache is None or cache.get_seq_length() == 0:
+        return
+    raise UnsupportedArgumentError(
+        f"prefill_chunk_size={config.prefill_chunk_size} is not supported with past_key_values that holds tokens: "
+        "generate of transformers before 5.23 puts the chunks at the start of the text; leave one of them out"
+    )
 
 
 def _follows_image(positions: torch.Tensor | None, mask: torch.Tensor) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from lookahead.backends.transformers.tree_cache import TreeCache, TreeLayer
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
 _BLANK = 2.0**-7
 """What fills the columns of hidden tokens: finite, as attention multiplies it by 0, and known again by its looks."""
+
+_EMPTY_LAYERS: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_utils, "DummyLayer") else ()
+"""Layers that never hold states; from transformers 5.20 on."""
 
 
 def adopt_cache(cache: Cache, mask: torch.Tensor) -> TreeCache:
@@ -33,7 +36,7 @@ def adopt_cache(cache: Cache, mask: torch.Tensor) -> TreeCache:
     elif (
         not isinstance(cache, DynamicCache)
         or cache.offloading
-        or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer) for layer in cache.layers)
+        or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, *_EMPTY_LAYERS) for layer in cache.layers)
     ):
         raise UnsupportedArgumentError(
             f"past_key_values={type(cache).__name__} is not supported by lookahead decoding; pass a DynamicCache, the "
@@ -43,7 +46,7 @@ def adopt_cache(cache: Cache, mask: torch.Tensor) -> TreeCache:
     if length == 0:
         return cache if isinstance(cache, TreeCache) else TreeCache([_window(layer) for layer in cache.layers])
     held = mask[:, :length].cpu()
-    filled = [layer for layer in cache.layers if layer.is_initialized and not isinstance(layer, DummyLayer)]
+    filled = [layer for layer in cache.layers if layer.is_initialized and not isinstance(layer, _EMPTY_LAYERS)]
     if len(held) != filled[0].keys.shape[0]:
         raise InvalidArgumentError(
             f"past_key_values holds {filled[0].keys.shape[0]} rows, but input_ids has {len(held)}; they must be the "
@@ -146,13 +149,13 @@ def _columns(mine: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([counted, torch.arange(len(mine), len(mine) + max(length - len(counted), 0))])[:length]
 
 
-def _window(layer: DynamicLayer | DummyLayer) -> int | None:
+def _window(layer: CacheLayerMixin) -> int | None:
     return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
 
 
-def _adopt_layer(layer: DynamicLayer | DummyLayer) -> TreeLayer:
+def _adopt_layer(layer: CacheLayerMixin) -> TreeLayer:
     own = TreeLayer(_window(layer))
-    if isinstance(layer, DummyLayer) or not layer.is_initialized:
+    if isinstance(layer, _EMPTY_LAYERS) or not layer.is_initialized:
         return own
     own.lazy_initialization(layer.keys, layer.values)
     length = layer.get_seq_length()

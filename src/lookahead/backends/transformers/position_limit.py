@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
+from lookahead.backends.transformers.version import TRANSFORMERS
+
 _CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")
 """What configurations call the number of positions."""
 
 _RECOMPUTING = ("phi3", "phimoe")
 """Model types whose `prepare_inputs_for_generation` drops the cache once the text passes the original context."""
 
-
 _BROKEN = ("phi4_multimodal",)
 """Model types that drop the cache there, too, but go on to read the last token alone, as if it were a whole text."""
+
+_MENDED = (5, 20)
+"""The version of transformers before which those of `_RECOMPUTING` read the last token alone, too."""
 
 
 class PositionLimit:
@@ -51,9 +55,11 @@ class PositionLimit:
         self._changes = [(kind, end) for kind, end in originals if _changes(kind) and end is not None]
         self.changes_after: int | None = min((end for _, end in self._changes), default=None)
         original = next((end for _, end in self._changes or originals), None)
-        recomputes = config.model_type in _RECOMPUTING and hasattr(config, "original_max_position_embeddings")
+        drops = config.model_type in _RECOMPUTING and hasattr(config, "original_max_position_embeddings")
+        recomputes = drops and TRANSFORMERS >= _MENDED
+        broken = config.model_type in _BROKEN or (drops and not recomputes)
         self.recompute_at: int | None = original + 1 if recomputes and original is not None else None
-        self.broken_after: int | None = original if config.model_type in _BROKEN else None
+        self.broken_after: int | None = original if broken else None
 
     def deepest(self, root_position: int) -> int | None:
         """Largest position id in a tree whose root is at `root_position`; `None` for any.
