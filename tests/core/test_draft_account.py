@@ -174,3 +174,9 @@ def test_the_first_look_for_drafts_which_takes_long_is_soon_forgotten() -> None:
     for looking in (10.0, *[0.1] * 4):
         account.book(StepTime(NODES, 100, 1.0 + looking, 1, 1, True, looking=looking))
     assert account.looking < 0.3
+
+
+def test_the_first_draft_is_held_against_what_a_plain_step_takes_in_seconds() -> None:
+    account = DraftAccount(CostModel.prior())
+    account.book(StepTime(NODES, 100, 0.005, 1, 1, True))  # which brings no more than a plain step, and is no faster
+    assert account.usual_rate <= 1

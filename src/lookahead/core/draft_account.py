@@ -251,14 +251,15 @@ class DraftAccount:
 
     def _draft_cost(self, step: StepTime) -> float:
         """What a step that was drafted took, in plain steps."""
-        plain = self.costs.step_time(self.rows, step.context)
+        seconds = step.seconds - step.looking
+        if self.adaptive:
+            self._tried = max(self._tried, step.nodes)
+            self.costs.observe(step.nodes, step.context, seconds)
+        # Asked now: before the first observation costs are not in seconds.
+        usual, plain = (self.costs.step_time(nodes, step.context) for nodes in (step.nodes, self.rows))
         certain = self._undrafted(step) - plain  # what the certain nodes took
         if not self.adaptive:
-            return (self.costs.step_time(step.nodes, step.context) - certain) / plain
-        self._tried = max(self._tried, step.nodes)
-        seconds = step.seconds - step.looking
-        self.costs.observe(step.nodes, step.context, seconds)
-        usual = self.costs.step_time(step.nodes, step.context)
+            return (usual - certain) / plain
         self._draft_surprise.add(seconds / usual)
         cost = usual * self._draft_surprise.mean
         if self.costs.evidence(step.nodes) < TRUST:  # what is usual leans on other sizes, or on a guess
