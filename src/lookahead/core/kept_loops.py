@@ -7,7 +7,6 @@ it: after a change of those, as by an upgrade, it would go on as it was.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import sys
 import tempfile
@@ -16,6 +15,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from lookahead.core.user_cache import user_cache
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -35,7 +36,7 @@ def loops_folder() -> Path | None:
     """The folder of today's loops; `None` where none can be written to. Those of earlier sources are removed."""
     version = import_module("numba").__version__
     begin = f"loops-{sys.implementation.cache_tag}-numba-{version}-"
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lookahead"
+    user = user_cache() / "lookahead-decoding"
     given = import_module("numba").config.CACHE_DIR
     for parent in (*([Path(given)] if given else []), _PACKAGE / "__pycache__", user):
         folder = parent / f"{begin}{_stamp()}"

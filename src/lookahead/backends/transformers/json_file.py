@@ -5,27 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lookahead.core.user_cache import user_cache
+
 
 def cache_folder(name: str) -> Path:
     """A folder in the user's cache directory."""
     return user_cache() / "lookahead-decoding" / name
-
-
-def user_cache() -> Path:
-    """Where the operating system has users' caches."""
-    home = Path(os.path.expanduser("~"))
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local"))
-    if sys.platform == "darwin":
-        return home / "Library" / "Caches"
-    folder = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(folder) if os.path.isabs(folder) else home / ".cache"
 
 
 def file_about(folder: Path, setting: Mapping[str, Any]) -> Path:
