@@ -1,14 +1,16 @@
 """Fit the weights of the sources of `preset="auto"`, and print the table for `drafting/auto/weights.py`.
 
-    python benchmarks/fit_weights.py --run demo humaneval.jsonl --run demo classeval.jsonl --run demo gsm8k.jsonl \\
-        --run ../shared/models/pycode-6m humaneval.jsonl --skip 40 --limit 24          # MODEL_WEIGHTS
+    python benchmarks/fit_weights.py --run demo humaneval.jsonl --run demo gsm8k.jsonl --run demo spec_bench.jsonl \\
+        --run ../shared/models/pycode-6m humaneval.jsonl --skip 40 --limit 10 \\
+        --run ../shared/models/stories260k benchmarks/prompts/story_beginnings.jsonl   # MODEL_WEIGHTS
     python benchmarks/fit_weights.py --recordings agent_traces.jsonl code_edits.jsonl answers.jsonl   # TEXT_WEIGHTS
 
-With `--run` prompts are decoded greedily; with `--recordings` every second recorded answer is replayed, with a memory
-of its own and with one for all. What the sources said of each proposal and which token came true are recorded. The
-weights of each length of the longest known context are those of greatest likelihood, each run counting the same; they
-are drawn towards the present ones, so that what was never seen stays. Prompts are JSON lines with `id`, and `prompt` or
-`turns`. Fit and judge on different prompts.
+With `--run` prompts are decoded, greedily and at temperature 0.8, with a memory of their own and with one for all; of
+files with more than 30 prompts `--skip` and `--limit` choose some. With `--recordings` every second recorded answer
+is replayed, with a memory of its own and with one for all. What the sources said of each proposal and which token
+came true are recorded. The weights of each length of the longest known context are those of greatest likelihood, each
+run counting the same; they are drawn towards the present ones, so that what was never seen stays. Prompts are JSON
+lines with `id`, and `prompt` or `turns`. Fit and judge on different prompts.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +41,11 @@ OFF_PATH = 0.3
 
 PULL = 1e-3
 """How strongly present weights hold."""
+
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
+
+MOST_WHOLE = 30
+"""Prompts of a file that is taken as a whole."""
 
 
 class Lesson(NamedTuple):
@@ -72,19 +80,23 @@ class RecordingDrafter(AutoDrafter):
         super()._observe(result)
 
 
-def decode(name: str, prompts: Path, options: argparse.Namespace) -> list[Lesson]:
-    """The lessons of greedy texts of a model."""
+def decode(name: str, path: Path, options: argparse.Namespace) -> list[Lesson]:
+    """The lessons of texts of a model."""
     loaded, lessons = load_model(name, "float32"), list[Lesson]()
     loaded.model.generation_config.eos_token_id = None
-    for prompt in prompts_of(prompts, options.skip + options.limit)[options.skip :]:
-        ids = token_ids(loaded.tokenizer, loaded.model, prompt.text)
-        if loaded.context is None or ids.shape[1] + options.max_new_tokens <= loaded.context:
-            drafter = RecordingDrafter(DraftMemory(), ContextMatches(), options.nodes, warm_up=512)
-            drafter.lessons = lessons
-            config = LookaheadConfig(drafter=lambda drafter=drafter: drafter, step_budget=options.nodes)
-            lookahead.generate(
-                loaded.model, ids, lookahead_config=config, max_new_tokens=options.max_new_tokens, do_sample=False
-            )
+    prompts = prompts_of(path, 1 << 30)
+    if len(prompts) > MOST_WHOLE:
+        prompts = prompts[options.skip : options.skip + options.limit]
+    for shared, sampling in product((None, DraftMemory()), ({"do_sample": False}, SAMPLED)):
+        for prompt in prompts:
+            ids = token_ids(loaded.tokenizer, loaded.model, prompt.text)
+            if loaded.context is None or ids.shape[1] + options.max_new_tokens <= loaded.context:
+                drafter = RecordingDrafter(shared or DraftMemory(), ContextMatches(), options.nodes, warm_up=512)
+                drafter.lessons = lessons
+                config = LookaheadConfig(drafter=lambda drafter=drafter: drafter, step_budget=options.nodes)
+                arguments = {"max_new_tokens": options.max_new_tokens, **sampling}
+                torch.manual_seed(0)
+                lookahead.generate(loaded.model, ids, lookahead_config=config, **arguments)
     return lessons
 
 

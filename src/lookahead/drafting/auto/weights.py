@@ -30,21 +30,21 @@ MATCHES = tuple(f"match of {length} tokens" for length in MATCH_CLASSES)
 FURTHER_MATCHES, SIBLINGS = "further matches", "rejected siblings"
 
 MODEL_WEIGHTS: dict[str, tuple[float, ...]] = {
-    "nothing": (0.12, -1.47, -3.02, -2.67, -3.24),
-    "after 1 token": (0.00, 0.94, 0.65, 0.55, 0.47),
-    "after 2 tokens": (0.00, 0.00, 0.38, 0.09, 0.09),
-    "after 3 tokens": (0.00, 0.00, 0.00, 0.32, 0.10),
-    "after 4 tokens": (0.00, 0.00, 0.00, 0.00, 0.37),
-    "match of 2 tokens": (3.27, 2.49, 1.43, 1.42, 1.34),
-    "match of 3 tokens": (1.71, 2.78, 2.53, 2.03, 1.74),
-    "match of 4 tokens": (3.07, 3.38, 3.28, 2.56, 2.14),
-    "match of 6 tokens": (4.09, 3.23, 3.33, 3.47, 2.38),
-    "match of 9 tokens": (2.44, 4.94, 4.69, 4.51, 2.73),
-    "match of 16 tokens": (2.13, 5.78, 5.62, 5.73, 4.00),
-    "match of 24 tokens": (1.43, 4.85, 4.88, 4.81, 4.57),
-    "match of 32 tokens": (6.59, 6.59, 6.59, 6.59, 5.97),
-    "further matches": (0.44, 0.50, -0.15, -0.03, -0.09),
-    "rejected siblings": (0.10, 0.00, -0.06, -0.04, 0.02),
+    "nothing": (1.20, -1.04, -2.86, -3.36, -3.52),
+    "after 1 token": (0.00, 0.86, 0.56, 0.42, 0.33),
+    "after 2 tokens": (0.00, 0.00, 0.50, 0.24, 0.12),
+    "after 3 tokens": (0.00, 0.00, 0.00, 0.44, 0.11),
+    "after 4 tokens": (0.00, 0.00, 0.00, 0.00, 0.51),
+    "match of 2 tokens": (2.62, 2.50, 1.18, 1.23, 1.45),
+    "match of 3 tokens": (2.39, 2.78, 2.53, 1.56, 1.72),
+    "match of 4 tokens": (3.71, 3.38, 3.30, 2.56, 1.66),
+    "match of 6 tokens": (4.21, 3.23, 3.33, 3.47, 2.05),
+    "match of 9 tokens": (3.31, 4.94, 4.69, 4.51, 2.42),
+    "match of 16 tokens": (2.74, 5.78, 5.62, 5.73, 3.69),
+    "match of 24 tokens": (1.43, 4.85, 4.88, 4.81, 4.30),
+    "match of 32 tokens": (6.59, 6.59, 6.59, 6.59, 5.76),
+    "further matches": (0.44, 0.50, -0.13, -0.19, -0.15),
+    "rejected siblings": (0.70, 0.10, 0.11, 0.05, 0.07),
 }
 """Where the memory holds a model's predictions: by feature, for each length of the longest known context, 0 to 4."""
 
