@@ -212,7 +212,16 @@ def test_what_is_certain_is_sent_whether_or_not_drafts_pay(
     tree = TokenTree([5], room)
     drafter.propose(tree)
     assert (tree.tokens, tree.parents) == (tokens, parents)
-    assert len(drafter.explain(tree).origins) == len(tokens) - 1
+    assert len(drafter.explain(tree).origins) == len(drafter.path_probabilities) == len(tokens) - 1
+
+
+def test_certain_tokens_that_the_model_does_not_know_are_refused() -> None:
+    for certain, alternatives in (([9], []), ([1], [[2], [-1]])):
+        source = CheckedSource(Sure(certain, alternatives, NEXT), vocabulary=9)
+        drafter = AutoDrafter(None, None, FixedBudget(8), explore=False, sources=[source])
+        drafter.start([5])
+        with pytest.raises(InvalidArgumentError, match="tokens outside"):
+            drafter.propose(TokenTree([5]))
 
 
 def test_the_text_goes_on_behind_what_was_certain() -> None:

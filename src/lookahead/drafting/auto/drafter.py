@@ -89,6 +89,7 @@ class AutoDrafter:
         self._permits = Permits(sources)
         self._sure: Any = next((source for source in sources if getattr(source, "certain", None) is not None), None)
         self._certain = 0  # tokens of this step's tree that are part of the text already
+        self._sure_nodes = 0  # candidates of this step's tree that were not searched
         self._searched = self._most * (_SEARCHED_WHERE_FORBIDDEN if self._permits.asks else 1)
         names = [source.name for source in sources]
         with self.memory.lock:
@@ -117,7 +118,7 @@ class AutoDrafter:
     def path_probabilities(self) -> NDArray[np.float64]:
         """Probability that each candidate that `propose` added is accepted, in the order of the nodes."""
         found = self._search.path_probabilities[self._rows[1:] - 1]
-        return np.concatenate([np.ones(self._certain), found])
+        return np.concatenate([np.ones(self._sure_nodes), found])
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence."""
@@ -140,7 +141,8 @@ class AutoDrafter:
     def propose(self, tree: TokenTree) -> None:
         """Add the certain tokens, and the likeliest paths after them, the likeliest node first."""
         self.budget.begin()
-        self._certain = 0
+        self._certain = self._sure_nodes = 0
+        self._rows = np.zeros(1, dtype=np.int64)
         if self._sure is not None and self._send_certain(tree, self._sure):
             return
         if not self.budget.backs_off:
@@ -150,12 +152,13 @@ class AutoDrafter:
     def _send_certain(self, tree: TokenTree, source: Any) -> bool:
         """Add what is accepted whatever the model says. Whether that is all for this step; if not, the search goes on
         behind it."""
-        certain = list(source.certain())
+        certain = source.certain()
         room = min(self._most, tree.room) - len(certain)
         alternatives = source.alternatives() if room > 0 else []
         if sum(map(len, alternatives)) > room:
             alternatives = []
         tree.add_certain(certain[: self._most], alternatives)
+        self._sure_nodes = tree.certain
         if alternatives or self.budget.backs_off or room <= 0:
             return True
         self._late += certain

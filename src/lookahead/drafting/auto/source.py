@@ -92,7 +92,8 @@ class CheckedSource:
         self.permits = getattr(source, "permits", None)
         self.certain = self.alternatives = None
         if getattr(source, "certain", None) is not None:
-            self.certain, self.alternatives = source.certain, source.alternatives
+            self.certain = lambda: self._known(source.certain())
+            self.alternatives = lambda: [self._known(path) for path in source.alternatives()]
 
     def propose(self) -> TokenPaths:
         """See `Source`.
@@ -115,6 +116,11 @@ class CheckedSource:
         if not ((probabilities > 0) & (probabilities <= 1)).all():
             raise self._refusal("a probability that is not above 0 and at most 1")
         return TokenPaths(tokens, parents, probabilities)
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        if not all(0 <= token < self._vocabulary for token in tokens):
+            raise self._refusal(f"tokens outside of 0 to {self._vocabulary - 1}")
+        return list(tokens)
 
     def _refusal(self, what: str) -> InvalidArgumentError:
         return InvalidArgumentError(f"source {self.name!r} proposed {what}; see lookahead.drafting.TokenPaths")
