@@ -242,8 +242,10 @@ def microseconds(nanoseconds: Sequence[int]) -> float:
 
 
 def array_bytes(*holders: Any) -> int:
-    """Bytes of the arrays that the objects hold."""
-    return sum(value.nbytes for holder in holders for value in vars(holder).values() if isinstance(value, np.ndarray))
+    """Bytes of the arrays that the objects hold, in tuples as well."""
+    values = [value for holder in holders for value in vars(holder).values()]
+    arrays = [each for value in values for each in (value if isinstance(value, tuple) else (value,))]
+    return sum(each.nbytes for each in arrays if isinstance(each, np.ndarray))
 
 
 def serve(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead.drafting import ContextMatches
-from lookahead.drafting.auto.context_matches import LONGEST, RUNS, SEARCHED
+from lookahead.drafting.auto.texts import LONGEST, RUNS, SEARCHED, MatchArrays, allocate_followed, find_matches
 from lookahead.errors import InvalidArgumentError
 
 
@@ -29,6 +29,16 @@ def search(text: list[int], context: list[int]) -> list[tuple[int, int]]:
     return []
 
 
+def found(matches: ContextMatches, context: list[int]) -> list[tuple[int, int]]:
+    """The occurrences of a context in the text, the longest first, then the newest."""
+    texts, followed = matches.arrays, allocate_followed(1)
+    arrays = MatchArrays(texts.tokens[0], texts.newest[0], texts.earlier[0], *followed, int(texts.lengths[0]))
+    last = np.array(context[: -LONGEST - 1 : -1], dtype=np.int64)
+    count = find_matches(last, len(last), 0, arrays)
+    places = zip(followed.places[0, :count].tolist(), followed.lengths[0, :count].tolist(), strict=True)
+    return sorted(places, key=lambda match: -match[1])
+
+
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(
     text=st.lists(st.integers(0, 2), min_size=1, max_size=60),
@@ -42,22 +52,22 @@ def test_it_finds_what_a_search_finds(text: list[int], cuts: list[int], drafted:
     for begin, end in pairwise(ends):
         matches.extend(text[begin:end])
     context = text + drafted
-    assert [(match.place, match.length) for match in matches.find(context)] == search(text, context)
+    assert found(matches, context) == search(text, context)
 
 
 def test_nothing_follows_the_end_of_the_text() -> None:
     matches = ContextMatches()
     matches.start([1, 2, 3])
-    assert matches.find([1, 2, 3]) == []
+    assert found(matches, [1, 2, 3]) == []
     matches.extend([1, 2])
-    assert [(match.place, match.length) for match in matches.find([1, 2, 3, 1, 2])] == [(2, 2)]
+    assert found(matches, [1, 2, 3, 1, 2]) == [(2, 2)]
 
 
 def test_a_new_text_forgets_the_old_one() -> None:
     matches = ContextMatches()
     matches.start([1, 2, 3, 1, 2])
     matches.start([5, 1, 2])
-    assert matches.find([5, 1, 2]) == []
+    assert found(matches, [5, 1, 2]) == []
 
 
 def test_its_memory_is_bounded_and_it_goes_on_finding() -> None:
@@ -68,12 +78,12 @@ def test_its_memory_is_bounded_and_it_goes_on_finding() -> None:
         new = rng.integers(0, 3, 7).tolist()
         text += new
         matches.extend(new)
-        assert matches.length <= 128
-        assert len(matches.tokens) <= 129
+        assert len(matches.text) <= 128
+        assert matches.arrays.tokens.shape[1] <= 129
         kept = matches.text.tolist()
         assert kept == text[len(text) - len(kept) :]
         assert len(kept) >= min(64, len(text))
-        assert [(match.place, match.length) for match in matches.find(kept[-40:])] == search(kept, kept[-40:])
+        assert found(matches, kept[-40:]) == search(kept, kept[-40:])
 
 
 def test_a_prompt_longer_than_the_memory_keeps_its_end() -> None:

@@ -10,12 +10,12 @@ import pytest
 
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting.auto.context_matches import ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.ngram_memory import NGramMemory
 from lookahead.drafting.auto.path_batch import REJECTED, PathBatch
 from lookahead.drafting.auto.path_lessons import VerifiedPaths
+from lookahead.drafting.auto.texts import ContextMatches
 from lookahead.drafting.chain import ChainDrafter
 
 VOCABULARY, ORDERS, TOP_K, LONGEST, STEPS, ROOM = 24, 3, 4, 6, 60, 9000

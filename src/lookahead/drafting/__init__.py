@@ -8,12 +8,12 @@ from lookahead.core.chain_budget import ChainBudget
 from lookahead.core.draft_account import DraftAccount
 from lookahead.core.drafter import Drafter, NoDrafter
 from lookahead.core.outputs import StepResult
-from lookahead.drafting.auto.context_matches import ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.ngram_memory import NGramMemory
 from lookahead.drafting.auto.predicted_text import PredictedText, text_sources
 from lookahead.drafting.auto.source import CheckedSource, Source, TokenPaths
+from lookahead.drafting.auto.texts import ContextMatches
 from lookahead.drafting.auto.weights import SIBLINGS
 from lookahead.drafting.chain import SKETCHED_NODES, ChainDrafter
 from lookahead.drafting.checked_drafter import CheckedDrafter

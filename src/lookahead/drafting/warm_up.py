@@ -13,12 +13,12 @@ from lookahead.core.draft_account import DraftAccount
 from lookahead.core.outputs import StepResult
 from lookahead.core.shared_budget import SharedBudget
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting.auto.context_matches import ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.ngram_memory import NGramMemory
 from lookahead.drafting.auto.path_batch import PathBatch
 from lookahead.drafting.auto.path_lessons import VerifiedPaths
+from lookahead.drafting.auto.texts import ContextMatches
 from lookahead.drafting.auto.trust import mix_in
 from lookahead.drafting.likeliest import BLOCK, list_likeliest
 
@@ -73,7 +73,7 @@ def compile_path_loops() -> None:
     batch = PathBatch(memory, 1, _NODES)
     tokens, place = np.array([[0, 1, 2, 0, 1, 2, 0]], dtype=np.int32), np.zeros(1, dtype=np.int64)
     for step in range(_STEPS):
-        batch.is_before(0, tokens[0])
+        batch.texts.is_before(0, tokens[0])
         drafted = batch.propose(place, _NODES).counts if step else place
         ids = np.tile(np.arange(memory.ngrams.top_k), (1 + int(drafted[0]), 1))
         predicted = ids, np.full(ids.shape, 0.1, dtype=np.float32)

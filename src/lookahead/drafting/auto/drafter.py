@@ -14,7 +14,6 @@ from lookahead.core.compiled import loop_arrays
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import CERTAIN, Explanation, Origin
-from lookahead.drafting.auto.context_matches import LONGEST, ContextMatches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.ngram_memory import NGramMemory, write_contexts
 from lookahead.drafting.auto.permits import Permits
@@ -22,6 +21,7 @@ from lookahead.drafting.auto.recent_predictions import NOTHING_RECENT, RecentPre
 from lookahead.drafting.auto.rejected_siblings import RejectedSiblings
 from lookahead.drafting.auto.search import SUREST, TreeSearch
 from lookahead.drafting.auto.source import Source
+from lookahead.drafting.auto.texts import LONGEST, ContextMatches
 from lookahead.drafting.auto.trust import Trust, believed
 
 _LEAST_GROWN = 8
@@ -98,6 +98,7 @@ class AutoDrafter:
         self._siblings = RejectedSiblings(self._search.nodes, self.memory.ngrams.top_k)
         self._sources: list[Source] = [self._siblings, *sources]
         self._no_text = ContextMatches(16)
+        self._no_text.start(())
         self._text: list[int] = []  # its last tokens
         self._late: list[int] = []  # new tokens that are not part of it yet
         self._length = 0

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import inner
-from lookahead.drafting.auto.context_matches import LONGEST, SEARCHED
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.listed_paths import ListedArrays
 from lookahead.drafting.auto.proposals import MOST_LISTED, Nodes, Proposals, allocate_proposals
+from lookahead.drafting.auto.texts import LONGEST, SEARCHED
 
 _OF_EACH = ("tokens", "nodes", "estimates", "orders", "least", "features")
 """Arrays of proposals that each place has for itself."""

@@ -8,14 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import TypedLoop
-from lookahead.drafting.auto.context_matches import LONGEST, SEARCHED
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.path_arrays import allocate_paths
 from lookahead.drafting.auto.path_lessons import VerifiedPaths, allocate_lessons, learn_paths
 from lookahead.drafting.auto.path_notes import PathNotes
 from lookahead.drafting.auto.path_search import Evidences, Wanted, find_paths
-from lookahead.drafting.auto.path_texts import REACH, PathTexts, precedes
 from lookahead.drafting.auto.search import SUREST
+from lookahead.drafting.auto.texts import LONGEST, REACH, ContextMatches, allocate_followed
 
 
 class Drafts(NamedTuple):
@@ -69,18 +68,15 @@ class PathBatch:
     ) -> None:
         ngrams = memory.ngrams
         self.memory, self.places = memory, places
-        self.texts = PathTexts(places, reach)
+        self.texts = ContextMatches(reach, places=places)
         with memory.lock:
             self.paths = allocate_paths(places, longest, memory)
         self._longest, self._surest = longest, surest
         self._notes = PathNotes(ngrams.orders, ngrams.top_k if reads else 1)
-        nodes = self.paths.nodes.tokens.shape[1]
-        places_followed, lengths = (np.zeros((nodes, SEARCHED), dtype=np.int64) for _ in range(2))
-        self._followed = places_followed, lengths, np.zeros(nodes, dtype=np.int64)
+        self._followed = allocate_followed(self.paths.nodes.tokens.shape[1])
         self._context = np.zeros(LONGEST, dtype=np.int64)
         self._taught = allocate_lessons(longest, self._notes.arrays, rejected, reads)
         self._learn, self._find = TypedLoop(learn_paths), TypedLoop(find_paths)
-        self._precedes = TypedLoop(precedes)
 
     def learn(self, step: VerifiedPaths) -> int:
         """Let texts go on, and learn from them; the drafts that they had are done with.
@@ -109,11 +105,7 @@ class PathBatch:
         drafts, counts = np.zeros((len(places), self._longest), dtype=np.int64), np.zeros(len(places), dtype=np.int64)
         wanted = Wanted(self._longest, most_tokens, float(least), float(worth), self._surest)
         with self.memory.lock:
-            room = *self._followed, self._context
+            room = self._followed, self._context
             known = Evidences(ngrams.entries, *room, weights.columns, weights.values)
             lost = self._find(places, wanted, self.texts.arrays, self.paths, known, drafts, counts)
         return Drafts(drafts, counts, float(lost))
-
-    def is_before(self, place: int, tokens: NDArray[np.int32]) -> bool:
-        """Whether the text in a place is what these tokens, `[tokens]`, begin with."""
-        return bool(self._precedes(place, tokens, self.texts.arrays))

@@ -8,13 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import compiled, inner
-from lookahead.drafting.auto.context_matches import LONGEST, MatchArrays, propose_matches
 from lookahead.drafting.auto.listed_paths import ListedArrays, propose_listed
 from lookahead.drafting.auto.ngram_entries import Entries, propose_known
 from lookahead.drafting.auto.path_arrays import PathArrays, listed_of, nodes_of, proposals_of
-from lookahead.drafting.auto.path_texts import TextArrays
 from lookahead.drafting.auto.proposals import Nodes, Proposals, begin_node
 from lookahead.drafting.auto.search import LEAST_CHAINED, read_path
+from lookahead.drafting.auto.texts import LONGEST, Followed, MatchArrays, TextArrays, propose_matches
 from lookahead.drafting.auto.weights import Columns, estimate
 
 
@@ -41,16 +40,14 @@ class Evidences(NamedTuple):
 
     Attributes:
         entries: The n-gram memory.
-        places, lengths, found: Room for the occurrences that each node follows; see `MatchArrays`.
+        followed: Room for the occurrences that each node follows.
         context: Room for the last tokens of a path, `[LONGEST]`.
         columns: Where their features are.
         weights: See `Weights`.
     """
 
     entries: Entries
-    places: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    found: NDArray[np.int64]
+    followed: Followed
     context: NDArray[np.int64]
     columns: Columns
     weights: NDArray[np.float64]
@@ -103,9 +100,9 @@ def _find_path(place: int, most: int, wanted: Wanted, texts: TextArrays, paths: 
         texts.tokens[place],
         texts.newest[place],
         texts.earlier[place],
-        known.places,
-        known.lengths,
-        known.found,
+        known.followed.places,
+        known.followed.lengths,
+        known.followed.found,
         length,
     )
     size = min(length, LONGEST)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from lookahead.core.outputs import StepResult
-from lookahead.drafting.auto.context_matches import ContextMatches
 from lookahead.drafting.auto.source import Source, TokenPaths
+from lookahead.drafting.auto.texts import ContextMatches
 
 AHEAD = 64
 """Tokens that are proposed of the predicted text."""

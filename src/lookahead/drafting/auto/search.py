@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from lookahead.core.compiled import TypedLoop, compiled, inner, loop_arrays, loop_tuple
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Origin
-from lookahead.drafting.auto.context_matches import LONGEST, SEARCHED, ContextMatches, MatchArrays, propose_matches
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.listed_paths import ListedArrays, ListedPaths, propose_listed
 from lookahead.drafting.auto.ngram_entries import Entries, propose_known
@@ -28,6 +27,14 @@ from lookahead.drafting.auto.proposals import (
 )
 from lookahead.drafting.auto.recent_predictions import MOST_TRIED, RecentArrays, probability_of
 from lookahead.drafting.auto.source import TokenPaths
+from lookahead.drafting.auto.texts import (
+    LONGEST,
+    SEARCHED,
+    ContextMatches,
+    MatchArrays,
+    allocate_followed,
+    propose_matches,
+)
 from lookahead.drafting.auto.weights import SIBLINGS, Columns, estimate
 
 LEAST_CHAINED = 0.001
@@ -88,6 +95,7 @@ class TreeSearch:
         self.proposals = allocate_proposals(proposals, at_a_node + MOST_TRIED, self._weights.shape[1])
         self._entries = ngrams.entries
         self.listed = ListedPaths(columns, self._size)
+        self._followed = allocate_followed(self._size)
         self._queue = allocate_queue(proposals)
         self._context = np.zeros(LONGEST, dtype=np.int64)
         self._line = np.arange(-1, LONGEST)
@@ -108,7 +116,9 @@ class TreeSearch:
             paths: What each of the listed sources lists, in their order.
             recent: What the model predicted lately.
         """
-        found = matches.arrays(self._size)
+        texts = matches.arrays
+        text = texts.tokens[0], texts.newest[0], texts.earlier[0]
+        found = MatchArrays(*text, *self._followed, int(texts.lengths[0]))
         listed = self.listed.fill(paths)
         return Sources(self._entries, found, listed, recent, self._columns)
 

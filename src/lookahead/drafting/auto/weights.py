@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import inner
-from lookahead.drafting.auto.context_matches import MATCH_CLASSES
 from lookahead.drafting.auto.proposals import Proposals
+from lookahead.drafting.auto.texts import MATCH_CLASSES
 
 NOTHING = "nothing"
 """All tokens that no source proposed; its weight b is in column 0."""

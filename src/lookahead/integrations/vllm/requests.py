@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from lookahead.core.compiled import TypedLoop, compiled
 from lookahead.drafting.auto.path_arrays import PathStates
 from lookahead.drafting.auto.path_batch import PathBatch
-from lookahead.drafting.auto.path_texts import TextArrays, is_begun_by
+from lookahead.drafting.auto.texts import TextArrays, is_begun_by
 
 _COMPARED = 256
 """Last tokens by which a text is known to be still the one in its row; elsewhere texts are compared as a whole."""
@@ -80,7 +80,7 @@ class Requests:
         others.sort(key=lambda place: -(texts.lengths[place] + texts.dropped[place]))
         for row in np.flatnonzero((rows.places < 0) & (added > 0)).tolist():
             text = tokens[row, : before[row]]
-            place = next((place for place in others if self._batch.is_before(place, text)), -1)
+            place = next((place for place in others if self._batch.texts.is_before(place, text)), -1)
             if place >= 0:
                 others.remove(place)
                 rows.places[row] = place
