@@ -252,7 +252,11 @@ def run_vllm(recordings: Sequence[Recording], drafted: int, reads: bool, notes: 
             recording = next(each for each in recordings if each.text[: len(text)] == text)
             tree = TokenTree(text[-1:])
             tree.add_candidates(draft)
-            listings += recording.listed(len(text) - 1, tree).values()
+            try:
+                listings += recording.listed(len(text) - 1, tree).values()
+            except NotRecordedError:
+                loop.steps.append([(draft, -1) for draft in drafts])  # so that it is shown
+                raise
         # In steps of 1/1024, which no processor rounds in another way.
         logits = np.full((len(listings), vocabulary), -1e4, dtype=np.float32)
         for row, (tokens, likely) in enumerate(listings):
@@ -265,7 +269,8 @@ def run_vllm(recordings: Sequence[Recording], drafted: int, reads: bool, notes: 
     finally:
         for draft, accepted in (row for rows in loop.steps for row in rows):
             notes.draft(draft, range(-1, len(draft) - 1))
-            notes.outcome(-1, accepted)
+            if accepted >= 0:
+                notes.outcome(-1, accepted)
 
 
 class _Head:
