@@ -32,6 +32,14 @@ def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _packed_where_asked_for() -> Iterator[None]:
+    """What is faster on this machine decides no test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lookahead.backends.transformers.model_state.fastest_packing", lambda model: True)
+        yield
+
+
 @pytest.fixture
 def llama() -> PreTrainedModel:
     """A tiny random Llama, the same object for all tests; a test that changes it must change it back."""

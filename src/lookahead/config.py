@@ -179,11 +179,12 @@ class LookaheadConfig:
             the class, or a function. `step_budget` is the most nodes that it may send, 128 if not given. See
             `docs/extending.md`.
         pack_weights: On a CPU, run the model with a second copy of its linear layers' weights, in the order in
-            which the processor multiplies them. The weights take twice the memory; steps take half the time on some
-            processors (`docs/engine.md`), and more than before on others, which `lookahead tune` shows with
-            `--pack-weights` and without. The copy is made at the first call and kept as long as the model. `"int8"`
-            makes a copy in eight bits, for steps that take less again. The text is then that of the rounded model, with
-            every draft to the bit (`invariant` comes with it), but not the model's own; see `docs/engine.md`.
+            which the processor multiplies them, where that is faster: a few products are timed once for a kind of
+            model, a processor and a number of threads, and steps of several tokens, or all, or none use the copy. It
+            takes as much memory again as the weights; it is made at the first call and kept as long as the model. With
+            `invariant=True` it is always used, as no time is to choose bits. See `docs/engine.md`. `"int8"` makes a
+            copy in eight bits, for steps that take less again. The text is then that of the rounded model, with
+            every draft to the bit (`invariant` comes with it), but not the model's own.
         invariant: Make every pass in a way in which the bits of a token's logits depend on its own text alone: not on
             the drafts, the nodes of a step, the other rows of a batch, or how a prompt was split. So the text is that
             of `preset="autoregressive"` with the same settings in every number type, bfloat16 and float16 included,
@@ -271,7 +272,7 @@ class LookaheadConfig:
     )
     pack_weights: bool | str = _choice(
         *(False, _packing),
-        help="On a CPU, keep a second copy of the weights in the order that is fastest to multiply.",
+        help="On a CPU, keep a second copy of the weights in the order of multiplication, where that is faster.",
         runs=True,
         switches={
             "int8_weights": (INT8, "On a CPU, decode with weights rounded to eight bits: faster, but another text.")

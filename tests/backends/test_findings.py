@@ -12,7 +12,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 import lookahead
 import model_zoo
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers.invariant import check, findings, modules
+from lookahead.backends.transformers import findings
+from lookahead.backends.transformers.invariant import check, modules
 from lookahead.backends.transformers.invariant.rows import MOST, RowRule
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14]])

@@ -14,13 +14,13 @@ from lookahead.backends.transformers.check_pass import agree, are_near, check_lo
 from lookahead.backends.transformers.folded_attention import FOLDED_SDPA
 from lookahead.backends.transformers.int8_linear import check_int8
 from lookahead.backends.transformers.invariant import attention as invariant_attention
-from lookahead.backends.transformers.invariant.attention import LEAST_NODES
+from lookahead.backends.transformers.invariant.attention import LEAST_NODES, PACKED_ROWS
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
 from lookahead.backends.transformers.invariant.check import is_invariant, what_is_in_the_way
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_check import check_model, check_trees
 from lookahead.backends.transformers.model_runner import ModelRunner
-from lookahead.backends.transformers.model_state import state_of
+from lookahead.backends.transformers.model_state import chosen_packing, state_of
 from lookahead.backends.transformers.packed_linear import check_packing
 from lookahead.backends.transformers.preserved_state import preserved_state
 from lookahead.backends.transformers.shared_clone import SharedClone, all_modules, can_be_cloned, structure
@@ -40,7 +40,7 @@ def engine_model(
 
     Args:
         model: A causal language model of transformers.
-        pack_weights: See `LookaheadConfig.pack_weights`.
+        pack_weights: See `LookaheadConfig.pack_weights`; `True` packs where that is faster, see `chosen_packing`.
         static: Whether it is for the static engine, whose masks are packed.
         invariant: See `LookaheadConfig.invariant`.
 
@@ -74,8 +74,9 @@ def clone_for(
     model: PreTrainedModel, attention: str | None, pack_weights: bool | str, make: MakeClone
 ) -> SharedClone | str | None:
     """The clone that is kept for these settings, after an update; what `make` makes if none fits: a clone, or the
-    reason why none is right."""
+    reason why none is right. Weights are packed by `chosen_packing`."""
     with state_of(model).lock:
+        pack_weights = chosen_packing(model, pack_weights, attention in (INVARIANT, PACKED_ROWS))
         return _clone_for(model, attention, pack_weights, make)
 
 

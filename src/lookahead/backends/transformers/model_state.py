@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from lookahead.backends.transformers.cost_store import CostStore, describe_setting, engine_setting
 from lookahead.backends.transformers.first_guess import first_guess
 from lookahead.backends.transformers.identity import model_identity
+from lookahead.backends.transformers.packing_trial import fastest_packing
 from lookahead.config import MEMORY_SCOPES, LookaheadConfig
 from lookahead.core.cost_model import CostModel
 from lookahead.core.draft_account import DraftAccount
@@ -51,6 +52,7 @@ class ModelState:
         static_shapes: What its layers keep of a token; `None` where static steps failed, or did not do what others do.
         static_steps: Those that its last call released, and what they were made for: what was compiled and captured
             serves the next call as well.
+        packing: Which packing makes its steps shortest, by number type and threads.
         costs: What its steps cost, by setting.
         accounts: What its drafts gain, by setting and temperature.
         memory: The n-gram memory of `memory="process"`.
@@ -66,6 +68,7 @@ class ModelState:
     clones: dict[Setting, tuple[list[object], SharedClone | str | None]] = field(default_factory=dict)
     static_shapes: dict[Setting, tuple[LayerShape | None, ...] | None] = field(default_factory=dict)
     static_steps: tuple[Setting, StaticSteps] | None = None
+    packing: dict[Setting, bool | str] = field(default_factory=dict)
     costs: dict[Setting, CostModel] = field(default_factory=dict)
     accounts: dict[Setting, DraftAccount] = field(default_factory=dict)
     memory: DraftMemory | None = None
@@ -92,6 +95,29 @@ def same_values(first: dict[str, object], second: dict[str, object]) -> bool:
         return bool(first == second)
     except (TypeError, ValueError, RuntimeError):  # arrays, say
         return False
+
+
+def chosen_packing(model: PreTrainedModel, pack_weights: bool | str, invariant: bool) -> bool | str:
+    """How the weights of `model` are packed: as asked for, but `True` only where packed products were found faster.
+
+    Passes that are invariant are as asked for: the bits of packed products may be others than those of plain ones, and
+    no time is to choose between bits.
+
+    Args:
+        model: The model, or a clone of it.
+        pack_weights: See `LookaheadConfig.pack_weights`.
+        invariant: Whether passes are invariant.
+
+    Returns:
+        What `fastest_packing` gives, or `pack_weights` itself.
+    """
+    if pack_weights is not True or invariant:
+        return pack_weights
+    state, setting = state_of(model), (model.dtype, torch.get_num_threads())
+    with state.lock:
+        if setting not in state.packing:
+            state.packing[setting] = fastest_packing(model)
+        return state.packing[setting]
 
 
 def draft_account(
@@ -122,7 +148,9 @@ def draft_account(
 def _stored_costs(model: PreTrainedModel, config: LookaheadConfig) -> CostModel:
     """What `lookahead tune` measured, else a first guess."""
     stored = CostStore().load(describe_setting(model, engine_setting(config)))
-    return first_guess(model, config.pack_weights) if stored is None else stored.cost
+    if stored is not None:
+        return stored.cost
+    return first_guess(model, chosen_packing(model, config.pack_weights, config.invariant))
 
 
 def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory:

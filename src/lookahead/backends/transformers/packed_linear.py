@@ -12,6 +12,9 @@ from lookahead.errors import UnsupportedArgumentError
 _ROWS = 16
 """Rows that the order is chosen for; it serves other numbers of rows as well."""
 
+SEVERAL_ROWS = "several rows"
+"""What the choice of a packing says where only products of more than one row are of packed weights."""
+
 PACKED_WEIGHT = "_packed_weight"
 """The attribute that is a `PackedLinear`'s own; all others are those of the layer that it stands for."""
 
@@ -27,9 +30,7 @@ class PackedLinear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        packed = self._packed_weight.values
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, packed, self.bias, "none", [], "")
-        return output
+        return packed_product(input, self._packed_weight.values, self.bias)
 
     def is_current(self) -> bool:
         """Whether the packed copy holds what the weight holds now; reads all of the weight."""
@@ -39,6 +40,16 @@ class PackedLinear(torch.nn.Linear):
     def pack(self) -> None:
         """Pack the weight as it is now."""
         vars(self)[PACKED_WEIGHT] = PackedWeight(self.weight)
+
+
+class PackedForSeveralRows(PackedLinear):
+    """One that multiplies a single row with the plain weight, where that is faster."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`[..., in_features]` to `[..., out_features]`."""
+        if input.numel() == input.shape[-1]:
+            return torch.nn.functional.linear(input, self.weight, self.bias)
+        return super().forward(input)
 
 
 class PackedWeight:
@@ -64,8 +75,7 @@ class PackedWeight:
         self.values = self._pack(weight)
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
-        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
-        return packed
+        return pack(weight)
 
     def is_of(self, weight: torch.Tensor) -> bool:
         """Whether `weight` holds the bits that were packed."""
@@ -74,6 +84,18 @@ class PackedWeight:
 
 def _kind(weight: torch.Tensor) -> tuple[object, ...]:
     return weight.shape, weight.dtype
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """A weight `[out_features, in_features]` in the other order; opaque."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+    return packed
+
+
+def packed_product(input: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`[..., in_features]` to `[..., out_features]`, by what `pack` made."""
+    output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
+    return output
 
 
 def check_packing() -> None:

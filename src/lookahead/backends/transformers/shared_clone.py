@@ -15,9 +15,18 @@ from lookahead.backends.transformers.int8_linear import Int8Linear
 from lookahead.backends.transformers.invariant.attention import LEAST_NODES, PACKED_ROWS
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
 from lookahead.backends.transformers.invariant.modules import FINDINGS, empty_module, invariant_kind
-from lookahead.backends.transformers.packed_linear import PACKED_WEIGHT, PackedLinear, can_pack
+from lookahead.backends.transformers.packed_linear import (
+    PACKED_WEIGHT,
+    SEVERAL_ROWS,
+    PackedForSeveralRows,
+    PackedLinear,
+    can_pack,
+)
 from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
 from lookahead.config import INT8
+
+_PACKED = {True: PackedLinear, SEVERAL_ROWS: PackedForSeveralRows, INT8: Int8Linear}
+"""What stands for a linear layer, by how its weight is packed."""
 
 _ITS_OWN = frozenset({"_modules", "config", "generate", PACKED_WEIGHT, FINDINGS, LEAST_NODES})
 """Attributes that the modules of a clone do not share. `generate`, where it is attached, refers to the model."""
@@ -96,7 +105,7 @@ class SharedClone:
         attention: What the clone's layers use where the model's use `sdpa`, registered with transformers; `sdpa` as
             well if not given. Invariant attention takes the place of `eager`, too, and on a CPU its products and
             activations are those of `invariant_kind`.
-        pack_weights: Replace the clone's linear layers with `PackedLinear`, or with `Int8Linear`.
+        pack_weights: What replaces the clone's linear layers: nothing, or what `_PACKED` has for it.
 
     Attributes:
         module: The clone itself.
@@ -173,8 +182,8 @@ class SharedClone:
 
     def _new_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """An empty module to stand for `module`, or `module` itself where that is to be shared."""
-        packed = Int8Linear if self._pack_weights == INT8 else PackedLinear
-        kind = packed if self._pack_weights and can_pack(module, self._pack_weights) else module.__class__
+        is_packed = bool(self._pack_weights) and can_pack(module, self._pack_weights)
+        kind = _PACKED[self._pack_weights] if is_packed else module.__class__
         if self._is_invariant:
             kind = invariant_kind(module, kind)
         if kind is module.__class__ and not module._parameters and not module._modules:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.invariant.findings import architecture, recall, remember
+from lookahead.backends.transformers.findings import architecture, recall, remember
 from lookahead.backends.transformers.invariant.modules import foreign_product
 from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import can_be_cloned

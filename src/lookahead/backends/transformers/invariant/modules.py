@@ -10,7 +10,7 @@ import torch
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
-from lookahead.backends.transformers.invariant.findings import recall, remember
+from lookahead.backends.transformers.findings import recall, remember
 from lookahead.backends.transformers.invariant.rows import RULES, Product, RowRule, are_alike, by_rule, find_rule
 from lookahead.errors import UnsupportedModelError
 

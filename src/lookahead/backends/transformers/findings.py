@@ -45,7 +45,7 @@ def remember(about: Mapping[str, Any], found: Any) -> None:
 
 def folder() -> Path:
     """The folder of the findings."""
-    return cache_folder("invariant")
+    return cache_folder("findings")
 
 
 def architecture(model: PreTrainedModel) -> dict[str, Any] | None:

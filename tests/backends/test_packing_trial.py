@@ -1,0 +1,163 @@
+"""`pack_weights=True` packs where packed products are faster, by times that are taken once."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.backends.transformers import engine_model, findings, model_state, packing_trial
+from lookahead.backends.transformers.model_state import state_of
+from lookahead.backends.transformers.packed_linear import PackedForSeveralRows, PackedLinear
+from lookahead.backends.transformers.packed_rows.model import packed_rows_model
+from lookahead.errors import UnsupportedArgumentError
+
+PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
+CONFIG = LookaheadConfig(pack_weights=True)
+FASTER, SLOWER = (2.0, 1.0), (1.0, 1.5)  # seconds of plain and of packed products
+OUTCOMES = [
+    ([FASTER, FASTER, FASTER], PackedLinear),
+    ([SLOWER, FASTER, FASTER], PackedForSeveralRows),
+    ([FASTER, FASTER, SLOWER], torch.nn.Linear),
+    ([SLOWER, SLOWER, FASTER], torch.nn.Linear),
+    ([(1.0, 1.0), (1.0, 1.0), (1.0, 1.0)], torch.nn.Linear),
+]
+
+
+class Clock:
+    """Stands in for the times, and counts how often they are taken."""
+
+    def __init__(self) -> None:
+        self.seconds = [FASTER, FASTER, FASTER]
+        self.runs = 0
+
+    def __call__(self, layers: packing_trial.Layers) -> dict[int, tuple[float, float]]:
+        assert all(isinstance(layer, torch.nn.Linear) for found in layers.values() for layer in found)
+        self.runs += 1
+        return dict(zip((1, 2, 16), self.seconds, strict=True))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name, **_: tmp_path / name)
+    monkeypatch.setattr(model_state, "fastest_packing", packing_trial.fastest_packing)
+    monkeypatch.setattr(packing_trial, "product_seconds", clock)
+    return clock
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    yield
+    torch.set_num_threads(before)
+
+
+def llama(hidden_size: int = 64) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": hidden_size, "intermediate_size": 128, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).eval()
+
+
+@pytest.mark.parametrize(("seconds", "kind"), OUTCOMES)
+def test_products_that_are_slower_are_not_used(
+    clock: Clock, seconds: list[tuple[float, float]], kind: type[torch.nn.Module]
+) -> None:
+    clock.seconds = seconds
+    model = llama()
+    assert type(engine_model(model, pack_weights=True).lm_head) is kind
+    assert type(packed_rows_model(model, pack_weights=True).lm_head) is kind
+
+
+@pytest.mark.parametrize(("seconds", "kind"), OUTCOMES[:3])
+@pytest.mark.parametrize("preset", ["auto", "autoregressive"])
+def test_the_text_is_that_of_transformers_whichever_is_used(
+    clock: Clock, seconds: list[tuple[float, float]], kind: type[torch.nn.Module], preset: str
+) -> None:
+    clock.seconds = seconds
+    model = llama()
+    config = LookaheadConfig(preset=preset, pack_weights=True)
+    expected = model.generate(PROMPT, **GREEDY)
+    assert torch.equal(lookahead.generate(model, PROMPT, lookahead_config=config, **GREEDY), expected)
+    with lookahead.Engine(model, config) as engine:
+        assert engine.submit(PROMPT[0].tolist(), **GREEDY).result().tolist() == expected.tolist()
+    assert clock.runs == 1
+
+
+def test_a_single_row_has_the_bits_of_the_plain_layer_where_it_is_not_packed(clock: Clock) -> None:
+    clock.seconds = [SLOWER, FASTER, FASTER]
+    model = llama()
+    layer, plain = engine_model(model, pack_weights=True).lm_head, model.lm_head
+    rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.equal(layer(rows[None, :1]), plain(rows[None, :1]))
+        assert torch.allclose(layer(rows), plain(rows), atol=1e-5)
+
+
+def test_times_are_taken_once_for_a_kind_of_model(clock: Clock) -> None:
+    clock.seconds = [SLOWER, SLOWER, SLOWER]
+    first = llama()
+    for _ in range(2):
+        engine_model(first, pack_weights=True)
+    clock.seconds = [FASTER, FASTER, FASTER]
+    second = copy.deepcopy(first)
+    assert type(engine_model(second, pack_weights=True).lm_head) is torch.nn.Linear
+    assert clock.runs == 1
+    assert list(state_of(second).packing.values()) == [False]
+
+
+def test_times_are_taken_anew_for_another_processor(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock.seconds = [SLOWER, SLOWER, SLOWER]
+    engine_model(llama(), pack_weights=True)
+    clock.seconds = [FASTER, FASTER, FASTER]
+    monkeypatch.setattr(findings, "device_name", lambda device: "another processor")
+    assert type(engine_model(llama(), pack_weights=True).lm_head) is PackedLinear
+    assert clock.runs == 2
+
+
+def test_times_are_taken_anew_for_other_shapes_and_after_a_file_that_cannot_be_read(clock: Clock) -> None:
+    engine_model(llama(), pack_weights=True)
+    engine_model(llama(hidden_size=32), pack_weights=True)
+    assert clock.runs == 2
+    for file in findings.folder().iterdir():
+        file.write_text("{", encoding="utf-8")
+    engine_model(llama(), pack_weights=True)
+    assert clock.runs == 3
+
+
+def test_times_are_taken_anew_for_another_number_of_threads(clock: Clock, request: pytest.FixtureRequest) -> None:
+    model = llama()
+    engine_model(model, pack_weights=True)
+    request.getfixturevalue("two_threads")
+    clock.seconds = [SLOWER, SLOWER, SLOWER]
+    assert type(engine_model(model, pack_weights=True).lm_head) is torch.nn.Linear
+    assert clock.runs == 2
+
+
+def test_no_time_chooses_the_bits_of_invariant_passes(clock: Clock) -> None:
+    clock.seconds = [SLOWER, SLOWER, SLOWER]
+    assert isinstance(engine_model(llama(), pack_weights=True, invariant=True).lm_head, PackedLinear)
+    assert clock.runs == 0
+
+
+def test_a_model_that_cannot_be_packed_is_refused_whichever_is_faster(clock: Clock) -> None:
+    for clock.seconds in ([FASTER] * 3, [SLOWER] * 3):
+        model = llama()
+        plain = model.model.layers[1].forward
+        model.model.layers[1].forward = lambda *args, plain=plain, **kwargs: plain(*args, **kwargs)
+        with pytest.raises(UnsupportedArgumentError, match="pack_weights=True"):
+            engine_model(model, pack_weights=True)
+
+
+def test_one_two_and_sixteen_rows_are_timed() -> None:
+    model = llama()
+    layers = {(97, 64): [model.lm_head], (128, 64): [layer.mlp.up_proj for layer in model.model.layers]}
+    seconds = packing_trial.product_seconds(layers)
+    assert list(seconds) == [1, 2, 16]
+    assert all(0 < value < float("inf") for pair in seconds.values() for value in pair)
