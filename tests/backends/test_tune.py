@@ -41,9 +41,12 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 # the command
 
 
-def test_shows_draws_and_stores(capsys: pytest.CaptureFixture[str], tmp_path: Path, demo: Any) -> None:
-    plot, folder = tmp_path / "curve.png", tmp_path / "store"
-    options = ["--context", "48", "--plot", str(plot), "--store-folder", str(folder)]
+def test_shows_draws_and_stores(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo: Any
+) -> None:
+    plot, folder = tmp_path / "curve.png", tmp_path / "cache" / "cost"
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name, appauthor: tmp_path / "cache")
+    options = ["--context", "48", "--plot", str(plot)]
     assert main(["tune", "--model", "demo", *SMALL, *options]) == 0
     out, err = capsys.readouterr()
     assert "over one token" in out
@@ -58,7 +61,7 @@ def test_shows_draws_and_stores(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert f"stored in {file}" in err
     assert f"plot written to {plot}" in err
 
-    stored = CostStore(folder).load(describe_setting(demo[0], {"pack_weights": False}))
+    stored = CostStore().load(describe_setting(demo[0], {"pack_weights": False}))
     assert stored is not None, "the decoder finds it under the same setting"
     assert stored.cost.in_seconds
     assert stored.cost.evidence(1) == stored.cost.evidence(4) > 0
@@ -99,7 +102,8 @@ def test_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli_tune, "measure", interrupted)
-    assert main(["tune", *SMALL, "--store-folder", str(tmp_path)]) == 130
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name, appauthor: tmp_path / name)
+    assert main(["tune", *SMALL]) == 130
     assert "nothing is stored" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

@@ -454,7 +454,7 @@ def test_typed_turns(
     [
         (["--repetition-penalty", "1.3"], {"repetition_penalty": 1.3}),
         (["--stop", "self", "--stop", "return"], {"stop_strings": ["self", "return"]}),
-        (["--sample", "--min-p", "0.05", "--sample-seed", "4"], {"do_sample": True, "min_p": 0.05}),
+        (["--sample", "--min-p", "0.05", "--sampling-seed", "4"], {"do_sample": True, "min_p": 0.05}),
     ],
 )
 def test_options_about_the_text(

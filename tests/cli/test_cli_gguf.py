@@ -51,7 +51,7 @@ def test_generate(capsys: pytest.CaptureFixture[str], demo_file: str, expected: 
 
 
 def test_sampled_texts_are_those_of_the_folder(capsys: pytest.CaptureFixture[str], demo_file: str) -> None:
-    options = ["generate", PROMPT, "-n", "24", "--sample", "--temperature", "0.9", "--sample-seed", "5"]
+    options = ["generate", PROMPT, "-n", "24", "--sample", "--temperature", "0.9", "--sampling-seed", "5"]
     folder = report(capsys, *options, "--device", "cpu", "--dtype", "float32")
     assert report(capsys, *options, "--model", demo_file)["tokens"] == folder["tokens"]
 

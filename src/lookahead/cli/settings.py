@@ -117,9 +117,7 @@ class Sampling:
     min_p: float | None = _drawing(
         "--min-p", "Draw from tokens that are at least this share as probable as the likeliest one.", probability
     )
-    seed: int | None = _drawing(
-        "--sampling-seed --sample-seed", "Seed of all draws.", count, shown="a new one every time"
-    )
+    seed: int | None = _drawing("--sampling-seed", "Seed of all draws.", count, shown="a new one every time")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Sampling | None:
@@ -393,14 +391,13 @@ class TuneSettings(Settings):
     pack_weights: bool = option(
         "--pack-weights",
         RUN,
-        "Measure with packed weights, on CPUs only; curves with and without are kept apart.",
+        "Measure with `pack_weights=True`, on CPUs only; curves with and without are kept apart.",
         default=False,
     )
     int8_weights: bool = option("--int8-weights", RUN, "Measure with weights rounded to eight bits.", default=False)
     plot: Path | None = option("--plot FILE", OUTPUT, "Draw the curves and the memory limit into this PNG file.")
-    store: bool = option("--store/--no-store", OUTPUT, "Keep the curve for later runs.", default=True)
-    store_folder: Path | None = option(
-        "--store-folder PATH", OUTPUT, "Folder to keep the curve in.", shown="in the user's cache directory"
+    store: bool = option(
+        "--store/--no-store", OUTPUT, "Keep the curve for later runs, in the user's cache directory.", default=True
     )
     json: bool = _json()
     no_color: bool = no_color_option()

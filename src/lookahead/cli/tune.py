@@ -151,7 +151,7 @@ def _store(settings: TuneSettings, loaded: LoadedModel, measured: Measurement, c
     if not settings.store:
         return None
     details = {"measured": measured.to_dict(), "date": date.today().isoformat()}
-    return CostStore(settings.store_folder).save(_setting(settings, loaded), StoredCost(cost, details))
+    return CostStore().save(_setting(settings, loaded), StoredCost(cost, details))
 
 
 def _report(
