@@ -12,9 +12,9 @@ from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.path_arrays import allocate_paths
 from lookahead.drafting.auto.path_lessons import VerifiedPaths, allocate_lessons, learn_paths
 from lookahead.drafting.auto.path_notes import PathNotes
-from lookahead.drafting.auto.path_search import Evidences, Wanted, find_paths
-from lookahead.drafting.auto.search import SUREST
-from lookahead.drafting.auto.texts import LONGEST, REACH, ContextMatches, allocate_followed
+from lookahead.drafting.auto.recent_predictions import NOTHING_RECENT
+from lookahead.drafting.auto.search import SUREST, Evidences, Wanted, allocate_room, find_paths
+from lookahead.drafting.auto.texts import REACH, ContextMatches, allocate_followed
 
 
 class Drafts(NamedTuple):
@@ -74,7 +74,7 @@ class PathBatch:
         self._longest, self._surest = longest, surest
         self._notes = PathNotes(ngrams.orders, ngrams.top_k if reads else 1)
         self._followed = allocate_followed(self.paths.nodes.tokens.shape[1])
-        self._context = np.zeros(LONGEST, dtype=np.int64)
+        self._room = allocate_room(memory.weights.values, self.paths.proposals.tokens.shape[1])
         self._taught = allocate_lessons(longest, self._notes.arrays, rejected, reads)
         self._learn, self._find = TypedLoop(learn_paths), TypedLoop(find_paths)
 
@@ -103,9 +103,9 @@ class PathBatch:
         """
         ngrams, weights = self.memory.ngrams, self.memory.weights
         drafts, counts = np.zeros((len(places), self._longest), dtype=np.int64), np.zeros(len(places), dtype=np.int64)
-        wanted = Wanted(self._longest, most_tokens, float(least), float(worth), self._surest)
+        wanted = Wanted(1, self._longest, float(least), self._surest)
         with self.memory.lock:
-            room = self._followed, self._context
-            known = Evidences(ngrams.entries, *room, weights.columns, weights.values)
-            lost = self._find(places, wanted, self.texts.arrays, self.paths, known, drafts, counts)
+            known = Evidences(ngrams.entries, self._followed, NOTHING_RECENT, weights.columns)
+            arrays = self.texts.arrays, self.paths, known, self._room
+            lost = self._find(places, wanted, most_tokens, float(worth), *arrays, drafts, counts)
         return Drafts(drafts, counts, float(lost))

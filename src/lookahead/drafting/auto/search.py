@@ -8,13 +8,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import TypedLoop, compiled, inner, loop_arrays, loop_tuple
+from lookahead.core.compiled import TypedLoop, compiled, inner, loop_tuple
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Origin
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.listed_paths import ListedArrays, ListedPaths, propose_listed
 from lookahead.drafting.auto.ngram_entries import Entries, propose_known
 from lookahead.drafting.auto.origins import origin_of
+from lookahead.drafting.auto.path_arrays import PathArrays, listed_of, nodes_of, proposals_of
 from lookahead.drafting.auto.path_queue import PathQueue, allocate_queue, clear, is_useful, pop, push
 from lookahead.drafting.auto.proposals import (
     MOST_LISTED,
@@ -31,8 +32,11 @@ from lookahead.drafting.auto.texts import (
     LONGEST,
     SEARCHED,
     ContextMatches,
+    Followed,
     MatchArrays,
+    TextArrays,
     allocate_followed,
+    matches_of,
     propose_matches,
 )
 from lookahead.drafting.auto.weights import SIBLINGS, Columns, estimate
@@ -44,14 +48,39 @@ SUREST = 0.999
 """Highest probability of a proposal."""
 
 
+class Wanted(NamedTuple):
+    """Which nodes are wanted.
+
+    Attributes:
+        nodes: How many, the most probable ones.
+        chain: Levels that the best path has at least; 0 leaves the tree as it is.
+        least: How probable the path to a node must be.
+        surest: Highest probability of a proposal.
+    """
+
+    nodes: int
+    chain: int
+    least: float
+    surest: float
+
+
 class Sources(NamedTuple):
-    """The sources of proposals."""
+    """The sources of proposals: what is known about one text, `matches` and `listed`, and what is known about all."""
 
     entries: Entries
     matches: MatchArrays
     listed: ListedArrays
     recent: RecentArrays
     columns: Columns
+
+
+class Room(NamedTuple):
+    """What every search uses: the weights, room for the last tokens of a path, `[LONGEST]`, and what is waiting for its
+    turn."""
+
+    weights: NDArray[np.float64]
+    context: NDArray[np.int64]
+    queue: PathQueue
 
 
 class TreeSearch:
@@ -85,21 +114,20 @@ class TreeSearch:
         self._chain = chain
         nodes += chain
         ngrams, weights = memory.ngrams, memory.weights
-        self._weights, self._columns = weights.values, weights.columns
+        self._columns = weights.columns
         self._size = LONGEST + nodes + 1
         self._names = [SIBLINGS, *sources]
         columns = [self._columns.siblings, *[-1] * len(sources)]
         at_a_node = ngrams.orders * ngrams.top_k + SEARCHED + (1 + len(columns)) * MOST_LISTED
         proposals = (nodes + 1) * at_a_node + MOST_TRIED
         self.nodes = allocate_nodes(self._size)
-        self.proposals = allocate_proposals(proposals, at_a_node + MOST_TRIED, self._weights.shape[1])
+        self.proposals = allocate_proposals(proposals, at_a_node + MOST_TRIED, weights.values.shape[1])
         self._entries = ngrams.entries
         self.listed = ListedPaths(columns, self._size)
         self._followed = allocate_followed(self._size)
-        self._queue = allocate_queue(proposals)
-        self._context = np.zeros(LONGEST, dtype=np.int64)
+        self._room = allocate_room(weights.values, proposals)
         self._line = np.arange(-1, LONGEST)
-        self._run = TypedLoop(_search_tree)
+        self._run = TypedLoop(search_tree)
         self.root = 0
         self._count = 0
 
@@ -141,10 +169,9 @@ class TreeSearch:
         self.nodes.tokens[: len(text)] = text
         self.nodes.parents[: len(text)] = self._line[: len(text)]
         self.proposals.table_nodes.fill(-1)
-        arrays = map(loop_tuple, (self.nodes, self.proposals, sources, self._queue))
-        own = loop_arrays(self._weights, self._context)
-        told = (most, float(least), room, self.root, self._surest, self._chain, *own, *arrays)
-        self._count = self._run(*told)
+        wanted = Wanted(most, self._chain, float(least), self._surest)
+        arrays = map(loop_tuple, (self.nodes, self.proposals, sources, self._room))
+        self._count = self._run(self.root, room, wanted, *arrays)
         return self._count
 
     def found(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -171,8 +198,13 @@ class TreeSearch:
         return [origin_of(node, *arrays) for node in (self.root + rows).tolist()]
 
 
+def allocate_room(weights: NDArray[np.float64], proposals: int) -> Room:
+    """Room for searches with these weights, and so many proposals."""
+    return Room(weights, np.zeros(LONGEST, dtype=np.int64), allocate_queue(proposals))
+
+
 @inner
-def read_path(node: int, nodes: Nodes, context: NDArray[np.int64]) -> int:
+def _read_path(node: int, nodes: Nodes, context: NDArray[np.int64]) -> int:
     """Write the last tokens of the path to a node to `context`, the very last one first; returns how many."""
     size = 0
     while node >= 0 and size < len(context):
@@ -189,7 +221,7 @@ def _propose(node: int, nodes: Nodes, proposals: Proposals, sources: Sources, co
     Returns:
         Length of the longest context of the node that the memory knows.
     """
-    size = read_path(node, nodes, context)
+    size = _read_path(node, nodes, context)
     known = propose_known(node, context, size, proposals, sources.entries, sources.columns.memory)
     propose_matches(node, context, size, nodes, proposals, sources.matches, sources.columns.matches)
     propose_listed(node, nodes, proposals, sources.listed)
@@ -235,38 +267,23 @@ def _likeliest(node: int, nodes: Nodes, proposals: Proposals, queue: PathQueue) 
 
 
 @compiled
-def _search_tree(
-    most: int,
-    least: float,
-    room: int,
-    root: int,
-    surest: float,
-    chain: int,
-    weights: NDArray[np.float64],
-    context: NDArray[np.int64],
-    nodes: Nodes,
-    proposals: Proposals,
-    sources: Sources,
-    queue: PathQueue,
+def search_tree(
+    root: int, room: int, wanted: Wanted, nodes: Nodes, proposals: Proposals, sources: Sources, using: Room
 ) -> int:
-    """Add the most probable unexplored continuation again and again, until there are `most` nodes; returns how many.
+    """Add the most probable unexplored continuation again and again, until there are enough nodes; returns how many.
 
-    Then the path that promises the most tokens grows by its most probable continuation, to `chain` levels.
+    Then the path that promises the most tokens grows by its most probable continuation.
 
     Args:
-        most: Nodes to find.
-        least: How probable the path to a node must be.
-        room: Levels that fit below the root.
         root: The last node that is text.
-        surest: Highest probability of a proposal.
-        chain: Levels of the best path; 0 leaves the tree as it is.
-        weights: See `Weights`.
-        context: Room for the last tokens of a path, `[LONGEST]`.
+        room: Levels that fit below the root.
+        wanted: See there.
         nodes: The tree.
         proposals: What may follow its nodes; its table belongs to none of them.
         sources: Where proposals come from.
-        queue: What is waiting for its turn.
+        using: See `Room`.
     """
+    queue = using.queue
     clear(queue)
     proposals.counts[0] = 0
     node = root
@@ -278,27 +295,27 @@ def _search_tree(
         begin = begin_node(proposals)
         open_below = nodes.depths[node] < room
         nodes.starts[node] = begin
-        nodes.known[node] = _propose(node, nodes, proposals, sources, context) if open_below else 0
+        nodes.known[node] = _propose(node, nodes, proposals, sources, using.context) if open_below else 0
         end = proposals.counts[0]
         nodes.starts[node + 1] = end
-        estimate(begin, end, nodes.known[node], weights, proposals)
+        estimate(begin, end, nodes.known[node], using.weights, proposals)
         for row in range(begin, end):
-            probability = nodes.probabilities[node] * min(proposals.estimates[row], surest)
+            probability = nodes.probabilities[node] * min(proposals.estimates[row], wanted.surest)
             queue.probabilities[row] = probability
-            if not chains and probability >= least and is_useful(probability, most, queue):
+            if not chains and probability >= wanted.least and is_useful(probability, wanted.nodes, queue):
                 push(row, probability, queue)
         if node == root and open_below:
-            _try_recent(root, least, proposals, sources, queue)
-        if not chains and count < most and queue.counts[0] > 0:
+            _try_recent(root, wanted.least, proposals, sources, queue)
+        if not chains and count < wanted.nodes and queue.counts[0] > 0:
             row = pop(queue)
         else:
             if not chains:
                 node = _end_of_best_path(root, count, nodes)
                 chains = True
             row = _likeliest(node, nodes, proposals, queue)
-            if nodes.depths[node] >= min(chain, room) or row < 0:
+            if nodes.depths[node] >= min(wanted.chain, room) or row < 0:
                 return count
-            if queue.probabilities[row] < max(least, LEAST_CHAINED):
+            if queue.probabilities[row] < max(wanted.least, LEAST_CHAINED):
                 return count
         count += 1
         node = root + count
@@ -306,3 +323,72 @@ def _search_tree(
         nodes.parents[node] = proposals.nodes[row]
         nodes.depths[node] = nodes.depths[proposals.nodes[row]] + 1
         nodes.probabilities[node] = queue.probabilities[row]
+
+
+class Evidences(NamedTuple):
+    """What is known about all texts; see `Sources`. `followed` is room for the occurrences that each node follows."""
+
+    entries: Entries
+    followed: Followed
+    recent: RecentArrays
+    columns: Columns
+
+
+@compiled
+def find_paths(
+    rows: NDArray[np.int64],
+    wanted: Wanted,
+    most_tokens: int,
+    worth: float,
+    texts: TextArrays,
+    paths: PathArrays,
+    known: Evidences,
+    using: Room,
+    drafts: NDArray[np.int64],
+    counts: NDArray[np.int64],
+) -> float:
+    """Draft a chain after the texts in some places; returns how much drafted tokens lack of what they cost, in all.
+
+    Args:
+        rows: The place of each row, `[rows]`; -1 where no draft is wanted.
+        wanted, texts, paths, known, using: See there.
+        most_tokens: Most tokens of a text; one token more than its draft has to fit.
+        worth: How likely a token has to be to bring what it costs.
+        drafts: Gets the drafts, `[at least rows, longest]`.
+        counts: Gets their lengths, `[at least rows]`.
+    """
+    lost = 0.0
+    for row in range(len(rows)):
+        counts[row] = 0
+        place = rows[row]
+        if place < 0:
+            continue
+        room = min(wanted.chain, most_tokens - texts.dropped[place] - texts.lengths[place] - 1)
+        count = _find_path(place, max(room, 0), wanted, texts, paths, known, using)
+        root, promised = paths.states.roots[place], 0.0
+        for index in range(count):
+            drafts[row, index] = paths.nodes.tokens[place, root + 1 + index]
+            probability = paths.nodes.probabilities[place, root + 1 + index]
+            promised += probability
+            lost += max(worth - probability, 0.0)
+        counts[row] = count
+        paths.states.drafted[place], paths.states.promised[place] = count, promised
+        paths.listed.children[place, 0] = -1  # what was said after a token that was rejected is of use once
+    return lost
+
+
+@inner
+def _find_path(
+    place: int, room: int, wanted: Wanted, texts: TextArrays, paths: PathArrays, known: Evidences, using: Room
+) -> int:
+    """Draft after one text; returns how many tokens."""
+    nodes, proposals = nodes_of(place, paths), proposals_of(place, paths)
+    matches = matches_of(place, texts, known.followed)
+    size = min(matches.length, LONGEST)
+    for index in range(size):
+        nodes.tokens[index] = matches.text[matches.length - size + index]
+    for index in range(len(proposals.table_nodes)):
+        proposals.table_nodes[index] = -1
+    paths.states.roots[place] = size - 1
+    sources = Sources(known.entries, matches, listed_of(place, paths), known.recent, known.columns)
+    return search_tree(size - 1, room, wanted, nodes, proposals, sources, using)

@@ -91,6 +91,20 @@ class MatchArrays(NamedTuple):
     length: int
 
 
+@inner
+def matches_of(place: int, texts: TextArrays, followed: Followed) -> MatchArrays:
+    """One text, and room for the occurrences that the nodes after it follow."""
+    return MatchArrays(
+        texts.tokens[place],
+        texts.newest[place],
+        texts.earlier[place],
+        followed.places,
+        followed.lengths,
+        followed.found,
+        texts.lengths[place],
+    )
+
+
 @compiled
 def find_matches(context: NDArray[np.int64], size: int, node: int, matches: MatchArrays) -> int:
     """Note the occurrences of the longest indexed run that ends a context as those of `node`.
