@@ -45,7 +45,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("platformdirs.user_cache_path", lambda name, **_: tmp_path / name)
+    monkeypatch.setattr("lookahead.backends.transformers.json_file.user_cache", lambda: tmp_path)
     monkeypatch.setattr(model_state, "fastest_packing", packing_trial.fastest_packing)
     monkeypatch.setattr(packing_trial, "product_seconds", clock)
     return clock

@@ -44,8 +44,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_shows_draws_and_stores(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo: Any
 ) -> None:
-    plot, folder = tmp_path / "curve.png", tmp_path / "cache" / "cost"
-    monkeypatch.setattr("platformdirs.user_cache_path", lambda name, appauthor: tmp_path / "cache")
+    plot, folder = tmp_path / "curve.png", tmp_path / "cache" / "lookahead-decoding" / "cost"
+    monkeypatch.setattr("lookahead.backends.transformers.json_file.user_cache", lambda: tmp_path / "cache")
     options = ["--context", "48", "--plot", str(plot)]
     assert main(["tune", "--model", "demo", *SMALL, *options]) == 0
     out, err = capsys.readouterr()
@@ -102,7 +102,7 @@ def test_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli_tune, "measure", interrupted)
-    monkeypatch.setattr("platformdirs.user_cache_path", lambda name, appauthor: tmp_path / name)
+    monkeypatch.setattr("lookahead.backends.transformers.json_file.user_cache", lambda: tmp_path)
     assert main(["tune", *SMALL]) == 130
     assert "nothing is stored" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
