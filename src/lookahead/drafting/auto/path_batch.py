@@ -103,7 +103,7 @@ class PathBatch:
         """
         ngrams, weights = self.memory.ngrams, self.memory.weights
         drafts, counts = np.zeros((len(places), self._longest), dtype=np.int64), np.zeros(len(places), dtype=np.int64)
-        wanted = Wanted(1, self._longest, float(least), self._surest)
+        wanted = Wanted(0, self._longest, float(least), self._surest)
         with self.memory.lock:
             known = Evidences(ngrams.entries, self._followed, NOTHING_RECENT, weights.columns)
             arrays = self.texts.arrays, self.paths, known, self._room

@@ -52,8 +52,8 @@ class Wanted(NamedTuple):
     """Which nodes are wanted.
 
     Attributes:
-        nodes: How many, the most probable ones.
-        chain: Levels that the best path has at least; 0 leaves the tree as it is.
+        nodes: How many, the most probable ones; none where a chain alone is wanted.
+        chain: Levels to which the best path grows beyond these; 0 leaves the tree as it is.
         least: How probable the path to a node must be.
         surest: Highest probability of a proposal.
     """
@@ -284,13 +284,14 @@ def search_tree(
         using: See `Room`.
     """
     queue = using.queue
-    clear(queue)
+    chains = wanted.nodes == 0
+    if not chains:
+        clear(queue)
     proposals.counts[0] = 0
     node = root
     nodes.depths[node] = 0
     nodes.probabilities[node] = 1.0
     count = 0
-    chains = False
     while True:
         begin = begin_node(proposals)
         open_below = nodes.depths[node] < room
@@ -304,7 +305,7 @@ def search_tree(
             queue.probabilities[row] = probability
             if not chains and probability >= wanted.least and is_useful(probability, wanted.nodes, queue):
                 push(row, probability, queue)
-        if node == root and open_below:
+        if node == root and open_below and not chains:
             _try_recent(root, wanted.least, proposals, sources, queue)
         if not chains and count < wanted.nodes and queue.counts[0] > 0:
             row = pop(queue)
@@ -315,7 +316,7 @@ def search_tree(
             row = _likeliest(node, nodes, proposals, queue)
             if nodes.depths[node] >= min(wanted.chain, room) or row < 0:
                 return count
-            if queue.probabilities[row] < max(wanted.least, LEAST_CHAINED):
+            if queue.probabilities[row] < (wanted.least if node == root else max(wanted.least, LEAST_CHAINED)):
                 return count
         count += 1
         node = root + count
