@@ -11,11 +11,61 @@ from numpy.typing import NDArray
 from lookahead.core.compiled import compiled, inner
 from lookahead.drafting.auto.listed_paths import ListedArrays
 from lookahead.drafting.auto.ngram_entries import LEAST_PROBABILITY
+from lookahead.drafting.auto.ngram_memory import NGramMemory, write_contexts
 from lookahead.drafting.auto.path_arrays import PathArrays, PathStates, listed_of, start_path
-from lookahead.drafting.auto.path_notes import Notes, note_path
 from lookahead.drafting.auto.proposals import MOST_LISTED
 from lookahead.drafting.auto.texts import TextArrays, begin_text, follow_text
 from lookahead.drafting.auto.trust import KEPT, mix_in
+
+_LEAST_ROOM = 256
+
+
+class Notes(NamedTuple):
+    """Rows with as many listed tokens each: contexts as `NGramMemory` takes them, what the model said after them, and
+    whether they are text now; and how many there are, `[1]`."""
+
+    contexts: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    shares: NDArray[np.float32]
+    known: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+
+class PathNotes:
+    """Collects what the model said after texts and their drafts.
+
+    Args:
+        orders: Longest context of the memory that it is written to.
+        listed: How many tokens each row lists.
+    """
+
+    def __init__(self, orders: int, listed: int) -> None:
+        self._sizes = orders, listed
+        self.arrays = self._allocate(_LEAST_ROOM)
+
+    def _allocate(self, room: int) -> Notes:
+        contexts, ids = (np.empty((room, columns), dtype=np.int64) for columns in self._sizes)
+        return Notes(
+            contexts,
+            ids,
+            np.empty(ids.shape, dtype=np.float32),
+            np.empty(room, dtype=np.int64),
+            np.zeros(1, dtype=np.int64),
+        )
+
+    def make_room(self, rows: int) -> None:
+        """Make room for so many rows, where there are none yet."""
+        if rows > len(self.arrays.known):
+            self.arrays = self._allocate(2 * rows)
+
+    def write(self, ngrams: NGramMemory) -> None:
+        """Write all to a memory; what follows real text last, so that it counts."""
+        notes = self.arrays
+        rows = int(notes.counts[0])
+        if rows:
+            order = np.argsort(notes.known[:rows], kind="stable")
+            ngrams.insert(notes.contexts, notes.ids, notes.shares, order)
+            notes.counts[0] = 0
 
 
 class VerifiedPaths(NamedTuple):
@@ -132,7 +182,38 @@ def _learn(
         _list_followers(ids[len(selected)], shares[len(selected)], listed_of(place, paths))
     root = states.roots[place]
     draft = paths.nodes.tokens[place, root + 1 : root + 1 + drafted]
-    note_path(len(selected), end, draft, ids, shares, taught.notes)
+    _note_path(len(selected), end, draft, paths.nodes.parents[place], ids, shares, taught.notes)
+
+
+@inner
+def _note_path(
+    known: int,
+    end: NDArray[np.int64],
+    draft: NDArray[np.int64],
+    line: NDArray[np.int64],
+    ids: NDArray[np.int64],
+    shares: NDArray[np.float32],
+    notes: Notes,
+) -> None:
+    """Note what the model said after a text and the first tokens of its draft.
+
+    Args:
+        known: How many of the rows stand after what is text now; the others follow a token that was rejected.
+        end: The text before.
+        draft: The tokens after it that the model read, `[at least rows - 1]`.
+        line: -1, 0, 1, ...: the parents of a chain.
+        ids: The likeliest tokens after each, likeliest first, `[rows, listed]`.
+        shares: Their probabilities, likewise.
+        notes: Get the rows.
+    """
+    begin, rows = notes.counts[0], len(ids)
+    notes.counts[0] = begin + rows
+    write_contexts(end, draft, line, line[:rows], notes.contexts[begin : begin + rows])
+    for row in range(rows):
+        notes.known[begin + row] = 1 if row < known else 0
+        for rank in range(ids.shape[1]):
+            notes.ids[begin + row, rank] = ids[row, rank]
+            notes.shares[begin + row, rank] = shares[row, rank]
 
 
 @inner
