@@ -17,10 +17,9 @@ from lookahead.core.watching import CERTAIN, Explanation, Origin
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.ngram_memory import NGramMemory, write_contexts
 from lookahead.drafting.auto.permits import Permits
-from lookahead.drafting.auto.recent_predictions import NOTHING_RECENT, RecentPredictions
-from lookahead.drafting.auto.rejected_siblings import RejectedSiblings
 from lookahead.drafting.auto.search import SUREST, TreeSearch
 from lookahead.drafting.auto.source import Source
+from lookahead.drafting.auto.sources import NOTHING_RECENT, RecentPredictions, RejectedSiblings
 from lookahead.drafting.auto.texts import LONGEST, ContextMatches
 from lookahead.drafting.auto.trust import Trust, believed
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lookahead.core.watching import Origin
-from lookahead.drafting.auto.listed_paths import ListedArrays
 from lookahead.drafting.auto.proposals import Nodes, Proposals
+from lookahead.drafting.auto.sources import ListedArrays
 from lookahead.drafting.auto.texts import LONGEST, MATCH_CLASSES
 from lookahead.drafting.auto.weights import FURTHER_MATCHES, SIBLINGS, Columns
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from lookahead.core.compiled import inner
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.listed_paths import ListedArrays
 from lookahead.drafting.auto.proposals import MOST_LISTED, Nodes, Proposals, allocate_proposals
+from lookahead.drafting.auto.sources import ListedArrays
 from lookahead.drafting.auto.texts import LONGEST, SEARCHED
 
 _OF_EACH = ("tokens", "nodes", "estimates", "orders", "least", "features")

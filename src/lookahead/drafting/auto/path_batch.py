@@ -11,8 +11,8 @@ from lookahead.core.compiled import TypedLoop
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.path_arrays import allocate_paths
 from lookahead.drafting.auto.path_lessons import PathNotes, VerifiedPaths, allocate_lessons, learn_paths
-from lookahead.drafting.auto.recent_predictions import NOTHING_RECENT
 from lookahead.drafting.auto.search import SUREST, Evidences, Wanted, allocate_room, find_paths
+from lookahead.drafting.auto.sources import NOTHING_RECENT
 from lookahead.drafting.auto.texts import REACH, ContextMatches, allocate_followed
 
 

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import compiled, inner
-from lookahead.drafting.auto.listed_paths import ListedArrays
 from lookahead.drafting.auto.ngram_entries import LEAST_PROBABILITY
 from lookahead.drafting.auto.ngram_memory import NGramMemory, write_contexts
 from lookahead.drafting.auto.path_arrays import PathArrays, PathStates, listed_of, start_path
 from lookahead.drafting.auto.proposals import MOST_LISTED
+from lookahead.drafting.auto.sources import ListedArrays
 from lookahead.drafting.auto.texts import TextArrays, begin_text, follow_text
 from lookahead.drafting.auto.trust import KEPT, mix_in
 

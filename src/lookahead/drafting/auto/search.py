@@ -12,7 +12,6 @@ from lookahead.core.compiled import TypedLoop, compiled, inner, loop_tuple
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Origin
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.listed_paths import ListedArrays, ListedPaths, propose_listed
 from lookahead.drafting.auto.ngram_entries import Entries, propose_known
 from lookahead.drafting.auto.origins import origin_of
 from lookahead.drafting.auto.path_arrays import PathArrays, listed_of, nodes_of, proposals_of
@@ -26,8 +25,15 @@ from lookahead.drafting.auto.proposals import (
     begin_node,
     is_proposed,
 )
-from lookahead.drafting.auto.recent_predictions import MOST_TRIED, RecentArrays, probability_of
 from lookahead.drafting.auto.source import TokenPaths
+from lookahead.drafting.auto.sources import (
+    MOST_TRIED,
+    ListedArrays,
+    ListedPaths,
+    RecentArrays,
+    probability_of,
+    propose_listed,
+)
 from lookahead.drafting.auto.texts import (
     LONGEST,
     SEARCHED,
