@@ -9,9 +9,9 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from lookahead.core.backend import Backend
-from lookahead.core.draft_account import StepTime
 from lookahead.core.drafter import Drafter
 from lookahead.core.outputs import NodeOutputs, StepResult
+from lookahead.core.pace import StepTime
 from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Statistics, StepRecord
 from lookahead.core.token_tree import TokenTree

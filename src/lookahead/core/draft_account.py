@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.calibration import Calibration
 from lookahead.core.cost_model import TRUST, CostModel
+from lookahead.core.pace import StepTime as StepTime
 
 MOST_CREDIT = 32.0
 """What drafting may lose after it paid, in plain steps."""
@@ -56,37 +56,6 @@ PROMPTS_KEPT = 0.9
 
 FIRST_PLAIN = 3
 """Plain steps that are run, if none was timed yet, before drafts are held against them."""
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Time and result of a step.
-
-    Attributes:
-        nodes: Its nodes over all rows.
-        context: The longest text before it, in tokens.
-        seconds: How long it took; not a number for a plain step that was not timed.
-        tokens: Tokens that it added, over all rows.
-        rows: Rows that were not finished.
-        drafted: Whether a draft was looked for; without one it was a plain step.
-        prompts: Whether it carried tokens of prompts as well.
-        certain_nodes, certain_tokens: How many of its nodes were sent because one way through them is accepted whatever
-            the model says, and how many tokens that way had. They are sent whether or not drafting pays, and say
-            nothing of it.
-        looking: Seconds of these for looking for drafts and learning from them, where they are told apart: whatever is
-            sent, they are spent, and with many rows they are more than some nodes take.
-    """
-
-    nodes: int
-    context: int
-    seconds: float
-    tokens: int
-    rows: int
-    drafted: bool
-    prompts: bool = False
-    looking: float = 0.0
-    certain_nodes: int = 0
-    certain_tokens: int = 0
 
 
 class DraftAccount:

@@ -1,0 +1,244 @@
+"""The laws of `Pace`, by simulated clocks: what is lost to plain decoding, whatever drafts cost and bring."""
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from itertools import chain, cycle, repeat
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookahead.core.pace import FIRST_CREDIT, LONGEST_REST, MOST_CREDIT, Pace, StepTime
+from lookahead.core.step_costs import GRID, StepCosts
+
+LOSS = 0.01
+"""Part of the time that drafts may lose, besides a fixed number of plain steps."""
+
+Draft = tuple[int, float]
+"""Candidates that are accepted at most, and what the nodes of a step take over those of `curve`."""
+
+CURVES: dict[str, list[tuple[int, float]]] = {
+    "AMX": [(1, 1.0), (16, 1.14), (64, 1.75), (128, 2.9)],
+    "AVX-512": [(1, 1.0), (16, 1.7), (64, 4.0), (128, 7.2)],
+    "GPU": [(1, 1.0), (128, 1.1)],
+    "rows": [(1, 1.0), (128, 112.0)],
+}
+
+
+def seconds_of(curve: str, nodes: int) -> float:
+    return float(np.interp(nodes, *zip(*CURVES[curve], strict=True)))
+
+
+class Text:
+    """Decodes with a `Pace` and a clock that is only a number."""
+
+    def __init__(self, pace: Pace, curve: str = "AMX", jitter: Callable[[], float] = lambda: 1.0) -> None:
+        self.pace = pace
+        self._curve, self._jitter = curve, jitter
+        self.seconds, self.tokens, self.sent = 0.0, 0, list[int]()
+
+    def decode(self, drafts: Iterator[Draft], tokens: int, likely: float = 0.2) -> None:
+        """Decode so many more tokens."""
+        end = self.tokens + tokens
+        while self.tokens < end:
+            rests, nodes, accepted, longer = self.pace.rests, 1, 0, 1.0
+            if not rests:
+                room = self.pace.nodes
+                nodes += self.pace.choose(np.full(room - 1, likely))
+                accepted, longer = next(drafts)
+                accepted = min(accepted, nodes - 1)
+                self.pace.learn(room, range(accepted))
+            seconds = seconds_of(self._curve, nodes) * longer * self._jitter()
+            self.pace.book(StepTime(nodes, 100, seconds, 1 + accepted, 1, not rests))
+            self.seconds += seconds
+            self.tokens += 1 + accepted
+            self.sent.append(0 if rests else nodes)
+
+    @property
+    def lost(self) -> float:
+        """Plain steps that were lost to plain decoding beyond its allowed part of the time."""
+        return self.seconds - self.tokens * (1 + LOSS)
+
+
+def uneven(seed: int, noise: float) -> Callable[[], float]:
+    generator = random.Random(seed)
+    return lambda: math.exp(noise * generator.gauss(0, 1)) * (3.0 if generator.random() < 0.003 else 1.0)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("tokens", [1000, 20000])
+def test_drafts_that_are_always_wrong_cost_one_percent_and_a_fixed_number_of_steps(curve: str, tokens: int) -> None:
+    text = Text(Pace(StepCosts()), curve)
+    text.decode(repeat((0, 1.0)), tokens)
+    assert text.lost <= 2 * FIRST_CREDIT + 2 * seconds_of(curve, 8)
+    assert len([nodes for nodes in text.sent[-2 * LONGEST_REST :] if nodes]) > 0, "it never tried again"
+
+
+def test_drafts_that_were_right_and_never_are_again_lose_what_they_may_and_no_more() -> None:
+    text = Text(Pace(StepCosts()))
+    text.decode(chain(repeat((4, 1.0), 200), repeat((0, 1.0))), 1000)
+    before = text.seconds - text.tokens
+    text.decode(repeat((0, 1.0)), 20000)
+    assert text.seconds - text.tokens - before <= LOSS * 20000 + 2 * MOST_CREDIT
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    blocks=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 6)), min_size=1, max_size=8),
+    cost=st.floats(1.0, 4.0),
+    curve=st.sampled_from(sorted(CURVES)),
+    noise=st.floats(0.0, 0.1),
+    seed=st.integers(0, 1000),
+)
+def test_whatever_drafts_cost_and_bring_little_is_lost_to_plain_decoding(
+    blocks: list[tuple[int, int]], cost: float, curve: str, noise: float, seed: int
+) -> None:
+    drafts = ((accepted, cost) for steps, accepted in cycle(blocks) for _ in range(steps))
+    clean = Text(Pace(StepCosts()), curve, uneven(seed, noise))
+    clean.decode(drafts, 6000)
+    plain = Text(Pace(StepCosts()), curve, uneven(seed + 1, noise))  # the same noise, without drafts
+    level = sum(plain._jitter() for _ in range(6000)) / 6000
+    assert clean.seconds <= level * (clean.tokens * (1 + LOSS) + 3 * MOST_CREDIT + 4 * cost * seconds_of(curve, 16))
+
+
+def test_costs_that_jump_are_noticed() -> None:
+    text = Text(Pace(StepCosts()))
+    text.decode(repeat((3, 1.0)), 2000)
+    before = text.seconds - text.tokens
+    text.decode(repeat((3, 6.0)), 20000)
+    assert text.seconds - text.tokens - before <= LOSS * 20000 + 3 * MOST_CREDIT
+    text.decode(repeat((3, 1.0)), 4 * LONGEST_REST)
+    seconds, tokens = text.seconds, text.tokens
+    text.decode(repeat((3, 1.0)), 4000)
+    assert text.seconds - seconds < 0.5 * (text.tokens - tokens), "drafts that pay again are not taken up again"
+
+
+def test_a_slow_first_step_ends_nothing() -> None:
+    text = Text(Pace(StepCosts()))
+    text.pace.book(StepTime(1, 100, 5000.0, 1, 1, drafted=False))
+    text.decode(repeat((3, 1.0)), 1000)
+    assert text.seconds < 0.5 * text.tokens
+    text = Text(Pace(StepCosts()))
+    text.decode(chain([(3, 50.0)], repeat((3, 1.0))), 3000)
+    assert text.seconds < 0.5 * text.tokens
+
+
+def test_a_disturbed_step_ends_nothing() -> None:
+    text = Text(Pace(StepCosts()))
+    text.decode(repeat((3, 1.0)), 1000)
+    text.decode(chain([(3, 1000.0)], repeat((3, 1.0))), 1)
+    assert not text.pace.credit.rest
+
+
+@pytest.mark.parametrize("curve", ["GPU", "AMX", "AVX-512"])
+def test_steps_have_about_as_many_nodes_as_go_best_with_what_they_cost(curve: str) -> None:
+    generator, power = random.Random(0), 0.65
+    likely = 0.4 * np.arange(1, 128) ** -power  # that so many candidates, or more, are accepted
+
+    def drafts() -> Iterator[Draft]:
+        while True:
+            hits = generator.random() < likely[0]
+            yield int((1 - generator.random()) ** (-1 / power)) if hits else 0, 1.0
+
+    text = Text(Pace(StepCosts()), curve, uneven(0, 0.03))
+    text.decode(drafts(), 3000)
+    seconds, tokens = text.seconds, text.tokens
+    text.decode(drafts(), 20000)
+    best = max((1 + likely[: nodes - 1].sum()) / seconds_of(curve, nodes) for nodes in range(1, 129))
+    assert (text.tokens - tokens) / (text.seconds - seconds) > 0.93 * best
+
+
+@pytest.mark.parametrize("clocked", [True, False])
+def test_certain_tokens_say_nothing_of_whether_drafting_pays(clocked: bool) -> None:
+    pace = Pace(StepCosts(), clocked=clocked)
+    for _ in range(400):  # four certain tokens each; what is sent beside them brings nothing
+        rests = pace.rests
+        nodes = 5 if rests else 4 + pace.nodes
+        pace.book(
+            StepTime(nodes, 100, seconds_of("AVX-512", nodes), 5, 1, not rests, certain_nodes=4, certain_tokens=4)
+        )
+    assert pace.credit.rest
+
+
+def test_without_a_clock_the_same_tokens_are_the_same_steps() -> None:
+    sent = []
+    for longer in (1.0, 99.0):
+        text = Text(Pace(StepCosts(), clocked=False))
+        text.decode(repeat((0, longer)), 3000)
+        sent.append(text.sent)
+    assert sent[0] == sent[1]
+    assert 0 in sent[0]
+    assert any(sent[0])
+
+
+def test_steps_fill_passes_of_fixed_sizes() -> None:
+    sizes = (8, 32, 128)
+    text = Text(Pace(StepCosts(captured=sizes)), "GPU")
+    text.decode(repeat((3, 1.0)), 2000)
+    assert set(text.sent) <= {0, *sizes}
+
+
+def test_rows_pay_for_their_nodes_together() -> None:
+    alone, together = Pace(StepCosts()), Pace(StepCosts(), rows=8)
+    for pace in (alone, together):
+        for step in range(400):
+            rows, nodes = (1, pace.nodes) if pace is alone else (8, 8 * pace.nodes)
+            is_plain = pace.rests
+            nodes = rows if is_plain else nodes
+            if not is_plain:
+                for _ in range(rows):
+                    pace.learn(pace.nodes, [0, 1, 2] if step % 2 else [0])
+            tokens = rows * (1 if is_plain else 3)
+            pace.book(StepTime(nodes, 100, seconds_of("AMX", nodes), tokens, rows, not is_plain))
+    assert together.nodes < alone.nodes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_chain_is_as_long_as_gains_the_most_where_a_rejection_has_it_sent_again(seed: int) -> None:
+    generator = random.Random(seed)
+    slope, pending = generator.choice([0.0, 0.01, 0.05, 0.2]), generator.randint(1, 10)
+    chances = [generator.random() for _ in range(generator.randint(1, 12))]
+    pace = Pace(StepCosts(1 + slope * (GRID - 1)))
+
+    def gain(nodes: int) -> float:
+        """Tokens over what the time brings elsewhere, one token a plain step, by the outcomes of the draft."""
+        total = 0.0
+        for accepted in range(nodes + 1):
+            fails = 1 - chances[accepted] if accepted < nodes else 1.0
+            again = 0 if accepted == nodes else pending + accepted
+            total += float(np.prod(chances[:accepted])) * fails * (accepted - slope * (nodes + again))
+        return total
+
+    chosen = pace.choose(np.cumprod(chances), pending, resends=True)
+    assert gain(chosen) == pytest.approx(max(gain(nodes) for nodes in range(len(chances) + 1)))
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_costs_are_learned_from_noisy_steps_and_never_fall(curve: str) -> None:
+    noise, costs = uneven(0, 0.05), StepCosts()
+    sizes = [2, 8, 16, 32, 64]
+    for step in range(300):
+        nodes = sizes[step % 5] if step % 6 else 1
+        costs.observe(nodes, 100, 0.01 * seconds_of(curve, nodes) * noise(), plain=nodes == 1)
+    assert costs.seconds(1, plain=True) == pytest.approx(0.01, rel=0.1)
+    for nodes in sizes:
+        assert costs.seconds(nodes) == pytest.approx(0.01 * seconds_of(curve, nodes), rel=0.08)
+    assert (np.diff(costs.curve) >= 0).all()
+
+
+def test_three_plain_steps_show_that_they_take_longer_now() -> None:
+    costs = StepCosts()
+    for step in range(100):
+        costs.observe(1 if step % 2 else 16, 100, 0.01, plain=step % 2 > 0)
+    for _ in range(3):
+        costs.observe(1, 2000, 0.015, plain=True)
+    assert costs.seconds(1, plain=True) == pytest.approx(0.015, rel=0.05)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_a_time_that_no_step_can_have_teaches_nothing(seconds: float) -> None:
+    costs = StepCosts()
+    costs.observe(4, 1, seconds)
+    assert not costs.times.any()
