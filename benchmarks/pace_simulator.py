@@ -29,8 +29,9 @@ from lookahead import LookaheadConfig
 from lookahead.core.budget import ThroughputBudget
 from lookahead.core.cost_model import CostModel
 from lookahead.core.draft_account import DraftAccount
-from lookahead.core.pace import Pace, StepTime
+from lookahead.core.pace import Pace
 from lookahead.core.step_costs import GRID, StepCosts
+from lookahead.core.step_time import StepTime
 from lookahead.core.watching import StepWatcher, WatchedStep
 from lookahead.demo import demo_model_path
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from lookahead.core.budget import LEANING, WORTHWHILE, FixedBudget, ThroughputBudget
 from lookahead.core.cost_model import CostModel
-from lookahead.core.draft_account import DraftAccount, StepTime
+from lookahead.core.draft_account import DraftAccount
+from lookahead.core.step_time import StepTime
 from lookahead.errors import InvalidArgumentError
 
 MOST = 24

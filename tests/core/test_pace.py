@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.core.pace import FIRST_CREDIT, LONGEST_REST, MOST_CREDIT, Pace, StepTime
+from lookahead.core.pace import FIRST_CREDIT, LONGEST_REST, MOST_CREDIT, Pace
 from lookahead.core.step_costs import GRID, StepCosts
+from lookahead.core.step_time import StepTime
 
 LOSS = 0.01
 """Part of the time that drafts may lose, besides a fixed number of plain steps."""

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from lookahead.core.cost_model import CostModel
-from lookahead.core.draft_account import DraftAccount, StepTime
+from lookahead.core.draft_account import DraftAccount
 from lookahead.core.shared_budget import LEAST_LIKELY, SURELY_LIKELY, SharedBudget
+from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
 

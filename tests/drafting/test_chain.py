@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from lookahead import LookaheadConfig, UnsupportedArgumentError
 from lookahead.core.chain_budget import ChainBudget
 from lookahead.core.cost_model import CostModel
-from lookahead.core.draft_account import DraftAccount, StepTime
+from lookahead.core.draft_account import DraftAccount
 from lookahead.core.outputs import StepResult
 from lookahead.core.shared_budget import SharedBudget
+from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, build_chain_drafter
 from lookahead.drafting.chain import ChainDrafter

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from lookahead.core.backend import Backend
 from lookahead.core.drafter import Drafter
 from lookahead.core.outputs import NodeOutputs, StepResult
-from lookahead.core.pace import StepTime
 from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Statistics, StepRecord
+from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import Walk, follow
 from lookahead.core.watching import Watch

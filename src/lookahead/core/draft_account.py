@@ -7,7 +7,7 @@ import math
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.calibration import Calibration
 from lookahead.core.cost_model import TRUST, CostModel
-from lookahead.core.pace import StepTime as StepTime
+from lookahead.core.step_time import StepTime
 
 MOST_CREDIT = 32.0
 """What drafting may lose after it paid, in plain steps."""

@@ -9,7 +9,6 @@ goes on at all is a running sum of what drafted steps saved.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.compiled import compiled, inner
 from lookahead.core.step_costs import GRID, PLAIN, StepCosts, bucket, seconds_at
+from lookahead.core.step_time import StepTime
 
 FIRST_NODES = 8
 """Nodes of the first steps. Steps grow to twice as many as were run: nobody pays for a large one before a smaller one
@@ -55,37 +55,6 @@ MOST_SURPRISE = 3.0
 
 TIMED, FIRST_INTERVAL, INTERVAL = 8, 2, 256
 """One of so many steps of a rest is timed; drafted steps before the first plain one, and the most between two."""
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Time and result of a step.
-
-    Attributes:
-        nodes: Its nodes over all rows.
-        context: The longest text before it, in tokens.
-        seconds: How long it took; not a number for a plain step that was not timed.
-        tokens: Tokens that it added, over all rows.
-        rows: Rows that were not finished.
-        drafted: Whether a draft was looked for; without one it was a plain step.
-        prompts: Whether it carried tokens of prompts as well.
-        looking: Seconds of these for looking for drafts and learning from them, where they are told apart: whatever is
-            sent, they are spent, and with many rows they are more than some nodes take.
-        certain_nodes, certain_tokens: How many of its nodes were sent because one way through them is accepted whatever
-            the model says, and how many tokens that way had. They are sent whether or not drafting pays, and say
-            nothing of it.
-    """
-
-    nodes: int
-    context: int
-    seconds: float
-    tokens: int
-    rows: int
-    drafted: bool
-    prompts: bool = False
-    looking: float = 0.0
-    certain_nodes: int = 0
-    certain_tokens: int = 0
 
 
 class Credit:

@@ -13,7 +13,8 @@ from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.budget import WORTHWHILE, Send
 from lookahead.core.calibration import Calibration
 from lookahead.core.choosing import choose_for_all, line_up
-from lookahead.core.draft_account import DraftAccount, StepTime
+from lookahead.core.draft_account import DraftAccount
+from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
 

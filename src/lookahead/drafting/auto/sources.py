@@ -171,8 +171,8 @@ def propose_listed(node: int, nodes: Nodes, proposals: Proposals, listed: Listed
             if column >= 0:
                 proposals.features[row, column] = max(listed.logs[child], UNLISTED_LOG)
             else:
-                share = min(listed.accepted[source] / listed.expected[source], 1 / exp(listed.logs[child]))
-                proposals.least[row] = max(proposals.least[row], share * exp(listed.logs[child]))
+                likely = exp(listed.logs[child]) * listed.accepted[source] / listed.expected[source]
+                proposals.least[row] = max(proposals.least[row], min(likely, 1.0))
                 if row == new:
                     proposals.features[row, 0] = 1.0
             proposed += 1
