@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import lookahead.bench.measuring as measuring
@@ -31,6 +34,7 @@ from lookahead.bench.method_runner import MethodRunner, Run
 from lookahead.bench.models import load, sharing_weights
 from lookahead.bench.suite import ModelSpec
 from lookahead.cli import main
+from lookahead.errors import InvalidArgumentError
 from word_model import WORDS
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
@@ -179,6 +183,16 @@ def test_random_models_and_cut_prompts(bench: Bench, folder: Path) -> None:
     assert [row["prompt_tokens"] for row in rows] == [4, 4, 3, 3], "16 positions, 12 of them for what is generated"
     assert {row["settings"]["model"]["seed"] for row in rows} == {5}
     assert {row["tokens"] for row in rows} == {NEW_TOKENS}
+
+
+def test_models_that_lack_weights_are_refused(folder: Path, model_folder: Path) -> None:
+    broken = shutil.copytree(model_folder, folder / "broken")
+    weights = load_file(broken / "model.safetensors")
+    lacking = min(name for name in weights if "down_proj" in name)
+    del weights[lacking]
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidArgumentError, match=f"lacks 1 weights \\({re.escape(lacking)}\\)"):
+        load(ModelSpec("x", broken), torch.device("cpu"))
 
 
 def test_random_weights_come_from_the_seed(folder: Path) -> None:

@@ -133,6 +133,23 @@ def test_bad_lines_become_errors_and_the_others_are_answered(arguments: list[str
     assert after == {name: text for name, text in before.items() if name != "half"}
 
 
+def test_lines_that_are_no_prompts_become_errors_until_they_are_mended(arguments: list[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    good = prompts.read_text()
+    prompts.write_text('{"id": "cut off", "pro\n[1]\n{"prompt": "w1"}\n' + good)
+    assert main(arguments) == 1
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    errors = {row["id"]: row["error"] for row in rows if "error" in row}
+    assert errors.keys() == {f"prompts.jsonl, line {number}" for number in (1, 2, 3)}
+    assert "is no JSON" in errors["prompts.jsonl, line 1"]
+    assert all("needs an `id`" in errors[f"prompts.jsonl, line {number}"] for number in (2, 3))
+    assert answers(tmp_path) == expected(tmp_path) | dict.fromkeys(errors)
+
+    prompts.write_text(good)
+    assert main(arguments) == 0
+    assert answers(tmp_path) == expected(tmp_path)
+
+
 def test_what_a_tokenizer_raises_costs_one_line(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,7 +198,7 @@ def test_output_that_cannot_be_written_is_told_in_one_line() -> None:
         command = [sys.executable, "-m", "lookahead", "--version"]
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert result.returncode == 2
-    assert result.stderr == "error: OSError: [Errno 28] No space left on device\n"
+    assert result.stderr == "error: cannot write to standard output: No space left on device\n"
 
 
 TERMINAL = """
@@ -286,13 +286,28 @@ def test_compiling_is_announced_once(one_loop_is_not_compiled: dict[str, str]) -
             assert process.communicate(timeout=600) == (said, b"")
 
 
+AFTER_COMPILING = """
+import sys
+from lookahead.cli import main
+from lookahead.cli.startup import StartUp
+from lookahead.core.compiled import on_first_compilation
+
+compile_drafting = StartUp.compile_drafting
+later = on_first_compilation(lambda: print("late", file=sys.stderr))
+
+def and_no_later(self):
+    compile_drafting(self)
+    later.__enter__()
+
+StartUp.compile_drafting = and_no_later
+sys.exit(main())
+"""
+
+
 @pytest.mark.exact
-def test_compiling_is_kept_out_of_the_figures(one_loop_is_not_compiled: dict[str, str]) -> None:
-    code = "import sys; from lookahead.cli import main; sys.exit(main())"
+def test_nothing_is_compiled_while_figures_are_taken(one_loop_is_not_compiled: dict[str, str]) -> None:
     arguments = ["generate", "def add(a, b):", "-n", "24", "--json", "--device", "cpu"]
-    with start(code, *arguments, env=one_loop_is_not_compiled) as process:
+    with start(AFTER_COMPILING, *arguments, env=one_loop_is_not_compiled) as process:
         out, err = process.communicate(timeout=600)
     assert (process.returncode, err) == (0, b"compiling the drafting loops (once)\n")
-    seconds = json.loads(out)["seconds"]
-    # Drafting for a few steps takes milliseconds; compiling what drafts takes many times a forward pass.
-    assert seconds["draft"] < seconds["forward"]
+    assert json.loads(out)["seconds"]["draft"] > 0

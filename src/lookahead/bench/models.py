@@ -119,9 +119,10 @@ def _folder(path: Path | str) -> Path:
 
 
 def _load(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(
-        _folder(path), dtype=dtype, local_files_only=True, trust_remote_code=False
-    )
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    model, report = AutoModelForCausalLM.from_pretrained(_folder(path), dtype=dtype, output_loading_info=True, **local)
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"{path} lacks {len(missing)} weights ({missing[0]}); copy the model again")
     shipped = model.generation_config
     # Only which tokens end a text is taken over; tasks say how tokens are chosen.
     model.generation_config = GenerationConfig(

@@ -7,6 +7,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from lookahead.bench.results_file import named
+
 BACK, INK, SOFT, GRID = "#ffffff", "#1b1f24", "#59636e", "#d1d9e0"
 STRONG, MILD, PALE = "#0a5fb4", "#86b6e4", "#b4bcc6"
 LINES = ("#0a5fb4", "#b35c00", "#1a7f37", "#8250df", "#5f6b77")
@@ -76,7 +78,8 @@ def save(figure: Any, path: Path) -> None:
     drawn = StringIO()
     with rc_context({"svg.hashsalt": "lookahead", "svg.fonttype": "path"}):
         figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
-    path.write_text(_following_the_page(drawn.getvalue()), encoding="utf-8")
+    with named(path):
+        path.write_text(_following_the_page(drawn.getvalue()), encoding="utf-8")
 
 
 def _following_the_page(svg: str) -> str:

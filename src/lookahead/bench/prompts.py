@@ -19,7 +19,7 @@ class Prompt:
     """One prompt.
 
     Attributes:
-        id: What its file calls it.
+        id: What its file calls it; the place of its line where that says nothing.
         number: Its place in the file, from 0.
         text: The whole text.
         task: What its file says it belongs to, empty if nothing.
@@ -67,22 +67,29 @@ def read_prompts(task: TaskSpec, limit: int | None = None, *, faulty: bool = Fal
 
 
 def _prompt(task: TaskSpec, line: str, where: str, number: int) -> Prompt:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InvalidArgumentError(f"{where} is no JSON ({error})") from error
-    if not isinstance(row, dict) or "id" not in row:
-        raise InvalidArgumentError(f"{where} needs an `id`")
+    row, fault = _object(line, where)
+    if fault:
+        return Prompt(where, number, "", fault=fault)
     value: Any = row.get(task.field) if task.field else row.get("prompt", row.get("turns"))
     if isinstance(value, list) and value:
         value = value[0]
-    fault = ""
     if not isinstance(value, str) or not value:
         names = f"`{task.field}`, as task {task.name!r} says" if task.field else "`prompt` or `turns`"
         value, fault = "", f"{where} needs a text in {names}"
     elif any("\ud800" <= character <= "\udfff" for character in value):
         fault = f"{where} has half of a surrogate pair in its text, which is no character; write both or none"
     return Prompt(str(row["id"]), number, value, str(row.get("task", "")), fault)
+
+
+def _object(line: str, where: str) -> tuple[dict[str, Any], str]:
+    """The JSON object of a line, or what is wrong with it."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        return {}, f"{where} is no JSON ({error})"
+    if not isinstance(row, dict) or "id" not in row:
+        return {}, f"{where} needs an `id`"
+    return row, ""
 
 
 def encode(prompt: Prompt, task: TaskSpec, tokenizer: PreTrainedTokenizerBase, context: int | None) -> torch.Tensor:
