@@ -31,7 +31,6 @@ from probe import Probe, Unit, generate, load_model, option
 VARIANTS: dict[str, Row] = {
     "default": {"pack_weights": False},
     "packed": {"pack_weights": True},
-    "int8": {"pack_weights": "int8"},
     "static": {"pack_weights": False, "engine": "static"},
     "compiled": {"pack_weights": False, "engine": "compiled"},
     "invariant": {"pack_weights": False, "invariant": True},

@@ -20,9 +20,6 @@ OWN = "own"
 
 ENGINES = ("dynamic", "static", "compiled")
 
-INT8 = "int8"
-"""What `pack_weights` says where weights are rounded to eight bits."""
-
 MEMORY_SCOPES = ("request", "process")
 
 MAX_NODES_PER_STEP = 4096
@@ -56,13 +53,6 @@ def _yes_or_no(name: str, value: Any, about: Mapping[str, Any]) -> bool:
     if not isinstance(value, bool):
         raise InvalidArgumentError(f"{name}={value!r} must be {about.get('allowed', 'True or False')}")
     return value
-
-
-def _packing(name: str, value: Any, about: Mapping[str, Any]) -> bool | str:
-    if value is not True and value is not False and value != INT8:
-        raise InvalidArgumentError(f"{name}={value!r} must be True, False or {INT8!r}")
-    packing: bool | str = value
-    return packing
 
 
 def _one_of_choices(name: str, value: Any, about: Mapping[str, Any]) -> Any:
@@ -124,8 +114,7 @@ def _choice(default: Any, check: _Check, **about: Any) -> Any:
         **about: `presets`, those that it is about, if not all are; `chosen`, what a field that was not given holds;
             `least`, `most` and `meaning` of a number; `choices`, or what is `allowed` in words. For the command line
             `help`, which makes it an option, its `short` name and `metavar`, the default as `shown` in the help,
-            `runs`, whether it is about running rather than drafting, and `switches` that stand for other values: by
-            name the value and the help.
+            and `runs`, whether it is about running rather than drafting.
     """
     return field(default=default, metadata={"check": check, "presets": PRESETS, "most": None} | about)
 
@@ -182,9 +171,7 @@ class LookaheadConfig:
             which the processor multiplies them, where that is faster: a few products are timed once for a kind of
             model, a processor and a number of threads, and steps of several tokens, or all, or none use the copy. It
             takes as much memory again as the weights; it is made at the first call and kept as long as the model. With
-            `invariant=True` it is always used, as no time is to choose bits. See `docs/engine.md`. `"int8"` makes a
-            copy in eight bits, for steps that take less again. The text is then that of the rounded model, with
-            every draft to the bit (`invariant` comes with it), but not the model's own.
+            `invariant=True` it is always used, as no time is to choose bits. See `docs/engine.md`.
         invariant: Make every pass in a way in which the bits of a token's logits depend on its own text alone: not on
             the drafts, the nodes of a step, the other rows of a batch, or how a prompt was split. So the text is that
             of `preset="autoregressive"` with the same settings in every number type, bfloat16 and float16 included,
@@ -270,13 +257,10 @@ class LookaheadConfig:
     drafter: Callable[[], Any] | None = _choice(  # noqa: RUF009, it makes a field
         None, _factory, presets=(OWN,)
     )
-    pack_weights: bool | str = _choice(
-        *(False, _packing),
+    pack_weights: bool = _choice(
+        *(False, _yes_or_no),
         help="On a CPU, keep a second copy of the weights in the order of multiplication, where that is faster.",
         runs=True,
-        switches={
-            "int8_weights": (INT8, "On a CPU, decode with weights rounded to eight bits: faster, but another text.")
-        },
     )
     invariant: bool = _choice(
         *(False, _yes_or_no),
@@ -298,8 +282,6 @@ class LookaheadConfig:
             if value is not None or each.default is not None:
                 value = each.metadata["check"](each.name, value, each.metadata)
             object.__setattr__(self, each.name, value)
-        if self.pack_weights == INT8:  # its roundings would make much of what rounds otherwise in other company
-            object.__setattr__(self, "invariant", True)
         for each in fields(self):
             self._check_owner(each.name, each.metadata["presets"], each.metadata.get("chosen", each.default))
         if self.max_nodes > MAX_NODES_PER_STEP:

@@ -251,7 +251,7 @@ def test_loading_is_said_before_torch_is_imported_and_every_phase_has_its_second
 
 @pytest.mark.parametrize(
     ("settings", "name"),
-    [({}, "engine"), ({"invariant": True}, "invariance trials"), ({"pack_weights": "int8"}, "invariance trials")],
+    [({}, "engine"), ({"invariant": True}, "invariance trials")],
 )
 def test_trials_of_invariance_are_named(settings: dict[str, Any], name: str) -> None:
     start_up = StartUp()

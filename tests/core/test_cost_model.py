@@ -325,7 +325,7 @@ def test_the_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, 
     assert CostStore().folder == default_folder()
 
 
-@pytest.mark.parametrize("packs", [False, True, "int8"])
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_first_guess_goes_by_how_the_processor_multiplies(dtype: torch.dtype, packs: bool | str) -> None:
     costs = first_guess(in_type("llama", dtype), packs)

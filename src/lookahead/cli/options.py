@@ -177,9 +177,6 @@ def _config_parameters(changes: Mapping[str, Any]) -> Iterator[inspect.Parameter
             rich_help_panel=RUN if about.get("runs") else DRAFT,
         )
         yield _parameter(each.name, kind if switch else kind | None, declared, False if switch else None)
-        for name, (_, help) in about.get("switches", {}).items():
-            declared = typer.Option(f"--{name.replace('_', '-')}", help=help, rich_help_panel=RUN)
-            yield _parameter(name, bool, declared, False)
 
 
 def _parameter(name: str, kind: Any, declared: Any, default: Any) -> inspect.Parameter:

@@ -30,7 +30,7 @@ from lookahead.cli.options import (
     positive_whole_number,
     probability,
 )
-from lookahead.config import INT8, LookaheadConfig
+from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError
 
 
@@ -186,12 +186,7 @@ class DecodingSettings(Settings):
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     declared = [each.name for each in fields(LookaheadConfig) if "help" in each.metadata]
-    given = {name: options[name] for name in declared if options.get(name) is not None}
-    for each in fields(LookaheadConfig):
-        for switch, (value, _) in each.metadata.get("switches", {}).items():
-            if options[switch]:
-                given[each.name] = value
-    return given
+    return {name: options[name] for name in declared if options.get(name) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,15 +389,9 @@ class TuneSettings(Settings):
         "Measure with `pack_weights=True`, on CPUs only; curves with and without are kept apart.",
         default=False,
     )
-    int8_weights: bool = option("--int8-weights", RUN, "Measure with weights rounded to eight bits.", default=False)
     plot: Path | None = option("--plot FILE", OUTPUT, "Draw the curves and the memory limit into this PNG file.")
     store: bool = option(
         "--store/--no-store", OUTPUT, "Keep the curve for later runs, in the user's cache directory.", default=True
     )
     json: bool = _json()
     no_color: bool = no_color_option()
-
-    @property
-    def packing(self) -> bool | str:
-        """What `LookaheadConfig.pack_weights` says."""
-        return INT8 if self.int8_weights else self.pack_weights

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lookahead.api.gguf.model import GGUFModel
 from lookahead.backends.transformers import engine_model, runs_on_chains, runs_static
 from lookahead.cli.rendering import spinner
-from lookahead.config import INT8, LookaheadConfig
+from lookahead.config import LookaheadConfig
 from lookahead.core.compiled import on_first_compilation
 from lookahead.drafting.warm_up import compile_loops
 
@@ -75,4 +75,4 @@ class StartUp:
 
     def engine(self, config: LookaheadConfig) -> AbstractContextManager[None]:
         """The phase in which what runs a model is made; most of it are trials where passes are to be invariant."""
-        return self.phase("invariance trials" if config.invariant or config.pack_weights == INT8 else "engine")
+        return self.phase("invariance trials" if config.invariant else "engine")

@@ -99,7 +99,7 @@ def _measure(
             bar.update(task, advance=1, description=what, refresh=True)
 
         with memory:
-            return measure(loaded.model, nodes, contexts, settings.repeats, progress, settings.packing)
+            return measure(loaded.model, nodes, contexts, settings.repeats, progress, settings.pack_weights)
 
 
 def measurement_table(measured: Measurement, cost: CostModel) -> Table:
@@ -169,7 +169,7 @@ def _report(
 
 
 def _setting(settings: TuneSettings, loaded: LoadedModel) -> dict[str, Any]:
-    return describe_setting(loaded.model, engine_setting(LookaheadConfig(pack_weights=settings.packing)))
+    return describe_setting(loaded.model, engine_setting(LookaheadConfig(pack_weights=settings.pack_weights)))
 
 
 def check_plot(path: Path) -> None:

@@ -7,10 +7,6 @@ import torch
 from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.core.token_tree import TokenTree
 
-ROUGH = 0.3
-"""Root mean square of what rounding weights and inputs to eight bits may change, in standard deviations of logits. A
-model that loses more has a few huge inputs that leave the others no digits."""
-
 _TEXT = (5, 11, 7, 3, 13)
 CHECK_LENGTH = 24
 """Tokens, nodes included, that a check pass may put into a cache."""
@@ -41,9 +37,3 @@ def agree(logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> b
     """Whether logits are the same but for rounding in `dtype`; a wrong mask makes them differ far more."""
     tolerance = 64 * torch.finfo(dtype).eps * float(expected.abs().max())
     return float((logits.float() - expected.float()).abs().max()) <= tolerance
-
-
-def are_near(logits: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether logits are the same but for weights in eight bits, `ROUGH` of their deviation from the mean at most."""
-    spread = expected.float().std(correction=0)
-    return bool((logits.float() - expected.float()).square().mean().sqrt() <= ROUGH * spread)

@@ -10,9 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers import folded_attention, tree_attention
-from lookahead.backends.transformers.check_pass import agree, are_near, check_logits
+from lookahead.backends.transformers.check_pass import agree, check_logits
 from lookahead.backends.transformers.folded_attention import FOLDED_SDPA
-from lookahead.backends.transformers.int8_linear import check_int8
 from lookahead.backends.transformers.invariant import attention as invariant_attention
 from lookahead.backends.transformers.invariant.attention import LEAST_NODES, PACKED_ROWS
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
@@ -25,7 +24,6 @@ from lookahead.backends.transformers.packed_linear import check_packing
 from lookahead.backends.transformers.preserved_state import preserved_state
 from lookahead.backends.transformers.shared_clone import SharedClone, all_modules, can_be_cloned, structure
 from lookahead.backends.transformers.static_engine import fixed_runner
-from lookahead.config import INT8
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
 MakeClone = Callable[[PreTrainedModel, str | None, bool | str], SharedClone | str]
@@ -34,7 +32,7 @@ reason in its place if it is not right."""
 
 
 def engine_model(
-    model: PreTrainedModel, pack_weights: bool | str = False, static: bool = False, invariant: bool = False
+    model: PreTrainedModel, pack_weights: bool = False, static: bool = False, invariant: bool = False
 ) -> PreTrainedModel:
     """The module that runs the trees of `model`, which itself is not changed. Made and checked once per model object.
 
@@ -50,8 +48,8 @@ def engine_model(
     """
     check_model(model)
     if pack_weights:
-        _check_packing(model, pack_weights)
-    if invariant or pack_weights == INT8:
+        _check_packing(model)
+    if invariant:
         _check_invariant(model)
         attention: str | None = INVARIANT if model.device.type == "cpu" else tree_attention.BY_POSITION
     else:
@@ -61,8 +59,7 @@ def engine_model(
     clone = clone_for(model, attention, pack_weights, _tried_clone)
     if isinstance(clone, SharedClone):
         return clone.module
-    asked_for = (("pack_weights", pack_weights), ("invariant", invariant))  # int8 asks for both
-    for name, asked in asked_for if pack_weights == INT8 else reversed(asked_for):
+    for name, asked in (("invariant", invariant), ("pack_weights", pack_weights)):
         if asked:
             raise UnsupportedArgumentError(
                 f"{name}={asked!r} is not possible for this {type(model).__name__}: {clone}; use {name}=False"
@@ -71,13 +68,13 @@ def engine_model(
 
 
 def clone_for(
-    model: PreTrainedModel, attention: str | None, pack_weights: bool | str, make: MakeClone
+    model: PreTrainedModel, attention: str | None, pack_weights: bool, make: MakeClone
 ) -> SharedClone | str | None:
     """The clone that is kept for these settings, after an update; what `make` makes if none fits: a clone, or the
     reason why none is right. Weights are packed by `chosen_packing`."""
     with state_of(model).lock:
-        pack_weights = chosen_packing(model, pack_weights, attention in (INVARIANT, PACKED_ROWS))
-        return _clone_for(model, attention, pack_weights, make)
+        packing = chosen_packing(model, pack_weights, attention in (INVARIANT, PACKED_ROWS))
+        return _clone_for(model, attention, packing, make)
 
 
 def _clone_for(
@@ -119,15 +116,11 @@ def _attention_for_trees(model: PreTrainedModel, static: bool) -> str | None:
     return FOLDED_SDPA if folds else None
 
 
-def _check_packing(model: PreTrainedModel, pack_weights: bool | str) -> None:
-    name = type(model).__name__
-    if pack_weights == INT8:
-        check_int8()
-    else:
-        check_packing()
+def _check_packing(model: PreTrainedModel) -> None:
+    check_packing()
     if model.device.type != "cpu":
         raise UnsupportedArgumentError(
-            f"pack_weights={pack_weights!r} is for models on the CPU; this {name} is on {model.device}: use "
+            f"pack_weights=True is for models on the CPU; this {type(model).__name__} is on {model.device}: use "
             "pack_weights=False"
         )
 
@@ -169,7 +162,7 @@ def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bo
             check_trees(clone.module)
         except UnsupportedModelError as error:
             return f"a clone of it that shares its weights fails ({error})"
-        alike = partial(agree, dtype=model.dtype) if pack_weights != INT8 else are_near
+        alike = partial(agree, dtype=model.dtype)
         same = (trees or alike(_plain_logits(clone.module), _plain_logits(model))) and alike(
             check_logits(ModelRunner(clone.module, 1)), check_logits(ModelRunner(model, 1))
         )

@@ -97,7 +97,7 @@ def same_values(first: dict[str, object], second: dict[str, object]) -> bool:
         return False
 
 
-def chosen_packing(model: PreTrainedModel, pack_weights: bool | str, invariant: bool) -> bool | str:
+def chosen_packing(model: PreTrainedModel, pack_weights: bool, invariant: bool) -> bool | str:
     """How the weights of `model` are packed: as asked for, but `True` only where packed products were found faster.
 
     Passes that are invariant are as asked for: the bits of packed products may be others than those of plain ones, and
@@ -111,7 +111,7 @@ def chosen_packing(model: PreTrainedModel, pack_weights: bool | str, invariant: 
     Returns:
         What `fastest_packing` gives, or `pack_weights` itself.
     """
-    if pack_weights is not True or invariant:
+    if not pack_weights or invariant:
         return pack_weights
     state, setting = state_of(model), (model.dtype, torch.get_num_threads())
     with state.lock:

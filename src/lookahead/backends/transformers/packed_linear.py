@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from lookahead.backends.transformers.fingerprint import fingerprint
-from lookahead.config import INT8
 from lookahead.errors import UnsupportedArgumentError
 
 _ROWS = 16
@@ -72,10 +71,7 @@ class PackedWeight:
         weight = weight.detach()
         self._kind = _kind(weight)
         self._fingerprint = fingerprint(weight)
-        self.values = self._pack(weight)
-
-    def _pack(self, weight: torch.Tensor) -> torch.Tensor:
-        return pack(weight)
+        self.values = pack(weight)
 
     def is_of(self, weight: torch.Tensor) -> bool:
         """Whether `weight` holds the bits that were packed."""
@@ -110,15 +106,13 @@ def check_packing() -> None:
         )
 
 
-def can_pack(module: torch.nn.Module, pack_weights: bool | str = True) -> bool:
+def can_pack(module: torch.nn.Module) -> bool:
     """Whether `module` is a plain linear layer on a CPU, in a number type that its processor multiplies."""
     if type(module) is not torch.nn.Linear:
         return False
     weight = module.weight
     if type(weight) is not torch.nn.Parameter or weight.device.type != "cpu" or "forward" in vars(module):
         return False
-    if pack_weights == INT8:
-        return weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if weight.dtype == torch.float16:

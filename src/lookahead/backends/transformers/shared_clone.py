@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.int8_linear import Int8Linear
 from lookahead.backends.transformers.invariant.attention import LEAST_NODES, PACKED_ROWS
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
 from lookahead.backends.transformers.invariant.modules import FINDINGS, empty_module, invariant_kind
@@ -23,9 +22,8 @@ from lookahead.backends.transformers.packed_linear import (
     can_pack,
 )
 from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
-from lookahead.config import INT8
 
-_PACKED = {True: PackedLinear, SEVERAL_ROWS: PackedForSeveralRows, INT8: Int8Linear}
+_PACKED = {True: PackedLinear, SEVERAL_ROWS: PackedForSeveralRows}
 """What stands for a linear layer, by how its weight is packed."""
 
 _ITS_OWN = frozenset({"_modules", "config", "generate", PACKED_WEIGHT, FINDINGS, LEAST_NODES})
@@ -84,7 +82,7 @@ def structure(modules: Sequence[torch.nn.Module], pack_weights: bool | str) -> l
                 configs[id(config)] = f"{vars(config) if hasattr(config, '__dict__') else config!r}"
             part.append(configs.get(id(config)))
         if pack_weights:
-            part.append(can_pack(module, pack_weights))
+            part.append(can_pack(module))
         if _runs_others(module):
             part.append("forward")
         parts.append(part)
@@ -182,7 +180,7 @@ class SharedClone:
 
     def _new_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """An empty module to stand for `module`, or `module` itself where that is to be shared."""
-        is_packed = bool(self._pack_weights) and can_pack(module, self._pack_weights)
+        is_packed = bool(self._pack_weights) and can_pack(module)
         kind = _PACKED[self._pack_weights] if is_packed else module.__class__
         if self._is_invariant:
             kind = invariant_kind(module, kind)

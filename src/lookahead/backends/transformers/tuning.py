@@ -161,7 +161,7 @@ class StepBench:
         model: PreTrainedModel,
         context: int,
         seed: int = 0,
-        pack_weights: bool | str = False,
+        pack_weights: bool = False,
         engine: str = "dynamic",
         invariant: bool = False,
     ) -> None:
@@ -224,7 +224,7 @@ def measure(
     contexts: Sequence[int] = CONTEXTS,
     repeats: int = 7,
     progress: Progress | None = None,
-    pack_weights: bool | str = False,
+    pack_weights: bool = False,
 ) -> Measurement:
     """Time steps of each size after texts of each length.
 

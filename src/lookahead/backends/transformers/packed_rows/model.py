@@ -28,7 +28,7 @@ _TEXTS = ((5, 11, 7, 3, 13, 2), (17, 19, 23), (29, 5, 31, 37))
 """Short texts that share a pass in the equivalence check."""
 
 
-def rows_runner(model: PreTrainedModel, pack_weights: bool | str = False, invariant: bool = False) -> RowsRunner:
+def rows_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> RowsRunner:
     """What runs rows of `model` that come and go: packed into one row of tokens, or padded where that cannot be.
 
     Args:
@@ -61,9 +61,7 @@ def rows_runner(model: PreTrainedModel, pack_weights: bool | str = False, invari
     return runner
 
 
-def packed_rows_model(
-    model: PreTrainedModel, pack_weights: bool | str = False, invariant: bool = False
-) -> PreTrainedModel:
+def packed_rows_model(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> PreTrainedModel:
     """A clone of `model` for `PackedRowsRunner`, with the model's own weights. Made and tried once per model object.
 
     Arguments as for `rows_runner`.
@@ -78,7 +76,7 @@ def packed_rows_model(
     return clone
 
 
-def packed_clone(model: PreTrainedModel, pack_weights: bool | str, invariant: bool) -> PreTrainedModel | str:
+def packed_clone(model: PreTrainedModel, pack_weights: bool, invariant: bool) -> PreTrainedModel | str:
     """What `packed_rows_model` gives, or why there is none.
 
     Raises:
@@ -115,7 +113,7 @@ def _tried_clone(model: PreTrainedModel, name: str | None, pack_weights: bool | 
     invariant = name == INVARIANT
     with preserved_state(model):
         try:
-            alone = engine_model(model, pack_weights, invariant=True) if invariant else model
+            alone = engine_model(model, bool(pack_weights), invariant=True) if invariant else model
             same = _same(packed, alone, exactly=invariant)
         except UnsupportedModelError as error:
             return str(error)
