@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lookahead.api.generation import attach, detach, generate
-    from lookahead.api.gguf.loading import load_gguf
     from lookahead.api.output import LookaheadOutput
+    from lookahead.backends.gguf.loading import load_gguf
     from lookahead.config import LookaheadConfig
     from lookahead.core.statistics import Statistics, StepRecord
     from lookahead.drafting import NGramPool
@@ -68,7 +68,7 @@ _HOMES = {
     "attach": "api.generation",
     "detach": "api.generation",
     "generate": "api.generation",
-    "load_gguf": "api.gguf.loading",
+    "load_gguf": "backends.gguf.loading",
     "__version__": "version",
 }
 

@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.api.resources import acquire
+from lookahead.backends.transformers.session import TransformersSession
 
 SMALL = LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4, pool_from_prompt=True)
 
@@ -187,11 +187,13 @@ def test_output_object(entry: EntryPoint, llama: PreTrainedModel, prompt: torch.
 def test_what_comes_before_the_first_step_is_a_part_of_the_time(
     entry: EntryPoint, llama: PreTrainedModel, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    begin = TransformersSession.begin
+
     def slow(*arguments: Any) -> Any:
         sleep(0.2)  # as a model check takes, which is made in there
-        return acquire(*arguments)
+        return begin(*arguments)
 
-    monkeypatch.setattr("lookahead.api.request.acquire", slow)
+    monkeypatch.setattr(TransformersSession, "begin", slow)
     start = perf_counter()
     output = entry(llama, prompt, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
     seconds = output.statistics.seconds

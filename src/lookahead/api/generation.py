@@ -20,11 +20,11 @@ from transformers import (
 )
 
 from lookahead.api.arguments import check_call, check_config, check_pool, check_prompt_ids, effective_setting
-from lookahead.api.gguf.model import GGUFModel
 from lookahead.api.output import LookaheadOutput
 from lookahead.api.prediction import Prediction
 from lookahead.api.request import decode_request
-from lookahead.backends.transformers import check_adapters, runs_on_chains
+from lookahead.backends.session import open_session
+from lookahead.backends.transformers import check_adapters
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep
 from lookahead.drafting import NGramPool
@@ -205,9 +205,8 @@ def _language_model_or_wrapper(model: Any) -> Any:
         UnsupportedModelError: The model cannot be run on token trees.
     """
     model, inner = _language_model(model)
-    if not isinstance(inner, GGUFModel):  # which was checked when it was loaded
-        check_adapters(model)
-        runs_on_chains(inner)
+    check_adapters(model)
+    open_session(inner).check()
     return model
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from transformers import GenerationConfig, PreTrainedModel
 
 from lookahead.api.arguments import inputs_beside_tokens
-from lookahead.api.gguf.model import GGUFModel
-from lookahead.api.prompts import Prompts
+from lookahead.backends.prompts import Prompts
+from lookahead.backends.session import open_session
 from lookahead.config import LookaheadConfig
 from lookahead.errors import UnsupportedArgumentError
 
@@ -31,7 +31,7 @@ def check_own_prefill(
         UnsupportedArgumentError: Something else is asked for; the message names it.
     """
     names = ", ".join(inputs_beside_tokens(prompts.inputs)) or "positions that follow an image"
-    if isinstance(model, GGUFModel):
+    if open_session(model).reads_tokens_alone:
         reason = "a GGUF model reads token ids alone; leave it out"
     elif on_ranks:
         reason = "one process has to read it; leave parallel out"

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lookahead.api.prompts import Prompts
+from lookahead.backends.prompts import Prompts
 from lookahead.backends.transformers import equivalence
 from lookahead.backends.transformers.model_state import draft_account
 from lookahead.backends.transformers.packed_rows import PackedRowsRunner, Row

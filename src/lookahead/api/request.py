@@ -11,18 +11,18 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from lookahead.api.arguments import check_devices, check_mode, check_model_inputs, check_prompt_ids
-from lookahead.api.gguf.model import GGUFModel
 from lookahead.api.output import LookaheadOutput, padded_texts, stack_collected, stack_texts
 from lookahead.api.own_prefill import check_own_prefill
 from lookahead.api.packed_batch import PackedBatch, packed_batch
 from lookahead.api.prediction import Prediction, predicted_texts
 from lookahead.api.processors import row_processors
 from lookahead.api.prompt_warm_up import warm_up_tokens
-from lookahead.api.prompts import Prompts, read_prompts
-from lookahead.api.resources import acquire
+from lookahead.api.prompts import read_prompts
 from lookahead.api.shielding import shielded
 from lookahead.api.stopping import StopRule, last_lengths
 from lookahead.api.streaming import StreamFeeder
+from lookahead.backends.prompts import Prompts
+from lookahead.backends.session import open_session
 from lookahead.backends.transformers import PromptPass
 from lookahead.backends.transformers.model_state import (
     draft_account,
@@ -115,13 +115,14 @@ class Request:
         self._config = config
         self._generation_config = generation_config
         self._ranks = ranks
-        self._resources = acquire(model, prompts, config, generation_config)
-        ranks.check(model, self._resources.runner)
+        self._session = open_session(model)
+        self._call = self._session.begin(prompts, config, generation_config)
+        ranks.check(model, self._call.runner)
         ranks.begin(model, config, generation_config, (prompts.input_ids, prompts.mask))
-        alone = isinstance(ranks, Alone) and not self._resources.chains and not isinstance(model, GGUFModel)
+        alone = isinstance(ranks, Alone) and self._call.packs
         self._packed = packed_batch(model, prompts, config, generation_config) if alone else None
         wants_cache = generation_config.return_dict_in_generate and generation_config.use_cache
-        self._returns_cache = bool(wants_cache and self._resources.keeps_cache)
+        self._returns_cache = bool(wants_cache and self._call.keeps_cache)
         self._feeder: StreamFeeder | None = None
 
     def prepare(
@@ -138,7 +139,7 @@ class Request:
         self._memory = draft_memory(self._model, config) if config.preset == "auto" else None
         account = self._account() if config.chooses_nodes and self._packed is None else None
         drafters = self._drafters(pool, account)
-        ends = last_lengths(self._resources.runner.last_length, prompts, rule.has_eos)
+        ends = last_lengths(self._call.runner.last_length, prompts, rule.has_eos)
         generators = self._generators()
         self._rule = rule
         self._sequences = [
@@ -154,7 +155,7 @@ class Request:
             )
             for row in range(prompts.rows)
         ]
-        self._batch = Batch(self._sequences, times=account, clock=self._resources.clock)
+        self._batch = Batch(self._sequences, times=account, clock=self._session.clock)
 
     def listen(self, on_step: OnStep | None, streamer: BaseStreamer | None, trace: Recorder | None) -> None:
         """Tell `on_step` and `trace` of every step, and `streamer` of every token."""
@@ -179,7 +180,7 @@ class Request:
         try:
             self._decode(keeps_cache)
         except Exception as error:
-            self._resources.restore()
+            self._call.restore()
             self._ranks.fail(error)
             raise
         finally:
@@ -187,7 +188,7 @@ class Request:
                 keep_memory(self._model, self._config, self._memory)
         if self._feeder is not None:
             self._feeder.end()
-        output = self._output(self._resources.release(keeps_cache))
+        output = self._output(self._call.release(keeps_cache))
         if self._memory is not None:
             release_memory(self._model, self._config, self._memory)
         return output
@@ -216,7 +217,7 @@ class Request:
             # a seed gives the same texts again, these must not depend on the clock, nor on other calls.
             return DraftAccount(CostModel.prior(), rows, adaptive=False)
         temperature = 0.0 if not sampling.do_sample else float(sampling.temperature or 1.0)
-        return draft_account(self._model, self._config, rows, temperature, self._resources.chains)
+        return draft_account(self._model, self._config, rows, temperature, self._call.chains)
 
     def _drafters(self, pool: NGramPool | None, account: DraftAccount | None) -> list[Drafter]:
         config = shielded(self._config, self._prompts.input_ids.device)
@@ -227,11 +228,11 @@ class Request:
         reads = account is None or account.reads_prompts
         read = [warm_up_tokens(self._model, len(row), adaptive) if reads else 0 for row in self._prompts.tokens]
         known = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
-        if self._resources.chains:
+        if self._call.chains:
             shared = (config, self._memory, account)
             rows = zip(read, self._predicted, strict=True)
             return [build_chain_drafter(*shared, tokens, known, predicted) for tokens, predicted in rows]
-        most = self._resources.most_nodes
+        most = self._call.most_nodes
         arguments = (config, pool, self._memory, account)
         return [
             build_drafter(
@@ -246,14 +247,12 @@ class Request:
             self._decode_packed(self._packed)
             return
         batch = self._batch
-        backend = self._ranks.backend(self._resources.runner, batch, self._rule.asks_others)
+        backend = self._ranks.backend(self._call.runner, batch, self._rule.asks_others)
         if self._feeder is not None:
             self._feeder.start(self._prompts.input_ids)
         prompts, chunk_size = self._prompts, self._generation_config.prefill_chunk_size
         if prompts.inputs:
-            step(
-                PromptPass(self._resources.runner, self._model, prompts.input_ids, prompts.mask, prompts.inputs), batch
-            )
+            step(PromptPass(self._call.runner, self._model, prompts.input_ids, prompts.mask, prompts.inputs), batch)
         else:
             start = perf_counter()
             batch.statistics.prefill_passes = backend.prefill(prompts.tokens, chunk_size)
@@ -289,8 +288,8 @@ class Request:
         texts = stack_texts(self._sequences, self._pad_token)
         if not self._generation_config.return_dict_in_generate:
             return texts
-        self._batch.statistics.state_bytes = self._resources.state_bytes
-        self._batch.statistics.invariant_rows = self._resources.invariant_rows
+        self._batch.statistics.state_bytes = self._call.state_bytes
+        self._batch.statistics.invariant_rows = self._call.invariant_rows
         self._batch.statistics.sources = [
             sequence.ask_drafter(lambda drafter: drafter.statistics(), {}) for sequence in self._sequences
         ]

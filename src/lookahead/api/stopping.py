@@ -7,7 +7,7 @@ import warnings
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria
 
-from lookahead.api.prompts import Prompts
+from lookahead.backends.prompts import Prompts
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.errors import InvalidArgumentError
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lookahead.api.gguf.loading import load_gguf
-from lookahead.api.gguf.model import GGUFModel
+from lookahead.backends.gguf.loading import load_gguf
+from lookahead.backends.session import open_session
 from lookahead.backends.transformers.identity import model_identity
 from lookahead.bench.suite import MethodSpec, ModelSpec
 from lookahead.demo import demo_model_path
@@ -53,7 +51,7 @@ class BenchModel:
         return {
             **self.spec.settings(),
             "architecture": type(self.model).__name__,
-            "parameters": _parameters(self.model),
+            "parameters": open_session(self.model).parameters,
             "identity": self.identity,
         }
 
@@ -93,10 +91,7 @@ def load_assistant(method: MethodSpec, model: PreTrainedModel) -> PreTrainedMode
 
 def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Another object of the same model, weights shared: nothing that the library keeps for the one is known of it."""
-    if isinstance(model, GGUFModel):
-        return GGUFModel(model.llama)
-    tensors = chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    return open_session(model).sharing_weights()
 
 
 def _load_gguf(spec: ModelSpec) -> BenchModel:
@@ -106,12 +101,6 @@ def _load_gguf(spec: ModelSpec) -> BenchModel:
     except LookaheadError as error:
         raise InvalidArgumentError(f"models: {spec.name!r} cannot be loaded: {error}") from error
     return BenchModel(spec, model, model.tokenizer, model_identity(model))
-
-
-def _parameters(model: PreTrainedModel) -> int:
-    if isinstance(model, GGUFModel):
-        return model.llama.parameters
-    return sum(weight.numel() for weight in model.parameters())
 
 
 def _folder(path: Path | str) -> Path:

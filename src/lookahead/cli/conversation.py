@@ -15,7 +15,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
-from lookahead.api.gguf.model import GGUFModel
+from lookahead.backends.session import open_session
 from lookahead.cli.generate import Prompt, Recording, decode_with_lookahead, text_options
 from lookahead.cli.inputs import checked, read_text
 from lookahead.cli.loading import LoadedModel, summary
@@ -82,8 +82,8 @@ class Conversation:
         self._messages: list[Message] = []
         self._cache: Cache | None = None
         self._cached: list[int] = []  # the tokens whose keys and values the cache holds
-        if isinstance(loaded.model, GGUFModel):  # whose cache is llama.cpp's
-            loaded.model.keeps_text = True
+        self._session = open_session(loaded.model)
+        self._session.keep_text()
         self.reset()
 
     @property
@@ -142,8 +142,7 @@ class Conversation:
                 if not isinstance(error, KeyboardInterrupt):
                     raise
                 interruption.asked = True  # nobody waited for it
-        if isinstance(self._loaded.model, GGUFModel):
-            kept = self._loaded.model.reused_tokens
+        kept = self._session.reused_tokens(kept)
         text = decode(self._loaded.tokenizer, recording.tokens)
         if recording.tokens:
             self._messages += [_turn("user", prompt.text), _turn("assistant", text)]

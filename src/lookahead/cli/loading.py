@@ -17,8 +17,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from lookahead.api.gguf.loading import load_gguf
-from lookahead.api.gguf.model import GGUFModel
+from lookahead.backends.gguf.loading import load_gguf
+from lookahead.backends.session import open_session
 from lookahead.cli import process
 from lookahead.cli.inputs import is_gguf, model_folder
 from lookahead.cli.rendering import spinner
@@ -75,9 +75,7 @@ class LoadedModel:
     @property
     def dtype(self) -> str:
         """Name of the type the model runs in; of a GGUF file, the types of its weights."""
-        if isinstance(self.model, GGUFModel):
-            return self.model.llama.number_type
-        return str(self.model.dtype).removeprefix("torch.")
+        return open_session(self.model).number_type
 
 
 def load_model(settings: DecodingSettings | ServeSettings | TuneSettings, notes: Console) -> LoadedModel:

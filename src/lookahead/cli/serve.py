@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lookahead.backends.free_memory import free_bytes
 from lookahead.cli import process
 from lookahead.cli.inputs import is_gguf, read_api_keys
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
@@ -9,7 +10,6 @@ from lookahead.cli.rendering import Consoles
 from lookahead.cli.settings import ServeSettings
 from lookahead.errors import InvalidArgumentError
 from lookahead.serving import Engine
-from lookahead.serving.free_memory import free_bytes
 from lookahead.serving.kv_memory import PREFIX_BYTES
 
 DEMO_NAME = "demo"

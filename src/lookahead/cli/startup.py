@@ -9,8 +9,7 @@ from time import perf_counter
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from lookahead.api.gguf.model import GGUFModel
-from lookahead.backends.transformers import engine_model, runs_on_chains, runs_static
+from lookahead.backends.session import open_session
 from lookahead.cli.rendering import spinner
 from lookahead.config import LookaheadConfig
 from lookahead.core.compiled import on_first_compilation
@@ -57,9 +56,8 @@ class StartUp:
         Raises:
             UnsupportedModelError: It cannot be run.
         """
-        if not isinstance(model, GGUFModel):  # which was checked as it was loaded
-            with self.phase("model check"):
-                runs_on_chains(model)
+        with self.phase("model check"):
+            open_session(model).check()
 
     def prepare(self, model: PreTrainedModel, config: LookaheadConfig) -> None:
         """Make the module that runs the model, as its first call would, and try it.
@@ -67,11 +65,8 @@ class StartUp:
         Raises:
             LookaheadError: The model cannot be run as `config` has it.
         """
-        if isinstance(model, GGUFModel) or runs_on_chains(model):
-            return
-        static = runs_static(model, config.engine, config.invariant)
         with self.engine(config):
-            engine_model(model, config.pack_weights, static, config.invariant)
+            open_session(model).prepare(config)
 
     def engine(self, config: LookaheadConfig) -> AbstractContextManager[None]:
         """The phase in which what runs a model is made; most of it are trials where passes are to be invariant."""

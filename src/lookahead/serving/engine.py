@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from lookahead.api.arguments import check_config, check_prompt_ids
 from lookahead.api.prediction import check_reads_predictions, token_ids
+from lookahead.backends.session import EngineRunner, open_session
 from lookahead.backends.transformers.model_state import draft_account
 from lookahead.config import LookaheadConfig
 from lookahead.core.decoder import Batch, step, verify
@@ -24,7 +25,6 @@ from lookahead.core.statistics import OnStep, Statistics
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import Walk
 from lookahead.errors import InvalidArgumentError, LookaheadError, ModelChangedError, UnsupportedArgumentError
-from lookahead.serving.engine_runner import check_nodes, engine_clock, engine_runner, engine_watch
 from lookahead.serving.handle import RequestHandle
 from lookahead.serving.kv_memory import PREFIX_BYTES, KVMemory
 from lookahead.serving.request import Extras, Prepared, Request, check_room
@@ -86,12 +86,13 @@ class Engine:
         self._config = _check_engine_config(LookaheadConfig(memory="process") if config is None else config)
         if prefix_bytes is None:
             prefix_bytes = PREFIX_BYTES if kv_bytes is None else kv_bytes
-        self._runner, kv_bytes, prefix_bytes = engine_runner(
-            model, self._config, max_rows, kv_bytes, prefix_bytes if prefix_cache else 0
+        self._session = open_session(model)
+        self._runner, kv_bytes, prefix_bytes = self._session.open_rows(
+            self._config, max_rows, kv_bytes, prefix_bytes if prefix_cache else 0
         )
+        _check_nodes(self._runner, self._config)
         self._compares_bits = prefix_cache or bool(self._config.pack_weights)
-        self._watch = engine_watch(model, self._runner, self._compares_bits)
-        self._clock = engine_clock(model)
+        self._watch = self._session.watch(self._runner, self._compares_bits)
         self._shared = SharedBudget(self._account, self._config.step_budget, EXPLORED)
         self._memory = memory = KVMemory(
             self._runner.token_bytes(),
@@ -156,7 +157,7 @@ class Engine:
         config = self._config if lookahead_config is None else _check_engine_config(lookahead_config)
         if prediction is not None:
             check_reads_predictions(config)
-        check_nodes(self._runner, config)
+        _check_nodes(self._runner, config)
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
         extras = Extras(seed, logprobs, None if prediction is None else self._known_tokens("prediction", prediction))
         handle = RequestHandle(self)
@@ -333,7 +334,7 @@ class Engine:
             [request.sequence for request in requests],
             counts,
             shared,
-            self._clock,
+            self._session.clock,
             _Verification(requests),
             None if shared is None else shared.share_out,
             packed=True,
@@ -367,11 +368,11 @@ class Engine:
         for request in rest:
             request.drop()
         try:
-            self._runner = engine_runner(self._model, self._config, 0, None, 0)[0]
+            self._runner = self._session.open_rows(self._config, 0, None, 0)[0]
         except LookaheadError as error:
             self._leave_all(rest, error)
             raise
-        self._watch = engine_watch(self._model, self._runner, self._compares_bits)
+        self._watch = self._session.watch(self._runner, self._compares_bits)
 
     def _account(self, rows: int, temperature: float) -> DraftAccount:
         """What is learned of drafting for so many rows; of the model that runs."""
@@ -386,6 +387,19 @@ class Engine:
         if error is None:
             self._memory.keep(request, self._scheduler.running)
         request.end(error)
+
+
+def _check_nodes(runner: EngineRunner, config: LookaheadConfig) -> None:
+    """Refuse methods whose trees have a fixed shape, for which llama.cpp has not enough sequence ids.
+
+    Raises:
+        InvalidArgumentError: There are not enough.
+    """
+    if config.preset in ("paper", "jacobi") and config.max_nodes > runner.most_nodes:
+        raise InvalidArgumentError(
+            f"preset={config.preset!r} sends up to {config.max_nodes} nodes for each row, but llama.cpp has sequences "
+            f"for {runner.most_nodes}; choose smaller sizes, or an Engine with a smaller max_rows"
+        )
 
 
 def _check_engine_config(config: LookaheadConfig | None) -> LookaheadConfig:

@@ -24,21 +24,22 @@ from lookahead.api.arguments import (
 from lookahead.api.generation import hand_over
 from lookahead.api.output import LookaheadOutput, stack_collected
 from lookahead.api.prompt_warm_up import warm_up_tokens
-from lookahead.api.prompts import Prompts, read_prompts
+from lookahead.api.prompts import read_prompts
 from lookahead.api.request import make_sampler
 from lookahead.api.stopping import StopRule, last_lengths
 from lookahead.api.streaming import StreamFeeder
-from lookahead.api.text_limits import check_length
+from lookahead.backends.prompts import Prompts
+from lookahead.backends.session import EngineRunner
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import draft_memory, keep_memory
 from lookahead.backends.transformers.sampler import TextSampler
+from lookahead.backends.transformers.text_limits import check_length
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.config import LookaheadConfig
 from lookahead.core.shared_budget import SharedBudget
 from lookahead.core.statistics import OnStep, StepRecord
 from lookahead.drafting import PredictedText, build_drafter
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
-from lookahead.serving.engine_runner import EngineRunner
 from lookahead.serving.handle import Output, RequestHandle, TokenEvent
 from lookahead.serving.kv_memory import KVMemory
 from lookahead.serving.logprobs import LogprobSampler

@@ -7,8 +7,11 @@ from typing import Protocol
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lookahead.api.prompts import Prompts
-from lookahead.backends.transformers import ChainRunner, Equivalence, ModelRunner, has_running_state
+from lookahead.backends.prompts import Prompts
+from lookahead.backends.transformers.chain_cache import has_running_state
+from lookahead.backends.transformers.chain_runner import ChainRunner
+from lookahead.backends.transformers.equivalence import Equivalence
+from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
 

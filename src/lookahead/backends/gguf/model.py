@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lookahead.api.gguf.tokenizer import GGUFTokenizer
+from lookahead.backends.gguf.tokenizer import GGUFTokenizer
 from lookahead.backends.llama_cpp.model import LlamaModel
 from lookahead.backends.llama_cpp.plain_reader import PlainReader
 from lookahead.errors import UnsupportedArgumentError

@@ -1,27 +1,109 @@
-"""What a call runs on if its model is a GGUF file."""
+"""How GGUF models are run: what a call of `generate` runs on, and what an engine does."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from transformers import GenerationConfig
 
-from lookahead.api.gguf.model import GGUFModel, no_cache
-from lookahead.api.prompts import Prompts
+from lookahead.backends.free_memory import free_bytes
+from lookahead.backends.gguf.model import GGUFModel, no_cache
 from lookahead.backends.llama_cpp.chain_runner import LlamaChainRunner
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES
+from lookahead.backends.llama_cpp.rows_runner import LlamaRowsRunner
 from lookahead.backends.llama_cpp.runner import LlamaRunner
+from lookahead.backends.prompts import Prompts
 from lookahead.backends.step_clock import step_clock
 from lookahead.config import LookaheadConfig
-from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 
 _LEAVES_ON_CPU = 64
 """Leaves of a step, over all rows, where the clock decides."""
 
 
-class GGUFResources:
-    """Acquired when a call begins, and released when it ends.
+_SHARE = 2
+"""Part of the free memory that the cells of llama.cpp take at most where nothing is said about it."""
+
+_KEPT_SHARE = 4
+"""Part of the memory for keys and values that finished texts take at most which lie outside of llama.cpp's cells."""
+
+
+class GGUFSession:
+    """A GGUF model, which was checked as it was loaded; see `Session`.
+
+    Args:
+        model: The model.
+
+    Attributes:
+        clock: That of the calling thread, if all layers are run on the CPU.
+    """
+
+    reads_tokens_alone = True
+
+    def __init__(self, model: GGUFModel) -> None:
+        self._model = model
+        self.clock = step_clock(torch.device("cpu" if model.llama.gpu_layers == 0 else "meta"))
+
+    @property
+    def number_type(self) -> str:
+        """The types of the weights."""
+        return self._model.llama.number_type
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the weights are."""
+        return self._model.llama.parameters
+
+    def check(self) -> None:
+        """Nothing is left to check."""
+
+    def prepare(self, config: LookaheadConfig) -> None:
+        """Nothing is made before a call."""
+
+    def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> GGUFCall:
+        """Acquire what a call needs."""
+        return GGUFCall(self._model, prompts, config, generation_config)
+
+    def open_rows(
+        self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
+    ) -> tuple[LlamaRowsRunner, int, int]:
+        """What runs rows that come and go.
+
+        llama.cpp takes room for running texts at once, so that there is a number of bytes even where none was given;
+        finished ones have a share of their own.
+        """
+        check_settings(config)
+        llama = self._model.llama
+        if llama.has_states:
+            raise UnsupportedModelError(
+                f"path={str(llama.path)!r}: the model has layers with a running state, and is run on chains of tokens, "
+                "one text at a time, which an Engine does not; use lookahead.generate"
+            )
+        most = free_bytes(torch.device("cpu")) // _SHARE if kv_bytes is None else kv_bytes
+        prefix_bytes = min(prefix_bytes, most // _KEPT_SHARE)
+        most -= prefix_bytes
+        if kv_bytes is None:
+            most = min(most, llama.token_bytes * max_rows * llama.trained_context)
+        runner = LlamaRowsRunner(llama, self._model, max(most // llama.token_bytes, 1), max_rows)
+        return runner, most, prefix_bytes
+
+    def watch(self, runner: LlamaRowsRunner, compares_bits: bool) -> None:
+        """Nothing, as nothing of the model is set from here."""
+
+    def keep_text(self) -> None:
+        """Let calls of one row leave their text in llama.cpp, where the next one, if it begins alike, goes on."""
+        self._model.keeps_text = True
+
+    def reused_tokens(self, cached: int) -> int:
+        """Tokens of the last prompt that llama.cpp held."""
+        return self._model.reused_tokens
+
+    def sharing_weights(self) -> GGUFModel:
+        """Another object for the file as llama.cpp loaded it."""
+        return GGUFModel(self._model.llama)
+
+
+class GGUFCall:
+    """What a call runs on; see `Call`.
 
     Args:
         model: The model.
@@ -32,7 +114,6 @@ class GGUFResources:
     Attributes:
         runner: Runs the trees.
         chains: Whether it runs chains alone.
-        clock: What its steps are timed by.
         keeps_cache: Whether the cache that a call leaves can be handed on.
         most_nodes: Nodes that the tree of each row may have, so that there are sequence ids for all of them.
 
@@ -40,7 +121,7 @@ class GGUFResources:
         LookaheadError: The model or its settings cannot do what is asked for.
     """
 
-    keeps_cache = False
+    keeps_cache = packs = False
     state_bytes = 0
     invariant_rows = 0
 
@@ -51,7 +132,6 @@ class GGUFResources:
         self.chains = model.llama.has_states
         self.most_nodes = most_nodes(model, config, prompts.rows)
         nodes = min(config.max_nodes, self.most_nodes)
-        self.clock = gguf_clock(model)
         hidden = min(prompts.padding)
         cells = prompts.rows * (generation_config.max_length - hidden + nodes)
         self._model = model.llama
@@ -71,11 +151,6 @@ class GGUFResources:
     def release(self, keep_cache: bool) -> None:
         """Give back what was taken; there is no cache that the caller could get."""
         self._model.release(self._context, self.runner.first_text if self._keeps else ())
-
-
-def gguf_clock(model: GGUFModel) -> Callable[[], float]:
-    """The clock for steps of `model`: that of the calling thread, if all layers are run on the CPU."""
-    return step_clock(torch.device("cpu" if model.llama.gpu_layers == 0 else "meta"))
 
 
 def most_nodes(model: GGUFModel, config: LookaheadConfig, rows: int) -> int:

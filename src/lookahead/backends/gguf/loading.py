@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lookahead.api.gguf.model import GGUFModel
+from lookahead.backends.gguf.model import GGUFModel
 from lookahead.backends.llama_cpp.model import LlamaModel
 from lookahead.backends.llama_cpp.tree_check import check_trees
 from lookahead.errors import InvalidArgumentError

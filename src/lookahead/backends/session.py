@@ -1,0 +1,128 @@
+"""How anything runs on a model: `open_session` gives one object for each kind of model, and nobody else asks which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from lookahead.backends.gguf.model import GGUFModel
+from lookahead.backends.gguf.session import GGUFSession
+from lookahead.backends.llama_cpp.rows_runner import LlamaRowsRunner
+from lookahead.backends.prompts import Prompts
+from lookahead.backends.transformers.model_watch import ModelWatch
+from lookahead.backends.transformers.packed_rows import RowsRunner
+from lookahead.backends.transformers.session import TransformersSession
+from lookahead.config import LookaheadConfig
+
+EngineRunner = RowsRunner | LlamaRowsRunner
+"""What runs rows that come and go."""
+
+
+class Call(Protocol):
+    """What one call of `generate` runs on: acquired when it begins, and released when it ends.
+
+    Attributes:
+        runner: Runs the trees, with the interface of `ModelRunner`.
+        chains: Whether it runs chains alone.
+        packs: Whether rows that come and go could run the texts as well.
+        keeps_cache: Whether the cache that a call leaves can be handed on.
+        most_nodes: Nodes that the tree of each row may have.
+        invariant_rows: See `Statistics.invariant_rows`.
+    """
+
+    runner: Any
+    chains: bool
+    packs: bool
+    keeps_cache: bool
+    most_nodes: int
+    invariant_rows: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of running states that were copied so far."""
+        ...
+
+    def restore(self) -> None:
+        """Put back what a call that failed has changed."""
+
+    def release(self, keep_cache: bool) -> Cache | None:
+        """Release the buffers; returns the caller's cache, if it is to be kept."""
+
+
+class Session(Protocol):
+    """What can be asked of a model, whatever runs it.
+
+    Attributes:
+        clock: The clock for its steps, in seconds.
+        reads_tokens_alone: Whether prompts are tokens and nothing else.
+        number_type: Name of the type of the weights, or of their types.
+        parameters: How many numbers the weights are.
+    """
+
+    clock: Callable[[], float]
+    reads_tokens_alone: bool
+
+    @property
+    def number_type(self) -> str: ...
+
+    @property
+    def parameters(self) -> int: ...
+
+    def check(self) -> None:
+        """Refuse a model that cannot be run.
+
+        Raises:
+            UnsupportedModelError: It cannot.
+        """
+
+    def prepare(self, config: LookaheadConfig) -> None:
+        """Make, and try, what the first call would make.
+
+        Raises:
+            LookaheadError: The model cannot be run as `config` has it.
+        """
+
+    def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> Call:
+        """Acquire what a call needs.
+
+        Raises:
+            LookaheadError: The model or its settings cannot do what is asked for.
+        """
+
+    def open_rows(
+        self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
+    ) -> tuple[EngineRunner, int | None, int]:
+        """What runs rows that come and go.
+
+        Args:
+            config: How the weights are set.
+            max_rows: Most rows of a step.
+            kv_bytes: Most bytes of keys and values; any number if `None`.
+            prefix_bytes: Most bytes of finished texts.
+
+        Returns:
+            The runner, and the most bytes of keys and values, and of finished texts, that it has room for.
+
+        Raises:
+            LookaheadError: The model or the settings cannot do what is asked for.
+        """
+
+    def watch(self, runner: Any, compares_bits: bool) -> ModelWatch | None:
+        """Notices changes of the model; `None` where there can be none."""
+
+    def keep_text(self) -> None:
+        """Let calls of one row leave their text to the next, where the caller's cache does not."""
+
+    def reused_tokens(self, cached: int) -> int:
+        """Tokens of the last prompt that were not computed anew, where the caller's cache held `cached`."""
+
+    def sharing_weights(self) -> PreTrainedModel:
+        """Another object of the same model, weights shared: nothing that is kept for the one is known of it."""
+
+
+def open_session(model: PreTrainedModel) -> Session:
+    """How to run `model`, which may be one of transformers or a GGUF file."""
+    return GGUFSession(model) if isinstance(model, GGUFModel) else TransformersSession(model)

@@ -1,0 +1,245 @@
+"""How models of transformers are run: what a call of `generate` runs on, and what an engine does."""
+
+from __future__ import annotations
+
+import copy
+from itertools import chain
+
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from lookahead.backends.prompts import Prompts
+from lookahead.backends.step_clock import step_clock
+from lookahead.backends.transformers.cache_exchange import adopt_cache, return_cache
+from lookahead.backends.transformers.chain_cache import ChainCache, check_states
+from lookahead.backends.transformers.chain_check import runs_on_chains
+from lookahead.backends.transformers.chain_engine import chain_engine
+from lookahead.backends.transformers.chain_runner import ChainRunner
+from lookahead.backends.transformers.engine_model import engine_model, runs_static
+from lookahead.backends.transformers.equivalence import equivalence
+from lookahead.backends.transformers.invariant.modules import least_rows
+from lookahead.backends.transformers.model_runner import ModelRunner
+from lookahead.backends.transformers.model_watch import ModelWatch
+from lookahead.backends.transformers.packed_rows import RowsRunner
+from lookahead.backends.transformers.packed_rows.model import rows_runner
+from lookahead.backends.transformers.saved_state import SavedState
+from lookahead.backends.transformers.static_engine import StaticBuffers
+from lookahead.backends.transformers.static_steps import FIXED_ROWS
+from lookahead.backends.transformers.text_limits import check_chain_text, check_text
+from lookahead.backends.transformers.tree_cache import TreeCache
+from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
+from lookahead.errors import UnsupportedArgumentError
+
+
+class TransformersSession:
+    """A model of transformers; see `Session`.
+
+    Args:
+        model: The model.
+
+    Attributes:
+        clock: The clock for its steps, in seconds.
+    """
+
+    reads_tokens_alone = False
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self.clock = step_clock(model.device)
+
+    @property
+    def number_type(self) -> str:
+        """Name of the type of the weights."""
+        return str(self._model.dtype).removeprefix("torch.")
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the weights are."""
+        return sum(weight.numel() for weight in self._model.parameters())
+
+    def check(self) -> None:
+        """Refuse a model that runs neither trees nor chains."""
+        runs_on_chains(self._model)
+
+    def prepare(self, config: LookaheadConfig) -> None:
+        """Make the module that runs the model, and try it."""
+        if not runs_on_chains(self._model):
+            static = runs_static(self._model, config.engine, config.invariant)
+            engine_model(self._model, config.pack_weights, static, config.invariant)
+
+    def begin(
+        self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
+    ) -> TreeCall | ChainCall:
+        """Acquire what a call needs."""
+        kind = ChainCall if runs_on_chains(self._model) else TreeCall
+        return kind(self._model, prompts, config, generation_config)
+
+    def open_rows(
+        self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
+    ) -> tuple[RowsRunner, int | None, int]:
+        """What runs rows that come and go, any number of them."""
+        return rows_runner(self._model, config.pack_weights, config.invariant), kv_bytes, prefix_bytes
+
+    def watch(self, runner: RowsRunner, compares_bits: bool) -> ModelWatch:
+        """Notices changes of the model."""
+        return ModelWatch(self._model, runner.model, compares_bits)
+
+    def keep_text(self) -> None:
+        """Nothing: the caller passes a cache."""
+
+    def reused_tokens(self, cached: int) -> int:
+        """Those that the caller's cache held."""
+        return cached
+
+    def sharing_weights(self) -> PreTrainedModel:
+        """A copy of all but the tensors."""
+        tensors = chain(self._model.parameters(), self._model.buffers())
+        return copy.deepcopy(self._model, {id(tensor): tensor for tensor in tensors})
+
+
+class TreeCall:
+    """What a call runs on where the model takes trees; see `Call`.
+
+    Args:
+        model: The model.
+        prompts: What the rows begin with.
+        config: How to draft.
+        generation_config: The configuration of the call.
+
+    Attributes:
+        runner: Runs the trees.
+        keeps_cache: Whether the cache that a call leaves can be handed on; see `Equivalence.padded_caches`.
+        most_nodes: Nodes that the tree of each row may have.
+        invariant_rows: See `Statistics.invariant_rows`.
+
+    Raises:
+        LookaheadError: The model or its settings cannot do what is asked for.
+    """
+
+    most_nodes = MAX_NODES_PER_STEP
+    chains, packs = False, True
+    state_bytes = 0
+
+    def __init__(
+        self, model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
+    ) -> None:
+        is_static = runs_static(model, config.engine, config.invariant)
+        engine = engine_model(model, config.pack_weights, is_static, config.invariant)
+        kind = equivalence(model)
+        self._prompts = prompts
+        cache: TreeCache | None = None
+        if prompts.cache is not None:
+            cache = adopt_cache(prompts.cache, prompts.mask)
+        elif not bool(prompts.mask.all()):  # hidden tokens are laid out again in the cache that the caller gets
+            cache = TreeCache()
+        self._buffers = _static_buffers(engine, config, prompts, generation_config) if is_static else None
+        steps = self._buffers.steps if self._buffers else None
+        self.invariant_rows = 0
+        if config.invariant:
+            self.invariant_rows = FIXED_ROWS if steps is not None else least_rows(engine)
+        self.runner = ModelRunner(
+            engine,
+            prompts.rows,
+            cache,
+            prompts.before,
+            prompts.padding,
+            prompts.input_ids.device,
+            steps,
+            most_nodes=config.max_nodes,
+            positions_end=kind.positions_end,
+        )
+        self._cache = self.runner.prompt_cache
+        self._lengths, self._saved = self._cache.lengths(prompts.rows), self._cache.saved()
+        self.keeps_cache = prompts.all_count or kind.padded_caches
+        check_text(self.runner, kind, type(model).__name__, prompts, generation_config)
+
+    def restore(self) -> None:
+        """Leave the caller's cache as it was before the call, which failed."""
+        self._cache.restore(self._lengths, self._saved)
+
+    def release(self, keep_cache: bool) -> Cache | None:
+        """Release the buffers; returns the caller's cache, if it is to be kept."""
+        if self._buffers is not None:
+            if keep_cache:
+                self._buffers.copy_cache(self._cache)
+            self._buffers.release()
+        return return_cache(self._cache, self._prompts.cache, self._prompts.mask) if keep_cache else None
+
+
+def _static_buffers(
+    engine: PreTrainedModel, config: LookaheadConfig, prompts: Prompts, generation_config: GenerationConfig
+) -> StaticBuffers | None:
+    """The buffers of a static engine; `None` if the model cannot be run so, and need not.
+
+    Raises:
+        UnsupportedArgumentError: Its passes would not be invariant without.
+    """
+    longest = max(prompts.before) + generation_config.max_length
+    compiler = "inductor" if config.engine == "compiled" else None
+    buffers = StaticBuffers(engine, prompts.rows, longest, config.max_nodes, compiler, config.invariant)
+    if buffers.steps is not None:
+        return buffers
+    if config.invariant and engine.device.type == "cuda":
+        raise UnsupportedArgumentError(
+            f"invariant=True is not possible for this {type(engine).__name__} and texts of {longest} tokens: it cannot "
+            "be run with fixed shapes; use invariant=False"
+        )
+    return None
+
+
+class ChainCall:
+    """As `TreeCall`, for a model that `runs_on_chains`.
+
+    Args:
+        model: The model.
+        prompts: What the row begins with.
+        config: How to draft.
+        generation_config: The configuration of the call.
+
+    Attributes:
+        runner: Runs the chains.
+
+    Raises:
+        LookaheadError: The model or its settings cannot do what is asked for.
+    """
+
+    chains, packs = True, False
+    keeps_cache = True
+    most_nodes = MAX_NODES_PER_STEP
+    invariant_rows = 0
+
+    def __init__(
+        self, model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
+    ) -> None:
+        _check_settings(model, config)
+        if prompts.cache is not None:
+            check_states(model, prompts.cache)
+        self._cache = ChainCache(model, prompts.cache)
+        self._before = None if prompts.cache is None else SavedState(prompts.cache, [])
+        ends = equivalence(model).positions_end
+        device, engine = prompts.input_ids.device, chain_engine(model)
+        self.runner = ChainRunner(model, self._cache, prompts.before[0], device, ends, engine)
+        check_chain_text(model, self.runner, prompts, generation_config)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of states that were copied."""
+        return self._cache.copied_bytes
+
+    def restore(self) -> None:
+        """Leave the caller's cache as it was before the call, which failed."""
+        if self._before is not None:
+            self._before.restore()
+
+    def release(self, keep_cache: bool) -> Cache | None:
+        """The cache that the caller gets, if it is to be kept: the one that was passed, if one was."""
+        return self._cache.content if keep_cache else None
+
+
+def _check_settings(model: PreTrainedModel, config: LookaheadConfig) -> None:
+    name = type(model).__name__
+    for setting in ("pack_weights", "invariant"):
+        if value := getattr(config, setting):
+            raise UnsupportedArgumentError(
+                f"{setting}={value!r} is not possible for {name}, which keeps a running state; use {setting}=False"
+            )
