@@ -1,0 +1,507 @@
+"""A CUDA device that is not there: tensors that say `cuda:N` and lie in memory of the CPU.
+
+What goes wrong on a GPU goes wrong here, too:
+
+* an operation on tensors of two devices raises;
+* the host's waits for the device, and copies that cost one, are logged with the line that asked for them;
+* `torch.cuda.graph` captures what is launched, not the Python that launches it; a replay works on the same memory, and
+  spoils what other graphs of its pool left behind; a wait during a capture raises;
+* a pinned buffer that the host overwrites while its copy may be under way raises at the next wait.
+
+Nothing is said of speed, of numerics on a GPU, or of memory. torch is patched while it lasts and cannot be put back
+entirely, so tests of it run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import get_ident
+from typing import Any, NamedTuple, cast
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from transformers import PreTrainedModel
+
+import lookahead
+from lookahead.backends.transformers.tree_attention import kernel as tree_kernel
+from lookahead.backends.transformers.tree_attention import reference
+from lookahead.backends.transformers.tree_attention.packed_mask import unpack
+
+aten = torch.ops.aten
+_OURS = str(Path(lookahead.__file__).parent)
+
+WAIT, PAGEABLE, PINNED, OPERATION, REPLAY, CAPTURE = "wait", "pageable", "pinned", "operation", "replay", "capture"
+
+
+class Event(NamedTuple):
+    """Something that the host asked of the device.
+
+    Attributes:
+        kind: One of the names above. A pageable copy that was asked for as asynchronous is no wait, but it may not be
+            captured; any other pageable copy is logged as a wait alone.
+        what: The operation.
+        place: File and line of this library that led to it.
+        in_model: Whether the model's own code asked for it, or what that calls.
+    """
+
+    kind: str
+    what: str
+    place: str
+    in_model: bool
+
+
+@dataclass
+class Graph:
+    """What stands for a `torch.cuda.CUDAGraph`: the launches of a capture, on the memory of that time."""
+
+    launches: list[Callable[[], None]] = field(default_factory=list)
+    results: list[torch.Tensor] = field(default_factory=list)
+    pool: object = None
+
+    def replay(self) -> None:
+        for other in _device.graphs:
+            if other is not self and other.pool == self.pool:
+                other.spoil()
+        for launch in self.launches:
+            launch()
+        _device.log(REPLAY, f"{len(self.launches)} launches")
+
+    def spoil(self) -> None:
+        """Overwrite what the graph computed, as another one of its pool may."""
+        for result in self.results:
+            result.fill_(float("nan") if result.is_floating_point() else result.dtype == torch.bool or -77)
+
+
+class Simulation:
+    """The state of the simulated device.
+
+    Attributes:
+        events: What was logged so far; to be cleared at will.
+        graphs: Those that were captured.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.graphs: list[Graph] = []
+        self.sync_mode: str | int = "default"
+        self._capture: Graph | None = None
+        self._capturing_thread = 0
+        self._pinned: dict[int, torch.Tensor] = {}  # by address; held, so that none is used again
+        self._under_way: list[tuple[torch.Tensor, torch.Tensor, str]] = []
+
+    def take(self) -> list[Event]:
+        """The events since the last call."""
+        events, self.events = self.events, []
+        return events
+
+    def log(self, kind: str, what: str) -> None:
+        self.events.append(Event(kind, what, *_origin()))
+
+    def wait(self, what: str) -> None:
+        """The host waits until the device has done all that it was asked for."""
+        if self._is_capturing:
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what}), {_origin()[0]}")
+        if self.sync_mode == "error":
+            raise RuntimeError(f"called a synchronizing CUDA operation ({what}), {_origin()[0]}")
+        for source, then, place in self._under_way:
+            if not torch.equal(source, then):
+                raise RuntimeError(f"the host overwrote a pinned buffer while it was copied, {place}")
+        self._under_way.clear()
+        self.log(WAIT, what)
+
+    def copy_in(self, source: torch.Tensor, asynchronous: bool) -> None:
+        """A copy from the host's memory to the device."""
+        what = f"to the device {tuple(source.shape)}"
+        if asynchronous and source.untyped_storage().data_ptr() in self._pinned:
+            self._under_way.append((source, source.clone(), _origin()[0]))
+            self.log(PINNED, what)
+        elif asynchronous and not self._is_capturing:
+            self.log(PAGEABLE, what)
+        else:
+            self.wait(what)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._pinned[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._pinned
+
+    @property
+    def _is_capturing(self) -> bool:
+        """Captures are of the thread that began them, as `capture_error_mode="thread_local"` has it."""
+        return self._capture is not None and self._capturing_thread == get_ident()
+
+    def launch(self, name: str, work: Callable[[], Any], changes: bool = False) -> Any:
+        """Run one kernel; in a capture, note how to run it again.
+
+        Args:
+            name: What it is called.
+            work: Computes host tensors from host tensors.
+            changes: Whether it writes to its arguments and returns them.
+        """
+        self.log(OPERATION, name)
+        result = work()
+        if self._is_capturing:
+            graph = cast(Graph, self._capture)
+            held = [tensor for tensor in tree_flatten(result)[0] if isinstance(tensor, torch.Tensor)]
+
+            def again() -> None:
+                for old, new in zip(held, tree_flatten(work())[0], strict=False):
+                    if not changes:
+                        old.copy_(new)
+
+            graph.launches.append(again)
+            graph.results += [] if changes else held
+        return result
+
+    @contextmanager
+    def capture(
+        self, graph: Graph, pool: object = None, stream: object = None, capture_error_mode: str = "global"
+    ) -> Iterator[None]:
+        """Stands for `torch.cuda.graph`."""
+        assert self._capture is None, "a capture within a capture"
+        assert capture_error_mode == "thread_local", "waits of other threads would break the capture"
+        self._capture, self._capturing_thread, graph.pool = graph, get_ident(), pool
+        try:
+            yield
+        finally:
+            self._capture = None
+        self.graphs.append(graph)
+        graph.spoil()  # a capture computes nothing
+        self.log(CAPTURE, f"{len(graph.launches)} launches")
+
+
+_device = Simulation()
+
+
+def _origin() -> tuple[str, bool]:
+    """The line of this library that is being run, and whether a model runs it or is run by it."""
+    frame, place, in_model = sys._getframe(2), "elsewhere", False
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if place == "elsewhere" and name.startswith(_OURS):
+            place = f"{name[len(_OURS) + 1 :]}:{frame.f_lineno}"
+        if "/transformers/models/" in name:
+            in_model = True
+            break
+        frame = cast(Any, frame.f_back)
+    while place == "elsewhere" and frame is not None:
+        if frame.f_code.co_filename.startswith(_OURS):
+            place = f"{frame.f_code.co_filename[len(_OURS) + 1 :]}:{frame.f_lineno}"
+        frame = cast(Any, frame.f_back)
+    return place, in_model
+
+
+class CudaTensor(torch.Tensor):
+    """Says that it is on `device`, and holds a tensor of the host's."""
+
+    host: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor, device: torch.device) -> CudaTensor:
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            layout=host.layout,
+            device=device,
+        )
+        made.host = host
+        return cast(CudaTensor, made)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"CudaTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    def __deepcopy__(self, memo: object) -> CudaTensor:
+        return CudaTensor(self.host.clone(), self.device)
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            return _kernel("attention", function, args, kwargs or {})
+        if function is torch.Tensor.tolist:
+            _device.wait("tolist")
+            return args[0].host.tolist()
+        if function is torch.Tensor.new_tensor:
+            return torch.tensor(*args[1:], device=args[0].device, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(operation, args, kwargs or {})
+
+
+def _kernel(name: str, work: Callable[..., torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> CudaTensor:
+    """One launch for what is many operations on a CPU."""
+    tensors = [part for part in tree_flatten((args, kwargs))[0] if isinstance(part, torch.Tensor)]
+    device = _only_device(name, tensors)
+    host_args, host_kwargs = tree_map(_to_host, (tuple(args), kwargs))
+
+    def on_host() -> torch.Tensor:
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            return work(*host_args, **host_kwargs)
+
+    return CudaTensor(_device.launch(name, on_host), device)
+
+
+def _to_host(value: Any) -> Any:
+    return value.host if isinstance(value, CudaTensor) else value
+
+
+def _only_device(name: str, tensors: Sequence[torch.Tensor]) -> torch.device:
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise RuntimeError(f"{name}: expected all tensors on one device, found {devices}, {_origin()[0]}")
+    return devices.pop()
+
+
+def _indexed(device: object) -> torch.device | None:
+    """The device, with an index if it is a CUDA one."""
+    if device is None:
+        return None
+    named = torch.device(cast(Any, device))
+    return torch.device("cuda", 0) if named == torch.device("cuda") else named
+
+
+_UNLAUNCHED = {
+    aten._local_scalar_dense.default,
+    aten._unsafe_view.default,
+    aten.lift_fresh.default,
+    aten.empty.memory_format,
+    aten.new_empty.default,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty_strided.default,
+}
+"""What launches no kernel, beside views."""
+_BY_INDEX = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
+
+
+def _run(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """One operation of torch, on tensors of any device."""
+    flat, form = tree_flatten((args, kwargs))
+    ours = [part for part in flat if isinstance(part, CudaTensor)]
+    target = _indexed(kwargs.get("device"))
+    if operation is aten.is_pinned.default:
+        return not ours and _device.is_pinned(args[0])
+    if not ours and (target is None or target.type != "cuda"):
+        pinned = kwargs.pop("pin_memory", False)
+        result = operation(*args, **kwargs)
+        return _device.pin(result) if pinned else result
+    if operation is aten._to_copy.default:
+        return _to_copy(args[0], target, kwargs)
+    if operation is aten.copy_.default:
+        return _copy(*args, **kwargs)
+    _check_devices(operation, args, flat, ours, target)
+    _note_waits(operation, args)
+    args, kwargs = tree_unflatten([_to_host(part) for part in flat], form)
+    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("cpu")
+    if operation is aten.histc.default and not args[0].is_floating_point():  # which CUDA knows of whole numbers
+        work: Callable[[], Any] = lambda: operation(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)  # noqa: E731
+    else:
+        work = lambda: operation(*args, **kwargs)  # noqa: E731
+    if operation.is_view or operation in _UNLAUNCHED:
+        result = work()
+    else:
+        result = _device.launch(str(operation), work, operation._schema.is_mutable)
+    device = target or ours[0].device
+    if device.type != "cuda":
+        return result
+    changed = {id(tensor.host): tensor for tensor in ours}
+
+    def wrap(part: Any) -> Any:
+        if not isinstance(part, torch.Tensor):
+            return part
+        return changed[id(part)] if id(part) in changed else CudaTensor(part, device)
+
+    return tree_map(wrap, result)
+
+
+def _to_copy(source: torch.Tensor, target: torch.device | None, kwargs: dict[str, Any]) -> torch.Tensor:
+    """`to`, where something is copied."""
+    device, asynchronous = target or source.device, kwargs.get("non_blocking", False)
+    rest = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory", "non_blocking")}
+    host = _to_host(source)
+    if device.type == "cpu":
+        assert not asynchronous, "whoever reads it has to wait, which is not simulated"
+        _device.wait(f"to the host {tuple(source.shape)}")
+        return cast(torch.Tensor, aten._to_copy.default(host, **rest))
+    if not isinstance(source, CudaTensor):
+        _device.copy_in(host, asynchronous)
+        return CudaTensor(aten._to_copy.default(host, **rest), device)
+    return CudaTensor(_device.launch("to", lambda: aten._to_copy.default(host, **rest)), device)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """`copy_` from any device to any."""
+    if not isinstance(target, CudaTensor):
+        assert not non_blocking, "whoever reads it has to wait, which is not simulated"
+        _device.wait(f"to the host {tuple(source.shape)}")
+        target.copy_(_to_host(source))
+        return target
+    if not isinstance(source, CudaTensor):
+        _device.copy_in(source, non_blocking)
+        target.host.copy_(source)
+        return target
+    into, out_of = target.host, source.host
+    _device.launch("copy_", lambda: into.copy_(out_of), changes=True)
+    return target
+
+
+def _check_devices(
+    operation: Any, args: Any, flat: list[Any], ours: list[CudaTensor], target: torch.device | None
+) -> None:
+    """Tensors without dimensions may be anywhere, and so may indices, which are copied."""
+    for tensor in flat:
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, CudaTensor) or tensor.dim() == 0:
+            continue
+        if operation in _BY_INDEX and any(tensor is index for index in args[1]):
+            _device.copy_in(tensor, False)
+        elif target is None:
+            _only_device(str(operation), [tensor, *ours])
+    if ours:
+        _only_device(str(operation), [tensor for tensor in ours if tensor.dim()] or ours[:1])
+
+
+def _note_waits(operation: Any, args: Any) -> None:
+    """What the host must know to go on: values, or how many there are."""
+    if operation in _BY_INDEX:
+        waits = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    else:
+        waits = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(operation.tags))
+    if waits:
+        _device.wait(str(operation))
+
+
+class _Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(operation, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    """Pins what `torch.tensor` makes, which is no operation; `cuda` alone is `cuda:0`."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.tensor and kwargs.pop("pin_memory", False):
+            return _device.pin(function(*args, **kwargs))
+        if function is torch.Tensor.to:
+            args = tuple(_indexed(part) if isinstance(part, str) and part == "cuda" else part for part in args)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _indexed(kwargs["device"])
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def _guard() -> Iterator[None]:
+    """Builds of torch without CUDA have nothing that switches between its devices: what the CPU has does nothing."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")  # by type of device
+    before, guards[1] = guards[1], guards[0]
+    try:
+        yield
+    finally:
+        guards[1] = before
+
+
+class _Generator(torch.Generator):
+    """Draws what a generator of the CPU draws, whatever device it is asked for."""
+
+    def __new__(cls, device: object = None) -> _Generator:
+        return super().__new__(cls)
+
+
+class _Stream:
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+def _tree_attention(
+    query: Any, key: Any, value: Any, packed_mask: Any, scaling: float, softcap: float | None = None, tiling: Any = None
+) -> CudaTensor:
+    """What stands for the Triton kernel."""
+
+    def by_definition(query: Any, key: Any, value: Any, packed_mask: Any) -> torch.Tensor:
+        return reference.dense_attention(query, key, value, unpack(packed_mask, key.shape[2]), scaling, softcap)
+
+    return _kernel("tree attention", by_definition, (query, key, value, packed_mask), {})
+
+
+@contextmanager
+def simulated_cuda() -> Iterator[Simulation]:
+    """While it lasts, torch has two CUDA devices, for this thread."""
+
+    def set_sync_mode(mode: str | int) -> None:
+        _device.sync_mode = mode
+
+    replaced: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "graph_pool_handle": object,
+        "CUDAGraph": Graph,
+        "graph": _device.capture,
+        "Stream": _Stream,
+        "current_stream": lambda *_: _Stream(),
+        "stream": lambda _: nullcontext(),
+        "device": lambda _: nullcontext(),
+        "device_of": lambda _: nullcontext(),
+        "synchronize": lambda *_: _device.wait("synchronize"),
+        "mem_get_info": lambda *_: (10**10, 10**10),
+        "get_device_capability": lambda *_: (9, 0),
+        "get_device_name": lambda *_: "simulated",
+        "get_sync_debug_mode": lambda: _device.sync_mode,
+        "set_sync_debug_mode": set_sync_mode,
+    }
+    before = torch._C._only_lift_cpu_tensors()  # type: ignore[attr-defined]
+    torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
+    try:
+        with ExitStack() as stack:
+            for name, value in replaced.items():
+                stack.enter_context(mock.patch.object(torch.cuda, name, value))
+            stack.enter_context(_guard())
+            stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
+            stack.enter_context(mock.patch.object(tree_kernel, "tree_attention", _tree_attention))
+            stack.enter_context(_Functions())
+            stack.enter_context(_Dispatch())
+            yield _device
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)  # type: ignore[attr-defined]
+
+
+def on_cuda(model: PreTrainedModel, device_of: Callable[[str], str] = lambda _: "cuda:0") -> PreTrainedModel:
+    """`model`, moved: its parameters and buffers, with those that are shared still shared.
+
+    Args:
+        model: A model on the CPU; changed in place.
+        device_of: The device of a parameter or buffer, given its full name.
+    """
+    moved: dict[int, torch.nn.Parameter] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, CudaTensor):
+                place = torch.device(device_of(f"{name}.{key}"))
+                copy = moved.setdefault(
+                    id(parameter), torch.nn.Parameter(CudaTensor(parameter.detach(), place), requires_grad=False)
+                )
+                module._parameters[key] = copy
+        for tensors in (module._buffers, vars(module)):
+            for key, tensor in tensors.items():
+                if isinstance(tensor, torch.Tensor) and not isinstance(tensor, CudaTensor):
+                    tensors[key] = CudaTensor(tensor.detach(), torch.device(device_of(f"{name}.{key}")))
+    return model

@@ -1,0 +1,262 @@
+"""The library on the simulated CUDA device: its texts, and what a step makes the host wait for.
+
+The simulation patches torch, so `test_simulated_cuda.py` runs this file in a process of its own:
+`python -m pytest tests/support/simulated_cuda_cases.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import pairwise
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import lookahead
+from fuzz.families import build as build_family
+from fuzz.images import image_prompt
+from fuzz.variant import Variant
+from lookahead import Engine, LookaheadConfig
+from lookahead.demo import DEMO_PROMPT, demo_model_path
+from model_zoo import ARCHITECTURES, build
+from quick import quickly
+from simulated_cuda import (
+    CAPTURE,
+    OPERATION,
+    PAGEABLE,
+    PINNED,
+    REPLAY,
+    WAIT,
+    CudaTensor,
+    Event,
+    Graph,
+    Simulation,
+    on_cuda,
+    simulated_cuda,
+)
+
+PROMPT = torch.tensor([[5, 11, 7, 3, 13, 2, 17, 5, 11, 7, 3, 19, 5, 11, 7]])
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
+EAGER = LookaheadConfig(step_budget=16)
+GRAPHS = LookaheadConfig(step_budget=16, engine="static")
+PLAIN = LookaheadConfig(preset="autoregressive")
+
+
+@pytest.fixture(scope="session")
+def device() -> Iterator[Simulation]:
+    with simulated_cuda() as simulation:
+        yield simulation
+
+
+@pytest.fixture(scope="session")
+def demo() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32, local_files_only=True).eval()
+
+
+@pytest.fixture(scope="session")
+def there(device: Simulation, demo: PreTrainedModel) -> PreTrainedModel:
+    """The demo model on the simulated device."""
+    return on_cuda(copy.deepcopy(demo))
+
+
+@pytest.fixture(scope="session")
+def prompt() -> torch.Tensor:
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path(), local_files_only=True)
+    ids: torch.Tensor = tokenizer(DEMO_PROMPT, return_tensors="pt").input_ids
+    return ids
+
+
+def to_host(tensor: Any) -> torch.Tensor:
+    host: torch.Tensor = tensor.host if isinstance(tensor, CudaTensor) else tensor
+    return host
+
+
+def generated(
+    model: PreTrainedModel, inputs: dict[str, Any], config: LookaheadConfig, **arguments: Any
+) -> torch.Tensor:
+    """What the library writes on the simulated device, as a tensor of the CPU."""
+    there = {name: value.to("cuda:0") if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    torch.manual_seed(1)
+    return to_host(lookahead.generate(model, **there, lookahead_config=config, **arguments))
+
+
+def expected(model: PreTrainedModel, inputs: dict[str, Any], **arguments: Any) -> torch.Tensor:
+    """What `model.generate` writes on the CPU."""
+    torch.manual_seed(1)
+    ids: torch.Tensor = model.generate(**inputs, **arguments)
+    return ids
+
+
+# What the simulation is for: that it notices.
+
+
+def test_mixed_devices_are_an_error(device: Simulation) -> None:
+    here, there, elsewhere = torch.ones(2), torch.ones(2, device="cuda"), torch.ones(2, device="cuda:1")
+    assert str(there.device) == "cuda:0"
+    for first, second in ((here, there), (there, here), (there, elsewhere)):
+        with pytest.raises(RuntimeError, match="on one device"):
+            first + second
+    with pytest.raises(RuntimeError, match="numpy"):
+        there.numpy()
+    assert (there * torch.tensor(2.0) + 1).tolist() == [3, 3]
+
+
+def test_waits_and_copies_are_logged(device: Simulation) -> None:
+    tensor = torch.tensor([3, 4], device="cuda")
+    device.take()
+    assert int(tensor[1]) == 4
+    assert tensor[tensor > 3].tolist() == [4]
+    torch.zeros(2).to("cuda", non_blocking=True)
+    torch.zeros(2, pin_memory=True).to("cuda", non_blocking=True)
+    kinds = [event.kind for event in device.take()]
+    assert kinds == [WAIT, OPERATION, WAIT, OPERATION, WAIT, PAGEABLE, PINNED]
+
+
+def test_replays_run_no_python_on_the_same_memory(device: Simulation) -> None:
+    tensor, times, graph = torch.zeros(1, device="cuda"), 2, Graph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = tensor * times
+        other = Thread(target=lambda: tensor.tolist())  # captures are of one thread
+        other.start()
+        other.join()
+    times = 3
+    for value in (5.0, 7.0):
+        tensor.fill_(value)
+        graph.replay()
+        assert result.item() == 2 * value
+    with (
+        pytest.raises(RuntimeError, match="when stream is capturing"),
+        device.capture(Graph(), None, None, "thread_local"),
+    ):
+        result.item()
+
+
+def test_a_buffer_overwritten_while_it_is_copied_is_an_error(device: Simulation) -> None:
+    buffer = torch.zeros(2, pin_memory=True)
+    copied = buffer.to("cuda", non_blocking=True)
+    buffer += 1
+    with pytest.raises(RuntimeError, match="overwrote a pinned buffer"):
+        copied.tolist()
+    device._under_way.clear()
+
+
+# What a step costs the host.
+
+
+def of_steps(steps: list[tuple[int, list[Event]]], nodes: range) -> tuple[float, float]:
+    """Waits and operations of ours in a step whose tree has so many nodes, on the average."""
+    found = [events for count, events in steps if count in nodes]
+    assert len(found) > 1, [count for count, _ in steps]
+    waits = sum(event.kind == WAIT for events in found for event in events)
+    operations = sum(event.kind == OPERATION and not event.in_model for events in found for event in events)
+    assert not any(event.kind == PAGEABLE for events in found for event in events)
+    return waits / len(found), operations / len(found)
+
+
+MOST_OF_A_STEP = {
+    "plain": (PLAIN, GREEDY, 1, 2, 1),
+    "tree": (EAGER, GREEDY, 1, 10, 23),
+    "sampled": (EAGER, SAMPLED, 1, 14, 62),
+    "batch": (EAGER, GREEDY, 2, 19, 51),
+    "graphs, plain": (LookaheadConfig(preset="autoregressive", engine="static"), GREEDY, 1, 1, 0),
+    "graphs, tree": (GRAPHS, GREEDY, 1, 1, 1.4),
+    "graphs, sampled": (GRAPHS, SAMPLED, 1, 7.2, 51),
+    "graphs, batch": (GRAPHS, GREEDY, 2, 1, 2),
+}
+"""How to decode how many rows: most waits and most operations of ours in a step. They may fall, and not rise."""
+
+
+@pytest.mark.parametrize("kind", MOST_OF_A_STEP)
+def test_steps_wait_for_the_device_as_often_as_they_must(
+    kind: str, device: Simulation, demo: PreTrainedModel, there: PreTrainedModel, prompt: torch.Tensor
+) -> None:
+    config, how, rows, most_waits, most_operations = MOST_OF_A_STEP[kind]
+    # A batch of texts that come from one, so that their drafts come true.
+    inputs = {"input_ids": torch.cat([prompt[:, row : row + 180] for row in range(rows)])}
+    options = {"max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0, **how}
+    steps: list[tuple[int, list[Event]]] = []
+    if config.engine == "static":  # captures
+        generated(there, inputs, config, **options)
+    device.take()
+    got = generated(
+        there, inputs, config, on_step=lambda record: steps.append((record.nodes, device.take())), **options
+    )
+    assert torch.equal(got, expected(demo, inputs, **options))
+    steps = steps[2 * rows :]
+    if rows > 1:  # called for each row, one after another
+        steps = [(nodes, events) for nodes, events in steps if events]
+    drafted = range(1, 2) if config.preset == "autoregressive" else range(2, 100)
+    waits, operations = of_steps(steps, drafted)
+    print(f"{kind}: {waits:.2f} waits, {operations:.1f} operations")
+    assert waits <= most_waits
+    assert operations <= most_operations
+    kinds = {event.kind for _, events in steps for event in events}
+    assert (REPLAY in kinds) == (config.engine == "static")
+    assert CAPTURE not in kinds
+
+
+MOST_OF_AN_ENGINE_STEP = {1: (7, 7), 4: (10, 34), 16: (33.5, 188.5)}
+"""Most waits and operations of ours in a step, by rows. They may fall, and not rise."""
+
+
+@pytest.mark.parametrize("rows", MOST_OF_AN_ENGINE_STEP)
+def test_engine_steps_wait_as_often_as_they_must(
+    rows: int, device: Simulation, demo: PreTrainedModel, prompt: torch.Tensor
+) -> None:
+    prompts = [prompt[:, : 200 - 7 * row] for row in range(rows)]
+    engine = Engine(
+        on_cuda(copy.deepcopy(demo)), LookaheadConfig(memory="process", step_budget=8 * rows), max_rows=rows
+    )
+    options = {"max_new_tokens": 16, "eos_token_id": None, **GREEDY}
+    handles = [engine.submit(ids.to("cuda"), **options) for ids in prompts]
+    totals, steps = [0], []
+    while engine.step() == rows:
+        totals.append(engine.statistics.nodes)
+        steps.append(device.take())
+    engine.run()
+    for ids, handle in list(zip(prompts, handles, strict=True))[::7]:
+        assert handle.tokens == demo.generate(ids, pad_token_id=0, **options)[0, ids.shape[1] :].tolist()
+    counted = [(after - before, events) for (before, after), events in zip(pairwise(totals), steps, strict=True)]
+    waits, operations = of_steps(counted, range(rows + 1, 8 * rows + 1))
+    print(f"engine of {rows}: {waits:.2f} waits, {operations:.1f} operations")
+    most_waits, most_operations = MOST_OF_AN_ENGINE_STEP[rows]
+    assert waits <= most_waits
+    assert operations <= most_operations
+
+
+# Texts.
+
+
+@pytest.mark.parametrize("name", quickly(ARCHITECTURES, ["llama", "gemma3"]))
+def test_texts_of_all_families_are_those_of_the_cpu(name: str, device: Simulation) -> None:
+    model, inputs = build(name, attention=ARCHITECTURES[name].attention[0]), {"input_ids": PROMPT}
+    there = on_cuda(copy.deepcopy(model))
+    for options in (GREEDY, SAMPLED):
+        for config in (EAGER, GRAPHS, GRAPHS):
+            got = generated(there, inputs, config, max_new_tokens=24, **options)
+            assert torch.equal(got, expected(model, inputs, max_new_tokens=24, **options)), config
+    print(name, "graphs" if any(event.kind == REPLAY for event in device.take()) else "eager")
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", *quickly(["lfm2", "granitemoehybrid"], [])])
+def test_texts_of_chains_are_those_of_the_cpu(family: str, device: Simulation) -> None:
+    model = build_family(family, Variant(), "sdpa")
+    there = on_cuda(copy.deepcopy(model))
+    for options in (GREEDY, SAMPLED):
+        got = generated(there, {"input_ids": PROMPT}, LookaheadConfig(), max_new_tokens=24, **options)
+        assert torch.equal(got, expected(model, {"input_ids": PROMPT}, max_new_tokens=24, **options))
+
+
+@pytest.mark.parametrize("family", quickly(["gemma3", "qwen2_5_vl/multimodal", "llava/multimodal"], ["gemma3"]))
+def test_texts_after_images_are_those_of_the_cpu(family: str, device: Simulation) -> None:
+    model = build_family(family, Variant(window=12), "sdpa")
+    inputs = image_prompt(model, [PROMPT[0].tolist()], 0)
+    there = on_cuda(copy.deepcopy(model))
+    for config in (EAGER, GRAPHS):
+        got = generated(there, inputs, config, max_new_tokens=16, **GREEDY)
+        assert torch.equal(got, expected(model, inputs, max_new_tokens=16, **GREEDY))
