@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,12 @@ from test_engine_model import grouped_llama
 from test_tree_cache import states
 from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
 
 import lookahead
 from exactness import NEAR_TIE, Case, random_case, run_case
 from lookahead import LookaheadConfig
+from lookahead.api import resources
 from lookahead.backends.transformers import (
     ModelRunner,
     TreeCache,
@@ -31,6 +33,7 @@ from lookahead.backends.transformers import (
     model_state,
     static_engine,
 )
+from lookahead.backends.transformers import static_steps as static_steps_module
 from lookahead.backends.transformers.check_pass import check_logits
 from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder, NoRecorder, Outputs, Pass, Recorder
 from lookahead.backends.transformers.masks import MaskBuilder
@@ -40,6 +43,7 @@ from lookahead.backends.transformers.static_inputs import StaticInputs
 from lookahead.backends.transformers.static_steps import StaticSteps, pass_sizes, rounded
 from lookahead.backends.transformers.tree_attention import unpack
 from lookahead.core.token_tree import TokenTree, lay_out
+from lookahead.demo import DEMO_PROMPT
 from model_zoo import ARCHITECTURES, SLIDING_WINDOW, VOCAB_SIZE, build
 from quick import REPRESENTATIVES, quickly
 
@@ -488,6 +492,9 @@ class FakeCuda:
     def CUDAGraph(self) -> Any:
         return SimpleNamespace(replay=lambda: self.calls.append("replay"))
 
+    def synchronize(self, device: object) -> None:
+        self.calls.append("host waits")
+
     def get_sync_debug_mode(self) -> int:
         return self.sync_mode
 
@@ -511,6 +518,7 @@ def test_graphs_are_captured_once_after_a_warm_up(monkeypatch: pytest.MonkeyPatc
         "work, side stream, sync mode 2",
         "default waits",
         "work, capture, sync mode 0",
+        "host waits",
     ]
     cuda.calls.clear()
     assert replay() is outputs
@@ -523,6 +531,48 @@ def test_graphs_are_captured_once_after_a_warm_up(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RuntimeError, match="synchronizing"):
         CudaGraphRecorder(torch.device("cuda")).record(waits)
     assert cuda.sync_mode == 0
+
+
+def decoded(demo: Any, recording: float) -> tuple[list[list[int]], int]:
+    """Nodes of the steps of four calls, and how many passes were recorded, by a clock that counts passes alone."""
+    now, recordings = 0.0, 0
+
+    class Recorded(TapeRecorder):
+        def record(self, work: Pass) -> Pass:
+            nonlocal now, recordings
+            now, recordings = now + recording, recordings + 1
+
+            def replay() -> Outputs:
+                nonlocal now
+                logits, packed = work()
+                now += 4.6e-3 + 1e-5 * logits.shape[1]  # eight billion parameters on a large GPU
+                return logits, packed
+
+            return replay
+
+    model, tokenizer = demo
+    ids = tokenizer(DEMO_PROMPT, return_tensors="pt").input_ids
+    calls: list[list[int]] = []
+    with recorded_with(Recorded), pytest.MonkeyPatch.context() as patch:
+        for module in (static_steps_module, resources):
+            patch.setattr(module, "step_clock", lambda device: lambda: now)
+        for new_tokens in (32, 150, 500, 1000):  # each in larger buffers than the one before it
+            calls.append([])
+            config = LookaheadConfig(engine="static")
+            on_step = partial(lambda nodes, record: nodes.append(record.nodes), calls[-1])
+            arguments = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            arguments["stopping_criteria"] = StoppingCriteriaList([lambda ids, _: len(calls[-1]) >= 40])
+            lookahead.generate(model, ids, lookahead_config=config, on_step=on_step, **arguments)
+    return calls, recordings
+
+
+def test_recording_is_not_booked_as_decoding(demo: Any) -> None:
+    """A capture takes as long as twenty steps; which steps draft, and how much, is as if it took none."""
+    free, _ = decoded(demo, 0.0)
+    calls, recordings = decoded(demo, 0.11)
+    assert recordings >= 12
+    assert calls == free
+    assert sum(nodes > 1 for nodes in calls[-1]) > len(calls[-1]) / 2
 
 
 def test_what_cannot_be_recorded_runs_dynamically() -> None:

@@ -400,8 +400,10 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if function is torch.tensor and kwargs.pop("pin_memory", False):
-            return _device.pin(function(*args, **kwargs))
+        if function is torch.tensor:
+            args = tree_map(lambda part: part.tolist() if isinstance(part, CudaTensor) else part, tuple(args))
+            if kwargs.pop("pin_memory", False):
+                return _device.pin(function(*args, **kwargs))
         if function is torch.Tensor.to:
             args = tuple(_indexed(part) if isinstance(part, str) and part == "cuda" else part for part in args)
         if kwargs.get("device") is not None:

@@ -115,8 +115,7 @@ class Request:
         self._config = config
         self._generation_config = generation_config
         self._ranks = ranks
-        self._session = open_session(model)
-        self._call = self._session.begin(prompts, config, generation_config)
+        self._call = open_session(model).begin(prompts, config, generation_config)
         ranks.check(model, self._call.runner)
         ranks.begin(model, config, generation_config, (prompts.input_ids, prompts.mask))
         alone = isinstance(ranks, Alone) and self._call.packs
@@ -155,7 +154,7 @@ class Request:
             )
             for row in range(prompts.rows)
         ]
-        self._batch = Batch(self._sequences, times=account, clock=self._session.clock)
+        self._batch = Batch(self._sequences, times=account, clock=self._call.clock)
 
     def listen(self, on_step: OnStep | None, streamer: BaseStreamer | None, trace: Recorder | None) -> None:
         """Tell `on_step` and `trace` of every step, and `streamer` of every token."""

@@ -27,6 +27,7 @@ class Call(Protocol):
     Attributes:
         runner: Runs the trees, with the interface of `ModelRunner`.
         chains: Whether it runs chains alone.
+        clock: The clock for its steps, in seconds.
         packs: Whether rows that come and go could run the texts as well.
         keeps_cache: Whether the cache that a call leaves can be handed on.
         most_nodes: Nodes that the tree of each row may have.
@@ -35,6 +36,7 @@ class Call(Protocol):
 
     runner: Any
     chains: bool
+    clock: Callable[[], float]
     packs: bool
     keeps_cache: bool
     most_nodes: int

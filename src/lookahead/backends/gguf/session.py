@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from transformers import GenerationConfig
 
@@ -41,7 +43,7 @@ class GGUFSession:
 
     def __init__(self, model: GGUFModel) -> None:
         self._model = model
-        self.clock = step_clock(torch.device("cpu" if model.llama.gpu_layers == 0 else "meta"))
+        self.clock = gguf_clock(model)
 
     @property
     def number_type(self) -> str:
@@ -114,6 +116,7 @@ class GGUFCall:
     Attributes:
         runner: Runs the trees.
         chains: Whether it runs chains alone.
+        clock: What its steps are timed by.
         keeps_cache: Whether the cache that a call leaves can be handed on.
         most_nodes: Nodes that the tree of each row may have, so that there are sequence ids for all of them.
 
@@ -132,6 +135,7 @@ class GGUFCall:
         self.chains = model.llama.has_states
         self.most_nodes = most_nodes(model, config, prompts.rows)
         nodes = min(config.max_nodes, self.most_nodes)
+        self.clock = gguf_clock(model)
         hidden = min(prompts.padding)
         cells = prompts.rows * (generation_config.max_length - hidden + nodes)
         self._model = model.llama
@@ -151,6 +155,11 @@ class GGUFCall:
     def release(self, keep_cache: bool) -> None:
         """Give back what was taken; there is no cache that the caller could get."""
         self._model.release(self._context, self.runner.first_text if self._keeps else ())
+
+
+def gguf_clock(model: GGUFModel) -> Callable[[], float]:
+    """The clock for steps of `model`: that of the calling thread, if all layers are run on the CPU."""
+    return step_clock(torch.device("cpu" if model.llama.gpu_layers == 0 else "meta"))
 
 
 def most_nodes(model: GGUFModel, config: LookaheadConfig, rows: int) -> int:

@@ -58,6 +58,7 @@ class CudaGraphRecorder:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 outputs = work()
+            torch.cuda.synchronize(self._device)  # or the next step would wait for the warm-up
 
         def replay() -> Outputs:
             graph.replay()

@@ -108,6 +108,7 @@ class TreeCall:
 
     Attributes:
         runner: Runs the trees.
+        clock: The clock for its steps; that of static steps leaves out what recording them takes.
         keeps_cache: Whether the cache that a call leaves can be handed on; see `Equivalence.padded_caches`.
         most_nodes: Nodes that the tree of each row may have.
         invariant_rows: See `Statistics.invariant_rows`.
@@ -150,6 +151,7 @@ class TreeCall:
         )
         self._cache = self.runner.prompt_cache
         self._lengths, self._saved = self._cache.lengths(prompts.rows), self._cache.saved()
+        self.clock = step_clock(model.device) if steps is None else steps.clock
         self.keeps_cache = prompts.all_count or kind.padded_caches
         check_text(self.runner, kind, type(model).__name__, prompts, generation_config)
 
@@ -198,6 +200,7 @@ class ChainCall:
 
     Attributes:
         runner: Runs the chains.
+        clock: The clock for its steps.
 
     Raises:
         LookaheadError: The model or its settings cannot do what is asked for.
@@ -219,6 +222,7 @@ class ChainCall:
         ends = equivalence(model).positions_end
         device, engine = prompts.input_ids.device, chain_engine(model)
         self.runner = ChainRunner(model, self._cache, prompts.before[0], device, ends, engine)
+        self.clock = step_clock(model.device)
         check_chain_text(model, self.runner, prompts, generation_config)
 
     @property

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.forward_result import ForwardResult
 from lookahead.backends.predictions import argmax, top_predictions
+from lookahead.backends.step_clock import step_clock
 from lookahead.backends.transformers.graph_recorder import Outputs, Pass, Recorder
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
 from lookahead.backends.transformers.masks import MaskBuilder
@@ -95,12 +96,18 @@ class StaticSteps:
         self.chunk = None if most is None else self.sizes[-1]
         self._most = most
         self.recordings = 0
+        self._time = step_clock(self._device)
+        self._recording_seconds = 0.0
         self._masks = MaskBuilder(model.config)
         self._recorder = recorder
         self._compiler = compiler
         self._inputs: dict[int, StaticInputs] = {}
         self._passes: dict[tuple[int, int], Pass] = {}
         self._results: dict[tuple[int, int], torch.Tensor] = {}
+
+    def clock(self) -> float:
+        """Seconds from any moment on, without those that recording takes: they are no cost of the step they fall in."""
+        return self._time() - self._recording_seconds
 
     def begin(self, cache: TreeCache) -> None:
         """Begin with the texts of `cache`, which stays as it is."""
@@ -159,8 +166,10 @@ class StaticSteps:
         inputs = self._inputs[key[0]]
         inputs.stage(layouts, self.cache.lengths(self.cache.batch), shifts, part)
         if key not in self._passes:
+            start = self._time()
             self._passes[key] = self._recorder.record(self._pass(model, inputs, key[1]))
             self.recordings += 1
+            self._recording_seconds += self._time() - start
         logits, packed = self._passes[key]()
         return logits, self._to_host(key, packed)
 
