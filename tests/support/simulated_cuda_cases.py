@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import lookahead
@@ -260,3 +261,44 @@ def test_texts_after_images_are_those_of_the_cpu(family: str, device: Simulation
     for config in (EAGER, GRAPHS):
         got = generated(there, inputs, config, max_new_tokens=16, **GREEDY)
         assert torch.equal(got, expected(model, inputs, max_new_tokens=16, **GREEDY))
+
+
+class _Hook(AlignDevicesHook):
+    """Moves inputs; the weights are there already."""
+
+    def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        return module
+
+
+def spread(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` on two devices, with the hooks that `device_map` attaches."""
+
+    def device_of(name: str) -> str:
+        first = name.startswith(("model.embed_tokens", "model.rotary_emb", "model.layers.0."))
+        return "cuda:0" if first else "cuda:1"
+
+    model = on_cuda(model, device_of)
+    skipped = model._skip_keys_device_placement
+    for name, module in model.named_modules():
+        if name in ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head") or (
+            name.startswith("model.layers.") and name.count(".") == 2
+        ):
+            hook = _Hook(execution_device=torch.device(device_of(f"{name}.")), skip_keys=skipped)
+            add_hook_to_module(module, hook)
+    add_hook_to_module(model, _Hook(execution_device=torch.device("cuda:0"), io_same_device=True, skip_keys=skipped))
+    model.hf_device_map = {}
+    return model
+
+
+def test_texts_of_a_model_on_two_devices_are_those_of_the_cpu(device: Simulation) -> None:
+    model, inputs = build("llama"), {"input_ids": PROMPT}
+    there = spread(copy.deepcopy(model))
+    for config in (EAGER, GRAPHS, LookaheadConfig(preset="paper")):  # the last one needs trees
+        for options in (GREEDY, SAMPLED):
+            got = generated(there, inputs, config, max_new_tokens=24, **options)
+            assert torch.equal(got, expected(model, inputs, max_new_tokens=24, **options)), config
+    engine = Engine(there, EAGER, max_rows=2)
+    handles = [engine.submit(PROMPT.to("cuda"), max_new_tokens=16, **GREEDY) for _ in range(2)]
+    engine.run()
+    text = expected(model, inputs, max_new_tokens=16, **GREEDY)[0, PROMPT.shape[1] :].tolist()
+    assert [handle.tokens for handle in handles] == [text, text]

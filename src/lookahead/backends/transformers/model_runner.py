@@ -104,6 +104,8 @@ class ModelRunner:
         self._most_nodes = most_nodes
         self._least_nodes: int = getattr(model, LEAST_NODES, 1)
         self._keeps_logits = "logits_to_keep" in forward_arguments(model)
+        # Places would have to be on the device of the last layer, where hooks do not bring them.
+        self._is_spread = hasattr(model, "hf_device_map")
         self._is_plain = steps is None and self._keeps_logits and self._least_nodes == 1 and not self.is_invariant
         self._layouts: list[Layout] = []
 
@@ -249,10 +251,13 @@ class ModelRunner:
             nodes = self._nodes
             # A number keeps the last ones, without the copy that picking them takes.
             tail = len(keep) > 0 and nodes - int(keep[0]) == len(keep)
-            inputs["logits_to_keep"] = len(keep) if tail else torch.from_numpy(keep.copy()).to(self._device)
+            if tail:
+                inputs["logits_to_keep"] = len(keep)
+            elif not self._is_spread:
+                inputs["logits_to_keep"] = torch.from_numpy(keep.copy()).to(self._device)
         with self.cache.scratch():
             logits = self.model(**inputs, use_cache=True, return_dict=True).logits  # [batch, keep or nodes, vocabulary]
-        if not self._keeps_logits:
+        if "logits_to_keep" not in inputs:
             logits = logits[:, torch.from_numpy(keep.copy()).to(logits.device)]
         # transformers chooses tokens from float32 logits whatever the model's own type
         logits = logits.float()

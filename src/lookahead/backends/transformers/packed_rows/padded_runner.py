@@ -63,9 +63,10 @@ class PaddedRowsRunner(RowsRunner):
             tokens[place, :count] = layout.tokens
             positions[place, :count] = layout.depths + (0 if tree is self._idle else row.length)
         keep = np.unique(np.concatenate([layout.read_slots for layout in layouts]))
-        kept = torch.from_numpy(keep).to(self._device)
         cache: Any = rows[0].cache if len(rows) == 1 else PaddedCache(rows, counts)
-        inputs: dict[str, Any] = {"logits_to_keep": kept} if self._keeps_logits else {}
+        # Places would have to be on the device of the last layer, where hooks do not bring them.
+        by_place = self._keeps_logits and not hasattr(self.model, "hf_device_map")
+        inputs: dict[str, Any] = {"logits_to_keep": torch.from_numpy(keep).to(self._device)} if by_place else {}
         if len(rows) > 1 or not trees[0].is_chain:
             inputs["attention_mask"] = self._mask(places, positions)
         with cache.scratch():
@@ -78,7 +79,9 @@ class PaddedRowsRunner(RowsRunner):
                 **inputs,
             ).logits
         # transformers chooses tokens from float32 logits whatever the model's own type
-        logits = (logits if self._keeps_logits else logits[:, kept]).float()  # [rows, keep, vocabulary]
+        logits = (
+            logits if by_place else logits[:, torch.from_numpy(keep).to(logits.device)]
+        ).float()  # [rows, keep, vocabulary]
         reads = [np.searchsorted(keep, layout.read_slots) for layout in layouts]
         return [
             forward_result(count, layout.order[layout.read_slots], logits[place], top_k, reads[place])
