@@ -141,11 +141,18 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             setattr(self, name, torch.nn.functional.pad(getattr(self, name), (0, 0, self.dropped, 0)))
         self.window, self.dropped = None, 0
 
-    def commit(self, slots: Sequence[Sequence[int]]) -> None:
+    def commit(
+        self, slots: Sequence[Sequence[int]], uploads: dict[tuple[object, ...], torch.Tensor] | None = None
+    ) -> None:
         """Keep the states of `slots[row]`, ascending places in the scratch, behind each row's text.
 
         Only states that lie in the wrong place are copied, so an accepted path that is contiguous costs nothing.
+
+        Args:
+            slots: As above.
+            uploads: Columns that other layers have brought to their devices, to be used again and added to.
         """
+        uploads = {} if uploads is None else uploads
         scratch = self.longest - self.dropped
         for row, kept in enumerate(slots):
             target = self.lengths[row] - self.dropped
@@ -153,7 +160,11 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             while settled < len(kept) and scratch + kept[settled] == target + settled:
                 settled += 1
             if settled < len(kept):
-                source = torch.tensor([scratch + slot for slot in kept[settled:]], device=self.keys.device)
+                columns = [scratch + slot for slot in kept[settled:]]
+                key = self.keys.device, *columns
+                if key not in uploads:
+                    uploads[key] = torch.tensor(columns, device=self.keys.device)
+                source = uploads[key]
                 place = slice(target + settled, target + len(kept))
                 self.keys[row, :, place] = self.keys[row].index_select(1, source)
                 self.values[row, :, place] = self.values[row].index_select(1, source)
@@ -330,8 +341,9 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     def commit(self, slots: Sequence[Sequence[int]]) -> None:
         """Keep the states of `slots[row]` in every layer; see `TreeLayer.commit`."""
+        uploads: dict[tuple[object, ...], torch.Tensor] = {}
         for layer in self._filled:
-            layer.commit(slots)
+            layer.commit(slots, uploads)
 
     def commit_one(self) -> None:
         """Keep the only state that the last pass wrote, of the only row."""
