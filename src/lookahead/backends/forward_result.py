@@ -130,6 +130,12 @@ Top = tuple[NDArray[Any], ...]
 def _likeliest(logits: torch.Tensor, top_k: int) -> tuple[NDArray[np.int64], Top]:
     """The likeliest token of each row of logits, and its `top_k` likeliest ones."""
     rows, top_k = len(logits), min(top_k, logits.shape[-1])
+    if top_k and rows and logits.device.type != "cpu":  # one copy, as each makes the host wait
+        ids, probabilities = top_predictions(logits, top_k)
+        parts = argmax(logits)[:, None].int(), ids.int(), probabilities.view(torch.int32)
+        packed = torch.cat(parts, dim=1).cpu().numpy()
+        listed = packed[:, 1 : 1 + top_k].astype(np.int64), packed[:, 1 + top_k :].view(np.float32)
+        return packed[:, 0].astype(np.int64), listed
     if top_k and rows:
         top = tuple(part.cpu().numpy() for part in top_predictions(logits, top_k))
     else:
