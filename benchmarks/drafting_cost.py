@@ -27,7 +27,6 @@ from lookahead.core.draft_account import DraftAccount
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import (
     AutoDrafter,
-    ContextMatches,
     DraftMemory,
     StepResult,
     ThroughputBudget,
@@ -47,12 +46,10 @@ REQUEST_STEPS, REQUEST_NODES = 24, 16
 MARKS = (1, 10, 100, 1000)
 
 PARTS: dict[str, tuple[str, str]] = {
-    "search the tree": ("_search", "search"),
+    "search the tree": ("_batch", "find"),
     "budget": ("budget", "offer"),
-    "add to the tree": ("_search", "add_to"),
-    "find rejected-sibling continuations": ("_siblings", "follow"),
-    "remember": ("", "_remember"),
-    "extend the matches": ("matches", "extend"),
+    "add to the tree": ("", "_send"),
+    "learn": ("_batch", "learn"),
 }
 """Where the parts of a step are: an attribute of `AutoDrafter`, or none for itself, and a method of that."""
 
@@ -170,6 +167,8 @@ class PartTimes:
 
     def __init__(self, drafter: AutoDrafter) -> None:
         self.steps: list[dict[str, int]] = [{}]
+        drafter.memory.batches.clear()  # what is watched is this drafter's alone
+        drafter._join()
         for part, (holder, method) in PARTS.items():
             self._watch(getattr(drafter, holder) if holder else drafter, method, part)
 
@@ -188,7 +187,7 @@ class PartTimes:
 def new_drafter(memory: DraftMemory, nodes: int, chooses: bool) -> AutoDrafter:
     """A drafter as `preset="auto"` has it, with a `step_budget` or with one that chooses."""
     budget, most = (ChosenBudget(nodes), MOST_CHOSEN_NODES) if chooses else (nodes, nodes)
-    return AutoDrafter(memory, ContextMatches(), budget, most)
+    return AutoDrafter(memory, budget, most)
 
 
 def time_steps(vocabulary: int, nodes: int, chooses: bool, texts: int) -> Row:
@@ -254,7 +253,7 @@ def serve(
     """Draft for many short texts with one memory; yields what is kept after so many of them as `marks` say."""
     model = HashedModel(vocabulary)
     for number in range(1, requests + 1):
-        drafter = AutoDrafter(memory, ContextMatches(), REQUEST_NODES)
+        drafter = AutoDrafter(memory, REQUEST_NODES)
         text = Text(model, drafter, number)
         for _ in range(steps):
             drafter.observe(text.result(text.propose()))
@@ -268,7 +267,7 @@ def serve(
                 "entries": statistics.entries,
                 "capacity": statistics.capacity,
                 "memory_bytes": array_bytes(memory.ngrams),
-                "request_bytes": array_bytes(drafter.matches, getattr(drafter, "_search")),  # noqa: B009
+                "request_bytes": array_bytes(drafter._batch),
                 "resident_bytes": resident_bytes(),
             }
 

@@ -31,9 +31,9 @@ from lookahead.bench.replay.recordings import read_recordings, tokenizer_of
 from lookahead.bench.replay.replay import replay
 from lookahead.config import LookaheadConfig
 from lookahead.core.outputs import StepResult
-from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory
+from lookahead.drafting import AutoDrafter, DraftMemory
 from lookahead.drafting.auto.weights import feature_names
-from lookahead.drafting.text_only import SUREST, text_memory
+from lookahead.drafting.text_only import text_memory
 from probe import load_model, prompts_of, token_ids
 
 OFF_PATH = 0.3
@@ -63,21 +63,20 @@ class RecordingDrafter(AutoDrafter):
 
     lessons: list[Lesson]
 
-    def _observe(self, result: StepResult) -> None:
-        if result.tree is self._tree:
-            nodes, proposals, root = self._search.nodes, self._search.proposals, self._search.root
+    def observe(self, result: StepResult) -> None:
+        """Keep lessons, then learn."""
+        if result.tree is self._tree and self._batch is not None:
+            proposals = self._batch.proposals
             selected = dict(zip(result.selected_after, result.tokens, strict=True))
             for node, row in enumerate(self._rows.tolist(), start=result.tree.root):
-                part = slice(nodes.starts[root + row], nodes.starts[root + row + 1])
+                part = np.flatnonzero(proposals.nodes[: proposals.counts[0]] == row)
                 predicted = int(result.top_ids[node, 0]) if result.top_ids.shape[1] else -1
                 token = selected.get(node, predicted)
-                if part.stop > part.start and token >= 0:
+                if len(part) and token >= 0:
                     outcomes = (proposals.tokens[part] == token).astype(np.float64)
                     count = 1.0 if node in selected else OFF_PATH
-                    self.lessons.append(
-                        Lesson(proposals.features[part].copy(), outcomes, int(nodes.known[root + row]), count)
-                    )
-        super()._observe(result)
+                    self.lessons.append(Lesson(proposals.features[part], outcomes, int(proposals.known[row]), count))
+        super().observe(result)
 
 
 def decode(name: str, path: Path, options: argparse.Namespace) -> list[Lesson]:
@@ -91,7 +90,7 @@ def decode(name: str, path: Path, options: argparse.Namespace) -> list[Lesson]:
         for prompt in prompts:
             ids = token_ids(loaded.tokenizer, loaded.model, prompt.text)
             if loaded.context is None or ids.shape[1] + options.max_new_tokens <= loaded.context:
-                drafter = RecordingDrafter(shared or DraftMemory(), ContextMatches(), options.nodes, warm_up=512)
+                drafter = RecordingDrafter(shared or DraftMemory(), options.nodes, warm_up=512)
                 drafter.lessons = lessons
                 config = LookaheadConfig(drafter=lambda drafter=drafter: drafter, step_budget=options.nodes)
                 arguments = {"max_new_tokens": options.max_new_tokens, **sampling}
@@ -106,7 +105,7 @@ def replay_file(path: Path, across: bool, options: argparse.Namespace) -> list[L
 
     def make(_: Any) -> RecordingDrafter:
         memory, nodes = shared or text_memory(), options.nodes
-        drafter = RecordingDrafter(memory, ContextMatches(), nodes, explore=False, surest=SUREST)
+        drafter = RecordingDrafter(memory, nodes, explore=False)
         drafter.lessons = lessons
         return drafter
 

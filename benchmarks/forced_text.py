@@ -34,7 +34,7 @@ from lookahead.bench.models import BenchModel, sharing_weights
 from lookahead.bench.rows import Row
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting.auto.source import TokenPaths
+from lookahead.drafting.auto.sources import TokenPaths
 from lookahead.drafting.text_only import build_text_drafter
 from lookahead.errors import InvalidArgumentError
 from probe import FAMILIES, Probe, Unit, generate, option, random_model
@@ -123,7 +123,7 @@ class Told:
         self._tokens = 0
 
     def start(self, prompt: Sequence[int]) -> None:
-        """See `lookahead.drafting.auto.source.Source`."""
+        """See `lookahead.drafting.auto.sources.Source`."""
 
     def propose(self) -> TokenPaths:
         """See `Source`."""
@@ -134,7 +134,7 @@ class Told:
         self._tokens += len(result.tokens)
 
     def permits(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
-        """See `lookahead.drafting.auto.permits.Permits`."""
+        """See `lookahead.drafting.auto.sources.permitted`."""
         places = [self._tokens - 1]  # of the text itself, and of each node in the answer
         for parent in parents:
             places.append(places[parent] + 1)

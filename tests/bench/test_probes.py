@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, NGramMemory
+from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory
 from model_zoo import VOCAB_SIZE, build
 from word_model import save_word_tokenizer
 
@@ -247,7 +247,7 @@ def test_forced_texts_are_written_by_each_method(measure: Measure, tmp_path: Pat
 
 def drafts(memory: DraftMemory) -> list[tuple[list[int], list[int]]]:
     """Tokens and parents of the trees that a memory leads to on a new text; it learns from them."""
-    text = cost.Text(cost.HashedModel(8000), AutoDrafter(memory, ContextMatches(), 64), 0)
+    text = cost.Text(cost.HashedModel(8000), AutoDrafter(memory, 64), 0)
     trees = []
     for _ in range(50):
         trees.append(text.propose())

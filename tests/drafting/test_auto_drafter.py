@@ -19,7 +19,7 @@ from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.core.decoder import Batch, decode
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import follow
-from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, NGramMemory, StepResult
+from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory, StepResult
 from lookahead.drafting.auto.weights import NOTHING, context_name, feature_names
 from lookahead.errors import InvalidArgumentError
 from model_zoo import VOCAB_SIZE, build, greedy
@@ -77,7 +77,7 @@ def _top_tokens(*seed: int) -> tuple[list[int], list[float]]:
 
 
 def drafter_of(budget: int, **settings: object) -> AutoDrafter:
-    return AutoDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), ContextMatches(), budget, **settings)  # type: ignore[arg-type]
+    return AutoDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), budget, **settings)  # type: ignore[arg-type]
 
 
 def plain(chain: Chain, count: int) -> list[int]:
@@ -99,7 +99,7 @@ def test_texts_are_the_same_and_bounds_are_kept(
     budget: int, prompt: list[int], seed: int, warm_up: int, positions: int | None
 ) -> None:
     memory = DraftMemory(NGramMemory(3, 64, TOP_K))
-    chain = Chain(AutoDrafter(memory, ContextMatches(16), budget, warm_up=warm_up), prompt, seed, positions)
+    chain = Chain(AutoDrafter(memory, budget, warm_up=warm_up), prompt, seed, positions)
     expected = plain(chain, 130)
     while len(chain.text) < min(80, positions or 80):
         length = len(chain.text)
@@ -114,7 +114,7 @@ def test_it_takes_fewer_steps_as_it_learns() -> None:
     memory = DraftMemory(NGramMemory(3, 4096, TOP_K))
     steps = []
     for _ in range(2):
-        chain = Chain(AutoDrafter(memory, ContextMatches(), 16), [1, 2, 3])
+        chain = Chain(AutoDrafter(memory, 16), [1, 2, 3])
         count = 0
         while len(chain.text) < 60:
             chain.step()
@@ -129,7 +129,7 @@ def test_nodes_come_by_falling_probability_after_their_parents() -> None:
     chain = Chain(drafter, [1, 2, 3])
     for _ in range(8):
         tree = chain.step()
-        probabilities = drafter._search.path_probabilities
+        probabilities = drafter.path_probabilities
         assert np.all(np.diff(probabilities) <= 0)
         assert np.all((probabilities > 0) & (probabilities < 1))
         assert len({(parent, token) for parent, token in zip(tree.parents, tree.tokens, strict=True)}) == len(tree)
@@ -141,7 +141,7 @@ def test_probabilities_of_one_node_are_a_softmax_of_their_scores() -> None:
     ngrams.insert(np.array([[5, -1]]), np.array([[1, 2]]), np.array([[0.5, 0.25]], dtype=np.float32))
     ngrams.insert(np.array([[5, 4]]), np.array([[3, 1]]), np.array([[0.8, 0.1]], dtype=np.float32))
     ngrams.insert(np.array([[5, -1]]), np.array([[1, 2]]), np.array([[0.5, 0.25]], dtype=np.float32))
-    drafter = AutoDrafter(memory, None, 4, explore=False)
+    drafter = AutoDrafter(memory, 4, explore=False)
     drafter.start([4, 5])
     tree = TokenTree([5], max_depth=1)
     drafter.propose(tree)
@@ -153,11 +153,11 @@ def test_probabilities_of_one_node_are_a_softmax_of_their_scores() -> None:
     total = sum(np.exp(list(scores.values()))) + np.exp(weights[-1])
     expected = sorted(((np.exp(score) / total, token) for token, score in scores.items()), reverse=True)
     assert tree.tokens[1:] == [token for _, token in expected]
-    assert drafter._search.path_probabilities == pytest.approx([gain for gain, _ in expected], rel=1e-5)
+    assert drafter.path_probabilities == pytest.approx([gain for gain, _ in expected], rel=1e-5)
 
 
 def test_text_that_was_there_before_is_copied() -> None:
-    drafter = AutoDrafter(DraftMemory(), ContextMatches(), 6, explore=False)
+    drafter = AutoDrafter(DraftMemory(), 6, explore=False)
     drafter.start([1, 2, 3, 4, 5, 6, 7, 1, 2, 3])
     tree = TokenTree([3])
     drafter.propose(tree)
@@ -220,7 +220,7 @@ class Stingy:
 
 def test_a_budget_decides_how_many_nodes_are_sent() -> None:
     budget = Stingy()
-    drafter = AutoDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), ContextMatches(), budget)
+    drafter = AutoDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), budget)
     chain = Chain(drafter, [1, 2, 3])
     trees = [chain.step() for _ in range(6)]
     assert all(len(tree) - tree.root == 3 for tree in trees)
@@ -237,7 +237,7 @@ def test_a_budget_decides_how_many_nodes_are_sent() -> None:
 def test_a_budget_decides_how_likely_nodes_are_that_are_searched_for() -> None:
     def offered(least: float) -> list[float]:
         budget = Stingy()
-        chain = Chain(AutoDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), ContextMatches(), budget), [1, 2, 3])
+        chain = Chain(AutoDrafter(DraftMemory(NGramMemory(3, 256, TOP_K)), budget), [1, 2, 3])
         for _ in range(8):
             chain.step()
         budget.least = least
@@ -259,7 +259,7 @@ def test_no_node_at_all_is_refused() -> None:
 def test_texts_of_a_transformers_model_are_the_same(budget: int) -> None:
     model = build("llama", seed=0)
     prompt = [5, 8, 2, 5, 8, 2, 5]
-    drafter = AutoDrafter(DraftMemory(), ContextMatches(), budget, warm_up=16)
+    drafter = AutoDrafter(DraftMemory(), budget, warm_up=16)
     sequence = TextSequence(torch.tensor([prompt]), prompt, drafter, TextSampler(), lambda text: len(text.tokens) >= 60)
     with torch.no_grad():
         decode(ModelRunner(model, 1), Batch([sequence]))
@@ -287,7 +287,7 @@ def test_compiled_loops_give_the_same_trees(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_without_a_memory_it_drafts_from_the_text_alone() -> None:
-    drafter = AutoDrafter(None, ContextMatches(), 8, explore=False)
+    drafter = AutoDrafter(None, 8, explore=False)
     assert drafter.top_k == 0
     chain = Chain(drafter, [1, 2, 3, 1, 2])
     expected = plain(chain, 250)

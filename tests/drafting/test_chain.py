@@ -18,7 +18,7 @@ from lookahead.core.outputs import StepResult
 from lookahead.core.shared_budget import SharedBudget
 from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, build_chain_drafter
+from lookahead.drafting import build_chain_drafter
 from lookahead.drafting.chain import ChainDrafter
 
 
@@ -153,30 +153,6 @@ def test_no_step_is_more_than_twice_as_large_as_one_that_was_run() -> None:
 def test_the_paper_needs_trees() -> None:
     with pytest.raises(UnsupportedArgumentError, match="preset='paper'"):
         build_chain_drafter(LookaheadConfig(preset="paper"))
-
-
-@pytest.mark.parametrize("sketched", [2, 8])
-def test_a_grown_chain_is_the_best_path_of_the_tree_and_what_is_likeliest_after_it(sketched: int) -> None:
-    random, depth = Random(0), 16
-    text = [random.randrange(3) for _ in range(300)]
-    plain = AutoDrafter(DraftMemory(), ContextMatches(), sketched, explore=False)
-    grown = AutoDrafter(DraftMemory(), ContextMatches(), sketched, explore=False, chain=depth)
-    trees = []
-    for drafter in (plain, grown):
-        drafter.start(text)
-        trees.append(TokenTree(text[-1:], depth))
-        drafter.propose(trees[-1])
-    sketch, tree = trees
-    assert (tree.tokens[: len(sketch)], tree.parents[: len(sketch)]) == (sketch.tokens, sketch.parents)
-    added = range(len(sketch), len(tree))
-    assert added, "the best path of so small a tree is not as deep as this"
-    assert [tree.parents[node] for node in added[1:]] == list(added)[:-1]
-    assert max(tree.depths) <= depth
-    expected = [0.0]
-    for node, probability in enumerate(plain.path_probabilities.tolist(), 1):
-        expected.append(expected[sketch.parents[node]] + probability)
-    assert tree.parents[added[0]] == int(np.argmax(expected))
-    assert (np.diff(grown.path_probabilities[len(sketch) - 1 :]) <= 0).all()
 
 
 def test_a_budget_shared_with_others_cuts_chains() -> None:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.drafting import ContextMatches
-from lookahead.drafting.auto.texts import LONGEST, RUNS, SEARCHED, MatchArrays, allocate_followed, find_matches
+from lookahead.drafting import DraftMemory, NGramMemory
+from lookahead.drafting.auto.batch import DraftBatch
+from lookahead.drafting.auto.texts import LONGEST, REACH, RUNS, SEARCHED, allocate_followed, find_matches
 from lookahead.errors import InvalidArgumentError
 
 
@@ -29,12 +30,27 @@ def search(text: list[int], context: list[int]) -> list[tuple[int, int]]:
     return []
 
 
-def found(matches: ContextMatches, context: list[int]) -> list[tuple[int, int]]:
+class Text:
+    """One text in a batch."""
+
+    def __init__(self, tokens: list[int], reach: int = REACH) -> None:
+        self.batch = DraftBatch(DraftMemory(NGramMemory(1, 4, 1)), 1, reach=reach)
+        self.batch.begin(0, tokens)
+
+    def extend(self, tokens: list[int]) -> None:
+        self.batch.extend(0, tokens)
+
+    @property
+    def kept(self) -> list[int]:
+        texts = self.batch.texts
+        return texts.tokens[0, : texts.lengths[0]].tolist()
+
+
+def found(text: Text, context: list[int]) -> list[tuple[int, int]]:
     """The occurrences of a context in the text, the longest first, then the newest."""
-    texts, followed = matches.arrays, allocate_followed(1)
-    arrays = MatchArrays(texts.tokens[0], texts.newest[0], texts.earlier[0], *followed, int(texts.lengths[0]))
+    followed = allocate_followed(1)
     last = np.array(context[: -LONGEST - 1 : -1], dtype=np.int64)
-    count = find_matches(last, len(last), 0, arrays)
+    count = find_matches(0, last, len(last), 0, text.batch.texts, followed)
     places = zip(followed.places[0, :count].tolist(), followed.lengths[0, :count].tolist(), strict=True)
     return sorted(places, key=lambda match: -match[1])
 
@@ -46,9 +62,8 @@ def found(matches: ContextMatches, context: list[int]) -> list[tuple[int, int]]:
     drafted=st.lists(st.integers(0, 2), max_size=6),
 )
 def test_it_finds_what_a_search_finds(text: list[int], cuts: list[int], drafted: list[int]) -> None:
-    matches = ContextMatches()
     ends = sorted({min(cut, len(text)) for cut in cuts} | {len(text)})
-    matches.start(text[: ends[0]])
+    matches = Text(text[: ends[0]])
     for begin, end in pairwise(ends):
         matches.extend(text[begin:end])
     context = text + drafted
@@ -56,42 +71,37 @@ def test_it_finds_what_a_search_finds(text: list[int], cuts: list[int], drafted:
 
 
 def test_nothing_follows_the_end_of_the_text() -> None:
-    matches = ContextMatches()
-    matches.start([1, 2, 3])
+    matches = Text([1, 2, 3])
     assert found(matches, [1, 2, 3]) == []
     matches.extend([1, 2])
     assert found(matches, [1, 2, 3, 1, 2]) == [(2, 2)]
 
 
 def test_a_new_text_forgets_the_old_one() -> None:
-    matches = ContextMatches()
-    matches.start([1, 2, 3, 1, 2])
-    matches.start([5, 1, 2])
+    matches = Text([1, 2, 3, 1, 2])
+    matches.batch.begin(0, [5, 1, 2])
     assert found(matches, [5, 1, 2]) == []
 
 
 def test_its_memory_is_bounded_and_it_goes_on_finding() -> None:
-    rng, matches = np.random.default_rng(0), ContextMatches(memory=64)
-    matches.start([])
+    rng, matches = np.random.default_rng(0), Text([], reach=64)
     text: list[int] = []
     for _ in range(300):
         new = rng.integers(0, 3, 7).tolist()
         text += new
         matches.extend(new)
-        assert len(matches.text) <= 128
-        assert matches.arrays.tokens.shape[1] <= 129
-        kept = matches.text.tolist()
+        assert len(matches.kept) <= 128
+        assert matches.batch.texts.tokens.shape[1] <= 129
+        kept = matches.kept
         assert kept == text[len(text) - len(kept) :]
         assert len(kept) >= min(64, len(text))
         assert found(matches, kept[-40:]) == search(kept, kept[-40:])
 
 
 def test_a_prompt_longer_than_the_memory_keeps_its_end() -> None:
-    matches = ContextMatches(memory=32)
-    matches.start(list(range(1000)))
-    assert matches.text.tolist() == list(range(968, 1000))
+    assert Text(list(range(1000)), reach=32).kept == list(range(968, 1000))
 
 
 def test_too_small_a_memory_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="memory=3"):
-        ContextMatches(memory=3)
+    with pytest.raises(InvalidArgumentError, match="reach=3"):
+        Text([], reach=3)

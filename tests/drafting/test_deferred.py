@@ -1,62 +1,42 @@
-"""A drafter that is made for the first step that drafts."""
+"""A drafter takes a place and fills pages for the first step that drafts, and no earlier."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers.model_state import state_of
+from lookahead.core.budget import FixedBudget
+from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting.deferred import DeferredDrafter
-from lookahead.drafting.token_recycling import TokenRecyclingDrafter
+from lookahead.drafting import AutoDrafter, DraftMemory
 from model_zoo import build
 
 
-class Switch:
+class Switch(FixedBudget):
     """A budget that backs off until it is told otherwise."""
 
     backs_off = True
-    chosen = left = 0
-
-    def begin(self) -> None:
-        pass
 
 
-class Listening(TokenRecyclingDrafter):
-    """Notes what it is started with."""
-
-    def start(self, prompt: list[int]) -> None:
-        super().start(prompt)
-        self.text = list(prompt)
-
-
-def test_it_is_made_when_drafting_begins_and_knows_the_text_by_then() -> None:
-    import numpy as np
-
-    from lookahead.core.outputs import StepResult
-
-    made: list[Listening] = []
-
-    def make() -> Listening:
-        made.append(Listening(4))
-        return made[-1]
-
-    budget = Switch()
-    drafter = DeferredDrafter(make, budget, dict)  # type: ignore[arg-type]
-    drafter.start([1, 2])
-    for token in (3, 4):
-        tree = TokenTree([token - 1])
+def test_nothing_is_made_while_drafting_backs_off_and_the_text_is_known_when_it_begins() -> None:
+    budget, memory = Switch(4), DraftMemory()
+    drafter = AutoDrafter(memory, budget, explore=False)
+    drafter.start([1, 2, 3, 9])
+    for token in (1, 2):
+        tree = TokenTree([token])
         drafter.propose(tree)
         drafter.observe(StepResult(tree, np.array([token]), [], [token]))
-    assert (made, drafter.top_k) == ([], 0)
+    assert (memory.is_used, drafter.top_k) == (False, 0)
     budget.backs_off = False
-    drafter.propose(TokenTree([4]))
-    assert made[0].text == [1, 2, 3, 4]
-    assert drafter.top_k == made[0].top_k
+    drafter.propose(tree := TokenTree([2]))
+    assert tree.tokens == [2, 3, 9, 1], "as in the prompt, after the same two tokens"
+    assert drafter.top_k == memory.ngrams.top_k
 
 
 def test_a_call_that_backs_off_gives_the_same_text() -> None:

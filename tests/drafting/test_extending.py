@@ -15,8 +15,8 @@ from lookahead import LookaheadConfig
 from lookahead.core.budget import FixedBudget
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, NGramMemory, TokenPaths
-from lookahead.drafting.auto.source import CheckedSource
+from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory, TokenPaths
+from lookahead.drafting.auto.sources import CheckedSource
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 from model_zoo import VOCAB_SIZE, build, greedy
 
@@ -89,7 +89,7 @@ def test_the_store_finds_all_that_follows() -> None:
 
 def test_listed_paths_are_drafted_as_they_branch() -> None:
     paths = TokenPaths([7, 8, 9, 6], [-1, 0, 0, -1], [0.8, 0.6, 0.3, 0.1])
-    drafter = AutoDrafter(DraftMemory(), ContextMatches(), 5, explore=False, sources=[CheckedSource(Fixed(paths))])
+    drafter = AutoDrafter(DraftMemory(), 5, explore=False, sources=[CheckedSource(Fixed(paths))])
     drafter.start([5])
     tree = TokenTree([5])
     drafter.propose(tree)
@@ -109,12 +109,13 @@ def first_draft(drafter: AutoDrafter, text: int) -> tuple[TokenTree, float]:
 def test_a_source_is_believed_as_often_as_it_came_true(comes_true: bool) -> None:
     memory = DraftMemory(NGramMemory(2, 64, 2))
     source = CheckedSource(Fixed(TokenPaths([1], [-1], [0.6])))
-    drafter = AutoDrafter(memory, None, 2, explore=False, continuations=False, sources=[source])
+    drafter = AutoDrafter(memory, 2, explore=False, sources=[source])
     drafter.start([5])
     tree, first = first_draft(drafter, 5)
     assert tree.tokens == [5, 1]
-    for _ in range(20):
-        ids = np.full((len(tree), 1), 1 if comes_true else 4)
+    for step in range(20):
+        # what has been in the text before would be drafted as well
+        ids = np.array([[1 if comes_true else 10 + step], [1 if comes_true else -1]])[: len(tree)]
         shares = np.full(ids.shape, 0.9, dtype=np.float32)
         memory.ngrams.clear()
         path = [1] if comes_true else []
@@ -140,7 +141,7 @@ class Forbidding(Fixed):
 def test_what_a_source_forbids_is_not_sent_and_others_take_its_place() -> None:
     paths = TokenPaths([1, 2, 3, 4, 5], [-1, 0, -1, 2, 3], [0.9, 0.9, 0.8, 0.9, 0.9])
     memory = DraftMemory(NGramMemory(2, 64, 2))
-    drafter = AutoDrafter(memory, None, 4, explore=False, sources=[CheckedSource(Forbidding(paths, {1}))])
+    drafter = AutoDrafter(memory, 4, explore=False, sources=[CheckedSource(Forbidding(paths, {1}))])
     drafter.start([7])
     tree = TokenTree([7])
     drafter.propose(tree)
@@ -207,7 +208,7 @@ def test_what_is_certain_is_sent_whether_or_not_drafts_pay(
     budget: FixedBudget, alternatives: list[list[int]], room: int, tokens: list[int], parents: list[int]
 ) -> None:
     source = CheckedSource(Sure([1, 2], alternatives, NEXT))
-    drafter = AutoDrafter(None, None, budget, most=budget._nodes, explore=False, sources=[source])
+    drafter = AutoDrafter(None, budget, most=budget._nodes, explore=False, sources=[source])
     drafter.start([5])
     tree = TokenTree([5], room)
     drafter.propose(tree)
@@ -218,7 +219,7 @@ def test_what_is_certain_is_sent_whether_or_not_drafts_pay(
 def test_certain_tokens_that_the_model_does_not_know_are_refused() -> None:
     for certain, alternatives in (([9], []), ([1], [[2], [-1]])):
         source = CheckedSource(Sure(certain, alternatives, NEXT), vocabulary=9)
-        drafter = AutoDrafter(None, None, FixedBudget(8), explore=False, sources=[source])
+        drafter = AutoDrafter(None, FixedBudget(8), explore=False, sources=[source])
         drafter.start([5])
         with pytest.raises(InvalidArgumentError, match="tokens outside"):
             drafter.propose(TokenTree([5]))
@@ -227,7 +228,6 @@ def test_certain_tokens_that_the_model_does_not_know_are_refused() -> None:
 def test_the_text_goes_on_behind_what_was_certain() -> None:
     drafter = AutoDrafter(
         DraftMemory(),
-        ContextMatches(),
         6,
         explore=False,
         sources=[CheckedSource(source := Sure([1, 2], [], TokenPaths.chain([])))],

@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lookahead.drafting import DraftMemory, NGramMemory
-from lookahead.drafting.auto.ngram_entries import WAYS
+from lookahead.drafting.auto.ngrams import WAYS
 from lookahead.drafting.file_lock import exclusive
 from lookahead.drafting.memory_file import MemoryFile
 from lookahead.errors import InvalidArgumentError

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lookahead.drafting import DraftMemory, NGramMemory
-from lookahead.drafting.auto.ngram_entries import WAYS
+from lookahead.drafting.auto.ngrams import WAYS
 from lookahead.errors import InvalidArgumentError
 
 ORDERS = 3

@@ -9,7 +9,7 @@ import torch
 
 from lookahead.api.prompt_warm_up import MOST_LOGITS, MOST_READ, warm_up_tokens
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, NGramMemory, StepResult
+from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory, StepResult
 from model_zoo import build
 
 TOP_K = 4
@@ -18,7 +18,7 @@ TOP_K = 4
 def test_what_followed_a_rejected_sibling_is_drafted_after_the_right_token() -> None:
     memory = DraftMemory(NGramMemory(2, 64, TOP_K))
     memory.ngrams.insert(np.array([[5, -1]]), np.array([[7]]), np.float32([[0.8]]))
-    drafter = AutoDrafter(memory, ContextMatches(), 2, explore=False)
+    drafter = AutoDrafter(memory, 2, explore=False)
     drafter.start([5])
     tree = TokenTree([5])
     drafter.propose(tree)

@@ -12,12 +12,12 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.core.outputs import StepResult
-from lookahead.core.shaping import Shaping
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import follow
-from lookahead.drafting import AutoDrafter, ContextMatches, DraftMemory, TokenPaths
-from lookahead.drafting.auto.source import CheckedSource
-from lookahead.drafting.auto.trust import Trust, believed
+from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory, TokenPaths
+from lookahead.drafting.auto.batch import DraftBatch
+from lookahead.drafting.auto.learning import UNTRUSTED, Step
+from lookahead.drafting.auto.sources import CheckedSource
 from model_zoo import VOCAB_SIZE, build
 
 PIECES = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 3, 4], [10, 2, 3, 11, 12, 13, 14]]
@@ -59,12 +59,12 @@ def write(drafter: AutoDrafter, prompt: list[int], answer: list[int], right: boo
 
 
 def drafter_of(nodes: int, *sources: object) -> AutoDrafter:
-    return AutoDrafter(DraftMemory(), ContextMatches(), nodes, warm_up=100, sources=sources)  # type: ignore[arg-type]
+    return AutoDrafter(DraftMemory(), nodes, warm_up=100, sources=sources)  # type: ignore[arg-type]
 
 
 def test_a_text_that_is_forced_is_drafted_as_well_as_from_the_text_alone() -> None:
     prompt, answer = text_of([0, 1, 2, 0, 2, 1]), text_of([1, 0, 2, 2, 0, 1, 0, 1, 2, 1])
-    matches = AutoDrafter(None, ContextMatches(), 16, explore=False)
+    matches = AutoDrafter(None, 16, explore=False)
     alone, auto = write(matches, prompt, answer), write(drafter_of(16), prompt, answer)
     assert len(auto) <= len(alone)
     assert len(auto) < len(answer) / 2
@@ -74,11 +74,9 @@ def test_nothing_is_listed_where_predictions_say_nothing_and_again_where_they_do
     drafter = drafter_of(8)
     write(drafter, text_of([0]), text_of([1, 2, 0]))
     assert drafter.top_k == 0
-    trust = drafter._trust
-    tree = TokenTree([1])
     for _ in range(12):
-        trust.note(StepResult(tree, np.array([5]), [], [5]))
-    assert not trust.is_lost
+        drafter.observe(StepResult(TokenTree([1]), np.array([5]), [], [5]))
+    assert drafter.top_k == 8
     write(drafter, text_of([0]), text_of([1, 2, 0]), right=True)
     assert drafter.top_k == 8
 
@@ -105,45 +103,32 @@ def test_a_source_that_keeps_failing_costs_no_more_than_some_steps(right: bool) 
     assert len(write(drafter_of(6, CheckedSource(Wrong())), prompt, answer, right)) <= len(without) + 6
 
 
-def result_of(tokens: list[int], predictions: list[int], samples: bool = False) -> StepResult:
-    """A root whose only child is accepted, and a sibling of that."""
-    tree = TokenTree([1])
-    (path,) = tree.add_candidates([tokens[0]], tree.root)
-    tree.add_candidates([30], tree.root)
-    ids = np.array([[token, 9, 8] for token in predictions])
-    shares = np.tile(np.array([0.5, 0.3, 0.1], dtype=np.float32), (3, 1))
-    return StepResult(tree, ids[:, 0], [path], tokens, ids, shares, Shaping() if samples else None)
+def shares_of(tokens: Sequence[int], predicted: Sequence[int], samples: bool = False) -> list[float]:
+    """The share of the selected tokens that predictions account for, token by token; each comes after a prompt."""
+    batch = DraftBatch(DraftMemory(NGramMemory(2, 64, 3)), 1)
+    batch.begin(0, [1])
+    shares = []
+    for token, first in zip(tokens, predicted, strict=True):
+        ids, likely = np.array([[first, 9, 8]]), np.array([[0.5, 0.3, 0.1]], dtype=np.float32)
+        ones, nodes = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+        batch.learn(Step(nodes, ones, np.array([token]), ones, np.array([int(samples)]), nodes, ids, likely))
+        shares.append(float(batch.heard.shares[0]))
+    return shares
 
 
-def test_what_is_selected_as_predicted_is_believed_as_it_is() -> None:
-    result, trust = result_of([5, 6], [5, 6, 7]), Trust()
-    trust.note(result)
-    assert trust.share == 1
-    ids, shares = believed(result, trust.share)
-    assert ids is result.top_ids
-    assert shares is result.top_probabilities
-
-
-def test_what_is_selected_otherwise_is_learned_in_its_place() -> None:
-    result = result_of([5, 9], [4, 6, 7])
-    ids, shares = believed(result, 0.6)
-    assert ids.tolist() == [[5, 4, 9], [9, 6, 8], [7, 9, 8]]
-    assert shares == pytest.approx(np.array([[0.4, 0.3, 0.18], [0.58, 0.3, 0.06], [0.5, 0.3, 0.1]]))
-    ids, shares = believed(result, 0.1)
-    assert ids.tolist() == [[5], [9], [-1]], "beside the path nothing is known"
-    assert shares.tolist() == [[1], [1], [0]]
+def test_predictions_that_are_selected_keep_the_trust_and_others_lose_it() -> None:
+    assert shares_of([5] * 9, [5] * 9) == [1.0] * 9
+    lost = shares_of([7] * 12, [5] * 12)
+    assert lost == sorted(lost, reverse=True)
+    assert lost[-1] < UNTRUSTED
 
 
 def test_sampled_tokens_that_are_as_likely_as_predicted_keep_the_trust() -> None:
     random = np.random.default_rng(0)
-    trust = Trust()
-    for _ in range(300):
-        tokens = [int(random.choice([5, 9, 8, 30], p=[0.5, 0.3, 0.1, 0.1])), 6]
-        trust.note(result_of(tokens, [5, 6, 7], samples=True))
-        assert not trust.is_lost
-    for _ in range(150):
-        trust.note(result_of([31, 32], [5, 6, 7], samples=True))
-    assert trust.is_lost
+    tokens = random.choice([5, 9, 8, 30], size=300, p=[0.5, 0.3, 0.1, 0.1]).tolist()
+    shares = shares_of([*tokens, *[31] * 150], [5] * 450, samples=True)
+    assert min(shares[:300]) == 1
+    assert shares[-1] < UNTRUSTED
 
 
 class Recorded(LogitsProcessor):
@@ -180,13 +165,3 @@ def test_a_model_that_is_made_to_write_a_text_writes_it_in_few_steps(sample: boo
         assert output.sequences[0, len(prompt) :].tolist() == answer
         steps[preset] = output.statistics.steps
     assert steps["auto"] <= steps["context_matches"] + 2 * sample
-
-
-def test_what_is_believed_again_though_nothing_was_listed() -> None:
-    tree = TokenTree([5])
-    (child,) = tree.add_candidates([6])
-    nothing = np.empty((2, 0), dtype=np.int64), np.empty((2, 0), dtype=np.float32)
-    result = StepResult(tree, np.array([6, 7]), [child], [6, 7], *nothing)
-    ids, probabilities = believed(result, 1.0)
-    assert ids.tolist() == [[6], [7]]
-    assert probabilities.tolist() == [[1.0], [1.0]]

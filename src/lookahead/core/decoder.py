@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from lookahead.core.backend import Backend
-from lookahead.core.drafter import Drafter
+from lookahead.core.drafter import Drafter, RowsDrafter
 from lookahead.core.outputs import NodeOutputs, StepResult
 from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Statistics, StepRecord
@@ -17,6 +17,8 @@ from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import Walk, follow
 from lookahead.core.watching import Watch
+
+T = TypeVar("T")
 
 
 class StepTimes(Protocol):
@@ -86,7 +88,7 @@ def step(backend: Backend, batch: Batch) -> None:
     seconds, now = batch.statistics.seconds, perf_counter()
     watch = Watch.of(batch.sequences, seconds)
     completes = all(sequence.finished or sequence.is_last_token for sequence in batch.sequences)
-    trees = [_draft(backend, batch, row) for row in range(len(batch.sequences))]
+    trees = _draft(backend, batch)
     looking = 0.0
     if batch.share_out is not None:
         trees = _share_out(batch, batch.share_out, trees)
@@ -108,6 +110,11 @@ def step(backend: Backend, batch: Batch) -> None:
     settled = [
         (row, *_settle(batch.sequences[row], outputs[row], walk)) for row, walk in enumerate(walks) if walk is not None
     ]
+    ask_drafters(
+        [(batch.sequences[row], result) for row, result, _ in settled],
+        lambda drafter, result: drafter.observe(result),
+        lambda kind, drafters, results: kind.observe_rows(drafters, results),
+    )
     seconds.add("draft", now)
     # A step that completes the text has no draft; padded prompts say nothing of nodes.
     prompts = _carries_prompts(batch, trees)
@@ -138,21 +145,57 @@ def _carries_prompts(batch: Batch, trees: Sequence[TokenTree]) -> bool:
     return any(tree.root > 0 and (batch.packed or sequence.steps <= 1) for sequence, tree in rows)
 
 
-def _draft(backend: Backend, batch: Batch, row: int) -> TokenTree:
-    sequence = batch.sequences[row]
-    if sequence.finished:
-        return backend.idle_tree()
-    tree = backend.begin_tree(row, sequence.tokens)
-    if not sequence.is_last_token and backend.wants_draft(tree):
-        tree.limit(sequence.most_tokens - len(sequence.tokens) - 1)
-        if not sequence.ask_drafter(lambda drafter: _propose(drafter, tree), False):
-            return _without_draft(tree)
-    return tree
+def _draft(backend: Backend, batch: Batch) -> list[TokenTree]:
+    """The tree of each row, with what its drafter proposes."""
+    trees, asked = [], []
+    for row, sequence in enumerate(batch.sequences):
+        tree = backend.idle_tree() if sequence.finished else backend.begin_tree(row, sequence.tokens)
+        trees.append(tree)
+        if not sequence.finished and not sequence.is_last_token and backend.wants_draft(tree):
+            tree.limit(sequence.most_tokens - len(sequence.tokens) - 1)
+            asked.append((row, sequence, tree))
+    stopped = ask_drafters(
+        [(sequence, tree) for _, sequence, tree in asked],
+        lambda drafter, tree: drafter.propose(tree),
+        lambda kind, drafters, group: kind.propose_rows(drafters, group),
+    )
+    for (row, _, tree), has_stopped in zip(asked, stopped, strict=True):
+        if has_stopped:
+            trees[row] = _without_draft(tree)
+    return trees
 
 
-def _propose(drafter: Drafter, tree: TokenTree) -> bool:
-    drafter.propose(tree)
-    return True
+def ask_drafters(
+    asked: Sequence[tuple[SequenceState, T]],
+    ask: Callable[[Drafter, T], None],
+    ask_rows: Callable[[type[RowsDrafter], Sequence[Any], Sequence[T]], None],
+) -> list[bool]:
+    """Ask the drafters of some sequences about something each, those that draft together in one call.
+
+    Returns:
+        Of each whether its drafter raised, and drafting stopped.
+    """
+    stopped = [False] * len(asked)
+    together: dict[type[Any], list[int]] = {}
+    for place, (sequence, argument) in enumerate(asked):
+        drafter = sequence.drafter
+        if len(asked) > 1 and getattr(drafter, "drafts_together", False):
+            together.setdefault(type(drafter), []).append(place)
+        else:
+            try:
+                ask(drafter, argument)
+            except Exception as error:
+                sequence.stop_drafting(error)
+                stopped[place] = True
+    for kind, places in together.items():
+        rows = [asked[place] for place in places]
+        try:
+            ask_rows(kind, [sequence.drafter for sequence, _ in rows], [argument for _, argument in rows])
+        except Exception as error:  # it is no matter of one row
+            for place, (sequence, _) in zip(places, rows, strict=True):
+                sequence.stop_drafting(error)
+                stopped[place] = True
+    return stopped
 
 
 def _share_out(
@@ -198,12 +241,11 @@ def _kept(sequence: SequenceState, tree: TokenTree, walk: Walk | None) -> list[i
 
 
 def _settle(sequence: SequenceState, outputs: NodeOutputs, walk: Walk) -> tuple[StepResult, StepRecord]:
-    """Let the sequence and its drafter know what the step came to."""
+    """What the step came to; the sequence is told, its drafter not yet."""
     tree = walk.tree
     sequence.steps += 1
     sequence.finished = walk.stopped
     shaping = sequence.sampler.shaping if sequence.sampler.samples else None
     listed = outputs.top_ids, outputs.top_probabilities
     result = StepResult(tree, lambda: outputs.predictions, walk.path, walk.tokens, *listed, shaping)
-    sequence.ask_drafter(lambda drafter: drafter.observe(result), None)
     return result, StepRecord(sequence.index, sequence.steps, walk.tokens, len(tree) - tree.root, sequence.finished)

@@ -29,6 +29,22 @@ class Drafter(Protocol):
         """Sizes and hit counts of what the drafter holds, as plain numbers and lists."""
 
 
+class RowsDrafter(Drafter, Protocol):
+    """A drafter that drafts and learns for several sequences in one call, each of which has a drafter of its own."""
+
+    @property
+    def drafts_together(self) -> bool:
+        """Whether it does so now. What is raised then ends the drafts of all sequences of the call."""
+
+    @classmethod
+    def propose_rows(cls, drafters: Sequence[Any], trees: Sequence[TokenTree]) -> None:
+        """`propose` of several drafters of this class."""
+
+    @classmethod
+    def observe_rows(cls, drafters: Sequence[Any], results: Sequence[StepResult]) -> None:
+        """`observe` of several drafters of this class."""
+
+
 class NoDrafter:
     """Proposes nothing: plain autoregressive decoding, one token a step."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lookahead.config import BUDGETED, MAX_NODES_PER_STEP, MOST_CHOSEN_NODES, OWN, LookaheadConfig
 from lookahead.core.budget import StepBudget, ThroughputBudget
 from lookahead.core.chain_budget import ChainBudget
@@ -10,14 +12,12 @@ from lookahead.core.drafter import Drafter, NoDrafter
 from lookahead.core.outputs import StepResult
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
-from lookahead.drafting.auto.ngram_memory import NGramMemory
-from lookahead.drafting.auto.predicted_text import PredictedText, text_sources
-from lookahead.drafting.auto.source import CheckedSource, Source, TokenPaths
-from lookahead.drafting.auto.texts import ContextMatches
+from lookahead.drafting.auto.ngrams import NGramMemory
+from lookahead.drafting.auto.predicted_text import PredictedText
+from lookahead.drafting.auto.sources import CheckedSource, Source, TokenPaths
 from lookahead.drafting.auto.weights import SIBLINGS
 from lookahead.drafting.chain import SKETCHED_NODES, ChainDrafter
 from lookahead.drafting.checked_drafter import CheckedDrafter
-from lookahead.drafting.deferred import DeferredDrafter
 from lookahead.drafting.jacobi import JacobiBlockDrafter
 from lookahead.drafting.paper import PaperDrafter
 from lookahead.drafting.pool import NGramPool
@@ -28,7 +28,6 @@ from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
 __all__ = [
     "AutoDrafter",
-    "ContextMatches",
     "DraftMemory",
     "Drafter",
     "JacobiBlockDrafter",
@@ -86,23 +85,13 @@ def build_drafter(
             return TokenRecyclingDrafter(fixed)
         compile_loops()  # now: a step that compiled would say nothing of what steps cost
         if config.preset == "context_matches":
-            return AutoDrafter(None, ContextMatches(), fixed, explore=False)
+            return AutoDrafter(None, fixed)
         chooses: int | StepBudget = fixed if budget is None else budget
         if budget is None and account is not None and config.step_budget is None:
             chooses = ThroughputBudget(account, min(most, MOST_CHOSEN_NODES))
-        known = memory or DraftMemory()
-        users = _own_sources(config, vocabulary)
-
-        def make_auto() -> AutoDrafter:
-            matches, own = text_sources(predicted, *users)
-            parts = (known, matches, chooses)
-            cap = min(most, MOST_CHOSEN_NODES)
-            return AutoDrafter(*parts, cap, warm_up=warm_up, sources=own)
-
-        # User-defined sources observe every step.
-        if users or predicted is not None or isinstance(chooses, int):
-            return make_auto()
-        return DeferredDrafter(make_auto, chooses, known.statistics)
+        sources, before = _sources(config, vocabulary, predicted)
+        cap = min(most, MOST_CHOSEN_NODES)
+        return AutoDrafter(memory or DraftMemory(), chooses, cap, warm_up, sources=sources, before=before)
     if config.preset == "autoregressive":
         return NoDrafter()
     if config.preset == "jacobi":
@@ -143,24 +132,27 @@ def build_chain_drafter(
         return ChainDrafter(TokenRecyclingDrafter(sketched), fixed)
     compile_loops()
     if config.preset == "context_matches":
-        return ChainDrafter(AutoDrafter(None, ContextMatches(), sketched, explore=False), fixed)
+        return ChainDrafter(AutoDrafter(None, sketched), fixed)
     budget = fixed if account is None or config.step_budget is not None else ChainBudget(account)
-    memory = memory or DraftMemory()
-    matches, own = text_sources(predicted, *_own_sources(config, vocabulary))
-    parts = (memory, matches, sketched)
-    return ChainDrafter(AutoDrafter(*parts, warm_up=warm_up, explore=False, sources=own), budget)
+    sources, before = _sources(config, vocabulary, predicted)
+    parts = (memory or DraftMemory(), sketched)
+    return ChainDrafter(AutoDrafter(*parts, warm_up=warm_up, explore=False, sources=sources, before=before), budget)
 
 
-def _own_sources(config: LookaheadConfig, vocabulary: int | None) -> list[CheckedSource]:
-    """New sources of the user's own.
+def _sources(
+    config: LookaheadConfig, vocabulary: int | None, predicted: PredictedText | None
+) -> tuple[list[Source], Sequence[int]]:
+    """New sources of the user's own and the predicted text, and the tokens that are searched before the prompt.
 
     Raises:
         InvalidArgumentError: One of them is no source, or has the name of another.
     """
-    sources = [CheckedSource(make(), vocabulary) for make in config.sources]
+    sources: list[Source] = []
     names = [SIBLINGS]
-    for source in sources:
+    for make in config.sources:
+        source = CheckedSource(make(), vocabulary)
         if source.name in names:
             raise InvalidArgumentError(f"sources have two called {source.name!r}; give each a name of its own")
         names.append(source.name)
-    return sources
+        sources.append(source)
+    return (sources, ()) if predicted is None else ([*sources, predicted], predicted.tokens)

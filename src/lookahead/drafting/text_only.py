@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from lookahead.core.budget import FixedBudget, StepBudget
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
-from lookahead.drafting.auto.ngram_memory import NGramMemory
-from lookahead.drafting.auto.predicted_text import PredictedText, text_sources
-from lookahead.drafting.auto.source import Source
+from lookahead.drafting.auto.ngrams import NGramMemory
+from lookahead.drafting.auto.predicted_text import PredictedText
+from lookahead.drafting.auto.sources import Source
 from lookahead.drafting.auto.weights import TEXT_WEIGHTS
 from lookahead.drafting.chain import SKETCHED_NODES, ChainDrafter
 
@@ -25,9 +25,6 @@ ORDERS = len(TEXT_WEIGHTS["nothing"]) - 1
 
 OLD_SHARE = 0.7
 """What a frequency keeps of itself each time; a token that followed once counts the rest."""
-
-SUREST = 0.95
-"""Highest probability of a token after another: of runs of sure tokens many end together, where two texts part."""
 
 
 def text_memory(capacity: int = 1 << 15) -> DraftMemory:
@@ -74,10 +71,10 @@ def build_text_drafter(
         sources: What else lists paths before each step.
         least: Least probability that a drafted token is accepted. Steps are filled up to `nodes` if not given.
     """
-    matches, own = text_sources(predicted, *sources)
     budget: int | StepBudget = LikelyBudget(nodes, least) if least else nodes
-    known = memory or text_memory()
-    return AutoDrafter(known, matches, budget, nodes, explore=False, sources=own, surest=SUREST)
+    listed = [*sources] if predicted is None else [*sources, predicted]
+    before = () if predicted is None else predicted.tokens
+    return AutoDrafter(memory or text_memory(), budget, nodes, sources=listed, before=before)
 
 
 def build_text_chain_drafter(

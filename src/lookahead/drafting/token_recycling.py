@@ -11,7 +11,7 @@ import numpy as np
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Explanation, Origin
-from lookahead.drafting.auto.ngram_memory import NGramMemory
+from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.best_first import grow
 
 

@@ -15,11 +15,7 @@ from lookahead.core.shared_budget import SharedBudget
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
-from lookahead.drafting.auto.ngram_memory import NGramMemory
-from lookahead.drafting.auto.path_batch import PathBatch
-from lookahead.drafting.auto.path_lessons import VerifiedPaths
-from lookahead.drafting.auto.texts import ContextMatches
-from lookahead.drafting.auto.trust import mix_in
+from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.likeliest import BLOCK, list_likeliest
 
 _VOCABULARY = 16
@@ -37,9 +33,10 @@ def compile_loops() -> None:
         return
     _list_a_row()
     _choose()
-    mix_in(0, np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.float32), 0.5)
-    memory = DraftMemory(NGramMemory(16, 2, 4))
-    drafter = AutoDrafter(memory, ContextMatches(16), _NODES)
+    _draft(AutoDrafter(DraftMemory(NGramMemory(16, 2, 4)), _NODES))
+
+
+def _draft(drafter: AutoDrafter) -> None:
     drafter.start([0, 1, 2])
     for step in range(_STEPS):
         tree = TokenTree([step])
@@ -47,6 +44,7 @@ def compile_loops() -> None:
         top_ids = np.tile(np.arange(drafter.top_k), (len(tree), 1))  # [nodes, top_k] int64
         top_probabilities = np.full(top_ids.shape, 0.1, dtype=np.float32)
         drafter.observe(StepResult(tree, top_ids[:, 0], [], [0], top_ids, top_probabilities))
+        drafter._late = [0]
 
 
 def _choose() -> None:
@@ -64,22 +62,11 @@ def _choose() -> None:
 
 
 @cache
-def compile_path_loops() -> None:
-    """The same for the loops of `PathBatch` alone."""
-    if not IS_COMPILED:
-        return
-    _list_a_row()
-    memory = DraftMemory(NGramMemory(16, 2, 4))
-    batch = PathBatch(memory, 1, _NODES)
-    tokens, place = np.array([[0, 1, 2, 0, 1, 2, 0]], dtype=np.int32), np.zeros(1, dtype=np.int64)
-    for step in range(_STEPS):
-        batch.texts.is_before(0, tokens[0])
-        drafted = batch.propose(place, _NODES).counts if step else place
-        ids = np.tile(np.arange(memory.ngrams.top_k), (1 + int(drafted[0]), 1))
-        predicted = ids, np.full(ids.shape, 0.1, dtype=np.float32)
-        lengths = np.array([5 + step])
-        rows = place, np.array([1 - step]), np.array([step]), 1 + drafted
-        batch.learn(VerifiedPaths(*rows, tokens, lengths, np.ones(1, dtype=np.int64), *predicted))
+def compile_chain_loops() -> None:
+    """The same for the loops of a `DraftBatch` of chains alone."""
+    if IS_COMPILED:
+        _list_a_row()
+        _draft(AutoDrafter(DraftMemory(NGramMemory(16, 2, 4)), _NODES, chains=True))
 
 
 def _list_a_row() -> None:

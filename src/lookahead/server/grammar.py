@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from transformers import LogitsProcessor
 
 from lookahead.core.outputs import StepResult
-from lookahead.drafting.auto.source import TokenPaths
+from lookahead.drafting.auto.sources import TokenPaths
 from lookahead.server.errors import refused
 from lookahead.server.token_bytes import token_bytes
 
@@ -232,7 +232,7 @@ class GrammarSource:
         self._tokens = 0
 
     def start(self, prompt: Sequence[int]) -> None:
-        """See `lookahead.drafting.auto.source.Source`."""
+        """See `lookahead.drafting.auto.sources.Source`."""
 
     def certain(self) -> list[int]:
         """See `Source`."""
@@ -247,7 +247,7 @@ class GrammarSource:
         return self._state.paths()
 
     def permits(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
-        """See `lookahead.drafting.auto.permits.Permits`."""
+        """See `lookahead.drafting.auto.sources.permitted`."""
         return self._state.permitted(tokens, parents)
 
     def observe(self, result: StepResult) -> None:

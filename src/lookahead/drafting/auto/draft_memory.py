@@ -7,10 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from threading import RLock
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
-from lookahead.drafting.auto.ngram_memory import NO_STATISTICS, NGramMemory
+from lookahead.drafting.auto.ngrams import NO_STATISTICS, NGramMemory
 from lookahead.drafting.auto.weights import MODEL_WEIGHTS, TEXT_WEIGHTS, Weights, build_weights
 from lookahead.drafting.stored_arrays import MOST_BYTES, DamagedFileError, StoredArrays, expect
 from lookahead.errors import InvalidArgumentError
@@ -29,12 +30,14 @@ class DraftMemory:
     Attributes:
         lock: Held by whoever reads or changes the arrays, if several threads may. A drafter holds it for one proposal
             or one observation at a time, the methods here as long as they need it.
+        batches: The `DraftBatch` of those who draft from it, by their settings.
     """
 
     def __init__(self, ngrams: NGramMemory | None = None, weights: Weights | None = None) -> None:
         # Made when they are first needed: many calls end before they draft.
         self._ngrams, self._weights = ngrams, weights
         self.lock = RLock()
+        self.batches: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
 
     @property
     def ngrams(self) -> NGramMemory:

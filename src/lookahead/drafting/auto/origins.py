@@ -1,59 +1,51 @@
-"""What spoke for the nodes of a tree that was searched, in words: asked afterwards, where somebody watches."""
+"""What spoke for the nodes of a draft, in words: asked afterwards, where somebody watches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from lookahead.core.watching import Origin
-from lookahead.drafting.auto.proposals import Nodes, Proposals
+from lookahead.drafting.auto.batch import DraftBatch
+from lookahead.drafting.auto.proposals import Nodes
+from lookahead.drafting.auto.search import UNLISTED_LOG
 from lookahead.drafting.auto.sources import ListedArrays
 from lookahead.drafting.auto.texts import LONGEST, MATCH_CLASSES
-from lookahead.drafting.auto.weights import FURTHER_MATCHES, SIBLINGS, Columns
+from lookahead.drafting.auto.weights import Columns
 
-RECENT = "recent prediction"
-
-_SHOWN = {SIBLINGS: "rejected sibling"}
+_RECENT, _SIBLING = "recent prediction", "rejected sibling"
 
 
-def origin_of(
-    node: int, nodes: Nodes, proposals: Proposals, listed: ListedArrays, columns: Columns, names: Sequence[str]
-) -> Origin:
-    """Which sources named the token of a node.
+def origins_of(
+    rows: Sequence[int], place: int, batch: DraftBatch, columns: Columns, names: Sequence[str]
+) -> list[Origin]:
+    """Which sources named the tokens of some nodes.
 
     Args:
-        node: The node, below the root.
-        nodes: The tree.
-        proposals: Those of its search.
-        listed: The paths of sources that list them.
+        rows: Their numbers in the draft.
+        place: That of the text.
+        batch: Where it is.
         columns: Where the features of each source are.
-        names: Those of these sources.
+        names: Those of the sources that list paths.
     """
-    probability = float(nodes.probabilities[node])
-    begin, end = nodes.starts[nodes.parents[node]], nodes.starts[nodes.parents[node] + 1]
-    found = np.flatnonzero(proposals.tokens[begin:end] == nodes.tokens[node])
-    if not len(found):  # no proposal of a source: it was tried
-        return Origin((RECENT,), probability)
-    evidence = [
-        *_evidence(int(begin + found[0]), proposals, columns),
-        *((0.5, _SHOWN.get(name, name)) for name in _listing(node, nodes, listed, names)),
-    ]
-    named = sorted(evidence, key=lambda each: -each[0])
-    return Origin(tuple(name for _, name in named) or (RECENT,), probability)
+    nodes, listed = Nodes(*(array[place] for array in batch.nodes)), batch.listed.arrays
+    found = []
+    for node in rows:
+        evidence = [*_evidence(node, nodes, columns), *((0.5, name) for name in _listing(node, nodes, listed, names))]
+        named = tuple(name for _, name in sorted(evidence, key=lambda each: -each[0]))
+        found.append(Origin(named or (_RECENT,), float(nodes.probabilities[node])))
+    return found
 
 
-def _evidence(row: int, proposals: Proposals, columns: Columns) -> Iterator[tuple[float, str]]:
-    """What spoke for a proposal at its node, each with the length of the context that it knew."""
-    features, order = proposals.features[row], int(proposals.orders[row])
+def _evidence(node: int, nodes: Nodes, columns: Columns) -> Iterator[tuple[float, str]]:
+    """What spoke for a node, each with the length of the context that it knew."""
+    features, order = nodes.features[node], int(nodes.orders[node])
     if order:
         yield order + 0.5, f"n-gram memory, {_tokens(order)}"
     for index, least in enumerate(MATCH_CLASSES):
         if features[columns.matches + index] > 0:
-            further = int(2 * features[columns.matches + len(MATCH_CLASSES)])
             yield least, f"context match, {_match_length(index)}"
-            if further:
-                yield 0.25, FURTHER_MATCHES
+    if nodes.parents[node] == 0 and UNLISTED_LOG < features[columns.siblings] < 0:
+        yield 0.5, _SIBLING
 
 
 def _listing(node: int, nodes: Nodes, listed: ListedArrays, names: Sequence[str]) -> Iterator[str]:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lookahead.core.outputs import StepResult
-from lookahead.drafting.auto.source import Source, TokenPaths
-from lookahead.drafting.auto.texts import ContextMatches
+from lookahead.drafting.auto.sources import TokenPaths
 
 AHEAD = 64
 """Tokens that are proposed of the predicted text."""
@@ -20,13 +19,6 @@ PLACES = 4
 """Most places where the text may go on."""
 
 PROBABILITY = 0.98
-
-
-def text_sources(predicted: PredictedText | None, *sources: Source) -> tuple[ContextMatches, list[Source]]:
-    """Matches in a text and in what is expected of it, and the sources that list paths, that text among them."""
-    if predicted is None:
-        return ContextMatches(), list(sources)
-    return ContextMatches(before=predicted.tokens), [*sources, predicted]
 
 
 class PredictedText:

@@ -1,25 +1,163 @@
-"""Tokens that may follow the text, listed before the search: by sources, rejected siblings, and recent predictions.
+"""Sources of `preset="auto"`: before each step they list tokens that may follow the text, with probabilities.
 
-Sources list paths before the search: a predicted text, those of a user's own, and rejected siblings. The last are what
-the model predicted after tokens that were tried in the root's place; it often says the same after the right one.
-Recent predictions are tokens that the model thought of lately: tried after the root with nodes that nothing better
-takes.
+A predicted text is one, and a user may add others. What a source lists counts as often as it has come true lately.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp, log
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from lookahead.core.compiled import compiled, inner, loop_arrays, loop_tuple
 from lookahead.core.outputs import StepResult
-from lookahead.drafting.auto.ngram_entries import Entries, entry_after
-from lookahead.drafting.auto.proposals import MOST_LISTED, UNLISTED_LOG, Nodes, Proposals, proposal_of, set_default
-from lookahead.drafting.auto.source import NO_PATHS, TokenPaths
+from lookahead.drafting.auto.proposals import MOST_LISTED, Nodes, Proposals, proposal_of
+from lookahead.errors import InvalidArgumentError
+
+MEMBERS = ("name", "start", "propose", "observe")
+
+
+@dataclass(frozen=True)
+class TokenPaths:
+    """Tokens that may follow the text, as a tree.
+
+    Attributes:
+        tokens: Token ids, `[tokens]`, the likeliest first among those with the same parent, which differ.
+        parents: For each token the place in `tokens` of the one that it follows, which comes before it; -1 where it
+            follows the text.
+        probabilities: How likely each token is after its parent, `[tokens]`, above 0 and at most 1. What they are
+            worth is seen from what comes true, so an estimate will do.
+    """
+
+    tokens: ArrayLike
+    parents: ArrayLike
+    probabilities: ArrayLike
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], probability: float = 0.9) -> TokenPaths:
+        """One path, each token of which is as likely as the others."""
+        return cls(tokens, range(-1, len(tokens) - 1), [probability] * len(tokens))
+
+
+class Source(Protocol):
+    """Proposes tokens that may follow one text. It cannot change the text, and counts as far as it comes true.
+
+    A source may also have a method `permits(tokens, parents)`, which says for each node of a draft whether it can come
+    true, as a grammar would know; see `permitted`. And it may have two methods for what is sent whether or not drafting
+    pays: `certain()` gives the tokens that will be selected next whatever the model says, and `alternatives()` paths of
+    which one will be selected after these. `certain` is called first in each step; `propose` and `permits` are about
+    what follows its tokens.
+    """
+
+    @property
+    def name(self) -> str:
+        """What traces call it: one word or a few, different from those of other sources."""
+
+    def start(self, prompt: Sequence[int]) -> None:
+        """Begin a sequence that follows `prompt`, the token ids of the text so far."""
+
+    def propose(self) -> TokenPaths:
+        """What may follow the text now. Called before each step that has a draft."""
+
+    def observe(self, result: StepResult) -> None:
+        """The text goes on with `result.tokens`. Called after every step."""
+
+
+class CheckedSource:
+    """A user-defined source, whose paths are checked before the search uses them.
+
+    Args:
+        source: What a factory in `LookaheadConfig(sources=...)` made.
+        vocabulary: Tokens that the model knows; any are, if not given.
+
+    Raises:
+        InvalidArgumentError: `source` lacks a member of `Source`, or its name is no text.
+    """
+
+    def __init__(self, source: Any, vocabulary: int | None = None) -> None:
+        missing = [member for member in MEMBERS if not hasattr(source, member)]
+        if missing:
+            raise InvalidArgumentError(
+                f"sources made {source!r}, which lacks {', '.join(missing)}; a source has {', '.join(MEMBERS)}"
+            )
+        if not isinstance(source.name, str) or not source.name:
+            raise InvalidArgumentError(f"sources made {source!r}, whose name={source.name!r} must be a text")
+        self._source: Source = source
+        self._vocabulary = np.iinfo(np.int32).max if vocabulary is None else vocabulary
+        self.name = source.name
+        self.start = source.start
+        self.observe = source.observe
+        self.permits = getattr(source, "permits", None)
+        self.certain = self.alternatives = None
+        if getattr(source, "certain", None) is not None:
+            self.certain = lambda: self._known(source.certain())
+            self.alternatives = lambda: [self._known(path) for path in source.alternatives()]
+
+    def propose(self) -> TokenPaths:
+        """See `Source`.
+
+        Raises:
+            InvalidArgumentError: The paths are none.
+        """
+        paths = self._source.propose()
+        try:
+            tokens, parents = (np.array(each, dtype=np.int64) for each in (paths.tokens, paths.parents))
+            probabilities = np.array(paths.probabilities, dtype=np.float64)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise self._refusal(f"{paths!r}, which is no TokenPaths of numbers") from error
+        if tokens.ndim != 1 or not tokens.shape == parents.shape == probabilities.shape:
+            raise self._refusal(f"arrays of shapes {tokens.shape}, {parents.shape}, {probabilities.shape}")
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
+            raise self._refusal(f"tokens outside of 0 to {self._vocabulary - 1}")
+        if (parents < -1).any() or (parents >= np.arange(len(parents))).any():
+            raise self._refusal("a parent that does not come before its token")
+        if not ((probabilities > 0) & (probabilities <= 1)).all():
+            raise self._refusal("a probability that is not above 0 and at most 1")
+        return TokenPaths(tokens, parents, probabilities)
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        if not all(0 <= token < self._vocabulary for token in tokens):
+            raise self._refusal(f"tokens outside of 0 to {self._vocabulary - 1}")
+        return list(tokens)
+
+    def _refusal(self, what: str) -> InvalidArgumentError:
+        return InvalidArgumentError(f"source {self.name!r} proposed {what}; see lookahead.drafting.TokenPaths")
+
+
+def permitted(sources: Sequence[Any], tokens: NDArray[np.int64], parents: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The nodes of a draft that can come true, for all that sources with a method `permits` know.
+
+    It takes the tokens of a draft, `[nodes]`, and their parents, `[nodes]`: 0 for the text itself, 1 for the first
+    node, and so on; a parent comes before its children. It returns for each node whether it can come true after its
+    parent, `[nodes]` bool. What it says of nodes below one that cannot is of no account.
+
+    Args:
+        sources: Those that have the method.
+        tokens, parents: As they get them.
+
+    Returns:
+        Numbers of nodes, like `parents`, with 0 before them.
+
+    Raises:
+        InvalidArgumentError: A source does not tell it of each node.
+    """
+    if not sources or not len(tokens):
+        return np.arange(len(tokens) + 1)
+    can = np.ones(len(tokens) + 1, dtype=bool)
+    for source in sources:
+        allowed = np.asarray(source.permits(tokens.tolist(), parents.tolist()), dtype=bool)
+        if allowed.shape != tokens.shape:
+            raise InvalidArgumentError(
+                f"source {source.name!r}: permits told {allowed.shape} of {len(tokens)} nodes; tell it of each"
+            )
+        can[1:] &= allowed
+    for node, parent in enumerate(parents.tolist(), 1):
+        can[node] &= can[parent]
+    return np.flatnonzero(can)
+
 
 PRIOR = 4.0
 """Tokens of a source that are counted beforehand, as if they had come true as often as it said."""
@@ -29,62 +167,60 @@ KEPT = 0.97
 
 
 class ListedArrays(NamedTuple):
-    """Tokens of the paths of all sources, as trees. The first ones, one for each source, stand for the root.
+    """Tokens of the paths of all sources of a text, as trees. The first ones, one for each source, stand for the root.
 
     Attributes:
         tokens: Each token, `[listed]`.
-        logs: Logarithm of its probability after its parent, `[listed]`.
+        probabilities: Its probability after its parent, `[listed]`.
         children: The first token that follows it, -1 if none does, `[listed]`.
         siblings: The next token after the same parent, -1 if there is none, `[listed]`.
         reached: Which of them each node of the search is, -1 if none, `[sources, nodes]`.
-        columns: The feature of each source, `[sources]`; -1 for one that is weighed by its own record.
         expected: How many selected tokens each source listed by its probabilities, `[sources]`.
         accepted: How many it did list, likewise.
     """
 
     tokens: NDArray[np.int64]
-    logs: NDArray[np.float64]
+    probabilities: NDArray[np.float64]
     children: NDArray[np.int64]
     siblings: NDArray[np.int64]
     reached: NDArray[np.int64]
-    columns: NDArray[np.int64]
     expected: NDArray[np.float64]
     accepted: NDArray[np.float64]
 
 
 class ListedPaths:
-    """Room for what sources list.
+    """What the sources of one text list, and how often it came true.
 
     Args:
-        columns: The feature of each source, -1 for none.
+        sources: How many they are.
         nodes: Nodes of a search.
     """
 
-    def __init__(self, columns: Sequence[int], nodes: int) -> None:
-        size = len(columns) + MOST_LISTED
+    def __init__(self, sources: int, nodes: int) -> None:
+        size = sources + MOST_LISTED
         tokens, children, siblings = (np.full(size, -1, dtype=np.int64) for _ in range(3))
-        reached = np.full((len(columns), nodes), -1, dtype=np.int64)
-        record = np.full((2, len(columns)), PRIOR)
-        of_sources = reached, np.array(columns, dtype=np.int64), *record
-        self.arrays = ListedArrays(tokens, np.zeros(size), children, siblings, *of_sources)
-
-    def fill(self, paths: Sequence[TokenPaths]) -> ListedArrays:
-        """What compiled loops read, with the paths of each source instead of what was there."""
-        end = begin = len(paths)
-        self.arrays.children[:begin] = -1
-        for source, each in enumerate(paths):
-            told: Any = (each.tokens, each.parents, each.probabilities)
-            end += len(told[0])
-            if end > begin:
-                self._make_room(end)
-                tokens, parents, probabilities = loop_arrays(*told)
-                _append(source, begin, tokens, parents, probabilities, loop_tuple(self.arrays))
-                begin = end
-        return self.arrays
+        reached = np.full((sources, nodes), -1, dtype=np.int64)
+        self.arrays = ListedArrays(
+            tokens, np.zeros(size), children, siblings, reached, np.full(sources, PRIOR), np.full(sources, PRIOR)
+        )
 
     def start(self) -> None:
         """Begin a text: each source is believed as it says."""
         self.arrays.expected[:] = self.arrays.accepted[:] = PRIOR
+
+    def fill(self, paths: Sequence[TokenPaths]) -> None:
+        """Take the paths of each source instead of what was there."""
+        begin = len(paths)
+        self.arrays.children[:begin] = -1
+        for source, listed in enumerate(paths):
+            count = len(np.asarray(listed.tokens))
+            if not count:
+                continue
+            self._make_room(begin + count)
+            own: Any = listed.tokens, listed.parents, listed.probabilities
+            tokens, parents, probabilities = loop_arrays(*own)
+            _append(source, begin, tokens, parents, probabilities, loop_tuple(self.arrays))
+            begin += count
 
     def learn(self, selected: Sequence[int]) -> None:
         """Compare what was listed with the tokens that a step selected."""
@@ -95,7 +231,7 @@ class ListedPaths:
         old = self.arrays
         if size > len(old.tokens):
             more = 2 * size - len(old.tokens)
-            longer = (np.concatenate([each, np.full(more, -1, dtype=each.dtype)]) for each in old[:4])
+            longer = (np.concatenate([array, np.full(more, -1, dtype=array.dtype)]) for array in old[:4])
             self.arrays = ListedArrays._make((*longer, *old[4:]))
 
 
@@ -111,7 +247,7 @@ def _append(
     """Write the paths of a source from place `begin` on."""
     for index in range(len(tokens)):
         listed.tokens[begin + index] = tokens[index]
-        listed.logs[begin + index] = log(probabilities[index])
+        listed.probabilities[begin + index] = probabilities[index]
         listed.children[begin + index] = -1
     for back in range(len(tokens)):  # from the end, so that those after one parent keep their order
         index = len(tokens) - 1 - back
@@ -123,14 +259,14 @@ def _append(
 @compiled
 def _compare(selected: NDArray[np.int64], listed: ListedArrays) -> None:
     """Follow the selected tokens along the paths of each source, and note how many of them it listed."""
-    for source in range(len(listed.columns)):
+    for source in range(len(listed.expected)):
         expected = accepted = 0.0
         place = source
         for token in selected:
             child = listed.children[place]
             place = -1
             while child >= 0:
-                expected += exp(listed.logs[child])
+                expected += listed.probabilities[child]
                 if listed.tokens[child] == token:
                     accepted += 1.0
                     place = child
@@ -149,192 +285,25 @@ def propose_listed(node: int, nodes: Nodes, proposals: Proposals, listed: Listed
     Args:
         node: The node at the end of the path.
         nodes: The tree.
-        proposals: Get what may follow; the logarithm of its probability is the feature.
+        proposals: Get what may follow.
         listed: The paths.
     """
-    for source in range(len(listed.columns)):
+    for source in range(len(listed.expected)):
         place = source
-        if nodes.depths[node] > 0:
+        if node > 0:
             place = listed.reached[source, nodes.parents[node]]
             place = listed.children[place] if place >= 0 else -1
             while place >= 0 and listed.tokens[place] != nodes.tokens[node]:
                 place = listed.siblings[place]
         listed.reached[source, node] = place
         child = listed.children[place] if place >= 0 else -1
-        column = listed.columns[source]
-        if child >= 0 and column >= 0:
-            set_default(column, UNLISTED_LOG, proposals)
         proposed = 0
         while child >= 0 and proposed < MOST_LISTED:
             new = proposals.counts[0]
             row = proposal_of(listed.tokens[child], node, proposals)
-            if column >= 0:
-                proposals.features[row, column] = max(listed.logs[child], UNLISTED_LOG)
-            else:
-                likely = exp(listed.logs[child]) * listed.accepted[source] / listed.expected[source]
-                proposals.least[row] = max(proposals.least[row], min(likely, 1.0))
-                if row == new:
-                    proposals.features[row, 0] = 1.0
+            likely = listed.probabilities[child] * listed.accepted[source] / listed.expected[source]
+            proposals.least[row] = max(proposals.least[row], min(likely, 1.0))
+            if row == new:
+                proposals.features[row, 0] = 1.0
             proposed += 1
             child = listed.siblings[child]
-
-
-_MOST_SIBLINGS = 16
-"""Siblings of which all that follows them finds room."""
-
-_AFTER_ROOT = np.full(MOST_LISTED, -1, dtype=np.int64)
-
-
-class RejectedSiblings:
-    """A source (`Source`) of single tokens after the root. Each sibling counts as much as it was thought likely.
-
-    Args:
-        nodes: The tree that the search grows.
-        top_k: Likeliest tokens that are known for each.
-    """
-
-    name = "rejected siblings"
-
-    def __init__(self, nodes: Nodes, top_k: int) -> None:
-        self._nodes = nodes
-        self._paths = NO_PATHS
-        self._followers = np.zeros(_MOST_SIBLINGS * top_k, dtype=np.int64)
-        self._shares = np.zeros(_MOST_SIBLINGS * top_k)
-
-    def start(self, prompt: Sequence[int]) -> None:
-        """Begin a sequence: nothing was tried yet."""
-        self.forget()
-
-    def propose(self) -> TokenPaths:
-        """See `Source`."""
-        return self._paths
-
-    def observe(self, result: StepResult) -> None:
-        """A step of which nothing is known about siblings."""
-        self.forget()
-
-    def forget(self) -> None:
-        """Nothing is known about siblings."""
-        self._paths = NO_PATHS
-
-    def follow(self, before: int, first: int, top_ids: NDArray[np.int64], shares: NDArray[np.float32]) -> None:
-        """Take what the model says after the nodes that follow one.
-
-        Args:
-            before: The node that they follow.
-            first: The first node below the root.
-            top_ids: The likeliest tokens after the root and each node that was sent, `[1 + sent, top_k]`.
-            shares: Their probabilities, likewise.
-        """
-        told = loop_arrays(top_ids, shares, self._followers, self._shares)
-        count = min(_collect(before, first, loop_tuple(self._nodes), *told), MOST_LISTED)
-        self._paths = TokenPaths(self._followers[:count], _AFTER_ROOT[:count], self._shares[:count])
-
-
-@compiled
-def _collect(
-    before: int,
-    first: int,
-    nodes: Nodes,
-    top_ids: NDArray[np.int64],
-    top_probabilities: NDArray[np.float32],
-    followers: NDArray[np.int64],
-    shares: NDArray[np.float64],
-) -> int:
-    """Write what the model says after the nodes whose parent is `before`; returns how many tokens these are."""
-    count = 0
-    for row in range(1, top_ids.shape[0]):
-        node = first + row - 1
-        if nodes.parents[node] == before:
-            for rank in range(top_ids.shape[1]):
-                if top_ids[row, rank] < 0:
-                    break
-                share = nodes.probabilities[node] * float(top_probabilities[row, rank])
-                count = add_share(top_ids[row, rank], share, count, followers, shares)
-    total = 0.0
-    for index in range(count):
-        total += shares[index]
-    rank_shares(count, total, followers, shares)
-    return count
-
-
-@inner
-def add_share(token: int, share: float, count: int, followers: NDArray[np.int64], shares: NDArray[np.float64]) -> int:
-    """Add to the share of a token among the first `count` followers; one that does not fit is left out.
-
-    Returns:
-        How many followers there are now.
-    """
-    place = 0
-    while place < count and followers[place] != token:
-        place += 1
-    if place == len(followers):
-        return count
-    if place == count:
-        followers[place] = token
-        shares[place] = 0.0
-        count += 1
-    shares[place] += share
-    return count
-
-
-@inner
-def rank_shares(count: int, total: float, followers: NDArray[np.int64], shares: NDArray[np.float64]) -> None:
-    """Put the first `count` followers in the order of their shares of `total`, the largest first."""
-    for index in range(count):
-        token = followers[index]
-        share = shares[index] / total
-        at = index
-        while at > 0 and share > shares[at - 1]:
-            followers[at] = followers[at - 1]
-            shares[at] = shares[at - 1]
-            at -= 1
-        followers[at] = token
-        shares[at] = share
-
-
-_READ = 512
-_LATEST = 128
-MOST_TRIED = 64
-"""Most predictions that are tried after the root when nothing better is left."""
-
-_KNOWN_SHARE = 0.25
-"""What a prediction counts if the memory knows already what comes after it: what it teaches is worth less."""
-
-
-class RecentArrays(NamedTuple):
-    """Tokens, the latest first, and the probability that each of the first of them is given to follow the root."""
-
-    tokens: NDArray[np.int64]
-    probabilities: NDArray[np.float64]
-
-
-NOTHING_RECENT = RecentArrays(np.zeros(0, dtype=np.int64), np.zeros(0))
-
-
-class RecentPredictions:
-    """The tokens of the end of the prompt, and what the model predicted since, each once."""
-
-    def __init__(self) -> None:
-        self._tokens: list[int] = []  # the latest first
-        self._probabilities = 0.001 / np.arange(4, 4 + MOST_TRIED, dtype=np.float64)
-
-    def start(self, prompt: Sequence[int]) -> None:
-        """Begin a text."""
-        self._tokens = []
-        self.note(list(prompt[-_READ:])[::-1])
-
-    def note(self, tokens: Sequence[int]) -> None:
-        """Put the tokens, the latest first, before all others."""
-        self._tokens = list(dict.fromkeys([*tokens, *self._tokens]))[:_LATEST]
-
-    def arrays(self) -> RecentArrays:
-        """What compiled loops read."""
-        return RecentArrays(np.array(self._tokens, dtype=np.int64), self._probabilities)
-
-
-@inner
-def probability_of(index: int, recent: RecentArrays, entries: Entries) -> float:
-    """How likely a recent prediction is taken to be; less if the memory knows what comes after it."""
-    known = entry_after(recent.tokens[index], entries) >= 0
-    return float(recent.probabilities[index] * (_KNOWN_SHARE if known else 1.0))

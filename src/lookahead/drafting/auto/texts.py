@@ -6,13 +6,12 @@ a given text) is accepted many tokens at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import TypedLoop, compiled, inner
+from lookahead.core.compiled import compiled, inner
 from lookahead.drafting.auto.proposals import Nodes, Proposals, proposal_of
 from lookahead.errors import InvalidArgumentError
 
@@ -41,10 +40,16 @@ _LEAST_ROOM = 4096
 class TextArrays(NamedTuple):
     """One text in each place.
 
+    The places that follow each run of 8, 4 and 2 tokens are chained, the newest first, as compressors do (LZ77). Adding
+    a token takes constant time, amortised; a search visits at most 64 places a run length and returns 8. Each token
+    that is kept takes 20 bytes, and each text 393 kB besides: 3 MB for the usual 65,536. The operating system fills
+    pages when they are first written to.
+
     Attributes:
         tokens: The tokens that are kept, `[places, room]`.
         lengths: How many these are, `[places]`.
-        dropped: How many stood before them, `[places]`.
+        dropped: How many stood before them, `[places]`; below 0, so many of those kept are no part of the text, but
+            stand before it to be searched.
         newest: For each run length and bucket the last place that follows a run of it, -1 if there is none, `[places,
             runs, buckets]`.
         earlier: For each run length and place the one before it in its bucket, `[places, runs, room]`.
@@ -79,45 +84,49 @@ def allocate_followed(nodes: int) -> Followed:
     return Followed(places, lengths, np.zeros(nodes, dtype=np.int64))
 
 
-class MatchArrays(NamedTuple):
-    """One text, of which the first `length` tokens count; see `TextArrays` and `Followed`."""
-
-    text: NDArray[np.int64]
-    newest: NDArray[np.int32]
-    earlier: NDArray[np.int32]
-    places: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    found: NDArray[np.int64]
-    length: int
-
-
 @inner
-def matches_of(place: int, texts: TextArrays, followed: Followed) -> MatchArrays:
-    """One text, and room for the occurrences that the nodes after it follow."""
-    return MatchArrays(
-        texts.tokens[place],
-        texts.newest[place],
-        texts.earlier[place],
-        followed.places,
-        followed.lengths,
-        followed.found,
-        texts.lengths[place],
-    )
+def read_context(place: int, node: int, most: int, nodes: Nodes, texts: TextArrays, context: NDArray[np.int64]) -> int:
+    """Write the last tokens of the path to a node to `context`, the very last one first; returns how many.
+
+    Args:
+        place: That of the text.
+        node: One of the tree after it; 0 is the last token of the text, -1 the one before it, and so on.
+        most: How many tokens are wanted.
+        nodes: The tree.
+        texts: The texts.
+        context: Gets the tokens.
+    """
+    size = 0
+    while node > 0 and size < most:
+        context[size] = nodes.tokens[node]
+        node = nodes.parents[node]
+        size += 1
+    at, first = texts.lengths[place] - 1 + node, max(-texts.dropped[place], 0)
+    while at >= first and size < most:
+        context[size] = texts.tokens[place, at]
+        at -= 1
+        size += 1
+    return size
 
 
 @compiled
-def find_matches(context: NDArray[np.int64], size: int, node: int, matches: MatchArrays) -> int:
+def find_matches(
+    place: int, context: NDArray[np.int64], size: int, node: int, texts: TextArrays, followed: Followed
+) -> int:
     """Note the occurrences of the longest indexed run that ends a context as those of `node`.
 
     Args:
+        place: That of the text to search.
         context: Its tokens, the last one first; `size` of them count.
         size: See there.
-        node: Row of `places` and `lengths` that they are written to.
-        matches: What to search.
+        node: Row of `followed` that they are written to.
+        texts: The texts.
+        followed: Gets the occurrences.
 
     Returns:
         How many were found.
     """
+    text, length = texts.tokens[place], texts.lengths[place]
     count = 0
     for index in range(len(RUNS)):
         run = RUNS[index]
@@ -126,35 +135,35 @@ def find_matches(context: NDArray[np.int64], size: int, node: int, matches: Matc
         code = 0
         for back in range(run):
             code = (code * _FACTOR + context[back] + 1) % _PRIME
-        place = matches.newest[index, code & (BUCKETS - 1)]
+        end = texts.newest[place, index, code & (BUCKETS - 1)]
         visited = 0
-        while place >= 0 and visited < _VISITED and count < matches.places.shape[1]:
+        while end >= 0 and visited < _VISITED and count < followed.places.shape[1]:
             visited += 1
-            if place < matches.length:
-                most = min(size, place)
-                length = 0
-                while length < most and context[length] == matches.text[place - 1 - length]:
-                    length += 1
-                if length >= run:
-                    matches.places[node, count] = place
-                    matches.lengths[node, count] = length
+            if end < length:
+                most = min(size, end)
+                agreeing = 0
+                while agreeing < most and context[agreeing] == text[end - 1 - agreeing]:
+                    agreeing += 1
+                if agreeing >= run:
+                    followed.places[node, count] = end
+                    followed.lengths[node, count] = agreeing
                     count += 1
-            place = matches.earlier[index, place]
+            end = texts.earlier[place, index, end]
         if count > 0:
             break
     return count
 
 
 @inner
-def _follow(node: int, nodes: Nodes, matches: MatchArrays) -> int:
+def _follow(place: int, node: int, nodes: Nodes, texts: TextArrays, followed: Followed) -> int:
     """Note as those of `node` the occurrences of its parent that go on with its token; returns how many."""
     count = 0
     parent = nodes.parents[node]
-    for match in range(matches.found[parent]):
-        place = matches.places[parent, match]
-        if matches.text[place] == nodes.tokens[node] and place + 1 < matches.length:
-            matches.places[node, count] = place + 1
-            matches.lengths[node, count] = min(matches.lengths[parent, match] + 1, LONGEST)
+    for match in range(followed.found[parent]):
+        end = followed.places[parent, match]
+        if texts.tokens[place, end] == nodes.tokens[node] and end + 1 < texts.lengths[place]:
+            followed.places[node, count] = end + 1
+            followed.lengths[node, count] = min(followed.lengths[parent, match] + 1, LONGEST)
             count += 1
     return count
 
@@ -170,44 +179,44 @@ def _class_of(length: int) -> int:
 
 @inner
 def propose_matches(
+    place: int,
     node: int,
     context: NDArray[np.int64],
     size: int,
     nodes: Nodes,
     proposals: Proposals,
-    matches: MatchArrays,
+    texts: TextArrays,
+    followed: Followed,
     column: int,
 ) -> None:
     """Propose what followed where the text has been before: a feature for each class of agreement, 1 for the longest.
 
     Args:
+        place: That of the text.
         node: The node at the end of a path.
         context: Its last tokens, the very last one first; `size` of them count.
         size: See there.
         nodes: The tree.
         proposals: Get what may follow.
-        matches: What to search. Occurrences that the path has followed so far go on; others are looked for when there
-            are none left.
-        column: The feature of the first class; those of the others, and half the number of further matches that a
-            token follows, come behind it.
+        texts: The texts.
+        followed: Occurrences that the path has followed so far go on; others are looked for when there are none left.
+        column: The feature of the first class; those of the others come behind it.
     """
-    count = _follow(node, nodes, matches) if nodes.depths[node] > 0 else 0
+    count = _follow(place, node, nodes, texts, followed) if node > 0 else 0
     if count == 0:
-        count = find_matches(context, size, node, matches)
-    matches.found[node] = count
+        count = find_matches(place, context, size, node, texts, followed)
+    followed.found[node] = count
     for match in range(count):
-        token = matches.text[matches.places[node, match]]
+        token = texts.tokens[place, followed.places[node, match]]
         longest = 0
         for other in range(match):
-            if matches.text[matches.places[node, other]] == token:
-                longest = max(longest, matches.lengths[node, other])
+            if texts.tokens[place, followed.places[node, other]] == token:
+                longest = max(longest, followed.lengths[node, other])
         row = proposal_of(token, node, proposals)
-        if longest > 0:
-            proposals.features[row, column + len(MATCH_CLASSES)] += 0.5
-        if matches.lengths[node, match] > longest:
+        if followed.lengths[node, match] > longest:
             if longest > 0:
                 proposals.features[row, column + _class_of(longest)] = 0.0
-            proposals.features[row, column + _class_of(matches.lengths[node, match])] = 1.0
+            proposals.features[row, column + _class_of(followed.lengths[node, match])] = 1.0
 
 
 @inner
@@ -226,7 +235,7 @@ def _chain_runs(place: int, begin: int, texts: TextArrays) -> None:
 
 
 @inner
-def _append(place: int, tokens: NDArray[np.integer], begin: int, end: int, texts: TextArrays) -> None:
+def append(place: int, tokens: NDArray[np.integer], begin: int, end: int, texts: TextArrays) -> None:
     """A text goes on with `tokens[begin:end]`; one that is too long by then keeps its last tokens."""
     length = first = texts.lengths[place]
     if length + end - begin > 2 * texts.reach:
@@ -244,111 +253,46 @@ def _append(place: int, tokens: NDArray[np.integer], begin: int, end: int, texts
 
 
 @inner
-def begin_text(place: int, tokens: NDArray[np.integer], end: int, texts: TextArrays) -> None:
-    """A new text in a place, `tokens[:end]`; of a long one the last tokens."""
+def begin_text(place: int, texts: TextArrays) -> None:
+    """A new text in a place, without a token yet."""
     texts.newest[place, :, :] = -1
     texts.lengths[place] = texts.dropped[place] = 0
-    _append(place, tokens, 0, end, texts)
-
-
-@inner
-def follow_text(place: int, tokens: NDArray[np.integer], end: int, texts: TextArrays) -> None:
-    """The text in a place goes on to be `tokens[:end]`."""
-    _append(place, tokens, texts.dropped[place] + texts.lengths[place], end, texts)
 
 
 @compiled
-def extend_text(place: int, tokens: NDArray[np.integer], texts: TextArrays) -> None:
+def extend_text(place: int, tokens: NDArray[np.int64], texts: TextArrays) -> None:
     """The text in a place goes on with these tokens."""
-    _append(place, tokens, 0, len(tokens), texts)
+    append(place, tokens, 0, len(tokens), texts)
 
 
-@inner
-def is_begun_by(place: int, tokens: NDArray[np.int32], most: int, texts: TextArrays) -> bool:
-    """Whether `tokens` begin with the text in a place, as far as its last `most` tokens tell."""
-    length, dropped = texts.lengths[place], texts.dropped[place]
-    if length == 0 or dropped + length > len(tokens):
-        return False
-    at = max(length - most, 0)
-    while at < length and texts.tokens[place, at] == tokens[dropped + at]:
-        at += 1
-    return bool(at == length)
-
-
-@compiled
-def precedes(place: int, tokens: NDArray[np.int32], texts: TextArrays) -> bool:
-    """Whether the text in a place is what `tokens` begin with."""
-    return bool(is_begun_by(place, tokens, len(tokens), texts))
-
-
-class ContextMatches:
-    """Texts in which earlier occurrences of the longest suffix of a context are found, newest first.
-
-    The places that follow each run of 8, 4 and 2 tokens are chained, the newest first, as compressors do (LZ77). Adding
-    a token takes constant time, amortised; a search visits at most 64 places a run length and returns 8. Each text
-    keeps its last `memory` to `2 * memory` tokens; each takes 20 bytes, and the index 393 kB besides: 3 MB for the
-    usual 65,536. The operating system fills pages when they are first written to.
-
-    Args:
-        memory: Tokens of each text that stay within reach, at least; 16 or more.
-        before: Tokens that are searched as if they stood before each prompt.
-        places: How many texts.
-
-    Attributes:
-        memory: As given.
-        arrays: The texts.
+def allocate_texts(places: int, room: int, reach: int) -> TextArrays:
+    """Room for texts of so many tokens, of which `reach` to twice as many are kept.
 
     Raises:
-        InvalidArgumentError: `memory` is too small.
+        InvalidArgumentError: `reach` is too small.
     """
-
-    def __init__(self, memory: int = REACH, before: Sequence[int] = (), places: int = 1) -> None:
-        if memory < 16:
-            raise InvalidArgumentError(f"memory={memory} is out of range; it must be at least 16 tokens")
-        self.memory = memory
-        self._before = np.array(before, dtype=np.int64)
-        newest = np.empty((places, len(RUNS), BUCKETS), dtype=np.int32)
-        lengths, dropped = np.zeros((2, places), dtype=np.int64)
-        tokens, earlier = _allocate(places, 1)
-        self.arrays = TextArrays(tokens, lengths, dropped, newest, earlier, memory)
-        self._extend, self._precedes = TypedLoop(extend_text), TypedLoop(precedes)
-
-    @property
-    def text(self) -> NDArray[np.int64]:
-        """The tokens within reach, of the text in the first place."""
-        return self.arrays.tokens[0, : self.arrays.lengths[0]]
-
-    def start(self, prompt: Sequence[int] | NDArray[np.int64]) -> None:
-        """Begin a text in the first place."""
-        self.forget(0)
-        self.arrays.newest[0] = -1
-        self.extend(np.concatenate([self._before, np.asarray(prompt, dtype=np.int64)]))
-
-    def extend(self, tokens: Sequence[int] | NDArray[np.int64]) -> None:
-        """The text in the first place goes on."""
-        new = np.asarray(tokens, dtype=np.int64)
-        self.make_room(int(self.arrays.lengths[0]) + len(new))
-        self._extend(0, new, self.arrays)
-
-    def is_before(self, place: int, tokens: NDArray[np.int32]) -> bool:
-        """Whether the text in a place is what these tokens, `[tokens]`, begin with."""
-        return bool(self._precedes(place, tokens, self.arrays))
-
-    def forget(self, place: int) -> None:
-        """There is no text in a place any more."""
-        self.arrays.lengths[place] = self.arrays.dropped[place] = 0
-
-    def make_room(self, longest: int) -> None:
-        """Make room for texts of up to so many tokens."""
-        old, most = self.arrays, 2 * self.memory
-        if min(longest, most) < old.tokens.shape[1]:
-            return
-        tokens, earlier = _allocate(len(old.lengths), 1 + min(max(2 * longest, _LEAST_ROOM), most))
-        for place in np.flatnonzero(old.lengths).tolist():
-            end = old.lengths[place] + 1
-            tokens[place, :end], earlier[place, :, :end] = old.tokens[place, :end], old.earlier[place, :, :end]
-        self.arrays = old._replace(tokens=tokens, earlier=earlier)
+    if reach < 16:
+        raise InvalidArgumentError(f"reach={reach} is out of range; it must be at least 16 tokens")
+    newest = np.empty((places, len(RUNS), BUCKETS), dtype=np.int32)
+    lengths, dropped = np.zeros((2, places), dtype=np.int64)
+    tokens, earlier = np.empty((places, room), dtype=np.int64), np.empty((places, len(RUNS), room), dtype=np.int32)
+    return TextArrays(tokens, lengths, dropped, newest, earlier, reach)
 
 
-def _allocate(places: int, room: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    return np.empty((places, room), dtype=np.int64), np.empty((places, len(RUNS), room), dtype=np.int32)
+def with_room(old: TextArrays, places: int, longest: int) -> TextArrays:
+    """The same texts with room for so many of them, of so many tokens each."""
+    room, most, count = old.tokens.shape[1], 2 * old.reach, len(old.lengths)
+    if places <= count and min(longest, most) < room:
+        return old
+    if min(longest, most) >= room:
+        room = 1 + min(max(2 * longest, _LEAST_ROOM), most)
+    new = allocate_texts(max(places, count), room, old.reach)
+    if places <= count:
+        new = new._replace(newest=old.newest)
+    else:
+        new.newest[:count] = old.newest
+    new.lengths[:count], new.dropped[:count] = old.lengths, old.dropped
+    for place in np.flatnonzero(old.lengths).tolist():
+        end = old.lengths[place] + 1
+        new.tokens[place, :end], new.earlier[place, :, :end] = old.tokens[place, :end], old.earlier[place, :, :end]
+    return new

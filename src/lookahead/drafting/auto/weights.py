@@ -2,9 +2,9 @@
 
 Token t scores s(t) = w · x(t), "none of those proposed" scores a constant b, and the probabilities are their softmax.
 The features x(t) are the log-probability that the memory gives t after the last 1, 2, ... tokens; the class of the
-longest context match that t follows (one of eight is 1, the others 0); half the number of further matches that it
-follows; and the log-probability that rejected-sibling continuations give it after the root. There is one set of w and b
-for each length of the longest context that the memory knows, so the lengths are blended, not just backed off from.
+longest context match that t follows (one of eight is 1, the others 0); and the log-probability that rejected-sibling
+continuations give it after the root. There is one set of w and b for each length of the longest context that the memory
+knows, so the lengths are blended, not just backed off from.
 
 Both tables were fitted by `benchmarks/fit_weights.py`, whose module docstring has the commands.
 """
@@ -27,7 +27,7 @@ NOTHING = "nothing"
 """All tokens that no source proposed; its weight b is in column 0."""
 
 MATCHES = tuple(f"match of {length} tokens" for length in MATCH_CLASSES)
-FURTHER_MATCHES, SIBLINGS = "further matches", "rejected siblings"
+SIBLINGS = "rejected siblings"
 
 MODEL_WEIGHTS: dict[str, tuple[float, ...]] = {
     "nothing": (1.20, -1.04, -2.86, -3.36, -3.52),
@@ -43,7 +43,6 @@ MODEL_WEIGHTS: dict[str, tuple[float, ...]] = {
     "match of 16 tokens": (2.74, 5.78, 5.62, 5.73, 3.69),
     "match of 24 tokens": (1.43, 4.85, 4.88, 4.81, 4.30),
     "match of 32 tokens": (6.59, 6.59, 6.59, 6.59, 5.76),
-    "further matches": (0.44, 0.50, -0.13, -0.19, -0.15),
     "rejected siblings": (0.70, 0.10, 0.11, 0.05, 0.07),
 }
 """Where the memory holds a model's predictions: by feature, for each length of the longest known context, 0 to 4."""
@@ -64,7 +63,6 @@ TEXT_WEIGHTS: dict[str, tuple[float, ...]] = {
     "match of 16 tokens": (5.77, 5.78, 5.62, 5.73, 4.88, 4.88, 3.14),
     "match of 24 tokens": (4.91, 4.85, 4.88, 4.81, 4.90, 4.90, 3.52),
     "match of 32 tokens": (6.59, 6.59, 6.59, 6.59, 6.66, 6.66, 3.71),
-    "further matches": (0.44, 0.50, 0.16, 0.33, 0.29, 1.60, -0.01),
     "rejected siblings": (0.12, 0.03, 0.01, -0.02, -0.02, -0.02, -0.02),
 }
 """Where it holds what followed in texts, of which no predictions are known: for lengths 0 to 6."""
@@ -86,7 +84,7 @@ def context_name(length: int) -> str:
 def feature_names(orders: int) -> list[str]:
     """The feature of each column, for a memory of contexts of up to `orders` tokens."""
     contexts = [context_name(length) for length in range(1, orders + 1)]
-    return [NOTHING, *contexts, *MATCHES, FURTHER_MATCHES, SIBLINGS]
+    return [NOTHING, *contexts, *MATCHES, SIBLINGS]
 
 
 @dataclass(frozen=True)

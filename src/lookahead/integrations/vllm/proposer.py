@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from lookahead.backends.step_clock import step_clock
 from lookahead.drafting import text_only
+from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.ngram_memory import NGramMemory
-from lookahead.drafting.auto.path_batch import Drafts, PathBatch
-from lookahead.drafting.auto.path_lessons import VerifiedPaths
-from lookahead.drafting.auto.search import SUREST
+from lookahead.drafting.auto.learning import Step
+from lookahead.drafting.auto.ngrams import NGramMemory
+from lookahead.drafting.auto.search import Wanted
 from lookahead.drafting.memory_file import MemoryFile
-from lookahead.drafting.warm_up import compile_path_loops
+from lookahead.drafting.warm_up import compile_chain_loops
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 from lookahead.integrations.vllm.chain_lengths import ChainLengths, VerifiedStep
 from lookahead.integrations.vllm.predictions import Predictions, TargetPredictions
@@ -32,8 +32,9 @@ from lookahead.integrations.vllm.settings import Settings
 _ORDERS = 8
 """Longest context of the memory. Other texts are searched by it alone, so it is twice that of a single text."""
 
-_NOTHING = Predictions(np.empty((0, 1), dtype=np.int64), np.empty((0, 1), dtype=np.float32))
-"""Where nothing is read."""
+_REJECTED = 3
+"""Of so many tokens that were rejected, what the model says after them is learned. What comes after more of them is
+hardly ever asked for, and takes the place of what is."""
 
 
 @dataclass
@@ -88,7 +89,7 @@ class LookaheadProposer:
         )
         self._memory: DraftMemory | None = None if self._file is None else self._file.memory
         self._target: TargetPredictions | None = None
-        self._batch: PathBatch  # made with the memory, by `load_model`
+        self._batch: DraftBatch  # made with the memory, by `load_model`
         self._requests: Requests
         self._is_loaded = False
         self._lengths = ChainLengths() if self._settings.adaptive else None
@@ -99,7 +100,7 @@ class LookaheadProposer:
         self.statistics = ProposerStatistics()
         if self._file is not None:
             weakref.finalize(self, _save, self._file, self._model)  # when the process ends, if not before
-        compile_path_loops()
+        compile_chain_loops()
 
     def load_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM with the target model, whose logits are read along."""
@@ -107,8 +108,9 @@ class LookaheadProposer:
         if self._memory is None:
             self._memory = _new_memory() if reads else text_only.text_memory()
         self._memory.ngrams.occupy()
-        surest = SUREST if reads else text_only.SUREST
-        self._batch = PathBatch(self._memory, self._most_requests, self._most_drafted, surest, reads=reads)
+        self._batch = DraftBatch(
+            self._memory, self._most_drafted, chains=True, places=self._most_requests, rejected=_REJECTED
+        )
         self._requests = Requests(self._batch)
         self._is_loaded = True
         if reads:
@@ -146,19 +148,20 @@ class LookaheadProposer:
         rows = self._requests.rows(tokens, lengths, added)
         self._book(rows, added, now)
         self._learn(rows, tokens, lengths, added)
-        drafts = self._draft(rows)
+        places = self._draft(rows)
         if self._target is not None:
             self._target.expect(not self._rests)
         self._save_sometimes()
         self._began = now
-        every = zip(drafts.tokens.tolist(), drafts.counts.tolist(), strict=True)
-        return [draft[:count] for draft, count in every]
+        counts = np.where(places < 0, 0, self._batch.counts[places])
+        drafts = self._batch.nodes.tokens[places, 1:].tolist()
+        return [draft[:count] for draft, count in zip(drafts, counts.tolist(), strict=True)]
 
     def _book(self, rows: Rows, added: NDArray[np.int64], now: float) -> None:
         """Note what the step took, if it was about the requests of the one before and no prompt."""
         if self._lengths is None or self._began is None or not len(added) or not rows.verified.all():
             return
-        expected = float(self._batch.paths.states.promised[rows.places].sum())
+        expected = float(self._likely(rows.places).sum())
         sent, tokens = int(rows.counts.sum()) - len(added), int(added.sum())
         self._lengths.book(VerifiedStep(len(added), sent, expected, self._lost, tokens, now - self._began))
 
@@ -166,24 +169,50 @@ class LookaheadProposer:
         self, rows: Rows, tokens: NDArray[np.int32], lengths: NDArray[np.int64], added: NDArray[np.int64]
     ) -> None:
         """Let the texts go on, and learn what the step showed of them."""
-        predictions = _NOTHING if self._target is None else self._target.take(int(rows.counts.sum())) or _NOTHING
-        self.statistics.unread += self._target is not None and not self._rests and predictions is _NOTHING
+        batch, counts = self._batch, rows.counts
+        for row in np.flatnonzero((rows.places >= 0) & (rows.verified == 0)).tolist():  # new, or back again
+            place, before = int(rows.places[row]), int(lengths[row] - added[row])
+            if rows.begun[row]:
+                batch.begin(place, tokens[row, :before])
+            else:
+                batch.extend(place, tokens[row, batch.texts.dropped[place] + batch.texts.lengths[place] : before])
         self.statistics.requests += int(np.count_nonzero(rows.begun))
-        learned = VerifiedPaths(*rows, tokens, lengths, added, *predictions)
-        self.statistics.accepted += self._batch.learn(learned)
+        ends = np.cumsum(counts)
+        nodes = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
+        predictions = None if self._target is None else self._target.take(len(nodes))
+        self.statistics.unread += self._target is not None and not self._rests and predictions is None
+        if predictions is None:
+            ids = np.full((len(nodes), 1), -1, dtype=np.int64)
+            predictions = Predictions(ids, np.zeros(ids.shape, dtype=np.float32))
+        sizes = zip(lengths.tolist(), added.tolist(), strict=True)
+        new = [tokens[row, length - count : length] for row, (length, count) in enumerate(sizes)]
+        selected = np.concatenate(new, dtype=np.int64) if new else np.empty(0, dtype=np.int64)
+        step = Step(rows.places, ends, selected, added, np.zeros_like(added), nodes, *predictions)
+        with batch.memory.lock:
+            self.statistics.accepted += batch.learn(step)
 
-    def _draft(self, rows: Rows) -> Drafts:
-        """A draft for each request."""
+    def _draft(self, rows: Rows) -> NDArray[np.int64]:
+        """Find a draft for each request; returns the place of each, -1 where there is none."""
         least = worth = 0.0
         if self._lengths is not None:
             self._lengths.begin(int(np.count_nonzero(rows.places >= 0)))
             least, worth = self._lengths.least, self._lengths.worth
         places = np.full_like(rows.places, -1) if self._rests else rows.places
-        drafts = self._batch.propose(places, self._most_tokens, least, worth)
-        self._lost = drafts.lost
+        texts, batch = self._batch.texts, self._batch
+        levels = self._most_tokens - texts.dropped[places] - texts.lengths[places] - 1
+        most = np.full_like(places, self._most_drafted)
+        with batch.memory.lock:
+            batch.find(Wanted(places, most, np.maximum(levels, 0), np.full(len(places), float(least))))
+        likely = self._likely(places[places >= 0])
+        self._lost = float(np.maximum(worth - likely, 0.0)[likely > 0].sum())
         self.statistics.steps += 1
-        self.statistics.drafted += int(drafts.counts.sum())
-        return drafts
+        self.statistics.drafted += int(np.count_nonzero(likely))
+        return places
+
+    def _likely(self, places: NDArray[np.int64]) -> NDArray[np.float64]:
+        """How likely each drafted token of some texts is to be accepted, `[places, most]`; 0 behind the draft."""
+        drafted = np.arange(self._most_drafted) < self._batch.counts[places, None]
+        return np.where(drafted, self._batch.nodes.probabilities[places, 1:], 0.0)
 
     @property
     def _rests(self) -> bool:

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import TypedLoop, compiled
-from lookahead.drafting.auto.path_arrays import PathStates
-from lookahead.drafting.auto.path_batch import PathBatch
-from lookahead.drafting.auto.texts import TextArrays, is_begun_by
+from lookahead.core.compiled import TypedLoop, compiled, inner
+from lookahead.drafting.auto.batch import DraftBatch
+from lookahead.drafting.auto.texts import TextArrays
 
 _COMPARED = 256
 """Last tokens by which a text is known to be still the one in its row; elsewhere texts are compared as a whole."""
@@ -20,7 +19,7 @@ class Rows(NamedTuple):
     """The rows of a batch, `[rows]` each.
 
     Attributes:
-        places: The place of each text in the batch of paths; -1 where the step added nothing.
+        places: The place of each text in the batch of drafts; -1 where the step added nothing.
         begun: 1 where it is new there, else 0.
         verified: 1 where the step verified the draft made after the last step, else 0.
         counts: How many positions the step sampled from: one more than it verified.
@@ -37,16 +36,17 @@ class Requests:
     latest are kept, as many as vLLM may have besides those that are.
 
     Args:
-        batch: Their texts and paths. It has a place for each request of a step.
+        batch: Their texts and drafts. It has a place for each request of a step.
 
     Attributes:
         absent: Places of those that are not there, the latest last.
         have_left: Whether some that were in the step before are not in the last one.
     """
 
-    def __init__(self, batch: PathBatch) -> None:
+    def __init__(self, batch: DraftBatch) -> None:
         self._batch = batch
-        self._free = list(range(batch.places))[::-1]
+        self._places = len(batch.counts)
+        self._free = list(range(self._places))[::-1]
         self._rows = np.empty(0, dtype=np.int64)  # the places of the last step
         self._recognise = TypedLoop(_recognise)
         self.absent: list[int] = []
@@ -64,7 +64,7 @@ class Requests:
         """
         rows = Rows(*np.zeros((len(Rows._fields), len(added)), dtype=np.int64))
         batch = self._batch
-        changed = self._recognise(self._rows, tokens, lengths, added, batch.texts.arrays, batch.paths.states, rows)
+        changed = self._recognise(self._rows, tokens, lengths, added, batch.texts, batch.counts, rows)
         self.have_left = False
         if changed:
             self._find(rows, tokens, lengths - added, added)
@@ -74,13 +74,13 @@ class Requests:
 
     def _find(self, rows: Rows, tokens: NDArray[np.int32], before: NDArray[np.int64], added: NDArray[np.int64]) -> None:
         """Find requests that moved or come back; the longest text that a row goes on from is its own."""
-        texts, drafted = self._batch.texts.arrays, self._batch.paths.states.drafted
+        texts, drafted = self._batch.texts, self._batch.counts
         present, of_last_step = {*rows.places.tolist()}, {*self._rows.tolist()}
         others = [place for place in (*self._rows.tolist(), *self.absent) if place >= 0 and place not in present]
         others.sort(key=lambda place: -(texts.lengths[place] + texts.dropped[place]))
         for row in np.flatnonzero((rows.places < 0) & (added > 0)).tolist():
             text = tokens[row, : before[row]]
-            place = next((place for place in others if self._batch.texts.is_before(place, text)), -1)
+            place = next((place for place in others if _precedes(place, text, texts)), -1)
             if place >= 0:
                 others.remove(place)
                 rows.places[row] = place
@@ -93,13 +93,31 @@ class Requests:
 
     def _admit(self, rows: Rows, added: NDArray[np.int64]) -> None:
         """Give new requests places, of those that are absent longest if there are no others."""
-        most = self._batch.places - int(np.count_nonzero(added))
+        most = self._places - int(np.count_nonzero(added))
         while len(self.absent) > max(most, 0):
             place = self.absent.pop(0)
-            self._batch.texts.forget(place)
+            self._batch.texts.lengths[place] = 0
             self._free.append(place)
         for row in np.flatnonzero((rows.places < 0) & (added > 0)).tolist():
             rows.places[row], rows.begun[row] = self._free.pop(), 1
+
+
+@inner
+def _is_begun_by(place: int, tokens: NDArray[np.int32], most: int, texts: TextArrays) -> bool:
+    """Whether `tokens` begin with the text in a place, as far as its last `most` tokens tell."""
+    length, dropped = texts.lengths[place], texts.dropped[place]
+    if length == 0 or dropped + length > len(tokens):
+        return False
+    at = max(length - most, 0)
+    while at < length and texts.tokens[place, at] == tokens[dropped + at]:
+        at += 1
+    return bool(at == length)
+
+
+@compiled
+def _precedes(place: int, tokens: NDArray[np.int32], texts: TextArrays) -> bool:
+    """Whether the text in a place is what `tokens` begin with."""
+    return bool(_is_begun_by(place, tokens, len(tokens), texts))
 
 
 @compiled
@@ -109,7 +127,7 @@ def _recognise(
     lengths: NDArray[np.int64],
     added: NDArray[np.int64],
     texts: TextArrays,
-    states: PathStates,
+    drafted: NDArray[np.int64],
     rows: Rows,
 ) -> bool:
     """Find requests where they were in the step before, `before`; returns whether any came, left or moved."""
@@ -118,11 +136,11 @@ def _recognise(
         place = before[row] if row < len(before) and added[row] > 0 else -1
         length = lengths[row] - added[row]
         if place >= 0 and texts.dropped[place] + texts.lengths[place] == length:
-            place = place if is_begun_by(place, tokens[row], _COMPARED, texts) else -1
+            place = place if _is_begun_by(place, tokens[row], _COMPARED, texts) else -1
         else:
             place = -1
         rows.places[row] = place
         rows.verified[row] = 1 if place >= 0 else 0
-        rows.counts[row] = 1 + max(states.drafted[place], 0) if place >= 0 else 1
+        rows.counts[row] = 1 + max(drafted[place], 0) if place >= 0 else 1
         changed = changed or place < 0
     return bool(changed)

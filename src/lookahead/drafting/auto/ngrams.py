@@ -9,23 +9,275 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import log
-from typing import Any
+from math import exp, log
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import compiled, loop_arrays, loop_tuple
-from lookahead.drafting.auto.ngram_entries import (
-    WAYS,
-    Entries,
-    Predictions,
-    WritingRoom,
-    hash_contexts,
-    write_entries,
-)
+from lookahead.core.compiled import compiled, inner, loop_arrays, loop_tuple
+from lookahead.drafting.auto.proposals import Proposals, proposal_of, set_default
 from lookahead.drafting.stored_arrays import MOST_BYTES, DamagedFileError, expect
 from lookahead.errors import InvalidArgumentError
+
+WAYS = 4
+"""Entries in a set: the places where one context may be kept."""
+
+LEAST_LOG_PROBABILITY = -9.2
+"""Smallest log-probability that is distinguished from zero (one in 10,000)."""
+
+LEAST_PROBABILITY = 1e-30
+"""What is kept of a probability of zero, which has no logarithm."""
+
+_UNLISTED = 0.3
+"""What a token that is not listed is taken to have of the probability of the last one that is."""
+
+FIRST_PRIME, SECOND_PRIME = 2147483647, 2147483629
+FIRST_FACTOR, SECOND_FACTOR = 1103515245, 1664525
+"""Two polynomial hashes of 31 bits each; products stay below 2^62, so compiled and interpreted sums agree."""
+
+
+class Entries(NamedTuple):
+    """The arrays of `NGramMemory`, one row for each entry.
+
+    Attributes:
+        tags: Hash of the context, `[entries]`; 0 where nothing is kept.
+        stamps: When it was written, `[entries]`.
+        ids: The next tokens, likeliest first, `[entries, top_k]`; -1 where there are no more.
+        logs: Natural logarithm of their probabilities, `[entries, top_k]`.
+        floors: The same for a token that is not among them, `[entries]`.
+        lookups, hits: How often contexts of each length were looked up and found, `[orders]`.
+        sets: Sets of each context length; a power of two.
+    """
+
+    tags: NDArray[np.int64]
+    stamps: NDArray[np.uint32]
+    ids: NDArray[np.int32]
+    logs: NDArray[np.float32]
+    floors: NDArray[np.float32]
+    lookups: NDArray[np.int64]
+    hits: NDArray[np.int64]
+    sets: int
+
+
+class Writing(NamedTuple):
+    """How entries are written, and room for one of them.
+
+    Attributes:
+        old_share: What a blended entry keeps of what it was.
+        blended: Entries of contexts of up to so many tokens are blended with what was there.
+        first_log: Added to the logarithms of a new entry.
+        logs: Of the new probabilities, the last one that of a token that is not listed, `[top_k + 1]`.
+        tokens, shares: Those of both predictions while they are blended, `[2 * top_k]`.
+    """
+
+    old_share: float
+    blended: int
+    first_log: float
+    logs: NDArray[np.float32]
+    tokens: NDArray[np.int64]
+    shares: NDArray[np.float64]
+
+
+@inner
+def entry_of(first: int, second: int, order: int, entries: Entries) -> int:
+    """Where the context with these two hashes is kept, of `order + 1` tokens; -1 if it is not."""
+    tag = (first << 31 | second) + 1
+    begin = (order * entries.sets + (first & (entries.sets - 1))) * WAYS
+    for place in range(begin, begin + WAYS):
+        if entries.tags[place] == tag:
+            return place
+    return -1
+
+
+@inner
+def entry_after(token: int, entries: Entries) -> int:
+    """Where the context of this token alone is kept; -1 if it is not."""
+    return entry_of((FIRST_FACTOR + token + 1) % FIRST_PRIME, (SECOND_FACTOR + token + 1) % SECOND_PRIME, 0, entries)
+
+
+@inner
+def propose_known(
+    node: int, context: NDArray[np.int64], size: int, proposals: Proposals, entries: Entries, column: int
+) -> int:
+    """Propose what the memory expects after the last 1, 2, ... tokens of a path; each length is a feature.
+
+    Args:
+        node: The node at the end of the path.
+        context: Its last tokens, the very last one first; `size` of them count.
+        size: See there.
+        proposals: Get what may follow.
+        entries: The memory.
+        column: The feature of contexts of one token; those of longer ones come behind it.
+
+    Returns:
+        Length of the longest context that is known; 0 if none is.
+    """
+    first = second = 1
+    longest = 0
+    for order in range(min(len(entries.lookups), size)):
+        token = context[order]
+        first = (first * FIRST_FACTOR + token + 1) % FIRST_PRIME
+        second = (second * SECOND_FACTOR + token + 1) % SECOND_PRIME
+        slot = entry_of(first, second, order, entries)
+        entries.lookups[order] += 1
+        if slot < 0:
+            continue
+        entries.hits[order] += 1
+        longest = order + 1
+        set_default(column + order, max(entries.floors[slot], LEAST_LOG_PROBABILITY), proposals)
+        for rank in range(entries.ids.shape[1]):
+            follower = int(entries.ids[slot, rank])  # one type for all tokens, or `proposal_of` is compiled for two
+            if follower < 0:
+                break
+            row = proposal_of(follower, node, proposals)
+            proposals.features[row, column + order] = max(entries.logs[slot, rank], LEAST_LOG_PROBABILITY)
+            proposals.orders[row] = order + 1
+    return longest
+
+
+@inner
+def _take_logs(wide: int, probabilities: NDArray[np.float32], logs: NDArray[np.float32]) -> None:
+    """Write the logarithms of the first `wide` probabilities, and of one that is not listed, to `logs`."""
+    total = 0.0
+    for rank in range(wide):
+        total += probabilities[rank]
+        logs[rank] = log(max(float(probabilities[rank]), LEAST_PROBABILITY))
+    rest = min(float(probabilities[wide - 1]), 1 - total) * _UNLISTED
+    logs[len(logs) - 1] = log(max(rest, LEAST_PROBABILITY))
+
+
+@inner
+def _blend(slot: int, wide: int, ids: NDArray[np.int64], entries: Entries, writing: Writing) -> None:
+    """Mix a new prediction into the one that is kept, of which `old_share` stays."""
+    top_k, old_share = entries.ids.shape[1], writing.old_share
+    tokens, shares = writing.tokens, writing.shares
+    count = 0
+    for rank in range(wide):
+        tokens[count] = ids[rank]
+        shares[count] = (1 - old_share) * exp(float(writing.logs[rank]))
+        count += 1
+    for rank in range(top_k):
+        token = entries.ids[slot, rank]
+        if token < 0:
+            break
+        place = 0
+        while place < count and tokens[place] != token:
+            place += 1
+        if place == count:
+            tokens[count] = token
+            shares[count] = 0.0
+            count += 1
+        shares[place] += old_share * exp(float(entries.logs[slot, rank]))
+    for rank in range(min(top_k, count)):
+        best = rank
+        for place in range(rank + 1, count):
+            if shares[place] > shares[best]:
+                best = place
+        token, share = tokens[best], shares[best]
+        tokens[best], shares[best] = tokens[rank], shares[rank]
+        entries.ids[slot, rank] = token
+        entries.logs[slot, rank] = log(max(share, LEAST_PROBABILITY))
+    floor = (1 - old_share) * exp(float(writing.logs[top_k])) + old_share * exp(float(entries.floors[slot]))
+    entries.floors[slot] = log(max(floor, LEAST_PROBABILITY))
+
+
+@inner
+def _place_for(tag: int, begin: int, entries: Entries) -> int:
+    """Place for this context in the set that begins at `begin`: its old one, else an empty one, else the oldest."""
+    slot, age = begin, int(entries.stamps[begin])
+    for place in range(begin, begin + WAYS):
+        if entries.tags[place] == tag:
+            return place
+        own_age = -1 if entries.tags[place] == 0 else int(entries.stamps[place])
+        if own_age < age:
+            slot, age = place, own_age
+    return slot
+
+
+@inner
+def write_entry(
+    context: NDArray[np.int64],
+    size: int,
+    ids: NDArray[np.int64],
+    probabilities: NDArray[np.float32],
+    clock: int,
+    entries: Entries,
+    writing: Writing,
+) -> None:
+    """Keep what is predicted after a context, for each length of it.
+
+    Args:
+        context: Its last tokens, the very last one first; `size` of them count.
+        size: See there.
+        ids: The likeliest next tokens, likeliest first, `[listed]`; -1 where there are no more.
+        probabilities: Their probabilities, `[listed]`.
+        clock: Dates the entries.
+        entries: The memory.
+        writing: See there.
+    """
+    top_k, wide = entries.ids.shape[1], 0
+    while wide < min(top_k, len(ids)) and ids[wide] >= 0:
+        wide += 1
+    if wide == 0:
+        return
+    _take_logs(wide, probabilities, writing.logs)
+    first = second = 1
+    for order in range(size):
+        token = context[order]
+        first = (first * FIRST_FACTOR + token + 1) % FIRST_PRIME
+        second = (second * SECOND_FACTOR + token + 1) % SECOND_PRIME
+        tag = (first << 31 | second) + 1
+        slot = _place_for(tag, (order * entries.sets + (first & (entries.sets - 1))) * WAYS, entries)
+        entries.stamps[slot] = clock
+        if order < writing.blended and writing.old_share > 0 and entries.tags[slot] == tag:
+            _blend(slot, wide, ids, entries, writing)
+            continue
+        entries.tags[slot] = tag
+        for rank in range(top_k):
+            entries.ids[slot, rank] = ids[rank] if rank < wide else -1
+        for rank in range(wide):
+            entries.logs[slot, rank] = writing.logs[rank] + writing.first_log
+        entries.floors[slot] = writing.logs[top_k]
+
+
+@inner
+def _size_of(context: NDArray[np.int64]) -> int:
+    """How many tokens a context has."""
+    size = 0
+    while size < len(context) and context[size] >= 0:
+        size += 1
+    return size
+
+
+@compiled
+def _write_entries(
+    contexts: NDArray[np.int64],
+    ids: NDArray[np.int64],
+    probabilities: NDArray[np.float32],
+    clock: int,
+    entries: Entries,
+    writing: Writing,
+) -> None:
+    """`NGramMemory.insert`."""
+    for row in range(len(contexts)):
+        context = contexts[row]
+        write_entry(context, _size_of(context), ids[row], probabilities[row], clock, entries, writing)
+
+
+@compiled
+def _find_entries(contexts: NDArray[np.int64], entries: Entries, slots: NDArray[np.int64]) -> None:
+    """Find where each length of each context is kept; -1 where it is not."""
+    for row in range(len(contexts)):
+        first = second = 1
+        for order in range(_size_of(contexts[row])):
+            token = contexts[row, order]
+            first = (first * FIRST_FACTOR + token + 1) % FIRST_PRIME
+            second = (second * SECOND_FACTOR + token + 1) % SECOND_PRIME
+            slots[row, order] = entry_of(first, second, order, entries)
+            entries.lookups[order] += 1
+            entries.hits[order] += 1 if slots[row, order] >= 0 else 0
+
 
 _LATEST = (1 << 32) - 1
 """Largest stamp."""
@@ -67,35 +319,6 @@ NO_STATISTICS = MemoryStatistics([0] * ORDERS, CAPACITY, [0] * ORDERS, [0] * ORD
 """Of a memory for which there are no arrays yet."""
 
 
-@compiled
-def write_contexts(
-    before: NDArray[np.int64],
-    tokens: NDArray[np.int64],
-    parents: NDArray[np.int64],
-    nodes: NDArray[np.int64],
-    contexts: NDArray[np.int64],
-) -> None:
-    """Write the last tokens of the path to each of the nodes of a tree to `contexts`, as `NGramMemory` takes them.
-
-    Args:
-        before: The text before the tree.
-        tokens, parents: Of all nodes; a parent of -1 is the last token of the text before.
-        nodes: Those whose contexts are wanted.
-        contexts: Gets them, `[nodes, orders]`.
-    """
-    for row in range(len(nodes)):
-        at = nodes[row]
-        for column in range(contexts.shape[1]):
-            if at >= 0:
-                contexts[row, column] = tokens[at]
-                at = parents[at] if parents[at] >= 0 else -1
-            elif len(before) + at >= 0:
-                contexts[row, column] = before[len(before) + at]
-                at -= 1
-            else:
-                contexts[row, column] = -1
-
-
 class NGramMemory:
     """The model's `top_k` likeliest next tokens and their probabilities after contexts of 1, 2, ... tokens.
 
@@ -106,7 +329,7 @@ class NGramMemory:
     `orders * capacity * 80` bytes, allocated at the beginning; an operating system that fills pages on first use,
     as Linux does, charges less until then.
 
-    The arrays are open to the inner loops of drafting (`ngram_entries.py`), one row for each entry:
+    The arrays are open to the inner loops of drafting, one row for each entry:
 
     Attributes:
         tags: Hash of the context, `[entries]` int64; 0 where nothing is kept.
@@ -145,10 +368,8 @@ class NGramMemory:
         self.top_k = top_k
         self.old_share = old_share
         self.observed = observed
-        self._first_log = log(1 - old_share) if observed else 0.0
-        self._set_bits = max((capacity - 1).bit_length() - (WAYS - 1).bit_length(), 0)
-        self._sets = 1 << self._set_bits
-        slots = orders * self._sets * WAYS
+        self.sets = 1 << max((capacity - 1).bit_length() - (WAYS - 1).bit_length(), 0)
+        slots = orders * self.sets * WAYS
         self.tags = np.zeros(slots, dtype=np.int64)
         self.ids = np.zeros((slots, top_k), dtype=np.int32)
         self.logs = np.zeros((slots, top_k), dtype=np.float32)
@@ -158,9 +379,8 @@ class NGramMemory:
         self.lookups = np.zeros(orders, dtype=np.int64)
         self.hits = np.zeros(orders, dtype=np.int64)
         tokens, shares = np.zeros(2 * top_k, dtype=np.int64), np.zeros(2 * top_k)
-        self._room = WritingRoom(np.zeros(top_k + 1, dtype=np.float32), tokens, shares)
-        self._ways = np.arange(WAYS)
-        self._first_sets = np.arange(orders, dtype=np.int64) * self._sets
+        blended, first_log = (orders, log(1 - old_share)) if observed else (1, 0.0)
+        self.writing = Writing(float(old_share), blended, first_log, np.zeros(top_k + 1, np.float32), tokens, shares)
 
     def clear(self) -> None:
         """Forget everything. Takes far less time than arrays of another one, whose pages the system has to fill."""
@@ -178,75 +398,51 @@ class NGramMemory:
                 array.fill(0)
 
     @property
-    def sets(self) -> int:
-        """Sets of each context length; a power of two."""
-        return self._sets
-
-    @property
     def entries(self) -> Entries:
         """The arrays, as compiled loops take them."""
-        return Entries(self.tags, self._stamps, self.ids, self.logs, self.floors, self.lookups, self.hits, self._sets)
+        return Entries(self.tags, self._stamps, self.ids, self.logs, self.floors, self.lookups, self.hits, self.sets)
 
     @property
     def capacity(self) -> int:
         """Contexts kept for each context length."""
-        return self._sets * WAYS
+        return self.sets * WAYS
 
     @property
     def clock(self) -> int:
         """How often something was inserted, here or in what this memory came from; it dates the entries."""
         return self._clock
 
-    def hashes(self, contexts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The hash of the last 1, 2, ... tokens of each context, `[contexts, orders]`; 0 where there are not so many.
+    def tick(self) -> int:
+        """The time of what is inserted next."""
+        self._clock += 1
+        return self._clock
 
-        Args:
-            contexts: The last tokens of each context, the very last in column 0, `[contexts, orders]`; -1 before the
-                beginning of the text.
-        """
-        hashed = np.zeros(contexts.shape, dtype=np.int64)
-        hash_contexts(*loop_arrays(contexts, hashed))
-        return hashed
-
-    def insert(
-        self,
-        contexts: NDArray[np.int64],
-        ids: NDArray[np.int64],
-        probabilities: NDArray[np.float32],
-        rows: NDArray[np.int64] | None = None,
-    ) -> None:
+    def insert(self, contexts: NDArray[np.int64], ids: NDArray[np.int64], probabilities: NDArray[np.float32]) -> None:
         """Keep what the model predicts after each context; of equal contexts the last one counts.
 
         Args:
-            contexts: As for `hashes`.
-            ids: The likeliest next tokens, likeliest first, `[contexts, at least top_k]`; fewer leave -1 behind.
+            contexts: The last tokens of each context, the very last in column 0, `[contexts, at most orders]`; -1
+                before the beginning of the text.
+            ids: The likeliest next tokens, likeliest first, `[contexts, listed]`; -1 where there are no more.
             probabilities: Their probabilities, likewise.
-            rows: Numbers of the contexts to insert, in this order; all of them, in theirs, if not given.
         """
-        self._clock += 1
-        rows = np.arange(len(contexts)) if rows is None else rows
-        told, order = loop_arrays(contexts, rows)
-        new, entries = loop_tuple(Predictions(ids, probabilities)), loop_tuple(self.entries)
-        how = self.old_share, self.orders if self.observed else 1, self._first_log
-        write_entries(told, order, self._clock, new, entries, *how, loop_tuple(self._room))
+        before, after, likely = loop_arrays(contexts, ids, probabilities)
+        _write_entries(before, after, likely, self.tick(), loop_tuple(self.entries), loop_tuple(self.writing))
 
     def lookup(self, contexts: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int32], NDArray[np.float32]]:
         """What is known about each context and each length of it.
 
         Args:
-            contexts: As for `hashes`.
+            contexts: As for `insert`.
 
         Returns:
             Whether the context of each length is known, `[contexts, orders]`; the next tokens, likeliest first, -1
             where there are no more, and their probabilities, `[contexts, orders, top_k]` both.
         """
-        tags = self.hashes(contexts)
-        places = (self._first_sets + self._set_of(tags))[:, :, None] * WAYS + self._ways
-        same = self.tags[places] == tags[:, :, None]
-        known = same.any(axis=2) & (tags != 0)
-        slots = np.take_along_axis(places, same.argmax(axis=2)[:, :, None], axis=2)[:, :, 0]
-        self.lookups += (tags != 0).sum(axis=0)
-        self.hits += known.sum(axis=0)
+        slots = np.full(contexts.shape, -1, dtype=np.int64)
+        context, found = loop_arrays(contexts, slots)
+        _find_entries(context, loop_tuple(self.entries), found)
+        known = slots >= 0
         ids = np.where(known[:, :, None], self.ids[slots], np.int32(-1))
         return known, ids, np.where(ids >= 0, np.exp(self.logs[slots]), np.float32(0))
 
@@ -341,7 +537,7 @@ class NGramMemory:
         ages[:, WAYS:][(same & ~newer).any(axis=1)] = -1
         kept = np.sort(np.argsort(-ages, axis=1, kind="stable")[:, :WAYS], axis=1)  # [sets, ways]
         tags[ages < 0] = 0
-        slots = sets[:, None] * WAYS + self._ways
+        slots = sets[:, None] * WAYS + np.arange(WAYS)
         for array, new in (
             (self.tags, tags),
             (self._stamps, np.maximum(ages, 0)),
@@ -357,11 +553,7 @@ class NGramMemory:
             return True
         if slots[0] < 0 or slots[-1] >= len(self.tags) or bool((np.diff(slots) <= 0).any()) or tags.min() < 1:
             return False
-        return bool((slots // WAYS % self._sets == self._set_of(tags)).all())
-
-    def _set_of(self, tags: NDArray[np.int64]) -> NDArray[np.int64]:
-        sets: NDArray[np.int64] = (tags - 1 >> 31) & (self._sets - 1)
-        return sets
+        return bool((slots // WAYS % self.sets == (tags - 1 >> 31) & (self.sets - 1)).all())
 
 
 def _entry_bytes(top_k: int) -> int:

@@ -1,5 +1,5 @@
-"""Paths drafted for many texts at once, against the chains that `ChainDrafter` takes out of the same search, and what
-they learn against inserting it row by row."""
+"""Drafts for many texts at once, against those for each of them alone, and what they learn against inserting it row by
+row."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
+from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
-from lookahead.drafting.auto.ngram_memory import NGramMemory
-from lookahead.drafting.auto.path_batch import REJECTED, PathBatch
-from lookahead.drafting.auto.path_lessons import VerifiedPaths
-from lookahead.drafting.auto.texts import ContextMatches
-from lookahead.drafting.chain import ChainDrafter
+from lookahead.drafting.auto.learning import Step
+from lookahead.drafting.auto.ngrams import NGramMemory
+from lookahead.drafting.auto.search import Wanted
+from lookahead.drafting.text_only import text_memory
 
-VOCABULARY, ORDERS, TOP_K, LONGEST, STEPS, ROOM = 24, 3, 4, 6, 60, 9000
+VOCABULARY, ORDERS, TOP_K, LONGEST, STEPS, ROOM, REJECTED = 24, 3, 4, 6, 60, 9000, 3
 
 Told = tuple[np.ndarray, np.ndarray]
 """The likeliest tokens after a text and after each token of its draft, and their probabilities."""
@@ -53,43 +53,35 @@ class Model:
 
 
 class Texts:
-    """Texts of one batch, a row and a place for each."""
+    """Texts of one batch, a row and a place for each; drafts are chains."""
 
     def __init__(self, *texts: Sequence[int], memory: DraftMemory | None = None, **settings: int) -> None:
-        self.batch = PathBatch(memory or small_memory(), len(texts), LONGEST, **settings)
+        self.batch = DraftBatch(memory or small_memory(), LONGEST, True, places=len(texts), **settings)
         self.places = np.arange(len(texts))
         self.texts = [list(text) for text in texts]
-        self.drafts: list[list[int]] | None = None  # none yet: they are new
-        self.begun = np.ones(len(texts), dtype=np.int64)
+        for place, text in enumerate(texts):
+            self.batch.begin(place, text)
 
     def propose(self, least: float = 0.0, room: int = ROOM) -> list[list[int]]:
-        if self.begun.any():  # a text is read when its first token comes
-            last = [[text.pop()] for text in self.texts]
-            self.learn(last, [None] * len(last))
-        drafts = self.batch.propose(self.places, room, least)
-        rows = zip(drafts.tokens.tolist(), drafts.counts.tolist(), strict=True)
-        self.drafts = [draft[:count] for draft, count in rows]
-        return self.drafts
+        levels = np.array([max(room - len(text) - 1, 0) for text in self.texts])
+        rows = len(self.texts)
+        self.batch.find(Wanted(self.places, np.full(rows, LONGEST), levels, np.full(rows, least)))
+        counts = self.batch.counts.tolist()
+        return [self.batch.nodes.tokens[place, 1 : 1 + count].tolist() for place, count in enumerate(counts)]
 
     def learn(self, selected: Sequence[Sequence[int]], told: Sequence[Told | None]) -> int:
-        """Learn from the rows of which something is told; from all, if nothing is."""
-        verified = np.full(len(self.texts), int(self.drafts is not None))
+        """Learn what a step showed; where nothing is told, that is what was selected."""
+        counts = np.maximum(self.batch.counts, 0) + 1
         for text, new in zip(self.texts, selected, strict=True):
             text += new
-        tokens = np.zeros((len(self.texts), ROOM), dtype=np.int32)
-        for row, text in enumerate(self.texts):
-            tokens[row, : len(text)] = text
-        counts = np.array([1 if self.drafts is None else 1 + len(self.drafts[row]) for row in range(len(told))])
-        is_told = np.array([each is not None for each in told])
-        ids = np.zeros((counts.sum() if is_told.any() else 0, TOP_K), dtype=np.int64)
+        ids = np.full((counts.sum(), 1 if told[0] is None else TOP_K), -1)
         shares = np.zeros(ids.shape, dtype=np.float32)
         for end, count, each in zip(np.cumsum(counts), counts, told, strict=True):
             if each is not None:
                 ids[end - count : end], shares[end - count : end] = each
-        places = np.where(is_told | ~is_told.any(), self.places, -1)
-        sizes = np.array([len(text) for text in self.texts]), np.array([len(new) for new in selected])
-        step = VerifiedPaths(places, self.begun, verified, counts, tokens, *sizes, ids, shares)
-        self.drafts, self.begun = None, np.zeros_like(self.begun)
+        nodes = np.concatenate([np.arange(count) for count in counts])
+        added, tokens = np.array([len(new) for new in selected]), np.array([token for new in selected for token in new])
+        step = Step(self.places, np.cumsum(counts), tokens, added, np.zeros_like(added), nodes, ids, shares)
         return self.batch.learn(step)
 
     def step(self, model: Model) -> int:
@@ -100,25 +92,60 @@ class Texts:
 
 
 @pytest.mark.parametrize(("seed", "reach"), [(0, 1000), (1, 1000), (2, 1000), (3, 16)])
-def test_it_drafts_what_a_chain_of_the_search_is(seed: int, reach: int) -> None:
-    model, text, memory = Model(seed), [1, 2, 3], small_memory()
-    paths = Texts(text, reach=reach, rejected=LONGEST)
-    search = AutoDrafter(memory, ContextMatches(reach), 2, explore=False, chain=LONGEST)
-    chains = ChainDrafter(search, LONGEST + 1)
-    chains.start(text)
+def test_a_drafter_drafts_and_learns_as_its_batch_does(seed: int, reach: int) -> None:
+    model, text = Model(seed), [1, 2, 3]
+    paths, drafter = Texts(text), AutoDrafter(small_memory(), LONGEST + 1, chains=True)
+    drafter.start(text)
     accepted = 0
     for _ in range(STEPS):
         (draft,) = paths.propose()
         tree = TokenTree([text[-1]], LONGEST)
-        chains.propose(tree)
+        drafter.propose(tree)
         assert draft == tree.tokens[1:]
         tokens, (ids, shares) = model.verify(text, draft)
         accepted += paths.learn([tokens], [(ids, shares)])
-        chains.observe(StepResult(tree, ids[:, 0], list(range(1, len(tokens))), tokens, ids, shares))
+        drafter.observe(StepResult(tree, ids[:, 0], list(range(1, len(tokens))), tokens, ids, shares))
         text += tokens
     assert paths.texts == [text]
     assert accepted == len(text) - 3 - STEPS
     assert accepted > STEPS / 8
+
+
+def test_rows_that_draft_together_draft_as_they_do_apart() -> None:
+    texts, model = [[1, 2, 3, 4, 1, 2], [5, 6, 5, 6, 5], [7, 8, 9, 7, 8]], Model(1)
+
+    def drafters_of(memories: list[DraftMemory]) -> list[AutoDrafter]:
+        made = [AutoDrafter(memory, 8) for memory in memories]
+        for drafter, text in zip(made, texts, strict=True):
+            drafter.start(text)
+        return made
+
+    def results_of(trees: list[TokenTree]) -> list[StepResult]:
+        results = []
+        for tree, text in zip(trees, texts, strict=True):
+            told = [model.after([*text, token]) for token in tree.tokens]  # of one token it knows the one before, too
+            ids, shares = (np.array(part) for part in zip(*told, strict=True))
+            results.append(StepResult(tree, ids[:, 0], [], [int(ids[0, 0])], ids, shares))
+        return results
+
+    memory = small_memory(4096)
+    together, apart = drafters_of([memory] * 3), drafters_of([small_memory(4096) for _ in texts])
+    for step in range(4):
+        trees, alone = ([TokenTree([text[-1]]) for text in texts] for _ in range(2))
+        AutoDrafter.propose_rows(together, trees)
+        for drafter, tree in zip(apart, alone, strict=True):
+            drafter.propose(tree)
+        if step == 0:  # from then on each knows what the others have learned
+            assert [(tree.tokens, tree.parents) for tree in trees] == [(tree.tokens, tree.parents) for tree in alone]
+        results = results_of(trees)
+        AutoDrafter.observe_rows(together, results)
+        for drafter, result in zip(apart, results, strict=True):
+            drafter._tree = result.tree
+            drafter.observe(result)
+        for text, result in zip(texts, results, strict=True):
+            text += result.tokens
+    assert len({id(drafter._batch) for drafter in together}) == 1
+    assert memory.ngrams.clock == 4, "one call for all rows"
 
 
 def test_texts_of_a_batch_draft_as_they_do_alone() -> None:
@@ -137,12 +164,10 @@ def context(path: list[int]) -> list[int]:
 @pytest.mark.parametrize("texts", [3, 40])
 def test_rows_are_written_as_one_by_one_with_real_text_last(texts: int) -> None:
     random, model = np.random.default_rng(0), Model(5)
-    paths = Texts(*random.integers(0, VOCABULARY, (texts, 12)).tolist(), memory=small_memory(4096))
+    paths = Texts(*random.integers(0, VOCABULARY, (texts, 12)).tolist(), memory=small_memory(4096), rejected=REJECTED)
     expected = NGramMemory(ORDERS, 4096, TOP_K)
-    for number in range(8):
+    for _ in range(8):
         drafts = paths.propose()
-        if number == 0:  # the last token of each prompt was no prediction of this model
-            paths.batch.memory.ngrams.clear()
         found = [model.verify(text, draft) for text, draft in zip(paths.texts, drafts, strict=True)]
         selected, rejected = [], []
         for text, draft, (tokens, (ids, shares)) in zip(paths.texts, drafts, found, strict=True):
@@ -159,17 +184,9 @@ def test_rows_are_written_as_one_by_one_with_real_text_last(texts: int) -> None:
         np.testing.assert_allclose(found_there, expected_there, rtol=1e-5, atol=1e-7)
 
 
-def test_where_nothing_is_told_nothing_is_learned() -> None:
-    memory = small_memory()
-    paths = Texts([1, 2, 3, 4, 1, 2], memory=memory)
-    paths.propose()
-    paths.learn([[3]], [None])
-    assert memory.ngrams.clock == 0
-
-
 def test_what_was_selected_stands_for_what_is_not_told() -> None:
-    memory = small_memory()
-    paths = Texts([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], memory=memory, reads=False)
+    memory = text_memory()
+    paths = Texts([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], memory=memory)
     (draft,) = paths.propose()
     assert draft == [4, 5, 6, 7, 8, 1]
     assert paths.learn([[*draft, 2]], [None]) == len(draft)
@@ -179,7 +196,9 @@ def test_what_was_selected_stands_for_what_is_not_told() -> None:
 def test_another_draft_than_its_own_teaches_nothing() -> None:
     paths = Texts([1, 2, 3, 4, 1, 2])
     (draft,) = paths.propose()
-    assert paths.learn([[draft[0] + 1, 7]], [None]) == 0
+    told = Model(0).verify([1, 2], draft)[1]
+    assert paths.learn([[draft[0] + 1, 7]], [told]) == 0
+    assert paths.batch.memory.ngrams.statistics().entries == [0] * ORDERS
     assert paths.texts == [[1, 2, 3, 4, 1, 2, draft[0] + 1, 7]]
 
 
@@ -187,8 +206,6 @@ def test_tokens_that_are_not_the_likeliest_are_believed_after_a_while() -> None:
     paths = Texts([1, 2])
     others = np.array([[5, 6, 7, 8]]), np.array([[0.9, 0.05, 0.02, 0.01]], dtype=np.float32)
     for token in [3, 1, 2] * 8:  # selected by a grammar, say
-        paths.propose(room=len(paths.texts[0]) + 2)
-        paths.drafts = None
         paths.learn([[token]], [others])
     assert paths.propose()[0][0] == 3
 
@@ -202,8 +219,7 @@ def test_a_draft_fits_in_its_text(room: int) -> None:
 def test_a_draft_ends_where_it_is_not_likely_enough() -> None:
     paths = Texts([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3])
     (tokens,) = paths.propose()
-    root = paths.batch.paths.states.roots[0]
-    likely = paths.batch.paths.nodes.probabilities[0, root + 1 : root + 1 + len(tokens)].copy()
+    likely = paths.batch.nodes.probabilities[0, 1 : 1 + len(tokens)].copy()
     assert (np.diff(likely) <= 0).all()
     (fewer,) = paths.propose(least=float(likely[3]))
     assert fewer == tokens[: len(fewer)]

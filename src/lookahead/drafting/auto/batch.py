@@ -1,0 +1,175 @@
+"""Places for texts that share a memory: one call drafts after all of them, and one learns from all of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.core.compiled import IS_COMPILED, TypedLoop, loop_arrays, loop_tuple
+from lookahead.drafting.auto.draft_memory import DraftMemory
+from lookahead.drafting.auto.learning import UNTRUSTED, Step, allocate_heard, allocate_lessons, begin, extend, learn
+from lookahead.drafting.auto.proposals import MOST_LISTED, allocate_nodes, allocate_proposals
+from lookahead.drafting.auto.search import MOST_TRIED, Sources, Wanted, find
+from lookahead.drafting.auto.sources import ListedPaths
+from lookahead.drafting.auto.texts import LONGEST, REACH, SEARCHED, allocate_followed, allocate_texts, with_room
+
+Arrays = TypeVar("Arrays", bound=tuple[Any, ...])
+
+_SUREST, _SUREST_OBSERVED = 0.999, 0.95
+"""Highest probability of a token after another; of runs of sure tokens that were only observed, many end together,
+where two texts part."""
+
+_RECALLED = 512
+"""Last tokens of a text that the memory learns when the model's predictions turn out not to be what is selected."""
+
+_EVERY = 1 << 30
+
+
+class DraftBatch:
+    """Texts, and the drafts after them.
+
+    Args:
+        memory: What is known about the model.
+        nodes: Most nodes of a draft, the root not counted.
+        chains: Whether drafts are single paths, else trees.
+        explores: Whether nodes of a tree that are left try recent predictions, where these are known.
+        sources: How many sources list paths. If there are any, the batch has one place.
+        places: How many texts there is room for at first.
+        reach: Tokens of each text that are searched, at least.
+        rejected: After so many rejected tokens of a row, at most, what the model says is learned.
+
+    Attributes:
+        memory: See above.
+        reads: Whether steps have to tell what the model predicts; else what was selected stands for it.
+        texts: The text in each place.
+        nodes: The draft after each.
+        counts: How many nodes it has, `[places]`; -1 where none was looked for since the text went on.
+        heard: What the model said about each.
+        listed: What sources list.
+        proposals: Those of the last text that was drafted for.
+    """
+
+    def __init__(
+        self,
+        memory: DraftMemory,
+        nodes: int,
+        chains: bool = False,
+        explores: bool = False,
+        sources: int = 0,
+        places: int = 1,
+        reach: int = REACH,
+        rejected: int = _EVERY,
+    ) -> None:
+        self.memory = memory
+        with memory.lock:
+            ngrams, self._weights = memory.ngrams, memory.weights
+        self.reads = not ngrams.observed
+        columns, size = self._weights.values.shape[1], nodes + 1
+        at_a_node = ngrams.orders * ngrams.top_k + SEARCHED + (1 + sources) * MOST_LISTED
+        self.texts = allocate_texts(places, 1, reach)
+        self.nodes = allocate_nodes(places, size, columns)
+        self.proposals = allocate_proposals(size * at_a_node + MOST_TRIED, at_a_node + MOST_TRIED, size, columns)
+        self.counts = np.full(places, -1, dtype=np.int64)
+        self._recalled = np.zeros(places, dtype=bool)  # whether the memory has learned the text itself
+        self.heard = allocate_heard(places)
+        self.listed = ListedPaths(sources, size)
+        self._followed, self._context = allocate_followed(size), np.zeros(LONGEST, dtype=np.int64)
+        explores = explores and self.reads and not chains
+        self._lessons = allocate_lessons(ngrams.observed, rejected, explores, ngrams.orders)
+        self._how = _SUREST_OBSERVED if ngrams.observed else _SUREST, chains, explores
+        self._find, self._learn = TypedLoop(find), TypedLoop(learn)
+        self._begin, self._extend = TypedLoop(begin), TypedLoop(extend)
+        self._owners: list[weakref.ref[Any] | None] = [None] * places
+
+    def take_place(self, owner: Any) -> int:
+        """A place that is `owner`'s as long as it lives."""
+        with self.memory.lock:
+            for place, reference in enumerate(self._owners):
+                if reference is None or reference() is None:
+                    self._owners[place] = weakref.ref(owner)
+                    return place
+            places = 2 * len(self._owners)
+            self.texts = with_room(self.texts, places, 0)
+            self.nodes, self.heard = _grown(self.nodes, places), _grown(self.heard, places)
+            self.counts = np.concatenate([self.counts, np.full_like(self.counts, -1)])
+            self._recalled = np.concatenate([self._recalled, np.zeros_like(self._recalled)])
+            self._owners += [None] * (places - len(self._owners))
+            return self.take_place(owner)
+
+    def begin(self, place: int, tokens: Sequence[int] | NDArray[np.integer], before: Sequence[int] = ()) -> None:
+        """Begin a text in a place; the tokens `before` are searched as if they stood before it."""
+        new = np.array([*before, *tokens], dtype=np.int64) if len(before) else np.array(tokens, dtype=np.int64)
+        with self.memory.lock:
+            self.texts = with_room(self.texts, 0, len(new))
+            arrays = *loop_arrays(new), *map(loop_tuple, (self.texts, self.heard, self._lessons))
+            self._begin(place, len(before), *arrays)
+            self.counts[place], self._recalled[place] = -1, False
+            if not self.reads:
+                self._remember(new[len(before) :])
+
+    def extend(self, place: int, tokens: Sequence[int] | NDArray[np.integer]) -> None:
+        """The text in a place goes on with tokens of which nothing else is known."""
+        with self.memory.lock:
+            self.make_room(len(tokens))
+            self._extend(place, *loop_arrays(np.array(tokens, dtype=np.int64)), *self._loop_arrays()[1:3])
+
+    def find(self, wanted: Wanted) -> None:
+        """Draft after some texts; `nodes` and `counts` say what was found."""
+        memory = self.memory
+        nodes, texts, heard = self._loop_arrays()
+        known = loop_tuple(memory.ngrams.entries), texts, loop_tuple(self._followed), heard
+        weighed = self._weights.columns, *loop_arrays(self._weights.values), *self._how
+        sources = Sources(*known, loop_tuple(self.listed.arrays), *weighed)
+        arrays = nodes, loop_tuple(self.proposals), *loop_arrays(self._context, self.counts)
+        self._find(loop_tuple(wanted), sources, *arrays)
+
+    def learn(self, step: Step) -> int:
+        """Learn from a step: its tokens are of the texts then, and their drafts are done with.
+
+        Returns:
+            How many drafted tokens were accepted.
+        """
+        ngrams, present = self.memory.ngrams, step.places[step.places >= 0]
+        self.make_room(int(step.added.max(initial=0)))
+        learned = map(loop_tuple, (ngrams.entries, ngrams.writing, self._lessons))
+        following = np.empty(len(step.nodes), dtype=np.int64)
+        arrays = *self._loop_arrays(), *learned, *loop_arrays(following)
+        accepted: int = self._learn(loop_tuple(step), ngrams.tick(), *arrays)
+        self.counts[present] = -1
+        for place in present[(self.heard.shares[present] < UNTRUSTED) & ~self._recalled[present]].tolist():
+            self._recalled[place] = True
+            begin, end = max(-int(self.texts.dropped[place]), 0), int(self.texts.lengths[place])
+            self._remember(self.texts.tokens[place, max(begin, end - _RECALLED) : end])
+        return accepted
+
+    def _remember(self, text: NDArray[np.int64]) -> None:
+        """Put what followed in a text into the memory."""
+        ngrams = self.memory.ngrams
+        contexts = np.full((max(len(text) - 1, 0), ngrams.orders), -1, dtype=np.int64)
+        for back in range(min(ngrams.orders, len(contexts))):
+            contexts[back:, back] = text[: len(contexts) - back]
+        ngrams.insert(contexts, text[1:, None], np.ones((len(contexts), 1), dtype=np.float32))
+
+    def make_room(self, tokens: int) -> None:
+        """Make room for as many more tokens of each text."""
+        self.texts = with_room(self.texts, 0, int(self.texts.lengths.max()) + tokens)
+
+    def _loop_arrays(self) -> tuple[Any, Any, Any]:
+        if IS_COMPILED:
+            return self.nodes, self.texts, self.heard
+        return loop_tuple(self.nodes), loop_tuple(self.texts), loop_tuple(self.heard)
+
+
+def _grown(arrays: Arrays, places: int) -> Arrays:
+    """The same arrays with more places."""
+
+    def grown(array: NDArray[Any]) -> NDArray[Any]:
+        longer = np.zeros((places, *array.shape[1:]), dtype=array.dtype)
+        longer[: len(array)] = array
+        return longer
+
+    return type(arrays)(*map(grown, arrays))
