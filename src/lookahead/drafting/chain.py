@@ -15,6 +15,7 @@ from lookahead.core.drafter import Drafter
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Explanation, explain
+from lookahead.drafting.auto.drafter import AutoDrafter
 
 SKETCHED_NODES = 64
 """Nodes of a tree, the root included, of which the best path is sent as a chain."""
@@ -72,6 +73,8 @@ class ChainDrafter:
         if self._budget is not None:
             self._budget.begin()
         if self._backs_off:
+            if isinstance(self._drafter, AutoDrafter):
+                self._drafter.propose_certain(tree)
             return
         sketch = TokenTree(tree.tokens, tree.depths[tree.root] + tree.room)
         self._drafter.propose(sketch)

@@ -128,6 +128,13 @@ class AutoDrafter:
         """Add the certain tokens, and the likeliest paths after them, the likeliest node first."""
         self.propose_rows([self], [tree])
 
+    def propose_certain(self, tree: TokenTree) -> None:
+        """Add what is accepted whatever the model says, as far as it is one path, and nothing else."""
+        self._certain, self._rows, self._sure_nodes = 0, _ROOT, 0
+        if self._sure is not None:
+            tree.add_certain(self._sure.certain()[: self._most])
+            self._sure_nodes = tree.certain
+
     @classmethod
     def propose_rows(cls, drafters: Sequence[AutoDrafter], trees: Sequence[TokenTree]) -> None:
         """`propose` for several texts, whose drafts are found in one call."""
