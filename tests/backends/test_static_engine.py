@@ -24,13 +24,13 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
 import lookahead
 from exactness import NEAR_TIE, Case, random_case, run_case
 from lookahead import LookaheadConfig
-from lookahead.api import resources
 from lookahead.backends.transformers import (
     ModelRunner,
     TreeCache,
     engine_model,
     graph_recorder,
     model_state,
+    session,
     static_engine,
 )
 from lookahead.backends.transformers import static_steps as static_steps_module
@@ -554,7 +554,7 @@ def decoded(demo: Any, recording: float) -> tuple[list[list[int]], int]:
     ids = tokenizer(DEMO_PROMPT, return_tensors="pt").input_ids
     calls: list[list[int]] = []
     with recorded_with(Recorded), pytest.MonkeyPatch.context() as patch:
-        for module in (static_steps_module, resources):
+        for module in (static_steps_module, session):
             patch.setattr(module, "step_clock", lambda device: lambda: now)
         for new_tokens in (32, 150, 500, 1000):  # each in larger buffers than the one before it
             calls.append([])

@@ -16,6 +16,7 @@ from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.ngrams import NGramMemory
+from lookahead.drafting.auto.predicted_text import PredictedText
 from lookahead.drafting.likeliest import BLOCK, list_likeliest
 
 _VOCABULARY = 16
@@ -33,7 +34,13 @@ def compile_loops() -> None:
         return
     _list_a_row()
     _choose()
-    _draft(AutoDrafter(DraftMemory(NGramMemory(16, 2, 4)), _NODES))
+    memory = DraftMemory(NGramMemory(16, 2, 4))
+    _draft(AutoDrafter(memory, _NODES))
+    _draft(AutoDrafter(memory, _NODES, sources=[PredictedText([0, 1])]))
+    # As where a processor forces a text of which the model predicts nothing, and as token recycling does.
+    contexts = np.zeros((1, 4), dtype=np.int64)
+    memory.ngrams.insert(contexts, contexts[:, :1], np.ones((1, 1), dtype=np.float32))
+    memory.ngrams.lookup(contexts)
 
 
 def _draft(drafter: AutoDrafter) -> None:
