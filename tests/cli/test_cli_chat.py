@@ -313,7 +313,7 @@ def test_an_answer_broken_off_in_the_middle_of_a_step(loaded: LoadedModel, monke
     check_turn(loaded, talk, TURNS[0])
     commit, commits = TreeLayer.commit, 0
 
-    def broken_commit(layer: TreeLayer, slots: Any) -> None:
+    def broken_commit(layer: TreeLayer, slots: Any, uploads: Any) -> None:
         nonlocal commits
         commits += 1
         if commits == 3 * loaded.model.config.num_hidden_layers + 3:
