@@ -202,7 +202,7 @@ def test_steps_wait_for_the_device_as_often_as_they_must(
 
 
 MOST_OF_AN_ENGINE_STEP = {1: (5, 10), 4: (8, 37), 16: (25, 240)}
-"""Most waits and operations of ours in a step, by rows. They may fall, and not rise; with 16 rows drafts have a say, and
+"""Most waits and operations of ours in a step, by rows. They may fall, and not rise; of 16 rows drafts have a say, and
 there is some room."""
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
+import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.kept_loops import keep_compiled
@@ -55,6 +56,10 @@ def compiled(
         vectorizes: Take sums and maxima in any order, supposing that all are numbers (none is NaN).
     """
     return _compile(function, {"nogil": releases_gil, **_fast(vectorizes)}, makes_arrays)
+
+
+FIRST = cast(int, np.int64(0))
+"""A zero for loops to begin with. numba compiles what is called with the literal twice: for 0, and for all numbers."""
 
 
 def inner(function: Function, vectorizes: bool = False) -> Function:

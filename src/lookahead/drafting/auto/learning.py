@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import compiled, inner
+from lookahead.core.compiled import FIRST, compiled, inner
 from lookahead.drafting.auto.ngrams import Entries, Writing, write_entry
 from lookahead.drafting.auto.proposals import MOST_LISTED, Nodes, nodes_of
 from lookahead.drafting.auto.texts import TextArrays, append, begin_text, read_context
@@ -123,7 +123,7 @@ def begin(
     """Begin the text in a place, which is `tokens` from `before` on; those before that are searched with it."""
     begin_text(place, texts)
     texts.dropped[place] = -before
-    append(place, tokens, 0, len(tokens), texts)
+    append(place, tokens, FIRST, len(tokens), texts)
     heard.agreed[place] = heard.expected[place] = heard.shares[place] = 1.0
     heard.counts[place, :] = 0
     if lessons.explores:
@@ -137,7 +137,7 @@ def begin(
 @compiled
 def extend(place: int, tokens: NDArray[np.int64], texts: TextArrays, heard: Heard) -> None:
     """The text in a place goes on with these tokens, of which nothing else is known."""
-    append(place, tokens, 0, len(tokens), texts)
+    append(place, tokens, FIRST, len(tokens), texts)
     heard.counts[place, 1] = 0
 
 
@@ -165,7 +165,7 @@ def learn(
     """
     accepted = 0
     for is_text in (False, True):  # what is text now comes last, so that it counts
-        begin = first = 0
+        begin = first = FIRST
         for row in range(len(step.places)):
             place, end, last = step.places[row], step.ends[row], first + step.added[row]
             if place >= 0:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import compiled, inner
+from lookahead.core.compiled import FIRST, compiled, inner
 from lookahead.drafting.auto.learning import UNTRUSTED, Heard
 from lookahead.drafting.auto.ngrams import Entries, entry_after, propose_known
 from lookahead.drafting.auto.proposals import (
@@ -26,7 +26,7 @@ from lookahead.drafting.auto.proposals import (
     set_default,
 )
 from lookahead.drafting.auto.sources import ListedArrays, propose_listed
-from lookahead.drafting.auto.texts import LONGEST, Followed, TextArrays, propose_matches, read_context
+from lookahead.drafting.auto.texts import Followed, TextArrays, propose_matches, read_context
 from lookahead.drafting.auto.weights import Columns, estimate
 
 _LEAST_CHAINED = 0.001
@@ -129,13 +129,13 @@ def _find(
     is_lost = sources.heard.shares[place] < UNTRUSTED
     begin_tree(proposals)
     nodes.depths[0], nodes.probabilities[0] = 0, 1.0
-    count = node = 0
+    count = node = FIRST
     while count < most:
         begin = begin_node(proposals)
         if chains:
             let_none_wait(proposals)
         if nodes.depths[node] < levels:
-            size = read_context(place, node, LONGEST, nodes, sources.texts, context)
+            size = read_context(place, node, len(context), nodes, sources.texts, context)
             known = _propose(place, node, size, nodes, proposals, sources, context)
             end = proposals.counts[0]
             estimate(begin, end, known, sources.weights, proposals)
@@ -188,7 +188,7 @@ def _propose_siblings(place: int, proposals: Proposals, heard: Heard, column: in
     if count > 0:
         set_default(column, UNLISTED_LOG, proposals)
     for index in range(count):
-        row = proposal_of(heard.siblings[place, index], 0, proposals)
+        row = proposal_of(heard.siblings[place, index], FIRST, proposals)
         proposals.features[row, column] = min(max(log(heard.likely[place, index]), UNLISTED_LOG), _SURE_LOG)
 
 
@@ -199,7 +199,7 @@ def _try_recent(place: int, least: float, proposals: Proposals, sources: Sources
     for index in range(min(heard.counts[place, 0], MOST_TRIED)):
         token = heard.recent[place, index]
         probability = 0.001 / (4.0 + index) * (_KNOWN_SHARE if entry_after(token, sources.entries) >= 0 else 1.0)
-        if probability >= least and not is_proposed(token, 0, proposals):
+        if probability >= least and not is_proposed(token, FIRST, proposals):
             row = len(proposals.tokens) - 1 - index
             proposals.tokens[row], proposals.nodes[row] = token, 0
             proposals.estimates[row], proposals.orders[row] = probability, 0
