@@ -19,7 +19,6 @@ from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.auto.predicted_text import PredictedText
 from lookahead.drafting.likeliest import BLOCK, list_likeliest
 
-_VOCABULARY = 16
 _NODES = 8
 _STEPS = 2
 

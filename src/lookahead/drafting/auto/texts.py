@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import FIRST, compiled, inner
+from lookahead.core.compiled import compiled, inner
 from lookahead.drafting.auto.proposals import Nodes, Proposals, proposal_of
 from lookahead.errors import InvalidArgumentError
 
@@ -257,12 +257,6 @@ def begin_text(place: int, texts: TextArrays) -> None:
     """A new text in a place, without a token yet."""
     texts.newest[place, :, :] = -1
     texts.lengths[place] = texts.dropped[place] = 0
-
-
-@compiled
-def extend_text(place: int, tokens: NDArray[np.int64], texts: TextArrays) -> None:
-    """The text in a place goes on with these tokens."""
-    append(place, tokens, FIRST, len(tokens), texts)
 
 
 def allocate_texts(places: int, room: int, reach: int) -> TextArrays:
