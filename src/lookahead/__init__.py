@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lookahead.api.generation import attach, detach, generate
-    from lookahead.api.output import LookaheadOutput
     from lookahead.backends.gguf.loading import load_gguf
     from lookahead.config import LookaheadConfig
     from lookahead.core.statistics import Statistics, StepRecord
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from lookahead.serving import Engine, RequestHandle, TokenEvent
+    from lookahead.serving.output import LookaheadOutput
     from lookahead.trace import Trace
 
     __version__: str
@@ -53,7 +53,7 @@ _HOMES = {
     "InvalidArgumentError": "errors",
     "LookaheadConfig": "config",
     "LookaheadError": "errors",
-    "LookaheadOutput": "api.output",
+    "LookaheadOutput": "serving.output",
     "LookaheadWarning": "errors",
     "ModelChangedError": "errors",
     "NGramPool": "drafting",

@@ -24,9 +24,9 @@ from batch_exactness import (
     run_batch_case,
     run_sampled_case,
 )
-from lookahead.api.streaming import StreamFeeder
 from lookahead.backends.transformers.tree_cache import TreeLayer
 from lookahead.errors import UnsupportedArgumentError
+from lookahead.serving.streaming import StreamFeeder
 from model_zoo import ARCHITECTURES, MAX_POSITIONS, ROPE_CONTEXT, build, greedy
 from quick import quickly
 from sampling_exactness import SETTINGS

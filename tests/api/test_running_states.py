@@ -12,9 +12,9 @@ import lookahead
 from fuzz.families import build
 from fuzz.variant import Variant
 from lookahead import LookaheadConfig, LookaheadError, UnsupportedArgumentError
-from lookahead.api.output import LookaheadOutput
 from lookahead.parallel import ParallelGroup
 from lookahead.parallel.exchange import Exchange
+from lookahead.serving.output import LookaheadOutput
 from quick import quickly
 
 FAMILIES = ["qwen3_next", "granitemoehybrid", "mamba2", "lfm3", "deepseek_v4", "minimax"]

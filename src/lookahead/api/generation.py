@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable
 from functools import partial, update_wrapper
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
-    GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
 
-from lookahead.api.arguments import check_call, check_config, check_pool, check_prompt_ids, effective_setting
-from lookahead.api.output import LookaheadOutput
-from lookahead.api.prediction import Prediction
 from lookahead.api.request import decode_request
-from lookahead.backends.session import open_session
-from lookahead.backends.transformers import check_adapters
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep
 from lookahead.drafting import NGramPool
-from lookahead.errors import InvalidArgumentError
+from lookahead.serving.arguments import check_config, check_pool
+from lookahead.serving.output import LookaheadOutput
+from lookahead.serving.prediction import Prediction
+from lookahead.serving.prepared import hand_over, language_model, language_model_or_wrapper, read_arguments
 
 if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
@@ -86,41 +80,8 @@ def generate(
     decode = partial(decode_request, config=config, on_step=on_step, ngram_pool=ngram_pool, parallel=parallel)
     decode = partial(decode, prediction=prediction, start=start)
     if input_ids is not None and _is_prepared(kwargs):
-        return decode(model, input_ids, **kwargs)
+        return decode(read_arguments(model, input_ids, **kwargs))
     return hand_over(model, input_ids, kwargs, decode)  # type: ignore[no-any-return]
-
-
-def hand_over(
-    model: PreTrainedModel, input_ids: torch.Tensor | None, kwargs: dict[str, Any], decode: Callable[..., Any]
-) -> Any:
-    """Have transformers check and prepare a call of `generate`.
-
-    Args:
-        model: The model, or a wrapper.
-        input_ids: The prompts, if they are given by this name.
-        kwargs: The other arguments of the call.
-        decode: Called with model, prompts and all that transformers made of the arguments, by name, streamer included.
-
-    Returns:
-        What `decode` returns.
-    """
-    model = _language_model_or_wrapper(model)
-    if "inputs" in kwargs:
-        if input_ids is not None:
-            raise InvalidArgumentError("input_ids and inputs are two names of the same prompt; pass one of them")
-        input_ids = kwargs.pop("inputs")
-    check_call(model, kwargs)
-    if input_ids is not None:
-        check_prompt_ids(input_ids)
-    # transformers drops these before it calls a custom generate function, so they are passed around it
-    streamer = kwargs.pop("streamer", None)
-    _take_stop_strings(model, kwargs)
-
-    # Transformers passes the arguments that this signature names; so none of them can be mistyped by a user.
-    def decode_here(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> Any:
-        return decode(model, input_ids, streamer=streamer, **prepared)
-
-    return type(model).generate(model, input_ids, custom_generate=decode_here, **kwargs)
 
 
 def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> None:
@@ -143,7 +104,7 @@ def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Non
         UnsupportedModelError: The model cannot be run on token trees.
     """
     attached = check_config(config)
-    model = _language_model_or_wrapper(model)
+    model = language_model_or_wrapper(model)
     # The way transformers binds the `generate` of a repository: an attribute of the object, over the class's method.
     model.generate = AttachedGenerate(model, attached)
 
@@ -154,7 +115,7 @@ def detach(model: PreTrainedModel) -> None:
     Raises:
         InvalidArgumentError: There is no transformers model in it.
     """
-    vars(_language_model(model)[0]).pop("generate", None)
+    vars(language_model(model)[0]).pop("generate", None)
 
 
 class AttachedGenerate:
@@ -195,54 +156,3 @@ def _is_prepared(kwargs: dict[str, Any]) -> bool:
         and isinstance(kwargs.get("logits_processor"), LogitsProcessorList)
         and "use_cache" in kwargs
     )
-
-
-def _language_model_or_wrapper(model: Any) -> Any:
-    """What to call `generate` of: `model`, after checking the transformers model in it.
-
-    Raises:
-        InvalidArgumentError: There is no transformers model in it.
-        UnsupportedModelError: The model cannot be run on token trees.
-    """
-    model, inner = _language_model(model)
-    check_adapters(model)
-    open_session(inner).check()
-    return model
-
-
-def _language_model(model: Any) -> tuple[Any, PreTrainedModel]:
-    """What to call `generate` of, and the transformers model in it.
-
-    Raises:
-        InvalidArgumentError: There is none.
-    """
-    model = getattr(model, "_orig_mod", model)  # transformers, too, generates with the model that was compiled
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(inner, PreTrainedModel) or not hasattr(inner, "generate"):
-        raise InvalidArgumentError(
-            f"model={type(model).__name__} is no transformers language model; load one with "
-            "AutoModelForCausalLM.from_pretrained"
-        )
-    return model, inner
-
-
-def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Turn stop strings and their tokenizer into a criterion, as transformers would if it had the tokenizer here."""
-    tokenizer = kwargs.pop("tokenizer", None)
-    given: GenerationConfig | None = kwargs.get("generation_config")
-    stop_strings = effective_setting(model, kwargs, "stop_strings")
-    if stop_strings is None:
-        return
-    if tokenizer is None:
-        raise InvalidArgumentError(f"stop_strings={stop_strings!r} needs the model's tokenizer: pass tokenizer=...")
-    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-    # As in transformers, one that the caller passed goes before one made of settings.
-    if not any(type(criterion) is StopStringCriteria for criterion in criteria):
-        criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
-    kwargs["stopping_criteria"] = criteria
-    kwargs.pop("stop_strings", None)
-    if given is not None and given.stop_strings is not None:
-        kwargs["generation_config"] = copy.deepcopy(given)
-        kwargs["generation_config"].stop_strings = None
-    if model.generation_config.stop_strings is not None:
-        kwargs["stop_strings"] = None  # the model's own would be filled in again

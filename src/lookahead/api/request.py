@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
-from lookahead.api.arguments import check_devices, check_mode, check_model_inputs, check_prompt_ids
-from lookahead.api.output import LookaheadOutput, padded_texts, stack_collected, stack_texts
-from lookahead.api.own_prefill import check_own_prefill
 from lookahead.api.packed_batch import PackedBatch, packed_batch
-from lookahead.api.prediction import Prediction, predicted_texts
-from lookahead.api.processors import row_processors
-from lookahead.api.prompt_warm_up import warm_up_tokens
-from lookahead.api.prompts import read_prompts
-from lookahead.api.shielding import shielded
-from lookahead.api.stopping import StopRule, last_lengths
-from lookahead.api.streaming import StreamFeeder
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers import PromptPass
@@ -30,7 +20,6 @@ from lookahead.backends.transformers.model_state import (
     keep_memory,
     release_memory,
 )
-from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.config import LookaheadConfig
 from lookahead.core.cost_model import CostModel
@@ -40,51 +29,39 @@ from lookahead.core.statistics import OnStep, StepRecord
 from lookahead.core.watching import Recorder
 from lookahead.drafting import Drafter, NGramPool, build_chain_drafter, build_drafter
 from lookahead.parallel.alone import Alone
+from lookahead.serving.arguments import check_own_prefill
+from lookahead.serving.output import LookaheadOutput, padded_texts, stack_collected, stack_texts
+from lookahead.serving.prediction import Prediction, predicted_texts
+from lookahead.serving.prepared import Arguments
+from lookahead.serving.prompt_warm_up import warm_up_tokens
+from lookahead.serving.selecting import make_sampler, row_processors
+from lookahead.serving.shielding import shielded
+from lookahead.serving.stopping import StopRule, last_lengths
+from lookahead.serving.streaming import StreamFeeder
 
 if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
 
 
 def decode_request(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
+    arguments: Arguments,
     *,
     config: LookaheadConfig,
     on_step: OnStep | None,
     ngram_pool: NGramPool | None,
     start: float,
     prediction: Prediction | None = None,
-    streamer: BaseStreamer | None = None,
     parallel: ParallelGroup | None = None,
-    **model_kwargs: Any,
 ) -> torch.Tensor | LookaheadOutput:
-    """Decode with arguments that transformers has checked and prepared, as its own decoding methods do.
-
-    The first five are those of any decoding method of transformers, the others those of `lookahead.generate`, which
-    was called at `start` by `perf_counter`; `model_kwargs` is what else transformers would hand to the model. Returns
-    what `lookahead.generate` does.
-    """
-    check_devices(model, model_kwargs.pop("synced_gpus", False))
-    check_mode(generation_config)
-    check_prompt_ids(input_ids)
-    check_model_inputs(model, model_kwargs, generation_config.use_cache)
+    """What `lookahead.generate` returns, which was called at `start` by `perf_counter`, with its arguments."""
     ranks = parallel or Alone()
-    prompts = read_prompts(model, input_ids, model_kwargs, generation_config)
+    model, prompts = arguments.model, arguments.prompts
     if prompts.inputs:
-        check_own_prefill(model, prompts, config, generation_config, parallel is not None)
-    request = Request(
-        model,
-        prompts,
-        ranks.drafting(config),
-        generation_config,
-        ranks,
-    )
-    request.prepare(logits_processor, StopRule(stopping_criteria), ngram_pool, prediction)
+        check_own_prefill(model, prompts, config, arguments.config, parallel is not None)
+    request = Request(model, prompts, ranks.drafting(config), arguments.config, ranks)
+    request.prepare(arguments.processors, StopRule(arguments.criteria), ngram_pool, prediction)
     if ranks.rank == 0:  # which speaks for all
-        request.listen(on_step, streamer, config.trace)
+        request.listen(on_step, arguments.streamer, config.trace)
     return request.run(start)
 
 
@@ -299,17 +276,3 @@ class Request:
             past_key_values=cache if self._returns_cache else None,
             statistics=self._batch.statistics,
         )
-
-
-def make_sampler(
-    processors: LogitsProcessorList, config: GenerationConfig, generator: torch.Generator | None = None
-) -> TextSampler:
-    """Who selects the tokens of one row, as `config` has it."""
-    keep = bool(config.return_dict_in_generate)
-    return TextSampler(
-        processor=processors if len(processors) else None,
-        sample=bool(config.do_sample),
-        generator=generator,
-        keep_logits=keep and bool(config.output_logits),
-        keep_scores=keep and bool(config.output_scores),
-    )

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.api.arguments import check_config, check_prompt_ids
-from lookahead.api.prediction import check_reads_predictions, token_ids
 from lookahead.backends.session import EngineRunner, open_session
 from lookahead.backends.transformers.model_state import draft_account
 from lookahead.config import LookaheadConfig
@@ -25,9 +23,12 @@ from lookahead.core.statistics import OnStep, Statistics
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import Walk
 from lookahead.errors import InvalidArgumentError, LookaheadError, ModelChangedError, UnsupportedArgumentError
+from lookahead.serving.arguments import check_config, check_prompt_ids
 from lookahead.serving.handle import RequestHandle
 from lookahead.serving.kv_memory import PREFIX_BYTES, KVMemory
-from lookahead.serving.request import Extras, Prepared, Request, check_room
+from lookahead.serving.prediction import check_reads_predictions, token_ids
+from lookahead.serving.prepared import Arguments, hand_over
+from lookahead.serving.request import Extras, Request, check_request, check_room
 from lookahead.serving.scheduler import Scheduler, urgency
 from lookahead.serving.statistics import EngineLoad, EngineStatistics
 
@@ -153,7 +154,8 @@ class Engine:
         ids = torch.as_tensor(input_ids)
         ids = ids[None] if ids.dim() == 1 else ids
         check_prompt_ids(ids)
-        prepared = Prepared(self._model, ids.to(self._model.device), kwargs)
+        arguments: Arguments = hand_over(self._model, ids.to(self._model.device), dict(kwargs), lambda given: given)
+        check_request(arguments)
         config = self._config if lookahead_config is None else _check_engine_config(lookahead_config)
         if prediction is not None:
             check_reads_predictions(config)
@@ -165,9 +167,9 @@ class Engine:
             place = urgency(priority, self.statistics.steps, self._submitted)
             self._submitted += 1
         request = Request(
-            self._model, self._runner, self._memory, prepared, extras, config, self._shared, handle, place
+            self._model, self._runner, self._memory, arguments, extras, config, self._shared, handle, place
         )
-        check_room(prepared, self._runner, self._memory, request.most_nodes)
+        check_room(arguments, self._runner, self._memory, request.most_nodes)
         request.listen(on_step)
         with self._changed:
             self._arrivals.append(request)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from lookahead.api.output import LookaheadOutput
+from lookahead.serving.output import LookaheadOutput
 from lookahead.serving.statistics import RequestStatistics
 
 Output = torch.Tensor | LookaheadOutput

@@ -8,27 +8,11 @@ from dataclasses import dataclass
 from time import perf_counter
 from traceback import walk_tb
 from types import FrameType
-from typing import Any, cast
+from typing import cast
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedModel
 
-from lookahead.api.arguments import (
-    check_devices,
-    check_mode,
-    check_model_inputs,
-    check_prompt_ids,
-    inputs_beside_tokens,
-)
-from lookahead.api.generation import hand_over
-from lookahead.api.output import LookaheadOutput, stack_collected
-from lookahead.api.prompt_warm_up import warm_up_tokens
-from lookahead.api.prompts import read_prompts
-from lookahead.api.request import make_sampler
-from lookahead.api.stopping import StopRule, last_lengths
-from lookahead.api.streaming import StreamFeeder
-from lookahead.backends.prompts import Prompts
 from lookahead.backends.session import EngineRunner
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import draft_memory, keep_memory
@@ -40,9 +24,15 @@ from lookahead.core.shared_budget import SharedBudget
 from lookahead.core.statistics import OnStep, StepRecord
 from lookahead.drafting import PredictedText, build_drafter
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.serving.arguments import inputs_beside_tokens
 from lookahead.serving.handle import Output, RequestHandle, TokenEvent
 from lookahead.serving.kv_memory import KVMemory
-from lookahead.serving.logprobs import LogprobSampler
+from lookahead.serving.output import LookaheadOutput, stack_collected
+from lookahead.serving.prepared import Arguments
+from lookahead.serving.prompt_warm_up import warm_up_tokens
+from lookahead.serving.selecting import LogprobSampler, make_sampler
+from lookahead.serving.stopping import StopRule, last_lengths
+from lookahead.serving.streaming import StreamFeeder
 
 
 @dataclass(frozen=True)
@@ -61,70 +51,30 @@ class Extras:
     prediction: Sequence[int] | None = None
 
 
-class Prepared:
-    """The arguments of a request, as transformers checked and prepared them for one call of `generate`.
-
-    Args:
-        model: The model.
-        input_ids: The prompt, `[1, tokens]`.
-        arguments: The other arguments of `generate`.
+def check_request(arguments: Arguments) -> None:
+    """Refuse what an engine does not run.
 
     Raises:
-        LookaheadError: One of them cannot work, or is not supported.
+        UnsupportedArgumentError: It is asked for.
     """
-
-    streamer: BaseStreamer | None
-    config: GenerationConfig
-    processors: Any
-    criteria: StoppingCriteriaList
-    prompts: Prompts
-
-    def __init__(self, model: PreTrainedModel, input_ids: torch.Tensor, arguments: dict[str, Any]) -> None:
-        hand_over(model, input_ids, dict(arguments), self._take)
-        prompts = self.prompts
-        if prompts.rows != 1:
-            raise UnsupportedArgumentError(
-                f"input_ids and num_return_sequences make {prompts.rows} rows, but a request has one; submit each by "
-                "itself"
-            )
-        if prompts.cache is not None:
-            raise UnsupportedArgumentError("past_key_values is not supported by an Engine; give the whole text")
-        if not prompts.all_count:
-            raise UnsupportedArgumentError(
-                "attention_mask hides tokens of input_ids, which an Engine does not support; leave them out. Without "
-                "an attention_mask, transformers hides those that are the pad_token_id"
-            )
-
-    def _take(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        *,
-        streamer: BaseStreamer | None,
-        generation_config: GenerationConfig,
-        logits_processor: Any,
-        stopping_criteria: StoppingCriteriaList,
-        **model_kwargs: Any,
-    ) -> torch.Tensor:
-        check_devices(model, model_kwargs.pop("synced_gpus", False))
-        check_mode(generation_config)
-        check_prompt_ids(input_ids)
-        check_model_inputs(model, model_kwargs, generation_config.use_cache)
-        self.streamer, self.config = streamer, generation_config
-        self.processors, self.criteria = logits_processor, stopping_criteria
-        self.prompts = read_prompts(model, input_ids, model_kwargs, generation_config)
-        if self.prompts.inputs:
-            names = ", ".join(inputs_beside_tokens(model_kwargs))
-            raise UnsupportedArgumentError(
-                f"{names or 'position_ids'} is not supported by an Engine, which sends prompts in parts; use "
-                "lookahead.generate"
-            )
-        return input_ids
-
-    @property
-    def longest(self) -> int:
-        """Tokens that the text may come to."""
-        return int(self.config.max_length)
+    prompts = arguments.prompts
+    if prompts.inputs:
+        names = ", ".join(inputs_beside_tokens(prompts.inputs))
+        raise UnsupportedArgumentError(
+            f"{names or 'position_ids'} is not supported by an Engine, which sends prompts in parts; use "
+            "lookahead.generate"
+        )
+    if prompts.rows != 1:
+        raise UnsupportedArgumentError(
+            f"input_ids and num_return_sequences make {prompts.rows} rows, but a request has one; submit each by itself"
+        )
+    if prompts.cache is not None:
+        raise UnsupportedArgumentError("past_key_values is not supported by an Engine; give the whole text")
+    if not prompts.all_count:
+        raise UnsupportedArgumentError(
+            "attention_mask hides tokens of input_ids, which an Engine does not support; leave them out. Without "
+            "an attention_mask, transformers hides those that are the pad_token_id"
+        )
 
 
 class Request:
@@ -134,7 +84,7 @@ class Request:
         model: The model.
         runner: Runs it.
         memory: Where its keys and values go.
-        prepared: Its arguments.
+        arguments: Its arguments.
         extras: What it wants besides.
         config: How to draft.
         shared: Which nodes it may send.
@@ -153,31 +103,30 @@ class Request:
         model: PreTrainedModel,
         runner: EngineRunner,
         memory: KVMemory,
-        prepared: Prepared,
+        arguments: Arguments,
         extras: Extras,
         config: LookaheadConfig,
         shared: SharedBudget,
         handle: RequestHandle,
         urgency: tuple[int, int],
     ) -> None:
-        prompts = prepared.prompts
-        check_length(runner, type(model).__name__, prompts, prepared.longest - prompts.width)
+        prompts = arguments.prompts
+        check_length(runner, type(model).__name__, prompts, arguments.longest - prompts.width)
         self.handle, self.urgency = handle, urgency
         self.row = memory.new_row()
         self.error: BaseException | None = None
         self._kv_memory, self._submitted = memory, perf_counter()
-        self._model, self._config, self._prepared = model, config, prepared
+        self._model, self._config, self._arguments = model, config, arguments
         self.shares = shares = config.preset == "auto"
         self.most_nodes = min(config.max_nodes, runner.most_nodes)
-        rule = StopRule(prepared.criteria)
+        rule = StopRule(arguments.criteria)
         generator = torch.Generator(prompts.input_ids.device).manual_seed(extras.seed)
-        sampler = make_sampler(prepared.processors, prepared.config, generator)
+        sampler = make_sampler(arguments.processors, arguments.config, generator)
         self._logprobs = None if extras.logprobs is None else LogprobSampler(sampler, extras.logprobs)
         self._prediction = PredictedText(extras.prediction) if shares and extras.prediction else None
         self._memory = draft_memory(model, config) if shares else None
         tokens = prompts.tokens[0]
-        sampling = prepared.config
-        self.temperature = 0.0 if not sampling.do_sample else float(sampling.temperature or 1.0)
+        self.temperature = arguments.temperature
         self.sequence = TextSequence(
             prompts.input_ids.long(),
             tokens,
@@ -187,7 +136,7 @@ class Request:
                 vocabulary=getattr(model.get_input_embeddings(), "num_embeddings", None),
                 warm_up=warm_up_tokens(model, len(tokens), config.chooses_nodes) if shares else 0,
                 most=self.most_nodes,
-                budget=shared.row(self.temperature, prepared.longest) if shares else None,
+                budget=shared.row(self.temperature, arguments.longest) if shares else None,
                 predicted=self._prediction,
             ),
             cast(TextSampler, self._logprobs or sampler),
@@ -200,7 +149,7 @@ class Request:
         handle.statistics.prompt_tokens = len(tokens)
         handle.statistics.invariant_rows = least_rows(runner.model) if runner.is_invariant else 0
         self._rule = rule
-        self._feeder = None if prepared.streamer is None else StreamFeeder(prepared.streamer, 1, None)
+        self._feeder = None if arguments.streamer is None else StreamFeeder(arguments.streamer, 1, None)
 
     @property
     def length(self) -> int:
@@ -230,7 +179,7 @@ class Request:
     def listen(self, on_step: OnStep | None) -> None:
         """Tell handle, `on_step` and streamer of each step. What these raise is an error of this request alone."""
         if self._feeder is not None:
-            self._feeder.start(self._prepared.prompts.input_ids)
+            self._feeder.start(self._arguments.prompts.input_ids)
 
         def tell(record: StepRecord) -> None:
             statistics = self.handle.statistics
@@ -280,7 +229,7 @@ class Request:
 
     def _output(self) -> Output:
         sequence = self.sequence
-        if not self._prepared.config.return_dict_in_generate:
+        if not self._arguments.config.return_dict_in_generate:
             return sequence.ids.clone()
         self.handle.statistics.sources = [sequence.ask_drafter(lambda drafter: drafter.statistics(), {})]
         return LookaheadOutput(
@@ -291,14 +240,14 @@ class Request:
         )
 
 
-def check_room(prepared: Prepared, runner: EngineRunner, memory: KVMemory, nodes: int) -> None:
+def check_room(arguments: Arguments, runner: EngineRunner, memory: KVMemory, nodes: int) -> None:
     """Refuse a text for which there is not room enough, or that is read otherwise beside others.
 
     Raises:
         InvalidArgumentError: It may need more memory than there is.
         UnsupportedArgumentError: It may come to where its positions depend on the other rows.
     """
-    longest = prepared.longest
+    longest = arguments.longest
     if memory.tokens is not None and memory.reserved(longest + nodes) > memory.tokens:
         raise InvalidArgumentError(
             f"input_ids and max_new_tokens may come to {longest} tokens, and a step to {nodes} more, but kv_bytes has "

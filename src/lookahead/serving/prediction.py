@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from lookahead.api.arguments import check_values
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import PredictedText
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.serving.arguments import check_values
 
 Prediction = torch.Tensor | Sequence[int] | Sequence[Sequence[int] | None]
 """Token ids of the text that is expected of the one row, or for each row its own, `None` where there is none."""

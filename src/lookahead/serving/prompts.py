@@ -8,10 +8,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lookahead.api.arguments import check_positions, counts_tokens, inputs_beside_tokens, prompt_tokens
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.transformers.version import TRANSFORMERS
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.serving.arguments import check_positions, counts_tokens, inputs_beside_tokens, prompt_tokens
 
 
 def read_prompts(

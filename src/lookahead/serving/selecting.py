@@ -1,11 +1,13 @@
-"""Logits processors for the rows of a batch, each at its own place in its own text."""
+"""Who selects the tokens of one text: its logits processors, its sampler, and log-probabilities of what it selected."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -16,6 +18,9 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from lookahead.backends.transformers.sampler import TextSampler
+from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.core.outputs import NodeOutputs
 from lookahead.errors import UnsupportedArgumentError
 
 
@@ -61,3 +66,62 @@ def _narrow(processor: LogitsProcessor, row: int, batch_size: int) -> LogitsProc
     else:
         return processor
     return narrowed
+
+
+def make_sampler(
+    processors: LogitsProcessorList, config: GenerationConfig, generator: torch.Generator | None = None
+) -> TextSampler:
+    """Who selects the tokens of one row, as `config` has it."""
+    keep = bool(config.return_dict_in_generate)
+    return TextSampler(
+        processor=processors if len(processors) else None,
+        sample=bool(config.do_sample),
+        generator=generator,
+        keep_logits=keep and bool(config.output_logits),
+        keep_scores=keep and bool(config.output_scores),
+    )
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely the model thought a token, before processors and sampling settings.
+
+    Attributes:
+        logprob: Natural logarithm of the token's probability.
+        top: The likeliest tokens in its place with theirs, likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class LogprobSampler:
+    """A sampler that notes the log-probabilities of what another one selects.
+
+    Args:
+        sampler: The other one.
+        top: How many of the likeliest tokens to note each time.
+
+    Attributes:
+        noted: One for each token that was selected.
+    """
+
+    needs_logits = True
+
+    def __init__(self, sampler: TextSampler, top: int) -> None:
+        self._sampler = sampler
+        self._top = top
+        self.noted: list[TokenLogprobs] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def select(self, sequence: TextSequence, outputs: NodeOutputs, node: int) -> int:
+        """The token after `node`, to follow the text of `sequence`."""
+        token = self._sampler.select(sequence, outputs, node)
+        logits: torch.Tensor = outputs.logits_after(node)[0]
+        logprobs = logits.log_softmax(-1)
+        values, ids = logprobs.topk(min(self._top, len(logprobs))) if self._top else (logprobs[:0], logprobs[:0])
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        self.noted.append(TokenLogprobs(float(logprobs[token]), top))
+        return token
