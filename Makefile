@@ -188,19 +188,17 @@ worth: $(VENV)/installed  ## Compare this checkout with BASE=COMMIT in pairs, in
 		$(if $(TURNS),--turns $(TURNS)) $(if $(ONLY),--only '$(ONLY)')
 
 tables: $(VENV)/installed  ## Say which tables of README.md and docs/ are not those of benchmarks/results; RECORD=1 makes them anew
-	$(BIN)/lookahead bench tables benchmarks/tables.toml README.md $(wildcard docs/*.md) $(if $(RECORD),,--check)
+	$(BIN)/python benchmarks tables benchmarks/tables.toml README.md $(wildcard docs/*.md) $(if $(RECORD),,--check)
 
 PLOTS := demo-S.svg demo-accepted.svg demo-speed.svg stories260k-S.svg stories260k-accepted.svg
 PAPER_PLOTS := stories260k-stories-law.svg demo-accepted.svg
 plots: $(VENV)/installed  ## Draw the plots of docs/ from benchmarks/results
-	$(BIN)/lookahead bench report $(addprefix benchmarks/results/bench/,demo.jsonl stories.jsonl) --plots build/plots
-	mkdir -p $(addprefix $(OUT)/docs/images/,bench paper replay serving server)
+	$(BIN)/python benchmarks report $(addprefix benchmarks/results/bench/,demo.jsonl stories.jsonl) --plots build/plots
+	mkdir -p $(addprefix $(OUT)/docs/images/,bench paper)
 	cp $(addprefix build/plots/,$(PLOTS)) $(OUT)/docs/images/bench
-	$(BIN)/lookahead bench report $(addprefix benchmarks/results/bench/,paper-grid.jsonl paper-tasks.jsonl) --plots build/plots/paper
+	$(BIN)/python benchmarks report $(addprefix benchmarks/results/bench/,paper-grid.jsonl paper-tasks.jsonl) --plots build/plots/paper
 	cp $(addprefix build/plots/paper/,$(PAPER_PLOTS)) $(OUT)/docs/images/paper
-	$(BIN)/python tools/replay_plot.py $(OUT)/docs/images/replay benchmarks/results/replay.jsonl
-	$(BIN)/python tools/serving_plot.py $(OUT)/docs/images/serving $(wildcard benchmarks/results/serving*.jsonl)
-	$(BIN)/python tools/load_plot.py $(OUT)/docs/images/server/load.svg benchmarks/results/load.jsonl
+	$(BIN)/python benchmarks plots $(OUT)/docs/images
 
 pictures: $(VENV)/installed  ## Draw the pictures of docs/method.md from a real run of the demo model
 	mkdir -p $(OUT)/docs/images

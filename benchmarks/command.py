@@ -1,10 +1,10 @@
-"""Run one of the probes: measurements beside `lookahead bench`, of single parts.
+"""Run one of the probes, which are measurements beside `lookahead bench`, or make pages of what was measured.
 
     python benchmarks engine --output benchmarks/results/engine-random.jsonl
 
-Rows are on the disk unit by unit; an interrupted run goes on where it stopped when it is started once more. The exit
-status is 0 when all was measured, 1 when something that was found is wrong, 2 when an argument cannot work, 130 when
-interrupted. Tables of the pages come from the rows: `make tables`.
+Rows of probes are on the disk unit by unit; an interrupted run goes on where it stopped when it is started once more.
+The exit status is 0 when all was measured, 1 when something that was found is wrong, 2 when an argument cannot work,
+and 130 when interrupted. Tables of the pages come from the rows: `make tables`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, fields
 from datetime import date
 from pathlib import Path
@@ -28,7 +28,10 @@ from lookahead.bench.rows import Row
 from lookahead.cli import process
 from lookahead.cli.rendering import measuring_progress
 from lookahead.errors import InvalidArgumentError, LookaheadError
+from pages import draw_plots, fill_tables, make_report
 from probe import Probe, instruction_sets
+from replay.command import main as replay
+from whole_numbers import positive
 
 PROBES = {
     "engine": "what a step costs, beside transformers' own step and the memory limit",
@@ -48,25 +51,40 @@ PROBES = {
     "parallel": "what several ranks run and send; start it with torchrun, and once without",
 }
 
+COMMANDS: dict[str, Callable[[Sequence[str], Console], int]] = {
+    "replay": replay,
+    "report": make_report,
+    "tables": fill_tables,
+    "plots": draw_plots,
+}
+"""What is no probe; each has options of its own."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     given = sys.argv[1:] if arguments is None else list(arguments)
+    if given and given[0] in COMMANDS:
+        return guarded(lambda console: COMMANDS[given[0]](given[1:], console))
     name = given[0] if given and given[0] in PROBES else None
     module = None if name is None else importlib.import_module(name)
     options = parse(given, name, module)
-    console = Console(stderr=True)
     torch.set_num_threads(options.threads)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     own = module.Options(**{key.name: getattr(options, key.name) for key in fields(module.Options)})
+    return guarded(lambda console: run(name, module.probe(own), own, options, console))
+
+
+def guarded(command: Callable[[Console], int]) -> int:
+    """Run a command; returns its exit status. What goes wrong is one line on standard error."""
+    console = Console(stderr=True)
     try:
-        return run(name, module.probe(own), own, options, console)
+        return command(console)
     except KeyboardInterrupt:
-        console.print(f"interrupted; {options.output} has all finished units, the same command goes on")
+        console.print("interrupted; what is finished is in the output, the same command goes on")
         return process.INTERRUPTED
     except (LookaheadError, OSError) as error:
-        console.print(f"error: {error}", style="red", markup=False)
+        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         return process.ERROR
 
 
@@ -121,10 +139,11 @@ def check_header(path: Path, kept: Sequence[Row], header: Row) -> None:
 def parse(given: Sequence[str], name: str | None, module: Any) -> argparse.Namespace:
     """The command line, with the options of the probe that it names."""
     listed = "\n".join(f"  {probe:16} {what}" for probe, what in PROBES.items())
+    others = "\n".join(f"  {other:16} {(call.__doc__ or '').splitlines()[0]}" for other, call in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="python benchmarks",
         description=str(__doc__ if module is None else module.__doc__),
-        epilog=f"probes:\n{listed}",
+        epilog=f"probes:\n{listed}\ncommands with options of their own:\n{others}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("probe", choices=list(PROBES), metavar="PROBE", help="one of those below")
@@ -144,10 +163,3 @@ def parse(given: Sequence[str], name: str | None, module: Any) -> argparse.Names
             help=f"{key.metadata['help']} ({' '.join(map(str, default)) if many else default})",
         )
     return parser.parse_args(given)
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)

@@ -27,14 +27,14 @@ import torch
 from numpy.typing import NDArray
 
 import lookahead
-from lookahead.bench.replay.recordings import read_recordings, tokenizer_of
-from lookahead.bench.replay.replay import replay
 from lookahead.config import LookaheadConfig
 from lookahead.core.outputs import StepResult
 from lookahead.drafting import AutoDrafter, DraftMemory
 from lookahead.drafting.auto.weights import feature_names
 from lookahead.drafting.text_only import text_memory
 from probe import load_model, prompts_of, token_ids
+from replay.recordings import read_recordings, tokenizer_of
+from replay.replay import replay
 
 OFF_PATH = 0.3
 """What a node beside the accepted path counts: the model says what comes after it, but the text never goes there."""
@@ -153,7 +153,7 @@ def main() -> int:
     add = parser.add_argument
     add("--run", nargs=2, action="append", default=[], metavar=("MODEL", "PROMPTS"), help="what to decode with what")
     add("--recordings", nargs="+", type=Path, default=[], help="recorded answers to replay")
-    add("--tokenizer", type=Path, help="as for `lookahead bench replay`")
+    add("--tokenizer", type=Path, help="as for `python benchmarks replay`")
     add("--limit", type=int, default=40, help="prompts of each run (40)")
     add("--skip", type=int, default=0, help="first prompts of each file that are left out (0)")
     add("--max-new-tokens", type=int, default=128, help="tokens of each (128)")

@@ -136,7 +136,7 @@ def test_refused_options(capsys: pytest.CaptureFixture[str], arguments: list[str
 
 
 def test_a_plot_needs_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lookahead.bench.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("lookahead.cli.tune.find_spec", lambda name: None)
     assert "pip install 'lookahead-decoding[plot]'" in refused(capsys, "--plot", "x.png")
 
 

@@ -1,4 +1,4 @@
-"""`lookahead bench report`: tables and plots that say what the rows say."""
+"""`python benchmarks report`: tables and plots that say what the rows say."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from command import main
 from lookahead import LookaheadConfig
 from lookahead.bench.comparison import first_difference
-from lookahead.bench.plots import _best, draw
-from lookahead.bench.report import report
 from lookahead.bench.results_file import read_files, read_rows
 from lookahead.bench.rows import steps_within
 from lookahead.bench.suite import MethodSpec
 from lookahead.bench.summary import RunSet, summarise
-from lookahead.cli import main
+from plots.suites import _best, draw
+from report import report
 
 
 def _options(config: LookaheadConfig) -> dict[str, Any]:
@@ -200,10 +200,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = [row(method, "a", [1, 2], 1.0, task="other words") for method in ("plain", "auto")]
     rest.write_bytes(gzip.compress("".join(json.dumps(each) + "\n" for each in more).encode()))
     assert read_rows(rest) == more
-    assert main(["bench", "report", str(results)]) == 0
+    assert main(["report", str(results)]) == 0
     assert capsys.readouterr().out == report(ROWS)
     page, plots = tmp_path / "docs" / "page.md", tmp_path / "plots"
-    assert main(["bench", "report", str(results), str(rest), "--markdown", str(page), "--plots", str(plots)]) == 0
+    assert main(["report", str(results), str(rest), "--markdown", str(page), "--plots", str(plots)]) == 0
     out, err = capsys.readouterr()
     assert out == ""
     assert page.read_text() == report([*ROWS, *more])
@@ -212,7 +212,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "prefers-color-scheme: dark" in path.read_text()
         assert f"plot written to {path}" in err
     results.write_text(text.replace("[0, 1, 2", "[5, 1, 2", 1))
-    assert main(["bench", "report", str(results)]) == 1
+    assert main(["report", str(results)]) == 1
     assert "auto on a" in capsys.readouterr().err
 
 
@@ -222,9 +222,9 @@ def test_files_that_do_not_fit_together(tmp_path: Path, capsys: pytest.CaptureFi
     again.write_text(json.dumps(row("plain", "a", [1, 1], 3.0)) + "\n")
     assert [each["cpu_seconds"] for each in read_files([first, again])] == [3.0]
     elsewhere.write_text(again.read_text().replace("A Processor", "Another"))
-    assert main(["bench", "report", str(first), str(elsewhere)]) == 0, "the last one counts"
+    assert main(["report", str(first), str(elsewhere)]) == 0, "the last one counts"
     elsewhere.write_text(elsewhere.read_text().replace('"prompt": "a"', '"prompt": "b"'))
-    assert main(["bench", "report", str(first), str(elsewhere)]) == 2
+    assert main(["report", str(first), str(elsewhere)]) == 2
     assert "machine: device: 'A Processor' then, 'Another' now" in capsys.readouterr().err
 
 
@@ -236,7 +236,7 @@ def test_files_that_hold_something_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
     (tmp_path / "bad.jsonl").write_text(text)
-    assert main(["bench", "report", str(tmp_path / "bad.jsonl")]) == 2
+    assert main(["report", str(tmp_path / "bad.jsonl")]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -245,12 +245,12 @@ def test_plots_need_matplotlib_and_a_folder(
 ) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(ROWS[0]) + "\n")
-    assert main(["bench", "report", str(file), "--plots", str(file)]) == 2
+    assert main(["report", str(file), "--plots", str(file)]) == 2
     assert "is a file" in capsys.readouterr().err
-    monkeypatch.setattr("lookahead.bench.plots.find_spec", lambda name: None)
-    assert main(["bench", "report", str(file), "--plots", str(tmp_path / "plots")]) == 2
+    monkeypatch.setattr("plots.suites.find_spec", lambda name: None)
+    assert main(["report", str(file), "--plots", str(tmp_path / "plots")]) == 2
     assert "pip install 'lookahead-decoding[plot]'" in capsys.readouterr().err
-    assert main(["bench", "report", str(tmp_path / "none.jsonl")]) == 2
+    assert main(["report", str(tmp_path / "none.jsonl")]) == 2
     assert "cannot read the results" in capsys.readouterr().err
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lookahead.bench.replay.backend import ReplayBackend, replayed_sequence
-from lookahead.bench.replay.recordings import read_recordings, tokenizer_of
-from lookahead.cli import main
+from command import main
 from lookahead.core.decoder import Batch, decode
 from lookahead.core.token_tree import TokenTree
 from lookahead.demo import demo_model_path
 from lookahead.drafting import NoDrafter
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from replay.backend import ReplayBackend, replayed_sequence
+from replay.recordings import read_recordings, tokenizer_of
 
 EDIT = {
     "id": "e",
@@ -93,7 +93,7 @@ def test_a_tekken_file_is_read(tmp_path: Path) -> None:
 def test_the_command_writes_rows_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, output = tmp_path / "edits.jsonl", tmp_path / "rows.jsonl"
     path.write_text(json.dumps(EDIT) + "\n", encoding="utf-8")
-    command = ["bench", "replay", str(path), "--output", str(output), "--tokenizer", str(demo_model_path())]
+    command = ["replay", str(path), "--output", str(output), "--tokenizer", str(demo_model_path())]
     assert main(command) == 0
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert [row["kind"] for row in rows] == ["header", "text", *["replay"] * 15]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from lookahead.bench.replay.lookup_rules import BestCopy, FirstOccurrence, RecycledText, TextRule
-from lookahead.bench.replay.suffix_decoding import SuffixDecoding, SuffixText, speculate
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
+from replay.lookup_rules import BestCopy, FirstOccurrence, RecycledText, TextRule
+from replay.suffix_decoding import SuffixDecoding, SuffixText, speculate
 
 
 def random_text(random: Random, tokens: int, length: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from lookahead.bench.scaling_law import (
     expected_tokens,
     fit,
 )
+from lookahead.cli import main
 from lookahead.errors import InvalidArgumentError
 
 ALPHAS = (0.0, 0.1, 0.425, 0.9, 1.0)
@@ -115,3 +117,16 @@ def test_points_that_cannot_be_fitted() -> None:
 def test_arguments_out_of_range(call: object, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         call()  # type: ignore[operator]
+
+
+def test_the_command_prints_the_fit_of_a_results_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "bench"
+    assert main(["bench", "law", str(results / "paper-grid.jsonl")]) == 0
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if "here, whole outputs, 21 sizes" in line)
+    assert [cell.strip() for cell in line.split("│")[2:5]] == ["0.317", "1.856", "0.096"], "as docs/paper.md has it"
+    assert main(["bench", "law", str(results / "demo.jsonl")]) == 2
+    assert "no runs of the paper's method" in capsys.readouterr().err

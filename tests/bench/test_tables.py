@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
+from command import main
 from lookahead import InvalidArgumentError
-from lookahead.bench.derived_tables import law_fit
-from lookahead.bench.scaling_law import ScalingLaw
-from lookahead.bench.tables import TableFile, build
-from lookahead.cli import main
+from lookahead.bench.scaling_law import ScalingLaw, law_fit
+from tables import TableFile, build
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -127,13 +126,13 @@ def test_command(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = declared.with_name("page.md")
     page.write_text("# Title\n<!-- table: speeds -->\nold\n<!-- end -->\nSays `<!-- end -->`.\n")
     before = page.read_text()
-    assert main(["bench", "tables", str(declared), str(page), "--check"]) == 1
+    assert main(["tables", str(declared), str(page), "--check"]) == 1
     assert f"{page}: not what the rows say" in capsys.readouterr().err.replace("\n", " ").replace("  ", " ")
     assert page.read_text() == before
-    assert main(["bench", "tables", str(declared), str(page)]) == 0
+    assert main(["tables", str(declared), str(page)]) == 0
     table = "| engine | s |\n| --- | ---: |\n| plain | 2.0 |\n| packed | 1.0 |"
     assert page.read_text() == before.replace("old", f"\n{table}\n")
-    assert main(["bench", "tables", str(declared), str(page), "--check"]) == 0
+    assert main(["tables", str(declared), str(page), "--check"]) == 0
 
 
 @pytest.mark.parametrize(

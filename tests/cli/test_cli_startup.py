@@ -63,7 +63,7 @@ def start(code: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]
 def test_what_needs_no_model_imports_none_of_the_heavy_packages() -> None:
     helps = [[], ["--help"], ["--version"], ["bench"]]
     helps += [[command, "--help"] for command in ("generate", "compare", "chat", "tune")]
-    helps += [["bench", command, "--help"] for command in ("run", "report", "tables")]
+    helps += [["bench", command, "--help"] for command in ("run", "law")]
     nowhere = ["--model", "/no/such/folder"]
     refused = [
         ["unknown"],

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from lookahead.bench.rows import Row
 
+MOST_SHOWN = 10
+"""Differences that a command lists one by one."""
+
 
 @dataclass(frozen=True)
 class Difference:

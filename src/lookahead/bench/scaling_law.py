@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.bench.rows import Row
+from lookahead.bench.summary import RunSet
 from lookahead.errors import InvalidArgumentError
 
 
@@ -153,3 +155,37 @@ def _check_least(name: str, value: int, least: int) -> None:
 
 PAPER_LAW = ScalingLaw(alpha=0.425, f=3.106)
 """What the paper found for LLaMA-2-Chat-7B on MT-Bench (Fig. 4(b))."""
+
+LARGE_NGRAM, LARGE_WINDOW = 5, 2
+"""From which N, and which W = G, the law may be expected to hold: the paper asks for N large enough."""
+
+
+def law_points(rows: Sequence[Row], before_cycles: bool = False) -> list[Measured]:
+    """S of all sizes with W = G whose pool the window alone fills."""
+    points = []
+    for method in RunSet(rows).methods:
+        config = method.method_settings.get("lookahead", {})
+        value = method.before_cycles if before_cycles else method.step_compression
+        of_law = config.get("preset") == "paper" and not config["pool_from_prompt"]
+        if of_law and value is not None and config["window_size"] == config["guess_set_size"]:
+            points.append(Measured(config["window_size"], config["ngram_size"], value))
+    return points
+
+
+def law_fit(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """alpha and f of the scaling law: the paper's, and those that fit these rows."""
+    whole = law_points(rows)
+    large = [point for point in whole if point.ngram_size >= LARGE_NGRAM and point.window_size >= LARGE_WINDOW]
+    fits = {
+        "here, whole outputs": whole,
+        "here, before the first cycle": law_points(rows, before_cycles=True),
+        f"here, whole outputs, without N < {LARGE_NGRAM} and W < {LARGE_WINDOW}": large,
+    }
+    lines = [["paper: LLaMA-2-Chat-7B, MT-Bench (Fig. 4(b))", f"{PAPER_LAW.alpha}", f"{PAPER_LAW.f}", "not printed"]]
+    for name, points in fits.items():
+        if len({(point.window_size, point.ngram_size) for point in points}) < 2:
+            continue
+        found = fit(points)
+        figures = (found.law.alpha, found.law.f, found.deviation)
+        lines.append([f"{name}, {len(points)} sizes", *(f"{figure:.3f}" for figure in figures)])
+    return ["fit of Eq. 7", "α", "f", "root mean square deviation of S"], lines

@@ -16,11 +16,10 @@ import typer
 
 from lookahead.bench.suite_file import read_suite
 from lookahead.cli import process, remote
-from lookahead.cli.bench_settings import BenchSettings, ReportSettings, TablesSettings
+from lookahead.cli.bench_settings import BenchSettings, LawSettings
 from lookahead.cli.inputs import model_folder, read_prompt, read_prompt_or
 from lookahead.cli.options import command
 from lookahead.cli.rendering import starting
-from lookahead.cli.replay_settings import ReplaySettings
 from lookahead.cli.settings import (
     BatchSettings,
     ChatSettings,
@@ -50,7 +49,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-bench = typer.Typer(help="Benchmarks: methods on tasks and models, from one small file; tables and plots.")
+bench = typer.Typer(help="Benchmarks: methods on tasks and models, from one small file.")
 app.add_typer(bench, name="bench")
 
 
@@ -275,35 +274,12 @@ def bench_run(settings: BenchSettings) -> int:
     return run(settings, described)
 
 
-@command(bench, ReportSettings, "report")
-def bench_report(settings: ReportSettings) -> int:
-    """Make tables and plots of raw results.
+@command(bench, LawSettings, "law")
+def bench_law(settings: LawSettings) -> int:
+    """Fit the scaling law of the paper (Eq. 7) to what was measured.
 
-    The exit code is 1 if an output differs from plain decoding that must not.
+    RESULTS are those of `bench run` with the paper's method at several N and W = G, filled by the window alone.
     """
-    from lookahead.cli.bench import make_report  # late, as in `generate`
+    from lookahead.cli.bench import fit_law  # late, as in `generate`
 
-    return make_report(settings)
-
-
-@command(bench, TablesSettings, "tables")
-def bench_tables(settings: TablesSettings) -> int:
-    """Make the tables of Markdown pages anew from raw results.
-
-    A table lies between `<!-- table: NAME -->` and `<!-- end -->`; TABLES says which rows, lines and columns it has.
-    """
-    from lookahead.cli.bench import fill_tables  # late, as in `generate`
-
-    return fill_tables(settings)
-
-
-@command(bench, ReplaySettings, "replay")
-def bench_replay(settings: ReplaySettings) -> int:
-    """Draft against recorded answers, as if a model wrote them.
-
-    No model runs: the recorded token is what it says. RECORDINGS are JSON lines with `id`, `output`, and `prompt` or
-    `instruction` and `input`; an input is what is expected. Each method drafts chains and trees of several sizes.
-    """
-    from lookahead.cli.replay import run  # late, as in `generate`
-
-    return run(settings)
+    return fit_law(settings)

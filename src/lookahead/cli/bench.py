@@ -1,4 +1,4 @@
-"""`lookahead bench`: measures methods on tasks and models, and makes tables and plots of what was measured."""
+"""`lookahead bench`: measures methods on tasks and models, and fits the scaling law to what was measured."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lookahead.bench.comparison import Difference, Reference, differences
+from lookahead.bench.comparison import MOST_SHOWN, Difference, Reference, differences
 from lookahead.bench.machine import describe_machine
 from lookahead.bench.measuring import Benchmark, Watcher
-from lookahead.bench.plots import check_plots, draw
-from lookahead.bench.report import report
-from lookahead.bench.results_file import ResultsFile, named, read_files
+from lookahead.bench.results_file import ResultsFile, read_files
 from lookahead.bench.rows import Row
+from lookahead.bench.scaling_law import law_fit, law_points
 from lookahead.bench.suite import Suite
-from lookahead.bench.summary import RunSet, summarise
-from lookahead.bench.tables import NOTHING, TableFile
+from lookahead.bench.summary import RunSet, grouped, summarise
 from lookahead.cli import process
-from lookahead.cli.bench_settings import BenchSettings, ReportSettings, TablesSettings
+from lookahead.cli.bench_settings import BenchSettings, LawSettings
 from lookahead.cli.loading import check_device, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress
 from lookahead.cli.startup import StartUp
 from lookahead.errors import InvalidArgumentError
 
-MOST_SHOWN = 10
-"""Differences listed at the end of a run; the report lists more."""
+NOTHING = "–"
+"""In cells for which nothing was measured."""
 
 
 def run(settings: BenchSettings, suite: Suite) -> int:
@@ -53,43 +51,21 @@ def run(settings: BenchSettings, suite: Suite) -> int:
     return _verdict(differences(file.rows), consoles.notes)
 
 
-def make_report(settings: ReportSettings) -> int:
-    """Write tables and plots of raw results, and return the exit code; without a place the tables are printed."""
-    results, page, plots = settings.results, settings.markdown, settings.plots
+def fit_law(settings: LawSettings) -> int:
+    """Print alpha and f of the scaling law for each model and task, and return the exit code."""
     consoles = Consoles.create(no_color=settings.no_color)
-    if plots is not None:
-        check_plots(plots)
-    rows = read_files(results)
-    if not rows:
-        raise InvalidArgumentError(f"{', '.join(map(str, results))}: no results yet; measure with lookahead bench run")
-    tables = report(rows)
-    if page is not None:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        with named(page):
-            page.write_text(tables, encoding="utf-8")
-        consoles.notes.print(f"tables written into {page}")
-    if plots is not None:
-        for path in draw(rows, plots):
-            consoles.notes.print(f"plot written to {path}")
-    if page is None and plots is None:
-        consoles.out.file.write(tables)
-    return _verdict(differences(rows), consoles.notes)
-
-
-def fill_tables(settings: TablesSettings) -> int:
-    """Make the tables of pages anew, or say which of them are old, and return the exit code."""
-    notes = Consoles.create(no_color=settings.no_color).notes
-    tables, found = TableFile(settings.tables), 0
-    for path in settings.pages:
-        old = path.read_text(encoding="utf-8")
-        new = tables.fill(old)
-        if new != old:
-            found += 1
-            notes.print(f"{path}: {'not what the rows say' if settings.check else 'written'}")
-            if not settings.check:
-                with named(path):
-                    path.write_text(new, encoding="utf-8")
-    return process.DIFFERENT if found and settings.check else process.OK
+    rows = read_files(settings.results)
+    if not law_points(rows):
+        names = ", ".join(map(str, settings.results))
+        raise InvalidArgumentError(f"{names}: no runs of the paper's method with W = G and a pool of the window's own")
+    for (model, task), group in grouped(rows, lambda row: (row["model"], row["task"])).items():
+        if law_points(group):
+            titles, lines = law_fit(group)
+            table = Table(*titles, title=f"{model}, {task}")
+            for line in lines:
+                table.add_row(*line)
+            consoles.out.print(table)
+    return process.OK
 
 
 def _measure(benchmark: Benchmark, file: ResultsFile, circumstances: dict[str, Any], notes: Console) -> None:

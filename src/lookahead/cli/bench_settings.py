@@ -34,25 +34,8 @@ class BenchSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportSettings(Settings):
-    """Settings of `lookahead bench report`."""
+class LawSettings(Settings):
+    """Settings of `lookahead bench law`."""
 
     results: list[Path] = argument("RESULTS", "Raw results (JSON lines, also as .gz); several count as one.")
-    markdown: Path | None = option(
-        "--markdown FILE",
-        OUTPUT,
-        "Write the tables into this file.",
-        shown="to standard output",
-    )
-    plots: Path | None = option("--plots FOLDER", OUTPUT, "Draw plots as SVG files into this folder.", shown="no plots")
-    no_color: bool = no_color_option()
-
-
-@dataclass(frozen=True, kw_only=True)
-class TablesSettings(Settings):
-    """Settings of `lookahead bench tables`."""
-
-    tables: Path = argument("TABLES", "TOML file that declares tables.")
-    pages: list[Path] = argument("PAGES", "Markdown files that hold them.")
-    check: bool = option("--check", OUTPUT, "Change nothing; the exit code is 1 if a table is old.", default=False)
     no_color: bool = no_color_option()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +22,6 @@ from lookahead.backends.transformers.cost_store import (
     engine_setting,
 )
 from lookahead.backends.transformers.tuning import CONTEXTS, NODE_COUNTS, Measurement, Point, measure, timings
-from lookahead.bench.plots import require_matplotlib
 from lookahead.cli import process
 from lookahead.cli.loading import LoadedModel, load_model, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress, print_json
@@ -178,7 +178,10 @@ def check_plot(path: Path) -> None:
     Raises:
         InvalidArgumentError: matplotlib is not installed, or there is no such folder.
     """
-    require_matplotlib("--plot", path)
+    if find_spec("matplotlib") is None:
+        raise InvalidArgumentError(
+            f"--plot {path} needs matplotlib: pip install 'lookahead-decoding[plot]', or leave --plot out"
+        )
     if not path.parent.is_dir():
         raise InvalidArgumentError(f"--plot {path}: no such folder; make {path.parent} first")
     if path.is_dir():

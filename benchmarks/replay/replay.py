@@ -7,12 +7,12 @@ from hashlib import sha256
 from pathlib import Path
 
 from lookahead.bench.repetition import repeated_cycle_share
-from lookahead.bench.replay.backend import ReplayBackend, replayed_sequence
-from lookahead.bench.replay.methods import METHODS, MakeDrafter, Method
-from lookahead.bench.replay.recordings import Recording
 from lookahead.bench.rows import Row
 from lookahead.core.decoder import Batch, decode
 from lookahead.core.statistics import Statistics
+from replay.backend import ReplayBackend, replayed_sequence
+from replay.methods import METHODS, MakeDrafter, Method
+from replay.recordings import Recording
 
 
 def replay(recording: Recording, make: MakeDrafter) -> Statistics:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from derived_tables import best_published
 from lookahead.bench.comparison import Difference, differences
-from lookahead.bench.derived_tables import best_published
 from lookahead.bench.rows import Row
 from lookahead.bench.summary import grouped
-from lookahead.bench.tables import build, markdown
+from tables import build, markdown
 
 MOST_DIFFERENCES = 20
 """Differences that are listed one by one for a model."""

@@ -1,20 +1,16 @@
-"""Draw which share of an engine's nodes are drafts, by the number of requests at once.
+"""Which share of an engine's nodes are drafts, by the number of requests at once: rows of `python benchmarks serving`.
 
-    python tools/serving_plot.py docs/images/serving benchmarks/results/serving-*.jsonl
-
-Rows are those of `python benchmarks serving`. A step of many requests is counted under the load that it had, as others
-leave before the last one is through.
+A step of many requests is counted under the load that it had, as others leave before the last one is through.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from pathlib import Path
 
-from lookahead.bench.picture import GRID, LINES, SOFT, head, legend, new_figure, save
 from lookahead.bench.results_file import read_lines
 from lookahead.bench.rows import Row
+from plots.picture import GRID, LINES, SOFT, head, legend, new_figure, save
 
 NAMES = {"demo": "demo model", "random": "random, 461 million parameters"}
 
@@ -59,7 +55,3 @@ def draw(files: list[Path], folder: Path) -> None:
     head(axes, "Share of an engine's nodes that are drafts, by load", "requests in a step")
     folder.mkdir(parents=True, exist_ok=True)
     save(figure, folder / "nodes.svg")
-
-
-if __name__ == "__main__":
-    draw([Path(name) for name in sys.argv[2:]], Path(sys.argv[1]))

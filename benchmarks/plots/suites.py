@@ -11,8 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lookahead.bench.derived_tables import law_points
-from lookahead.bench.picture import (
+from lookahead.bench.rows import Row
+from lookahead.bench.scaling_law import PAPER_LAW, Measured, fit, law_points
+from lookahead.bench.summary import MethodSummary, RunSet, grouped
+from lookahead.errors import InvalidArgumentError
+from plots.picture import (
     BACK,
     GRID,
     INK,
@@ -27,10 +30,6 @@ from lookahead.bench.picture import (
     new_figure,
     save,
 )
-from lookahead.bench.rows import Row
-from lookahead.bench.scaling_law import PAPER_LAW, Measured, fit
-from lookahead.bench.summary import MethodSummary, RunSet, grouped
-from lookahead.errors import InvalidArgumentError
 
 MOST_BARS, MOST_LINES = 8, 5
 
@@ -61,17 +60,10 @@ def check_plots(folder: Path) -> None:
     Raises:
         InvalidArgumentError: matplotlib is not installed, or the folder is a file.
     """
-    require_matplotlib("--plots", folder)
-    if folder.exists() and not folder.is_dir():
-        raise InvalidArgumentError(f"--plots {folder}: is a file; give the name of a folder")
-
-
-def require_matplotlib(option: str, path: Path) -> None:
-    """Refuse an option that draws into `path` where matplotlib is not installed."""
     if find_spec("matplotlib") is None:
-        raise InvalidArgumentError(
-            f"{option} {path} needs matplotlib: pip install 'lookahead-decoding[plot]', or leave {option} out"
-        )
+        raise InvalidArgumentError(f"plots in {folder} need matplotlib: pip install 'lookahead-decoding[plot]'")
+    if folder.exists() and not folder.is_dir():
+        raise InvalidArgumentError(f"{folder} is a file; give the name of a folder")
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:

@@ -1,19 +1,16 @@
-"""Tables that are more than figures of rows: the fit of the scaling law, and the best published method."""
+"""Tables that are more than figures of rows: the scaling law, the best published method, and replays."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lookahead.bench.replay import tables as replay
 from lookahead.bench.rows import Row
-from lookahead.bench.scaling_law import PAPER_LAW, Measured, fit
+from lookahead.bench.scaling_law import law_fit
 from lookahead.bench.summary import MethodSummary, RunSet, summarise
+from replay import tables as replay
 
 Table = tuple[list[str], list[list[str]]]
-
-LARGE_NGRAM, LARGE_WINDOW = 5, 2
-"""From which N, and which W = G, the law may be expected to hold: the paper asks for N large enough."""
 
 
 def best_published(rows: Sequence[Row]) -> Table:
@@ -51,35 +48,6 @@ def _is_published(method: MethodSummary) -> bool:
     if config is None:
         return bool(method.method_settings["transformers"]) and method.method_settings["assistant"] is None
     return config["preset"] not in ("auto", "autoregressive") and config["memory"] == "request"
-
-
-def law_points(rows: Sequence[Row], before_cycles: bool = False) -> list[Measured]:
-    """S of all sizes with W = G whose pool the window alone fills."""
-    points = []
-    for method in RunSet(rows).methods:
-        config = method.method_settings.get("lookahead", {})
-        value = method.before_cycles if before_cycles else method.step_compression
-        of_law = config.get("preset") == "paper" and not config["pool_from_prompt"]
-        if of_law and value is not None and config["window_size"] == config["guess_set_size"]:
-            points.append(Measured(config["window_size"], config["ngram_size"], value))
-    return points
-
-
-def law_fit(rows: Sequence[Row]) -> Table:
-    """alpha and f of the scaling law: the paper's, and those that fit these rows."""
-    whole = law_points(rows)
-    large = [point for point in whole if point.ngram_size >= LARGE_NGRAM and point.window_size >= LARGE_WINDOW]
-    fits = {
-        "here, whole outputs": whole,
-        "here, before the first cycle": law_points(rows, before_cycles=True),
-        f"here, whole outputs, without N < {LARGE_NGRAM} and W < {LARGE_WINDOW}": large,
-    }
-    lines = [["paper: LLaMA-2-Chat-7B, MT-Bench (Fig. 4(b))", f"{PAPER_LAW.alpha}", f"{PAPER_LAW.f}", "not printed"]]
-    for name, points in fits.items():
-        found = fit(points)
-        figures = (found.law.alpha, found.law.f, found.deviation)
-        lines.append([f"{name}, {len(points)} sizes", *(f"{figure:.3f}" for figure in figures)])
-    return ["fit of Eq. 7", "α", "f", "root mean square deviation of S"], lines
 
 
 DERIVED: dict[str, Callable[[Sequence[Row]], Table]] = {

@@ -1,19 +1,16 @@
-"""Draw how many tokens a step brings, by the kind of work.
+"""How many tokens a step brings, by the kind of work: rows of `python benchmarks replay`.
 
-    python tools/replay_plot.py docs/images/replay benchmarks/results/replay.jsonl
-
-Rows are those of `lookahead bench replay`: recorded answers of large models, drafts from text alone.
+Recorded answers of large models, drafts from text alone.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lookahead.bench.picture import GRID, INK, MILD, SOFT, STRONG, head, legend, new_figure, save
 from lookahead.bench.results_file import read_lines
 from lookahead.bench.rows import Row
+from plots.picture import GRID, INK, MILD, SOFT, STRONG, head, legend, new_figure, save
 
 WORK = {"answers": "answers in a chat", "code_edits": "edits of code", "agent_traces": "steps of agents"}
 METHOD, SIZE = "auto, text only", "tree of 32"
@@ -49,7 +46,3 @@ def draw(results: Path, folder: Path) -> None:
     head(axes, "Tokens per step on real answers, by the kind of work", "S, tokens per step; plain decoding has 1")
     folder.mkdir(parents=True, exist_ok=True)
     save(figure, folder / "kinds-of-work.svg")
-
-
-if __name__ == "__main__":
-    draw(Path(sys.argv[2]), Path(sys.argv[1]))

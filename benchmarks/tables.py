@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from lookahead.bench.derived_tables import DERIVED
+from derived_tables import DERIVED
 from lookahead.bench.results_file import read_lines
 from lookahead.bench.rows import Row
 from lookahead.bench.summary import MethodSummary, RunSet

@@ -1,24 +1,20 @@
-"""Draw what a load generator saw of servers: `make plots`.
-
-python tools/load_plot.py docs/images/server/load.svg benchmarks/results/load.jsonl
-"""
+"""What a load generator saw of servers: rows of `python benchmarks load`."""
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from lookahead.bench.picture import INK, MILD, PALE, STRONG, head, legend, new_figure, save
+from lookahead.bench.results_file import read_lines
+from plots.picture import INK, MILD, PALE, STRONG, head, legend, new_figure, save
 
 SERVERS = {"lookahead serve": STRONG, "lookahead serve, no drafts": MILD, "transformers serve": PALE}
 _BAR = 0.26
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def draw(results: Path, path: Path) -> None:
     """Bars of tokens per second for each number of users: medians of the repeats, and lines from least to most."""
+    rows = [row for row in read_lines(results) if row["kind"] == "run"]
     users = sorted({row["users"] for row in rows})
     figure, axes = new_figure(3.6)
     for place, (server, color) in enumerate(SERVERS.items()):
@@ -35,17 +31,3 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     legend(axes, 3)
     path.parent.mkdir(parents=True, exist_ok=True)
     save(figure, path)
-
-
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("picture", type=Path, help="SVG file")
-    parser.add_argument("rows", type=Path, help="what `python benchmarks load` wrote")
-    options = parser.parse_args()
-    rows = [json.loads(line) for line in options.rows.read_text(encoding="utf-8").splitlines()]
-    draw([row for row in rows if row["kind"] == "run"], options.picture)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,25 +1,41 @@
-"""`lookahead bench replay`: drafts against recorded answers."""
+"""`python benchmarks replay`: drafts against recorded answers."""
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
+from rich.console import Console
 from rich.table import Table
 
-from lookahead.bench.replay.methods import SIZES
-from lookahead.bench.replay.recordings import read_recordings, tokenizer_of
-from lookahead.bench.replay.replay import fingerprint, methods_for, replay_rows, text_rows
 from lookahead.bench.results_file import RowsFile, difference, kept_lines
 from lookahead.bench.rows import Row
 from lookahead.cli import process
-from lookahead.cli.rendering import Consoles, measuring_progress
-from lookahead.cli.replay_settings import ReplaySettings
+from lookahead.cli.rendering import measuring_progress
 from lookahead.errors import InvalidArgumentError
+from replay.methods import SIZES
+from replay.recordings import read_recordings, tokenizer_of
+from replay.replay import fingerprint, methods_for, replay_rows, text_rows
+from whole_numbers import positive
 
 
-def run(settings: ReplaySettings) -> int:
-    """Replay what the file lacks, print S of each method, and return the exit code."""
-    consoles = Consoles.create(no_color=settings.no_color)
+def main(given: Sequence[str], notes: Console) -> int:
+    """Draft against recorded answers, as if a model wrote them; returns the exit status.
+
+    No model runs: the recorded token is what it says. RECORDINGS are JSON lines with `id`, `output`, and `prompt` or
+    `instruction` and `input`; an input is what is expected. Each method drafts chains and trees of several sizes.
+    """
+    parser = argparse.ArgumentParser(prog="python benchmarks replay", description=main.__doc__)
+    parser.add_argument("recordings", type=Path, nargs="+", help="JSON lines of prompts and recorded answers")
+    parser.add_argument("--output", required=True, type=Path, help="JSON lines; what it has is not replayed again")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="a tekken file, or the folder of a tokenizer (mistral-common's tekken file)"
+    )
+    parser.add_argument("--limit", type=positive, help="only the first so many recordings of each file")
+    parser.add_argument("--restart", action="store_true", help="throw the rows of an existing file away")
+    settings = parser.parse_args(given)
     tokenizer, encode = tokenizer_of(settings.tokenizer)
     tasks = {path.stem: read_recordings(path, encode, settings.limit) for path in settings.recordings}
     header: Row = {"kind": "header", "tokenizer": tokenizer, "versions": process.versions()}
@@ -35,7 +51,7 @@ def run(settings: ReplaySettings) -> int:
     counts = Counter(_unit(row) for row in kept)
     lengths = {task: len(recordings) for task, recordings in tasks.items()}
     complete = [row for row in kept if counts[_unit(row)] == lengths.get(row.get("task", ""), 1)]
-    with RowsFile(settings.output, complete or [header], _unit) as file, measuring_progress(consoles.notes) as bar:
+    with RowsFile(settings.output, complete or [header], _unit) as file, measuring_progress(notes) as bar:
         work = bar.add_task("", total=len(units))
         for task, recordings in tasks.items():
             if ("text", task, None, None) not in file:
@@ -46,13 +62,11 @@ def run(settings: ReplaySettings) -> int:
                 try:
                     file.append(*list(replay_rows(task, tasks[task], method)))
                 except KeyboardInterrupt:
-                    consoles.notes.print(
-                        f"interrupted; {settings.output} has what is finished, the same command goes on"
-                    )
+                    notes.print(f"interrupted; {settings.output} has what is finished, the same command goes on")
                     return process.INTERRUPTED
             bar.update(work, advance=1, refresh=True)
         for task in tasks:
-            consoles.out.print(_summary(task, [row for row in file.rows if row.get("task") == task]))
+            Console().print(_summary(task, [row for row in file.rows if row.get("task") == task]))
     return process.OK
 
 

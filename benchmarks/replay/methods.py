@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lookahead.bench.replay.lookup_rules import BestCopy, FirstOccurrence, RecycledText
-from lookahead.bench.replay.recordings import Recording
-from lookahead.bench.replay.suffix_decoding import SuffixDecoding, SuffixText
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import PredictedText, build_chain_drafter, build_drafter
 from lookahead.drafting.chain import SKETCHED_NODES, ChainDrafter
 from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
+from replay.lookup_rules import BestCopy, FirstOccurrence, RecycledText
+from replay.recordings import Recording
+from replay.suffix_decoding import SuffixDecoding, SuffixText
 
 MakeDrafter = Callable[[Recording], Any]
 

@@ -1,0 +1,1 @@
+"""Plots of the pages, drawn from rows."""
