@@ -35,6 +35,7 @@ from whole_numbers import positive
 
 PROBES = {
     "engine": "what a step costs, beside transformers' own step and the memory limit",
+    "gpu": "the first half hour on a GPU: right, prices, speed, invariance, in three calls",
     "calls": "what short calls cost beside model.generate: fixed costs, passes, and the time around them",
     "drafting_cost": 'what the drafting of preset="auto" takes, and what it keeps',
     "gguf_models": "texts, steps and CPU time of GGUF models, beside llama-cpp-python",

@@ -289,3 +289,31 @@ def test_serving(measure: Measure, model_folder: Path, prompts: Path, tmp_path: 
     assert [(row["load"], row["method"]) for row in rows] == [(load, name) for load in (1, 2) for name in methods]
     assert all(row["tokens"] == 12 and row["differ"] == 0 and row["over_plain"] > 0 for row in rows)
     assert all(row["first_token_seconds"] <= row["first_token_seconds_90"] for row in rows[:3])
+
+
+def test_the_first_half_hour_on_a_gpu_runs_without_one(
+    measure: Measure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = []
+    for name in ("edits", "traces"):
+        row = {"id": name, "prompt": "def first(x):\n    return x\n", "output": "def first(x):\n    return x\n"}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        files += [f"--{name}", tmp_path / f"{name}.jsonl"]
+    small = ["--device", "cpu", "--tiny", 1, "--contexts", 64, "--repeats", 1, "--new-tokens", 8, *files]
+    assert measure("gpu", *small, "--parts", "prices", "speed") == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert {row["kind"] for row in rows} == {"header", "step", "prepared", "transformers", "forced", "engine"}
+    assert all(row["equal"] for row in rows if row["kind"] == "forced")
+    if not torch.cuda.is_available():
+        assert measure("gpu", "--parts", "right") == 2
+        assert "finds no CUDA device" in capsys.readouterr().err
+
+
+def test_a_unit_that_fails_does_not_end_the_half_hour() -> None:
+    def work() -> Any:
+        yield {"kind": "step"}
+        raise RuntimeError("out of memory")
+
+    rows = list(importlib.import_module("gpu").guarded(work))
+    assert [row["kind"] for row in rows] == ["step", "failed"]
+    assert "out of memory" in rows[1]["error"]
