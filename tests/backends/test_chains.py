@@ -14,7 +14,7 @@ from fuzz.variant import Variant
 from lookahead import InvalidArgumentError, UnsupportedModelError
 from lookahead.backends.transformers import ChainRunner, SavedState, chain_engine, equivalence, runs_on_chains
 from lookahead.backends.transformers.chain_cache import has_running_state
-from lookahead.backends.transformers.chain_logits import stepwise_logits
+from lookahead.backends.trials import follow, nothing
 from lookahead.core.token_tree import TokenTree
 from quick import quickly
 
@@ -25,6 +25,11 @@ TEXT = [5, 11, 7, 3, 13, 2, 17, 19, 23, 29, 31, 37, 41, 43]
 
 def tiny(family: str) -> PreTrainedModel:
     return build(family, Variant(), "sdpa")
+
+
+def plain(model: PreTrainedModel) -> torch.Tensor:
+    """Logits along the text, read a token at a time."""
+    return follow(ChainRunner(model), [[*TEXT, 0]], 4, nothing)[0]
 
 
 def tensors(cache: Any) -> list[torch.Tensor]:
@@ -116,7 +121,7 @@ def test_families_that_go_on_from_their_states(family: str) -> None:
 def test_families_that_go_on_wrongly_are_found(family: str) -> None:
     model = tiny(family)
     assert has_running_state(type(model), model.config)
-    assert not equivalence(model).chains
+    assert not equivalence(model).holds("chains")
     with pytest.raises(UnsupportedModelError, match="goes on from its state over several tokens differs"):
         runs_on_chains(model)
 
@@ -125,12 +130,12 @@ def test_states_that_stay_as_the_draft_left_them_are_found(monkeypatch: pytest.M
     monkeypatch.setattr(SavedState, "restore", lambda self: None)
     model = build("qwen3_next", Variant(window=5), "eager")
     model.config.name_or_path = "of no other test"  # what was tried is kept by configuration
-    assert not equivalence(model).chains
+    assert not equivalence(model).holds("chains")
 
 
 def test_the_model_itself_is_tried_as_well() -> None:
     model = tiny("mamba2")
-    assert equivalence(model).chains
+    assert equivalence(model).holds("chains")
     mixer = model.backbone.layers[0].mixer  # which goes on wrongly, as a kernel of its device might
     mixer.register_forward_hook(lambda module, inputs, output: output if output.shape[1] in (1, 6) else -output)
     with pytest.raises(UnsupportedModelError, match="otherwise than one token at a time"):
@@ -140,9 +145,9 @@ def test_the_model_itself_is_tried_as_well() -> None:
 @torch.no_grad()
 def test_trying_leaves_the_states_of_modules() -> None:
     model = tiny("qwen3_next")
-    expected = stepwise_logits(model, TEXT, 4)
+    expected = plain(model)
     runs_on_chains(model)
-    assert torch.equal(stepwise_logits(model, TEXT, 4), expected)
+    assert torch.equal(plain(model), expected)
 
 
 @torch.no_grad()
@@ -151,7 +156,7 @@ def test_drafts_are_read_in_short_chunks() -> None:
     assert chain_engine(model) is model  # whose chunks are short
     for layer in model.backbone.layers:
         layer.mixer.chunk_size = 256
-    expected = stepwise_logits(model, TEXT, 4)
+    expected = plain(model)
     engine = chain_engine(model)
     assert engine is not model
     assert chain_engine(model) is engine

@@ -193,9 +193,11 @@ def test_positions_that_are_computed_do_not_end() -> None:
     )
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     model = randomised(AutoModelForCausalLM.from_config(config), 0.3)
-    assert not equivalence(model).positions_end
+    assert not equivalence(model).holds("positions_end")
     assert_exact(model, prompt(10), max_new_tokens=90)
-    assert equivalence(GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4))).positions_end
+    assert equivalence(GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4))).holds(
+        "positions_end"
+    )
 
 
 @pytest.mark.parametrize("end", [None, 96], ids=["no end", "an end that never comes"])
@@ -262,10 +264,10 @@ def test_the_check_draws_no_random_numbers_and_moves_nothing() -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()
     kind = equivalence(model)
-    assert kind.trees
-    assert kind.batches
-    assert kind.padding
-    assert kind.holes
+    assert kind.holds("trees")
+    assert kind.holds("batches")
+    assert kind.holds("padding")
+    assert kind.holds("holes")
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -306,7 +308,7 @@ def test_phi4_multimodal_up_to_where_plain_decoding_breaks() -> None:
     config.original_max_position_embeddings = 40
     config.vision_config = config.audio_config = None
     kind = equivalence(AutoModelForCausalLM.from_config(AutoConfig.for_model("phi3", **SIZES)))
-    assert kind.trees
+    assert kind.holds("trees")
     runner = PositionLimit(config)
     assert (runner.broken_after, runner.recompute_at) == (40, None)
 
@@ -355,11 +357,11 @@ def test_no_cache_is_handed_on_where_hidden_tokens_count_as_positions() -> None:
         lookahead.generate(
             model, plain.sequences, attention_mask=longer, past_key_values=plain.past_key_values, max_new_tokens=4
         )
-    assert equivalence(randomised(LlamaForCausalLM(LlamaConfig(**SIZES)))).padded_caches
+    assert equivalence(randomised(LlamaForCausalLM(LlamaConfig(**SIZES)))).holds("padded_caches")
 
 
 def test_miniatures_of_the_last_kinds_alone_are_kept() -> None:
-    kept = import_module("lookahead.backends.transformers.equivalence")
+    kept = import_module("lookahead.backends.transformers.checks.kinds")
     checks = []
     for size in range(kept._KEPT + 2):
         model = LlamaForCausalLM(LlamaConfig(**SIZES | {"intermediate_size": 8 + size}))

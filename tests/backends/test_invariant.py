@@ -17,7 +17,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import lookahead
 import model_zoo
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers.invariant import check, modules, rows
+from lookahead.backends.transformers.checks import clones
+from lookahead.backends.transformers.invariant import modules, rows
 from lookahead.backends.transformers.invariant.attention import invariant_attention
 from lookahead.backends.transformers.static_steps import FIXED_ROWS
 from lookahead.backends.transformers.tree_attention import unpack
@@ -369,5 +370,5 @@ def test_the_check_compares_what_it_says() -> None:
     """Along a text, whatever its passes, logits come in the order of its tokens."""
     model = in_type("demo", torch.bfloat16)
     clone = lookahead.backends.transformers.engine_model(model, invariant=True)
-    assert check.check_invariance(clone)
-    assert not check.check_invariance(model)
+    assert clones.check_invariance(clone)
+    assert not clones.check_invariance(model)

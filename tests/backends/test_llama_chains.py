@@ -18,7 +18,7 @@ from lookahead.serving import Engine
 
 pytest.importorskip("llama_cpp", reason=REASON)
 
-from lookahead.backends.llama_cpp import tree_check
+from lookahead.backends.llama_cpp import checks
 from lookahead.backends.llama_cpp.context import LlamaContext
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
@@ -102,8 +102,8 @@ def test_what_needs_trees_is_refused(both: tuple[Any, PreTrainedModel]) -> None:
 def test_the_check_notices_wrong_logits(both: tuple[Any, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of chains alone: those of one node are given for another."""
     llama = both[0].llama
-    assert tree_check.difference_of_chains(llama) < 1e-3
+    assert checks.largest_difference(llama) < 1e-3
     whole = LlamaContext.run
     monkeypatch.setattr(LlamaContext, "run", lambda self, count: np.roll(whole(self, count), 1, axis=0))
     with pytest.raises(UnsupportedModelError, match="does not give on chains of tokens"):
-        tree_check.check_trees(llama)
+        checks.check_model(llama)

@@ -11,7 +11,7 @@ from model_zoo import build
 
 pytest.importorskip("llama_cpp", reason=REASON)
 
-from lookahead.backends.llama_cpp import tree_check
+from lookahead.backends.llama_cpp import checks
 from lookahead.backends.llama_cpp.context import LlamaContext
 from lookahead.backends.llama_cpp.model import LlamaModel
 from lookahead.backends.llama_cpp.runner import LlamaRunner
@@ -160,7 +160,7 @@ def test_more_leaves_than_sequences_are_refused(model: LlamaModel) -> None:
 
 def test_the_check_notices_wrong_logits(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of trees alone: those of one node are given for another."""
-    assert tree_check.largest_difference(model) < 1e-4
+    assert checks.largest_difference(model) < 1e-4
     whole = LlamaContext.run
 
     def mixed_up(self, count):
@@ -168,7 +168,7 @@ def test_the_check_notices_wrong_logits(model: LlamaModel, monkeypatch: pytest.M
 
     monkeypatch.setattr(LlamaContext, "run", mixed_up)
     with pytest.raises(UnsupportedModelError, match="does not give on token trees"):
-        tree_check.check_trees(model)
+        checks.check_model(model)
 
 
 def test_the_check_notices_that_the_wrong_branch_is_kept(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,4 +180,4 @@ def test_the_check_notices_that_the_wrong_branch_is_kept(model: LlamaModel, monk
 
     monkeypatch.setattr(LlamaRunner, "_commit", keep_the_first)
     with pytest.raises(UnsupportedModelError, match="does not give on token trees"):
-        tree_check.check_trees(model)
+        checks.check_model(model)

@@ -34,7 +34,7 @@ from lookahead.backends.transformers import (
     static_engine,
 )
 from lookahead.backends.transformers import static_steps as static_steps_module
-from lookahead.backends.transformers.check_pass import check_logits
+from lookahead.backends.transformers.checks.clones import check_logits
 from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder, NoRecorder, Outputs, Pass, Recorder
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import state_of

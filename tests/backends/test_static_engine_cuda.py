@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers import ModelRunner, engine_model, tree_attention
-from lookahead.backends.transformers.check_pass import check_logits
+from lookahead.backends.transformers.checks.clones import check_logits
 from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.static_cache import layer_shapes

@@ -36,7 +36,7 @@ class PackedBatch:
     """
 
     def __init__(self, clone: PreTrainedModel, model: PreTrainedModel, config: LookaheadConfig, rows: int) -> None:
-        self._runner = PackedRowsRunner(clone, equivalence(model).positions_end)
+        self._runner = PackedRowsRunner(clone, equivalence(model).holds("positions_end"))
         self._rows = [Row() for _ in range(rows)]
         accounts = partial(draft_account, clone, config)
         self.shared = SharedBudget(accounts) if config.chooses_nodes else None

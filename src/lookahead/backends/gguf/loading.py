@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from lookahead.backends.gguf.model import GGUFModel
+from lookahead.backends.llama_cpp.checks import check_model
 from lookahead.backends.llama_cpp.model import LlamaModel
-from lookahead.backends.llama_cpp.tree_check import check_trees
 from lookahead.errors import InvalidArgumentError
 
 
@@ -43,5 +43,5 @@ def load_gguf(
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InvalidArgumentError(f"{name}={value!r} must be a whole number of at least {least}")
     llama = LlamaModel(Path(path).expanduser(), n_gpu_layers, threads, fast_kv)
-    check_trees(llama)
+    check_model(llama)
     return GGUFModel(llama)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.chain_logits import goes_on_rightly
+from lookahead.backends.transformers.checks.clones import goes_on_rightly
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.preserved_state import preserved_state
 from lookahead.backends.transformers.shared_clone import SharedClone, all_modules, can_be_cloned, structure

@@ -10,15 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers import folded_attention, tree_attention
-from lookahead.backends.transformers.check_pass import agree, check_logits
+from lookahead.backends.transformers.checks.clones import computes_the_same, is_invariant
+from lookahead.backends.transformers.checks.models import check_model, check_trees, what_is_in_the_way
 from lookahead.backends.transformers.folded_attention import FOLDED_SDPA
 from lookahead.backends.transformers.invariant import attention as invariant_attention
 from lookahead.backends.transformers.invariant.attention import LEAST_NODES, PACKED_ROWS
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
-from lookahead.backends.transformers.invariant.check import is_invariant, what_is_in_the_way
 from lookahead.backends.transformers.invariant.modules import least_rows
-from lookahead.backends.transformers.model_check import check_model, check_trees
-from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.backends.transformers.model_state import chosen_packing, state_of
 from lookahead.backends.transformers.packed_linear import check_packing
 from lookahead.backends.transformers.preserved_state import preserved_state
@@ -162,10 +160,7 @@ def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bo
             check_trees(clone.module)
         except UnsupportedModelError as error:
             return f"a clone of it that shares its weights fails ({error})"
-        alike = partial(agree, dtype=model.dtype)
-        same = (trees or alike(_plain_logits(clone.module), _plain_logits(model))) and alike(
-            check_logits(ModelRunner(clone.module, 1)), check_logits(ModelRunner(model, 1))
-        )
+        same = computes_the_same(clone.module, model, reads_plainly=not trees)
         try:
             uneven = same and trees and not is_invariant(clone.module, fixed)
         except UnsupportedModelError as error:
@@ -185,11 +180,3 @@ _REGISTER = {
     tree_attention.NAME: tree_attention.register,
     tree_attention.BY_POSITION: tree_attention.register_by_position,
 }
-
-
-def _plain_logits(model: PreTrainedModel) -> torch.Tensor:
-    """Logits of a pass without any mask of ours."""
-    vocabulary = model.get_input_embeddings().num_embeddings
-    tokens = torch.tensor([[token % vocabulary for token in (5, 11, 7, 3)]], device=model.device)
-    logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
-    return logits

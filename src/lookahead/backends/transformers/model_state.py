@@ -25,7 +25,7 @@ from lookahead.drafting.memory_file import MemoryFile
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 
 if TYPE_CHECKING:
-    from lookahead.backends.transformers.equivalence import Equivalence
+    from lookahead.backends.transformers.checks.kinds import Equivalence
     from lookahead.backends.transformers.masks import MaskBuilder
     from lookahead.backends.transformers.position_limit import PositionLimit
     from lookahead.backends.transformers.shared_clone import SharedClone

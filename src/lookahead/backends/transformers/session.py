@@ -12,11 +12,11 @@ from lookahead.backends.prompts import Prompts
 from lookahead.backends.step_clock import step_clock
 from lookahead.backends.transformers.cache_exchange import adopt_cache, return_cache
 from lookahead.backends.transformers.chain_cache import ChainCache, check_states
-from lookahead.backends.transformers.chain_check import runs_on_chains
 from lookahead.backends.transformers.chain_engine import chain_engine
 from lookahead.backends.transformers.chain_runner import ChainRunner
+from lookahead.backends.transformers.checks.kinds import equivalence
+from lookahead.backends.transformers.checks.models import runs_on_chains
 from lookahead.backends.transformers.engine_model import engine_model, runs_static
-from lookahead.backends.transformers.equivalence import equivalence
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.backends.transformers.model_watch import ModelWatch
@@ -109,7 +109,7 @@ class TreeCall:
     Attributes:
         runner: Runs the trees.
         clock: The clock for its steps; that of static steps leaves out what recording them takes.
-        keeps_cache: Whether the cache that a call leaves can be handed on; see `Equivalence.padded_caches`.
+        keeps_cache: Whether the cache that a call leaves can be handed on; see `QUESTIONS`.
         most_nodes: Nodes that the tree of each row may have.
         invariant_rows: See `Statistics.invariant_rows`.
 
@@ -147,12 +147,12 @@ class TreeCall:
             prompts.input_ids.device,
             steps,
             most_nodes=config.max_nodes,
-            positions_end=kind.positions_end,
+            positions_end=kind.holds("positions_end"),
         )
         self._cache = self.runner.prompt_cache
         self._lengths, self._saved = self._cache.lengths(prompts.rows), self._cache.saved()
         self.clock = step_clock(model.device) if steps is None else steps.clock
-        self.keeps_cache = prompts.all_count or kind.padded_caches
+        self.keeps_cache = prompts.all_count or kind.holds("padded_caches")
         check_text(self.runner, kind, type(model).__name__, prompts, generation_config)
 
     def restore(self) -> None:
@@ -219,7 +219,7 @@ class ChainCall:
             check_states(model, prompts.cache)
         self._cache = ChainCache(model, prompts.cache)
         self._before = None if prompts.cache is None else SavedState(prompts.cache, [])
-        ends = equivalence(model).positions_end
+        ends = equivalence(model).holds("positions_end")
         device, engine = prompts.input_ids.device, chain_engine(model)
         self.runner = ChainRunner(model, self._cache, prompts.before[0], device, ends, engine)
         self.clock = step_clock(model.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.check_pass import CHECK_LENGTH, agree, check_logits
+from lookahead.backends.transformers.checks.clones import CHECK_LENGTH, agree, check_logits
 from lookahead.backends.transformers.graph_recorder import recorder_for
 from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.backends.transformers.model_state import state_of

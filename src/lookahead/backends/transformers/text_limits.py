@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.transformers.chain_cache import has_running_state
 from lookahead.backends.transformers.chain_runner import ChainRunner
-from lookahead.backends.transformers.equivalence import Equivalence
+from lookahead.backends.transformers.checks.kinds import Equivalence
 from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
@@ -142,15 +142,15 @@ def _check_hidden(runner: ModelRunner, prompts: Prompts, new_tokens: int) -> Non
 
 def _check_kind(kind: Equivalence, name: str, prompts: Prompts) -> None:
     """Refuse batches and hidden tokens where this kind of model reads them otherwise than plain decoding does."""
-    if prompts.rows > 1 and not kind.batches:
+    if prompts.rows > 1 and not kind.holds("batches"):
         what = f"input_ids has {prompts.rows} rows, which"
     elif prompts.all_count:
         return
-    elif not kind.padding:
+    elif not kind.holds("padding"):
         what = "attention_mask hides tokens before the prompt, and such rows"
-    elif _has_holes(prompts.mask) and not kind.holes:
+    elif _has_holes(prompts.mask) and not kind.holds("holes"):
         what = "attention_mask hides tokens between others, and such rows"
-    elif prompts.cache is not None and not kind.padded_caches:
+    elif prompts.cache is not None and not kind.holds("padded_caches"):
         raise UnsupportedArgumentError(
             f"past_key_values of a prompt with hidden tokens is not supported for {name}, whose plain decoding counts "
             "them as positions; give the whole text without a cache"

@@ -1,0 +1,165 @@
+"""What is asked of a module that is to run a model: whether it computes what the model computes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+
+import torch
+from transformers import PreTrainedModel
+
+from lookahead.backends.transformers.chain_runner import ChainRunner
+from lookahead.backends.transformers.findings import architecture, recall, remember
+from lookahead.backends.transformers.invariant.modules import foreign_product
+from lookahead.backends.transformers.model_runner import ModelRunner
+from lookahead.backends.transformers.packed_rows import Row, RowsRunner
+from lookahead.backends.trials import among_decoys, chains, difference, follow, nothing, rounding
+from lookahead.errors import UnsupportedModelError
+
+_TEXT = (5, 11, 7, 3, 13, 2, 17, 19, 23, 29, 31, 37, 41, 43)
+_ROWS = ((5, 11, 7, 3, 13, 2, 11), (17, 19, 23, 5), (29, 5, 31, 37, 13))
+"""Texts that share a pass."""
+CHECK_LENGTH = 24
+"""Tokens, nodes included, that `check_logits` may put into a cache."""
+_CHAIN_PROMPT, _CHAIN_TEXTS, _CHAIN_TOLERANCE = 6, 3, 1e-3
+"""A difference of chains counts if it shows with each of three texts, as near-ties between experts are rounding's, and
+from a thousandth of the largest logit on: wrong states make for far more, and what is finer the miniature shows."""
+_BITS_TEXT, _BITS_PROMPT = 7, 3
+"""Tokens of the text that invariant passes are compared along, and of its prompt."""
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Tokens that `model` reads."""
+    size: int = model.get_input_embeddings().num_embeddings
+    return size
+
+
+def goes_on_rightly(model: PreTrainedModel, engine: PreTrainedModel) -> bool:
+    """Whether `engine` reads chains as `model` reads one token at a time."""
+    vocabulary = vocabulary_size(model)
+    for number in range(_CHAIN_TEXTS):
+        text = [(token + number) % vocabulary for token in _TEXT]
+        expected = follow(ChainRunner(model), [text], _CHAIN_PROMPT, nothing)
+        found = follow(ChainRunner(engine), [text], _CHAIN_PROMPT, chains(random.Random(number)))
+        least = _CHAIN_TOLERANCE * float(expected[0].abs().max())
+        if difference(found, expected) <= max(least, rounding(expected, model.dtype)):  # not if they are no numbers
+            return True
+    return False
+
+
+def check_logits(runner: ModelRunner) -> torch.Tensor:
+    """Logits `[tokens, vocabulary]` of three steps of at most 8 nodes, of an empty runner of one row.
+
+    The second and the third go by what the steps before them kept, the third without a draft. Static steps of 8 nodes
+    record the first one, and replay for the second what they recorded.
+    """
+    vocabulary = vocabulary_size(runner.model)
+    text = [token % vocabulary for token in _TEXT[:9]]
+    return follow(runner, [text], 2, among_decoys(3, 1, vocabulary))[0]
+
+
+def agree(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether logits are the same but for rounding in `dtype`."""
+    return difference([found], [expected]) <= rounding([expected], dtype)
+
+
+def computes_the_same(clone: PreTrainedModel, model: PreTrainedModel, reads_plainly: bool = True) -> bool:
+    """Whether a clone gives the logits of its model, but for rounding.
+
+    Args:
+        clone: The clone.
+        model: The model.
+        reads_plainly: Whether it is to run passes without any mask of ours as well.
+    """
+    if reads_plainly:
+        tokens = torch.tensor([[token % vocabulary_size(model) for token in _TEXT[:4]]], device=model.device)
+        found, expected = (module(input_ids=tokens, use_cache=False).logits for module in (clone, model))
+        if not agree(found, expected, model.dtype):
+            return False
+    found, expected = (check_logits(ModelRunner(module, 1)) for module in (clone, model))
+    return agree(found, expected, model.dtype)
+
+
+@torch.no_grad()
+def reads_rows_alike(runner: RowsRunner, alone: PreTrainedModel, exactly: bool) -> bool:
+    """Whether the logits of texts together are those of each alone.
+
+    Args:
+        runner: Runs the texts together.
+        alone: Runs each alone.
+        exactly: Whether all bits must be the same; else they may differ by rounding.
+    """
+    vocabulary = vocabulary_size(alone)
+    texts = [[token % vocabulary for token in text] for text in _ROWS]
+    draft = among_decoys(3, 1, vocabulary)
+    runner.rows = [Row() for _ in texts]
+    found = follow(runner, texts, 2, draft)
+    runner.rows = []
+    expected = [follow(ModelRunner(alone, 1), [text], 2, draft)[0] for text in texts]
+    pairs = zip(found, expected, strict=True)
+    return all(torch.equal(*pair) if exactly else agree(*pair, alone.dtype) for pair in pairs)
+
+
+MakeRunner = Callable[[int], ModelRunner]
+"""Makes an empty runner for so many rows."""
+
+
+def is_invariant(model: PreTrainedModel, fixed: MakeRunner | None = None) -> bool:
+    """Whether passes of `model` are: as an earlier process found for this architecture on this machine, else tried.
+
+    Weights are no part of it: which order a sum is made in does not depend on the numbers. Whether it shows does, so
+    that a model with parts of which nothing is known is refused.
+
+    Args:
+        model: The clone that is to be invariant.
+        fixed: Makes runners with static passes of one size, if it is run so. These are tried by each process.
+
+    Raises:
+        UnsupportedModelError: It has products whose order is not in our hands.
+    """
+    if fixed is not None:
+        return check_invariance(model, fixed)
+    foreign = foreign_product(model)
+    if foreign is not None:
+        raise UnsupportedModelError(
+            f"{foreign} multiplies in a way of its own, so that the order of its sums is not known"
+        )
+    about = architecture(model)
+    if about is not None and recall(about) is True:
+        return True
+    proved = check_invariance(model)
+    if proved and about is not None:
+        remember(about, True)
+    return proved
+
+
+@torch.no_grad()
+def check_invariance(model: PreTrainedModel, fixed: MakeRunner | None = None) -> bool:
+    """Whether trees, chains, batches and single tokens along a text give the same bits after each of its tokens.
+
+    Args:
+        model: The clone that is to be invariant.
+        fixed: As for `is_invariant`.
+    """
+    make = partial(ModelRunner, model) if fixed is None else fixed
+    vocabulary = vocabulary_size(model)
+    draws = torch.Generator().manual_seed(1)
+    text, other = torch.randint(vocabulary, (2, _BITS_TEXT + 1), generator=draws).tolist()
+
+    def along(texts: Sequence[list[int]], size: int, decoys: int, prompt: int = 1) -> torch.Tensor:
+        """Logits after each token of `text`, read so many tokens at a time, among decoys."""
+        return follow(make(len(texts)), texts, prompt, among_decoys(size, decoys, vocabulary))[texts.index(text)]
+
+    ways = [
+        along([text], 1, 0),
+        along([text], _BITS_TEXT, 0),
+        along([text], 5, 3),
+        along([other, text], 3, 1),
+        along([other[:6], text, other], 3, 0),
+    ]
+    if fixed is not None:
+        ways.append(along([text], _BITS_TEXT, 6))  # more nodes than a pass has, and right ones all over it
+    prompted = along([text], 2, 1, _BITS_PROMPT)
+    return torch.equal(prompted, ways[0][_BITS_PROMPT - 1 :]) and all(torch.equal(*pair) for pair in pairwise(ways))

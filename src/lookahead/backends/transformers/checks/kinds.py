@@ -1,0 +1,280 @@
+"""What is asked of a kind of model: trees and chains against plain decoding, on a miniature of it.
+
+A miniature has every window, chunk and context of the model, a few tokens long, so that a short text runs past all of
+them. It finds what the model's own forward passes would show only far into a long text: layers that count keys instead
+of positions, scales that change with the length, tables that end.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from weakref import ref
+
+import torch
+from transformers import PreTrainedModel
+
+from lookahead.backends.transformers.chain_cache import has_running_state
+from lookahead.backends.transformers.chain_runner import ChainRunner
+from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet
+from lookahead.backends.transformers.model_runner import ModelRunner
+from lookahead.backends.transformers.model_state import same_values, state_of
+from lookahead.backends.transformers.packed_rows import PackedRowsRunner, Row, RowsRunner
+from lookahead.backends.transformers.packed_rows import attention as packed_attention
+from lookahead.backends.transformers.position_limit import PositionLimit
+from lookahead.backends.transformers.shared_clone import SharedClone
+from lookahead.backends.trials import chains, difference, follow
+from lookahead.core.token_tree import TokenTree
+
+_PROMPT = 6
+_LONG_PROMPT = 30
+"""Tokens of a prompt that is longer than every window."""
+_TEXT = 56
+"""Tokens of a text: more than any length of a miniature."""
+_NODES = 6
+"""Nodes of a tree at most, so that some fit between the places where a scale changes."""
+_SEEDS = 3
+"""A difference counts if it shows with each of so many random weights: near-ties between experts are rounding's."""
+_TOLERANCE = 1e-3
+"""Of the largest logit. A wrong mask or position makes logits differ by about as much as other tokens do; rounding far
+less."""
+
+
+class _Comparison:
+    """Texts along which plain decoding of a miniature and its drafts are compared.
+
+    Args:
+        model: The miniature.
+        seed: Of texts and drafts.
+        keeps_state: Whether the model has a running state; without one, the miniature would not be like it.
+    """
+
+    def __init__(self, model: PreTrainedModel, seed: int, keeps_state: bool) -> None:
+        self._model = model
+        self._is_alike = not keeps_state or has_running_state(type(model), model.config)
+        self._draws = random.Random(seed)
+        self._ends = False
+        limit = PositionLimit(model.config)
+        self._text = draw_text(_TEXT, seed)[: limit.broken_after]
+        context = limit.context
+        try:
+            self._expected = plain_logits(model, [self._text], _PROMPT)[0]
+        except (IndexError, RuntimeError):  # a table came to its end
+            if context is None:
+                raise
+            self._ends = True
+            self._text = self._text[:context]
+            self._expected = plain_logits(model, [self._text], _PROMPT)[0]
+        if not bool(torch.isfinite(self._expected).all()):
+            raise ArithmeticError("the logits are not finite")
+        self._tolerance = _TOLERANCE * float(self._expected.abs().max())
+
+    def positions_end(self) -> bool:
+        """Plain decoding failed beyond the context."""
+        return self._ends
+
+    def trees(self) -> bool:
+        """Along a text, and behind a prompt of many tokens."""
+        if not self._same(self._along(self._runner(), [self._text]), [self._expected]):
+            return False
+        text = self._text[: _LONG_PROMPT + 10]
+        prompt = min(_LONG_PROMPT, len(text) - 4)
+        plain = plain_logits(self._model, [text], prompt)
+        return self._same(self._along(self._runner(), [text], prompt), list(plain))
+
+    def chains(self) -> bool:
+        """Along a text, with drafts that are rejected, states that are put back, and pending tokens sent again."""
+        if not self._is_alike:
+            return False
+        found = follow(ChainRunner(self._model), [self._text], _PROMPT, chains(self._draws))
+        return self._same(found, [self._expected])
+
+    def batches(self) -> bool:
+        """Two texts of different lengths beside one another, and each alone."""
+        return self._side_by_side(self._runner(2))
+
+    def packed_rows(self) -> bool:
+        """Two texts of different lengths in one row of tokens, and each alone."""
+        packed_attention.register()
+        clone = SharedClone(self._model, packed_attention.NAME, pack_weights=False)
+        runner = PackedRowsRunner(clone.module, self._ends)
+        runner.rows = [Row(), Row()]
+        return self._side_by_side(runner)
+
+    def padding(self) -> bool:
+        """A text behind hidden tokens."""
+        return self._hidden([0, 1, 2])
+
+    def holes(self) -> bool:
+        """A text with a hidden token between others."""
+        return self._hidden([2])
+
+    def padded_caches(self) -> bool:
+        """The first layer's keys of a text behind padding, and those that plain decoding leaves in its cache."""
+        text, padding = self._text[:_PROMPT], 3
+        runner = self._runner(padding=[padding])
+        tree = TokenTree(text)
+        runner.forward([tree])
+        runner.commit([range(len(tree))])
+        ids = torch.tensor([[3] * padding + text])
+        mask = (torch.arange(ids.shape[1]) >= padding).long()[None]
+        output = self._model.generate(
+            ids, attention_mask=mask, max_new_tokens=1, do_sample=False, return_dict_in_generate=True
+        )
+        own, plain = (cache.layers[0].keys[0] for cache in (runner.cache, output.past_key_values))
+        return self._same([own[:, :_PROMPT]], [plain[:, padding : padding + _PROMPT]])
+
+    def _runner(self, rows: int = 1, padding: Sequence[int] | None = None) -> ModelRunner:
+        return ModelRunner(self._model, rows, padding=padding, most_nodes=_NODES, positions_end=self._ends)
+
+    def _side_by_side(self, runner: ModelRunner | RowsRunner) -> bool:
+        # Where rows may not be at different places, batches are refused.
+        texts = [text[: runner.changes_after] for text in (self._text, self._text[5:])]
+        alone = [self._expected[: len(texts[0]) - _PROMPT], plain_logits(self._model, texts[1:], _PROMPT)[0]]
+        return self._same(self._along(runner, texts), alone)
+
+    def _hidden(self, places: list[int]) -> bool:
+        runner = self._runner(padding=[len(places)])
+        between = places[0] > 0
+        longest = runner.counts_hidden_after(between)  # beyond, such texts are refused
+        text = list(self._text)
+        for place in places:
+            text.insert(place, 3)
+        text = text[:longest]
+        counted = [token for place, token in enumerate(text) if place not in places]
+        prompt = _PROMPT + len(places) if len(counted) > _PROMPT else len(text) - 1
+        try:
+            plain = plain_logits(self._model, [text], prompt, [places])
+        except (IndexError, RuntimeError):  # it counts them as positions, beyond the table
+            return False
+        return self._same(self._along(runner, [counted]), list(plain))
+
+    def _along(
+        self, runner: ModelRunner | RowsRunner, texts: Sequence[Sequence[int]], prompt: int = _PROMPT
+    ) -> list[torch.Tensor]:
+        return follow(runner, texts, prompt, self._draft)
+
+    def _draft(self, tree: TokenTree, following: Sequence[int]) -> list[int]:
+        """Some of the tokens that follow, and wrong ones, so that places in the tree are not its positions."""
+        wrong = [self._draws.randrange(3, 40) for _ in range(2)]
+        if self._draws.random() < 0.5:
+            tree.add_candidates(wrong)
+        path = tree.add_candidates(following[: self._draws.randrange(3)])
+        if path and len(tree) - tree.root < _NODES:
+            tree.add_candidates(wrong[:1], path[0])
+        return path
+
+    def _same(self, logits: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+        return difference(logits, expected) <= self._tolerance
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a kind of model.
+
+    Attributes:
+        tried: How it is tried on a miniature.
+        unknown: The answer where no miniature can be built or run: nothing is held against such a model, but running
+            states, which are trusted only after they were tried.
+        seeds: How many random weights must say no.
+    """
+
+    tried: Callable[[_Comparison], bool]
+    unknown: bool = True
+    seeds: int = _SEEDS
+
+
+QUESTIONS = {
+    # Are rows read as plain decoding reads them ...
+    "trees": Question(_Comparison.trees),  # one row? Else the model is refused, or runs chains.
+    "chains": Question(_Comparison.chains, unknown=False),  # on chains? Else the model is refused.
+    "batches": Question(_Comparison.batches),  # several at different places? Else batches are refused.
+    "packed_rows": Question(_Comparison.packed_rows),  # one after another? Else they are padded.
+    "padding": Question(_Comparison.padding),  # behind hidden tokens? Else these are refused.
+    "holes": Question(_Comparison.holes),  # with hidden tokens between others? Likewise.
+    # Are the keys of a row behind hidden tokens those that plain decoding caches? Where it counts them as positions,
+    # RoPE gives equal logits, as it depends on distances alone, but other keys: a cache of them is refused.
+    "padded_caches": Question(_Comparison.padded_caches),
+    # Does the model fail beyond its context? Else texts may go on there. Weights have no part in it.
+    "positions_end": Question(_Comparison.positions_end, seeds=1),
+}
+"""The table: what is asked, how it is tried, and what is refused."""
+
+
+class Equivalence:
+    """In which respects drafts equal plain decoding for a kind of model, each asked when it is first needed.
+
+    Args:
+        model: A model of that kind; no reference to it is kept.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._class, self._config = type(model), model.config
+        self._comparisons: dict[int, _Comparison] = {}
+        self._answers: dict[str, bool] = {}
+        self._lock = Lock()  # models of several threads may be of one kind
+
+    def holds(self, name: str) -> bool:
+        """The answer to one of `QUESTIONS`."""
+        with self._lock:
+            if name not in self._answers:
+                self._answers[name] = self._ask(QUESTIONS[name])
+            return self._answers[name]
+
+    @property
+    def has_miniature(self) -> bool:
+        """Whether one could be built and run, when something was asked."""
+        return bool(self._comparisons)
+
+    def _ask(self, question: Question) -> bool:
+        keeps_state = has_running_state(self._class, self._config)
+        with quiet(), torch.inference_mode(False), torch.no_grad():
+            for seed in range(question.seeds):
+                try:
+                    if seed not in self._comparisons:
+                        miniature = build_miniature(self._class, self._config, seed)
+                        self._comparisons[seed] = _Comparison(miniature, seed, keeps_state)
+                except Exception:
+                    # Whatever it is: this class cannot be had in small, or plain decoding does not run there.
+                    return question.unknown and seed == 0
+                try:
+                    if question.tried(self._comparisons[seed]):
+                        return True
+                except Exception:
+                    continue  # plain decoding ran, drafts did not
+        return False
+
+
+_KEPT = 16
+"""Kinds of models that are kept, each with some megabytes of miniatures."""
+_known: dict[tuple[object, ...], Equivalence] = {}
+"""By class and configuration, the last used at the end. Not kept for a model, as it is the same for all models of a
+kind: a process that loads one after another tries each kind once. It holds miniatures, and no model of the caller's."""
+_lock = Lock()
+
+
+def equivalence(model: PreTrainedModel) -> Equivalence:
+    """What miniatures of `model` show. Each question takes some tenths of a second once; the model is not touched."""
+    state, attention, values = state_of(model), model.config._attn_implementation, vars(model.config)
+    if state.equivalence is not None:  # writing out a configuration takes far longer than comparing two
+        kept_attention, kept_values, found = state.equivalence
+        kept = found()
+        if kept is not None and kept_attention == attention and same_values(kept_values, values):
+            return kept
+    kept = _look_up(model)
+    state.equivalence = (attention, copy.deepcopy(values), ref(kept))
+    return kept
+
+
+def _look_up(model: PreTrainedModel) -> Equivalence:
+    values = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+    kind = (type(model), values, model.config._attn_implementation)
+    with _lock:
+        _known[kind] = _known.pop(kind) if kind in _known else Equivalence(model)
+        if len(_known) > _KEPT:
+            del _known[next(iter(_known))]
+        return _known[kind]

@@ -1,0 +1,102 @@
+"""How a check is tried: texts known in advance are read by a runner, and the logits along them are compared."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lookahead.core.backend import Backend
+from lookahead.core.token_tree import TokenTree
+
+Draft = Callable[[TokenTree, Sequence[int]], list[int]]
+"""Given a tree and the tokens that follow its root, adds some of these, and wrong ones; returns the path of the right
+ones."""
+
+
+def follow(runner: Backend, texts: Sequence[Sequence[int]], prompt: int, draft: Draft) -> list[torch.Tensor]:
+    """Logits along each text, read as steps read them: right tokens are kept, wrong ones forgotten.
+
+    Args:
+        runner: Empty, with a row for each text.
+        texts: Token ids. The last token of each is not read; a text that is through sends idle trees.
+        prompt: Tokens of each text that the first pass sends as decided.
+        draft: What is drafted onto the trees.
+
+    Returns:
+        `[tokens - prompt, vocabulary]` float32 for each text: after its prompt's last token, and each that follows.
+    """
+    decided = [min(prompt, len(text) - 1) for text in texts]
+    found: list[list[torch.Tensor]] = [[] for _ in texts]
+    while any(count < len(text) for count, text in zip(decided, texts, strict=True)):
+        trees: list[TokenTree] = []
+        paths: list[list[int] | None] = []
+        for row, text in enumerate(texts):
+            if decided[row] == len(text):
+                trees.append(runner.idle_tree())
+                paths.append(None)
+                continue
+            tree = runner.begin_tree(row, text[: decided[row]])
+            trees.append(tree)
+            paths.append(draft(tree, text[decided[row] : -1]) if runner.wants_draft(tree) else [])
+        results: Sequence[Any] = runner.forward(trees)
+        kept: list[list[int]] = []
+        for row, (tree, path) in enumerate(zip(trees, paths, strict=True)):
+            kept.append([] if path is None else [*range(tree.root + 1), *path])
+            if path is not None:
+                found[row] += [results[row].logits_after(node) for node in (tree.root, *path)]
+                decided[row] += 1 + len(path)
+        runner.commit(kept)
+    return [torch.cat(logits).float() for logits in found]
+
+
+def nothing(tree: TokenTree, following: Sequence[int]) -> list[int]:
+    """A `Draft` of no tokens: plain decoding."""
+    return []
+
+
+def among_decoys(size: int, decoys: int, vocabulary: int, tokens: Sequence[int] = ()) -> Draft:
+    """Drafts right tokens up to `size` nodes of text, and before each of them branches of two tokens that are wrong.
+
+    Args:
+        size: Nodes of right tokens, the pending ones included.
+        decoys: Wrong branches beside each.
+        vocabulary: How many tokens there are.
+        tokens: The tokens that wrong branches begin with, if it is not the right ones' neighbours.
+    """
+
+    def draft(tree: TokenTree, following: Sequence[int]) -> list[int]:
+        path: list[int] = []
+        for token in following[: max(size - tree.root - 1, 0)]:
+            parent = path[-1] if path else tree.root
+            for number in range(decoys):
+                wrong = tokens[(token + number) % len(tokens)] if tokens else (token + number + 1) % vocabulary
+                tree.add_candidates([wrong, token], parent)
+            path += tree.add_candidates([token], parent)
+        return path
+
+    return draft
+
+
+def chains(draws: random.Random, most: int = 3) -> Draft:
+    """Drafts chains of up to `most` right tokens; a wrong one follows half of them."""
+
+    def draft(tree: TokenTree, following: Sequence[int]) -> list[int]:
+        right = list(following[: draws.randrange(most + 1)])
+        wrong = [tree.tokens[0]] if draws.random() < 0.5 else []
+        return tree.add_candidates([*right, *wrong])[: len(right)]
+
+    return draft
+
+
+def difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """The largest difference between logits; not a number if some are none."""
+    pairs = zip(found, expected, strict=True)
+    return float(torch.stack([(mine.float() - theirs.float()).abs().max() for mine, theirs in pairs]).max())
+
+
+def rounding(expected: Sequence[torch.Tensor], dtype: torch.dtype) -> float:
+    """What logits may differ by that were computed in another order; a wrong mask makes them differ far more."""
+    return 64 * torch.finfo(dtype).eps * max(float(logits.abs().max()) for logits in expected)
