@@ -139,11 +139,12 @@ ray-serve-llm: build/vllm  ## The same with Ray Serve LLM, vLLM and our drafts
 	mkdir -p $(OUT)/benchmarks/results
 	$</bin/python examples/ray_serve_llm.py --load --output $(OUT)/benchmarks/results/ray-serve-llm.jsonl
 
-test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled and 300 batched random cases, 500 with running states, 200 with images, and 500 schedules of many requests, against transformers' own generate; and all tests marked exact
+test-exact: $(VENV)/installed  ## 1,200 greedy, 500 sampled, 300 batched and 1,000 sampled batched random cases, 500 with running states, 200 with images, and 500 schedules of many requests, against transformers' own generate; and all tests marked exact
 	$(BIN)/python tests/support/run_exactness.py --cases 1000 --seed 0
 	$(BIN)/python tests/support/run_exactness.py --cases 200 --seed 1 --engine static
 	$(BIN)/python tests/support/run_sampling.py --cases 500 --seed 0
 	$(BIN)/python tests/support/run_batches.py --cases 300 --seed 0
+	$(BIN)/python tests/support/run_batches.py --cases 1000 --seed 0 --sampled
 	$(BIN)/python tests/support/run_fuzz.py --running-states --equal 500 --seed-start 10000
 	$(BIN)/python tests/support/run_fuzz.py --images --equal 200 --seed-start 20000
 	$(BIN)/python -m pytest -m exact

@@ -21,9 +21,10 @@ from batch_exactness import (
     BatchOutcome,
     Collector,
     random_batch_case,
+    random_sampled_case,
     run_batch_case,
-    run_sampled_case,
 )
+from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.tree_cache import TreeLayer
 from lookahead.errors import UnsupportedArgumentError
 from lookahead.serving.streaming import StreamFeeder
@@ -53,21 +54,22 @@ def test_random_cases_match(name: str, number: int) -> None:
     check(random_batch_case(Random(f"sample {name} {number}"), name))
 
 
-def test_greedy_rows_are_packed_unless_a_cache_is_wanted() -> None:
+def test_rows_are_packed_unless_a_cache_is_wanted() -> None:
     model, shapes = build("llama"), []
     ids = torch.tensor([PROMPTS[0], (0,) * 10 + PROMPTS[1]])
     mask = (ids != 0).long()
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
     hook = torch.nn.modules.module.register_module_forward_pre_hook(
         lambda module, inputs: shapes.append(inputs[0].shape[0]) if isinstance(module, torch.nn.Embedding) else None
     )
     try:
-        for options, rows in (({}, 1), ({"return_dict_in_generate": True}, 2), ({"do_sample": True}, 2)):
+        for options, rows in (({}, 1), ({"return_dict_in_generate": True}, 2), ({"do_sample": True}, 1)):
             lookahead.generate(model, ids, attention_mask=mask, max_new_tokens=2)  # checks run before
+            arguments = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False} | options
+            torch.manual_seed(2)
+            expected = model.generate(ids, **arguments)
             shapes.clear()
-            found = lookahead.generate(
-                model, ids, attention_mask=mask, max_new_tokens=9, **{"do_sample": False} | options
-            )
+            torch.manual_seed(2)
+            found = lookahead.generate(model, ids, **arguments)
             assert set(shapes) == {rows}, options
             if rows == 1:
                 assert torch.equal(found, expected)
@@ -157,14 +159,32 @@ def test_a_pool_that_rows_share_changes_no_text(share_pool: bool) -> None:
 
 @pytest.mark.parametrize("eos", [(), STOPS])
 @pytest.mark.parametrize("name", quickly(["llama", "gpt2", "gemma3"], ["gpt2"]))
-def test_several_sampled_texts_have_the_form_of_those_of_transformers(name: str, eos: tuple[int, ...]) -> None:
-    case = replace(RAGGED, architecture=name, returns=3, eos=eos, streamed=True)
-    outcome = run_sampled_case(case)
-    assert outcome.matched, outcome.report()
-    assert max(outcome.accepted_lengths) > 1
+def test_sampled_rows_are_those_of_transformers(name: str, eos: tuple[int, ...]) -> None:
+    sampling = {"temperature": 0.6, "top_k": 0}
+    case = replace(RAGGED, architecture=name, returns=3, eos=eos, streamed=True, collected=True, sampling=sampling)
+    assert max(check(case).accepted_lengths) > 1
     settings = {"repetition_penalty": 1.3, "encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 2}
-    processed = run_sampled_case(replace(case, settings=settings))
-    assert processed.matched, processed.report()
+    check(replace(case, settings=settings))
+    check(replace(case, ends=(7, 9, 23)))
+    check(replace(case, attention="sdpa", streamed=False, collected=False))
+
+
+@pytest.mark.parametrize("name", quickly(sorted(ARCHITECTURES), ["llama", "gemma2", "qwen3_moe"]))
+def test_random_sampled_batches_match(name: str) -> None:
+    check(random_sampled_case(Random(f"sampled {name}"), name))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_sampled_rows_draw_their_noise_again_where_it_was_dropped(
+    attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SamplingNoise.__init__, "__defaults__", (1, None, 0))
+    check(replace(RAGGED, returns=3, eos=STOPS, attention=attention, sampling={"temperature": 0.6, "top_k": 0}))
+
+
+def test_invariant_passes_sample_the_rows_of_transformers() -> None:
+    # Tokens that are not close do not change with the bits of the logits.
+    check(replace(RAGGED, attention="sdpa", sampling={"temperature": 0.6}, drafting={**DRAFTING, "invariant": True}))
 
 
 def test_several_sampled_texts_differ_and_are_repeated_under_the_same_seed() -> None:

@@ -65,8 +65,10 @@ class BatchCase:
         settings: Further arguments of `generate`, as in `SamplingCase`; `parity` is a processor of the user's own.
         streamed: Compare what a streamer is given.
         collected: Compare scores and logits.
-        returns: `num_return_sequences`. With more than one, tokens are sampled: once from the likeliest one alone, so
-            that the texts can be compared, and once freely, see `run_sampled_case`.
+        returns: `num_return_sequences`. With more than one, tokens are sampled, from the likeliest one alone if
+            `sampling` says nothing else.
+        sampling: Arguments of `generate` to sample with; then see `run_sampled_case`.
+        seed: Seed of the draws.
         drafting: Arguments of `LookaheadConfig`.
     """
 
@@ -81,6 +83,8 @@ class BatchCase:
     streamed: bool = False
     collected: bool = False
     returns: int = 1
+    sampling: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
     drafting: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -167,7 +171,9 @@ class Parity(LogitsProcessor):  # type: ignore[misc]
 
 
 def run_batch_case(case: BatchCase) -> BatchOutcome:
-    """Decode `case` in the three ways, and compare. A case of several texts of each prompt is also sampled freely."""
+    """Decode `case` in the three ways, and compare."""
+    if case.sampling:
+        return run_sampled_case(case)
     outcome = BatchOutcome(case)
     model = build(case.architecture, case.model_seed, case.attention)
     plain_columns, columns, packed_columns = Collector(), Collector(), Collector()
@@ -198,10 +204,6 @@ def run_batch_case(case: BatchCase) -> BatchOutcome:
     if case.collected:
         for name in ("scores", "logits"):
             _compare_collected(outcome, name, expected[name], got[name], lengths)
-    if case.returns > 1:
-        sampled = run_sampled_case(case)
-        outcome.problems += sampled.problems
-        outcome.checks += sampled.checks
     return outcome
 
 
@@ -210,50 +212,63 @@ def _without_scores(case: BatchCase) -> BatchCase:
 
 
 def run_sampled_case(case: BatchCase) -> BatchOutcome:
-    """Draw the rows of `case` freely, and see that what comes out has the form of what transformers gives.
+    """Sample the rows of `case` with transformers and, padded and packed, with lookahead decoding, under one seed.
 
-    The rows of a batch draw in another order than in transformers, so the texts are others; `test_sampling_law.py`
-    shows that they have the same law.
+    Texts, scores and what a streamer is given must be the same, and so must the random state afterwards.
     """
     outcome = BatchOutcome(case)
     model = build(case.architecture, case.model_seed, case.attention)
-    streamer = Collector()
-    torch.manual_seed(case.model_seed)
+    plain_columns, columns, packed_columns = Collector(), Collector(), Collector()
+    expected, state = _seeded(model.generate, case, plain_columns)
     try:
-        got = _run(_lookahead(model, case), case, streamer, top_k=0)
+        got, state_after = _seeded(_lookahead(model, case), case, columns)
+        packed, packed_state = _seeded(
+            _lookahead(model, case), _without_scores(case), packed_columns, return_dict_in_generate=False
+        )
     except Exception:
         outcome.problems.append(traceback.format_exc())
         return outcome
     outcome.accepted_lengths, outcome.tokens = list(got.statistics.accepted_lengths), got.statistics.tokens
-    prompts = _inputs(case)["input_ids"].repeat_interleave(case.returns, dim=0)
-    outcome.check(got.sequences.dtype == torch.long, f"texts of type {got.sequences.dtype}")
-    outcome.check(torch.equal(got.sequences[:, : case.width], prompts), "the texts must begin with the prompts")
-    new = got.sequences[:, case.width :]
-    _check_form(outcome, new)
+    for name, texts in (("padded", got.sequences), ("packed", packed)):
+        same = torch.equal(expected.sequences, texts)
+        outcome.check(same, f"{name}: {'' if same else _sampled_gap(case, model, expected.sequences, texts)}")
+    outcome.check(torch.equal(state, state_after), "another random state after padded rows")
+    outcome.check(torch.equal(state, packed_state), "another random state after packed rows")
     if case.streamed:
-        wanted = [prompts.tolist(), *new.T.tolist()]
-        outcome.check(streamer.puts == wanted, f"streamed {streamer.puts}, not {wanted}")
+        outcome.check(columns.puts == plain_columns.puts, f"streamed {columns.puts}, expected {plain_columns.puts}")
+        outcome.check(packed_columns.puts == plain_columns.puts, f"packed rows streamed {packed_columns.puts}")
+    if case.collected and not outcome.problems:
+        lengths = [_sampled_length(case, row) for row in got.sequences[:, case.width :].tolist()]
+        for name in ("scores", "logits"):
+            _compare_collected(outcome, name, expected[name], got[name], lengths)
     return outcome
 
 
-def _check_form(outcome: BatchOutcome, new: torch.Tensor) -> None:
-    """New tokens `[rows, columns]` are as long as they may be, or end all; nothing but padding comes after a row."""
-    case, columns = outcome.case, new.shape[1]
-    outcome.check(bool(((new >= 0) & (new < VOCAB_SIZE)).all()), f"tokens outside the vocabulary: {new.tolist()}")
-    stops = (*case.eos, *case.ends)
-    ended = [bool({*stops} & {*row}) for row in new.tolist()]
-    full = columns == case.max_new_tokens or (columns < case.max_new_tokens and all(ended))
-    outcome.check(full, f"{columns} new tokens of {case.max_new_tokens}; rows that ended: {ended}")
-    lengths = [_length(row, stops if case.eos else ()) for row in new.tolist()]
-    outcome.check(max(lengths) == columns, f"rows of {lengths} tokens in {columns} columns")
-    rest = [new[row, length:].tolist() for row, length in enumerate(lengths)]
-    outcome.check(not any(map(any, rest)), f"rows must be filled up with padding: {rest}")
-    outcome.check(outcome.tokens == sum(lengths), f"counted {outcome.tokens} tokens, not {sum(lengths)}")
+def _seeded(
+    generate: Callable[..., Any], case: BatchCase, streamer: Collector, **more: Any
+) -> tuple[Any, torch.Tensor]:
+    """What `generate` gives under the seed of `case`, and the random state after it."""
+    torch.manual_seed(case.seed)
+    return _run(generate, case, streamer, **more), torch.get_rng_state()
 
 
-def _length(tokens: list[int], stops: tuple[int, ...]) -> int:
-    """Tokens of a row up to the first of `stops`."""
+def _sampled_length(case: BatchCase, tokens: list[int]) -> int:
+    """New tokens of a row up to the one that ended it; all, where rows go on after their end."""
+    stops = (*case.eos, *case.ends) if case.eos else ()
     return next((place + 1 for place, token in enumerate(tokens) if token in stops), len(tokens))
+
+
+def _sampled_gap(case: BatchCase, model: PreTrainedModel, expected: torch.Tensor, got: torch.Tensor) -> str:
+    """The first difference of each row, and how far apart the race of scores and noise is there."""
+    scores = _seeded(model.generate, case, Collector(), output_scores=True)[0].scores
+    torch.manual_seed(case.seed)
+    races = [each.log_softmax(-1) - torch.empty_like(each).exponential_().log() for each in scores]
+    lines = []
+    for row, (wanted, text) in enumerate(zip(expected[:, case.width :], got[:, case.width :], strict=True)):
+        if wanted.tolist() != text.tolist():
+            gap = _gap(wanted.tolist(), text.tolist(), lambda place, row=row: races[place][row])
+            lines.append(f"row {row}: expected {wanted.tolist()}\n         got      {text.tolist()}\n    {gap}")
+    return "\n".join(lines)
 
 
 def _compare_texts(outcome: BatchOutcome, model: PreTrainedModel, expected: torch.Tensor, got: torch.Tensor) -> None:
@@ -378,8 +393,8 @@ def _inputs(case: BatchCase) -> dict[str, torch.Tensor]:
 def _arguments(case: BatchCase, row: int | None = None) -> dict[str, Any]:
     """All arguments but the prompts, for the whole batch or for one row alone."""
     arguments: dict[str, Any] = {"max_new_tokens": case.max_new_tokens, "do_sample": False, "pad_token_id": 0}
-    if case.returns > 1:
-        arguments.update(do_sample=True, top_k=1)
+    if case.returns > 1 or case.sampling:
+        arguments.update(do_sample=True, **(case.sampling or {"top_k": 1}))
     if case.eos:
         arguments["eos_token_id"] = list(case.eos)
     if case.ends:
@@ -415,6 +430,14 @@ def random_batch_case(random: Random, architecture: str | None = None) -> BatchC
         returns=random.choice((1, 1, 1, 1, 2, 3)),
         drafting=_random_drafting(random),
     )
+
+
+def random_sampled_case(random: Random, architecture: str | None = None) -> BatchCase:
+    """Draw a case whose rows are sampled, of `architecture` if given."""
+    case = random_batch_case(random, architecture)
+    sampling = {"temperature": random.choice((0.3, 0.7, 1.0, 1.5)), "top_k": random.choice((0, 0, 5, 20))}
+    sampling |= random.choice(({}, {"top_p": 0.9}, {"min_p": 0.1}, {"typical_p": 0.8}))
+    return replace(case, sampling=sampling, seed=random.randrange(1000))
 
 
 def _random_prompt(random: Random, longest: int) -> tuple[int, ...]:

@@ -1,9 +1,11 @@
 """Compare batches of lookahead decoding with those of `model.generate` and with their own rows alone.
 
     python tests/support/run_batches.py --cases 300 --seed 0
+    python tests/support/run_batches.py --cases 1000 --sampled
 
-The cases are spread evenly over all architectures of the model zoo. The last line reads `300 passed, 0 failed`; the
-exit code is 1 if any case failed.
+With `--sampled` rows are sampled, and must be those of `model.generate` under the same seed. The cases are spread
+evenly over all architectures of the model zoo. The last line reads `300 passed, 0 failed`; the exit code is 1 if any
+case failed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
-from batch_exactness import BatchCase, BatchOutcome, random_batch_case, run_batch_case
+from batch_exactness import BatchCase, BatchOutcome, random_batch_case, random_sampled_case, run_batch_case
 from model_zoo import ARCHITECTURES
 from run_sampling import positive, progress_bar
 
@@ -30,7 +32,7 @@ def main() -> int:
     by_architecture: dict[str, list[BatchOutcome]] = {name: [] for name in arguments.architectures}
     with progress_bar(console) as progress:
         task = progress.add_task("", total=arguments.cases)
-        for case in draw_cases(arguments.cases, arguments.seed, arguments.architectures):
+        for case in draw_cases(arguments.cases, arguments.seed, arguments.architectures, arguments.sampled):
             progress.update(task, description=f"{case.architecture:<{max(map(len, ARCHITECTURES))}}")
             outcome = run_batch_case(case)
             by_architecture[case.architecture].append(outcome)
@@ -44,7 +46,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def draw_cases(count: int, seed: int, architectures: list[str]) -> Iterator[BatchCase]:
+def draw_cases(count: int, seed: int, architectures: list[str], sampled: bool = False) -> Iterator[BatchCase]:
     """Draw `count` cases, the architectures in turn.
 
     Each case has a random state of its own, so that it does not change with the number of cases or with the
@@ -53,13 +55,14 @@ def draw_cases(count: int, seed: int, architectures: list[str]) -> Iterator[Batc
     for number in range(count):
         turn, place = divmod(number, len(architectures))
         name = architectures[place]
-        yield random_batch_case(Random(f"{seed} {name} {turn}"), name)
+        yield (random_sampled_case if sampled else random_batch_case)(Random(f"{seed} {name} {turn}"), name)
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cases", type=positive, default=300, help="how many cases to run (default: 300)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random cases (default: 0)")
+    parser.add_argument("--sampled", action="store_true", help="sample the rows")
     parser.add_argument(
         "--architectures",
         nargs="+",

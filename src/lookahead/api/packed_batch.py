@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from lookahead.backends.prompts import Prompts
 from lookahead.backends.transformers import equivalence
 from lookahead.backends.transformers.model_state import draft_account
 from lookahead.backends.transformers.packed_rows import PackedRowsRunner, Row
@@ -17,6 +16,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.core.decoder import Batch, step
 from lookahead.core.shared_budget import SharedBudget
 from lookahead.core.token_tree import TokenTree
+from lookahead.serving.prepared import Arguments
 
 LONGEST_PART = 1024
 """Tokens of a prompt in a pass, at most."""
@@ -27,17 +27,17 @@ class PackedBatch:
 
     Args:
         clone: What runs them; see `packed_clone`.
-        model: The model.
+        arguments: What the call asks for.
         config: How to draft.
-        rows: How many there are.
 
     Attributes:
         shared: Which nodes they send.
     """
 
-    def __init__(self, clone: PreTrainedModel, model: PreTrainedModel, config: LookaheadConfig, rows: int) -> None:
-        self._runner = PackedRowsRunner(clone, equivalence(model).holds("positions_end"))
-        self._rows = [Row() for _ in range(rows)]
+    def __init__(self, clone: PreTrainedModel, arguments: Arguments, config: LookaheadConfig) -> None:
+        self._runner = PackedRowsRunner(clone, equivalence(arguments.model).holds("positions_end"))
+        self._rows = [Row() for _ in range(arguments.prompts.rows)]
+        self._temperature = arguments.temperature
         accounts = partial(draft_account, clone, config)
         self.shared = SharedBudget(accounts) if config.chooses_nodes else None
 
@@ -65,26 +65,24 @@ class PackedBatch:
             if self.shared is not None:
                 rows = zip(batch.sequences, self._runner.rows, strict=True)
                 timed = all(len(sequence.tokens) - row.length == 1 for sequence, row in rows)
-                self.shared.begin(len(left), timed=timed)
+                self.shared.begin(len(left), self._temperature, timed)
             step(self._runner, batch)
         batch.sequences = everyone
 
 
-def packed_batch(
-    model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
-) -> PackedBatch | None:
+def packed_batch(arguments: Arguments, config: LookaheadConfig) -> PackedBatch | None:
     """What runs the rows of a call packed; `None` where they are padded.
 
-    Sampled rows share torch's generator, and which of them draws first depends on the nodes of the steps; so they stay
-    as they are. A cache that a call takes or leaves has padded rows. On a GPU a call for each row takes longer than
+    A cache that a call takes or leaves has padded rows. On a GPU a call for each row takes longer than
     padding does. Of packed weights there is one copy for a model, which calls of one prompt have.
     """
+    model, prompts, generation_config = arguments.model, arguments.prompts, arguments.config
     leaves_cache = generation_config.return_dict_in_generate and generation_config.use_cache
     if prompts.rows == 1 or prompts.cache is not None or prompts.inputs or leaves_cache:
         return None
-    if generation_config.do_sample or config.engine != "dynamic" or config.invariant or config.pack_weights:
+    if config.engine != "dynamic" or config.invariant or config.pack_weights:
         return None
     if model.device.type != "cpu":
         return None
     clone = packed_clone(model, pack_weights=False, invariant=False)
-    return None if isinstance(clone, str) else PackedBatch(clone, model, config, prompts.rows)
+    return None if isinstance(clone, str) else PackedBatch(clone, arguments, config)

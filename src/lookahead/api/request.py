@@ -6,12 +6,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessorList
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from lookahead.api.packed_batch import PackedBatch, packed_batch
-from lookahead.backends.prompts import Prompts
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers import PromptPass
 from lookahead.backends.transformers.model_state import (
@@ -20,9 +19,9 @@ from lookahead.backends.transformers.model_state import (
     keep_memory,
     release_memory,
 )
+from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.config import LookaheadConfig
-from lookahead.core.cost_model import CostModel
 from lookahead.core.decoder import Batch, decode, step
 from lookahead.core.draft_account import DraftAccount
 from lookahead.core.statistics import OnStep, StepRecord
@@ -58,10 +57,12 @@ def decode_request(
     model, prompts = arguments.model, arguments.prompts
     if prompts.inputs:
         check_own_prefill(model, prompts, config, arguments.config, parallel is not None)
-    request = Request(model, prompts, ranks.drafting(config), arguments.config, ranks)
+    request = Request(arguments, ranks.drafting(config), ranks)
     request.prepare(arguments.processors, StopRule(arguments.criteria), ngram_pool, prediction)
     if ranks.rank == 0:  # which speaks for all
         request.listen(on_step, arguments.streamer, config.trace)
+    else:
+        request.listen(None, None, None)
     return request.run(start)
 
 
@@ -69,10 +70,8 @@ class Request:
     """The rows of one call: prepared, decoded, and returned.
 
     Args:
-        model: The model.
-        prompts: What the rows begin with.
+        arguments: What the call asks for.
         config: How to draft.
-        generation_config: The configuration of the call.
         ranks: Who decodes; they agree here on what they do.
 
     Raises:
@@ -81,12 +80,12 @@ class Request:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        prompts: Prompts,
+        arguments: Arguments,
         config: LookaheadConfig,
-        generation_config: GenerationConfig,
         ranks: ParallelGroup | Alone,
     ) -> None:
+        model, prompts, generation_config = arguments.model, arguments.prompts, arguments.config
+        self._temperature = arguments.temperature
         self._model = model
         self._prompts = prompts
         self._config = config
@@ -96,7 +95,7 @@ class Request:
         ranks.check(model, self._call.runner)
         ranks.begin(model, config, generation_config, (prompts.input_ids, prompts.mask))
         alone = isinstance(ranks, Alone) and self._call.packs
-        self._packed = packed_batch(model, prompts, config, generation_config) if alone else None
+        self._packed = packed_batch(arguments, config) if alone else None
         wants_cache = generation_config.return_dict_in_generate and generation_config.use_cache
         self._returns_cache = bool(wants_cache and self._call.keeps_cache)
         self._feeder: StreamFeeder | None = None
@@ -116,14 +115,16 @@ class Request:
         account = self._account() if config.chooses_nodes and self._packed is None else None
         drafters = self._drafters(pool, account)
         ends = last_lengths(self._call.runner.last_length, prompts, rule.has_eos)
-        generators = self._generators()
+        self._noise = SamplingNoise(prompts.rows)
         self._rule = rule
         self._sequences = [
             TextSequence(
                 prompts.input_ids[row : row + 1].long(),  # as the texts that transformers returns
                 prompts.tokens[row],
                 drafters[row],
-                make_sampler(row_processors(processors, row, prompts.rows), self._generation_config, generators[row]),
+                make_sampler(
+                    row_processors(processors, row, prompts.rows), self._generation_config, self._noise.row(row)
+                ),
                 rule,
                 ends[row],
                 index=row,
@@ -134,7 +135,7 @@ class Request:
         self._batch = Batch(self._sequences, times=account, clock=self._call.clock)
 
     def listen(self, on_step: OnStep | None, streamer: BaseStreamer | None, trace: Recorder | None) -> None:
-        """Tell `on_step` and `trace` of every step, and `streamer` of every token."""
+        """Tell `on_step` and `trace` of every step, and `streamer` of every token; and who draws, of texts that end."""
         if streamer is not None:
             self._feeder = feeder = StreamFeeder(streamer, self._prompts.rows, self._pad_token)
 
@@ -143,6 +144,8 @@ class Request:
                 on_step(record)
             if streamer is not None:
                 feeder.add(record)
+            if record.finished and self._rule.has_eos:
+                self._noise.leave(record.index)
 
         for sequence in self._sequences:
             sequence.on_step = tell
@@ -174,26 +177,8 @@ class Request:
         token = self._generation_config._pad_token_tensor
         return int(token) if token is not None and self._rule.has_eos else None
 
-    def _generators(self) -> list[torch.Generator | None]:
-        """Who draws for each row; `None` for torch's default generator, which rows share.
-
-        Which of them draws from it first depends on the nodes of the steps. Where passes are invariant nothing may, so
-        that each row of several has a generator of its own, seeded from the shared one.
-        """
-        rows = self._prompts.rows
-        if not (self._config.invariant and self._generation_config.do_sample and rows > 1):
-            return [None] * rows
-        seeds = torch.randint(2**63 - 1, (rows,)).tolist()
-        return [torch.Generator(self._prompts.input_ids.device).manual_seed(seed) for seed in seeds]
-
     def _account(self) -> DraftAccount:
-        sampling, rows = self._generation_config, self._prompts.rows
-        if sampling.do_sample and rows > 1 and not self._config.invariant:
-            # The rows share one generator, and which of them samples first depends on the nodes of the steps. So that
-            # a seed gives the same texts again, these must not depend on the clock, nor on other calls.
-            return DraftAccount(CostModel.prior(), rows, adaptive=False)
-        temperature = 0.0 if not sampling.do_sample else float(sampling.temperature or 1.0)
-        return draft_account(self._model, self._config, rows, temperature, self._call.chains)
+        return draft_account(self._model, self._config, self._prompts.rows, self._temperature, self._call.chains)
 
     def _drafters(self, pool: NGramPool | None, account: DraftAccount | None) -> list[Drafter]:
         config = shielded(self._config, self._prompts.input_ids.device)
@@ -212,7 +197,12 @@ class Request:
         arguments = (config, pool, self._memory, account)
         return [
             build_drafter(
-                *arguments, tokens, most, known, predicted=predicted, budget=None if common is None else common.row()
+                *arguments,
+                tokens,
+                most,
+                known,
+                predicted=predicted,
+                budget=None if common is None else common.row(self._temperature),
             )
             for tokens, predicted in zip(read, self._predicted, strict=True)
         ]

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from lookahead.backends.session import EngineRunner
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import draft_memory, keep_memory
+from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_limits import check_length
 from lookahead.backends.transformers.text_sequence import TextSequence
@@ -121,7 +122,7 @@ class Request:
         self.most_nodes = min(config.max_nodes, runner.most_nodes)
         rule = StopRule(arguments.criteria)
         generator = torch.Generator(prompts.input_ids.device).manual_seed(extras.seed)
-        sampler = make_sampler(arguments.processors, arguments.config, generator)
+        sampler = make_sampler(arguments.processors, arguments.config, SamplingNoise(generator=generator).row())
         self._logprobs = None if extras.logprobs is None else LogprobSampler(sampler, extras.logprobs)
         self._prediction = PredictedText(extras.prediction) if shares and extras.prediction else None
         self._memory = draft_memory(model, config) if shares else None

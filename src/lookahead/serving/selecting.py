@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from lookahead.backends.transformers.noise import RowNoise
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.core.outputs import NodeOutputs
@@ -68,15 +69,12 @@ def _narrow(processor: LogitsProcessor, row: int, batch_size: int) -> LogitsProc
     return narrowed
 
 
-def make_sampler(
-    processors: LogitsProcessorList, config: GenerationConfig, generator: torch.Generator | None = None
-) -> TextSampler:
-    """Who selects the tokens of one row, as `config` has it."""
+def make_sampler(processors: LogitsProcessorList, config: GenerationConfig, noise: RowNoise) -> TextSampler:
+    """Who selects the tokens of one row, as `config` has it; with `noise`, where that says to sample."""
     keep = bool(config.return_dict_in_generate)
     return TextSampler(
         processor=processors if len(processors) else None,
-        sample=bool(config.do_sample),
-        generator=generator,
+        noise=noise if config.do_sample else None,
         keep_logits=keep and bool(config.output_logits),
         keep_scores=keep and bool(config.output_scores),
     )

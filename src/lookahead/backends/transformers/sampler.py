@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from lookahead.backends.transformers.noise import RowNoise
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.core.outputs import NodeOutputs
 from lookahead.core.shaping import Shaping
@@ -29,10 +31,7 @@ class TextSampler:
 
     Args:
         processor: Applied to the logits first, if given.
-        sample: Sample the token from the scores' softmax, one `torch.multinomial` a token, instead of selecting the
-            likeliest.
-        generator: Random state for sampling, on the device of the logits; torch's default generator if not given, which
-            the sequences of a batch share in turn.
+        noise: Samples the token from the scores' softmax, as `torch.multinomial` does; the likeliest one if not given.
         keep_logits: Collect the raw logits of each token in `logits`, `[1, vocabulary]` float32 each.
         keep_scores: Collect the processed scores of each token in `scores`, likewise.
     """
@@ -40,14 +39,12 @@ class TextSampler:
     def __init__(
         self,
         processor: Processor | None = None,
-        sample: bool = False,
-        generator: torch.Generator | None = None,
+        noise: RowNoise | None = None,
         keep_logits: bool = False,
         keep_scores: bool = False,
     ) -> None:
         self._processor = processor
-        self._sample = sample
-        self._generator = generator
+        self._noise = noise
         self.shaping = shaping_of(processor)
         self.logits: list[torch.Tensor] | None = [] if keep_logits else None
         self.scores: list[torch.Tensor] | None = [] if keep_scores else None
@@ -55,12 +52,12 @@ class TextSampler:
     @property
     def samples(self) -> bool:
         """Whether tokens are sampled."""
-        return self._sample
+        return self._noise is not None
 
     @property
     def needs_logits(self) -> bool:
         """Whether more is wanted than the likeliest token of the raw logits."""
-        return self._processor is not None or self._sample or self.keeps
+        return self._processor is not None or self.samples or self.keeps
 
     @property
     def keeps(self) -> bool:
@@ -86,10 +83,16 @@ class TextSampler:
             scores = self._processor(text, logits.clone())
         if self.scores is not None:
             self.scores.append(scores.clone())
-        if self._sample:
-            probabilities = torch.nn.functional.softmax(scores, dim=-1)
-            return int(torch.multinomial(probabilities, num_samples=1, generator=self._generator))
-        return int(scores.argmax(dim=-1))
+        return int(scores.argmax(dim=-1)) if self._noise is None else self._sample(scores, self._noise)
+
+    @staticmethod
+    def _sample(scores: torch.Tensor, noise: RowNoise) -> int:
+        """What `torch.multinomial` selects of the softmax of `scores`, with the noise of this place."""
+        probabilities = torch.nn.functional.softmax(scores, dim=-1)
+        token = int((probabilities / noise.take(probabilities)).argmax(dim=-1))
+        if math.isnan(probabilities[0, token]):
+            torch.multinomial(probabilities, num_samples=1)  # which refuses them
+        return token
 
 
 def shaping_of(processor: Processor | None) -> Shaping:

@@ -1,0 +1,96 @@
+"""Noise that rows take when they come to a place gives them the tokens that `torch.multinomial` gives all at once."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+import lookahead.backends.transformers.noise as noise_module
+from lookahead.backends.transformers.noise import SamplingNoise, draws_row_by_row
+from lookahead.backends.transformers.sampler import TextSampler
+
+VOCABULARY = 700
+PLACES = 30
+
+
+def distributions(rows: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Probabilities `[places, rows, vocabulary]`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((PLACES, rows, VOCABULARY), generator=generator, dtype=dtype).mul(3).softmax(-1)
+
+
+def at_once(given: torch.Tensor, seed: int) -> tuple[list[list[int]], torch.Tensor]:
+    """Tokens of each row, and the state of the generator afterwards, as transformers samples them."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.stack([torch.multinomial(place, 1, generator=generator)[:, 0] for place in given])
+    return tokens.T.tolist(), generator.get_state()
+
+
+def in_any_order(
+    given: torch.Tensor, noise: SamplingNoise, lengths: list[int], random: Random, most_bytes: int
+) -> list[list[int]]:
+    """Tokens of each row, which come to their places when `random` has them come, and leave after so many."""
+    tokens: list[list[int]] = [[] for _ in lengths]
+    speeds = [random.randint(1, 5) for _ in lengths]
+    while left := [row for row, length in enumerate(lengths) if len(tokens[row]) < length]:
+        row = random.choices(left, [speeds[row] for row in left])[0]
+        place = len(tokens[row])
+        tokens[row].append(int((given[place, row] / noise.row(row).take(given[place, row : row + 1])).argmax()))
+        assert noise.kept_bytes <= most_bytes
+        if len(tokens[row]) == lengths[row]:
+            noise.row(row).leave()
+    return tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("most_bytes", [1 << 26, 40_000, 0])
+@pytest.mark.parametrize("whole", [False, True])
+def test_rows_take_what_multinomial_would_have_given_them(
+    dtype: torch.dtype, most_bytes: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if whole:  # as on a GPU, where one row cannot be drawn without the others
+        monkeypatch.setattr(noise_module, "draws_row_by_row", lambda *_: False)
+    for seed in range(10):
+        random = Random(seed)
+        rows = random.randint(2, 6)
+        given = distributions(rows, dtype, seed)
+        expected, state = at_once(given, seed)
+        lengths = [PLACES, *(random.randint(1, PLACES) for _ in range(rows - 1))]
+        random.shuffle(lengths)
+        generator = torch.Generator().manual_seed(seed)
+        noise = SamplingNoise(rows, generator, most_bytes)
+        got = in_any_order(given, noise, lengths, random, most_bytes)
+        assert got == [row[:length] for row, length in zip(expected, lengths, strict=True)]
+        assert torch.equal(generator.get_state(), state)
+        assert noise.kept_bytes == 0
+        assert noise.drawn_again > 0 or most_bytes > 0
+
+
+def test_nothing_is_drawn_again_where_there_is_room() -> None:
+    given = distributions(3, torch.float32, 0)
+    noise = SamplingNoise(3, torch.Generator().manual_seed(0))
+    in_any_order(given, noise, [PLACES] * 3, Random(0), 1 << 26)
+    assert noise.drawn_again == 0
+
+
+def test_the_cpu_draws_row_by_row() -> None:
+    # Not a promise of torch; where it does not hold, dropped noise is drawn again for all rows.
+    assert draws_row_by_row(torch.device("cpu"), torch.float32, VOCABULARY)
+
+
+def test_the_default_generator_draws_if_none_is_given() -> None:
+    given = distributions(2, torch.float32, 1)
+    expected, _ = at_once(given, 5)
+    torch.manual_seed(5)
+    assert in_any_order(given, SamplingNoise(2), [PLACES] * 2, Random(0), 1 << 26) == expected
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_multinomial_refuses_is_refused(value: float) -> None:
+    logits = torch.zeros(1, 8)
+    logits[0, 3] = value
+    sampler = TextSampler(noise=SamplingNoise().row())
+    with pytest.raises(RuntimeError, match="probability tensor contains"):
+        sampler.choose(None, logits)
