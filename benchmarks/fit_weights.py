@@ -30,7 +30,7 @@ import lookahead
 from lookahead.config import LookaheadConfig
 from lookahead.core.outputs import StepResult
 from lookahead.drafting import AutoDrafter, DraftMemory
-from lookahead.drafting.auto.weights import feature_names
+from lookahead.drafting.auto.weights import MATCHES, feature_names
 from lookahead.drafting.text_only import text_memory
 from probe import load_model, prompts_of, token_ids
 from replay.recordings import read_recordings, tokenizer_of
@@ -66,17 +66,25 @@ class RecordingDrafter(AutoDrafter):
     def observe(self, result: StepResult) -> None:
         """Keep lessons, then learn."""
         if result.tree is self._tree and self._batch is not None:
-            proposals = self._batch.proposals
+            room, nodes = self._batch.room, self._batch.nodes[self._place]
+            proposals, count = room.proposals, int(room.proposals.search["count"])
+            features = features_of(proposals.rows[:count], proposals.logs[:count])
             selected = dict(zip(result.selected_after, result.tokens, strict=True))
             for node, row in enumerate(self._rows.tolist(), start=result.tree.root):
-                part = np.flatnonzero(proposals.nodes[: proposals.counts[0]] == row)
+                part = np.flatnonzero(proposals.rows["node"][:count] == row)
                 predicted = int(result.top_ids[node, 0]) if result.top_ids.shape[1] else -1
                 token = selected.get(node, predicted)
                 if len(part) and token >= 0:
-                    outcomes = (proposals.tokens[part] == token).astype(np.float64)
-                    count = 1.0 if node in selected else OFF_PATH
-                    self.lessons.append(Lesson(proposals.features[part], outcomes, int(proposals.known[row]), count))
+                    outcomes = (proposals.rows["token"][part] == token).astype(np.float64)
+                    weight = 1.0 if node in selected else OFF_PATH
+                    self.lessons.append(Lesson(features[part], outcomes, int(nodes["known"][row]), weight))
         super().observe(result)
+
+
+def features_of(rows: NDArray[Any], logs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What the sources said of some proposals, in the columns of the weights, `[proposals, columns]`."""
+    matches = (rows["match"][:, None] == np.arange(len(MATCHES))).astype(np.float64)
+    return np.concatenate([rows["listed"][:, None], logs[:, :-1], matches, logs[:, -1:]], axis=1)
 
 
 def decode(name: str, path: Path, options: argparse.Namespace) -> list[Lesson]:
@@ -164,7 +172,7 @@ def main() -> int:
         across = (False, True)
         runs.append([one for path in options.recordings for way in across for one in replay_file(path, way, options)])
     memory = text_memory() if options.recordings else DraftMemory()
-    fitted = [fit(runs, known, row) for known, row in enumerate(memory.weights.values)]
+    fitted = [fit(runs, known, row) for known, row in enumerate(memory.weights)]
     for column, name in enumerate(feature_names(memory.ngrams.orders)):
         print(f'    "{name}": ({", ".join(f"{row[column] + 0.0:.2f}" for row in fitted)}),'.replace("-0.00", "0.00"))
     return 0

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import compiled, loop_arrays
+from lookahead.core.compiled import compiled
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
 
@@ -97,8 +97,8 @@ def speculate(
     if first < 0:
         return Draft([], [], 0.0)
     room = np.zeros(most, dtype=np.int64), np.zeros(most, dtype=np.int64), np.zeros((2, most), dtype=np.int64)
-    texts = loop_arrays(known.tokens, known.before, context)
-    arguments: list[Any] = [*texts, first, known.length, most, factor, least, branches, depth, *loop_arrays(*room)]
+    texts = known.tokens, known.before, context
+    arguments: list[Any] = [*texts, first, known.length, most, factor, least, branches, depth, *room]
     size, score = _speculate(*arguments)
     return Draft(room[2][0, :size].tolist(), room[2][1, :size].tolist(), score)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from lookahead.drafting import DraftMemory, NGramMemory
 from lookahead.drafting.auto.batch import DraftBatch
-from lookahead.drafting.auto.texts import LONGEST, REACH, RUNS, SEARCHED, allocate_followed, find_matches
+from lookahead.drafting.auto.texts import LONGEST, OCCURRENCE, REACH, RUNS, SEARCHED, find_matches
 from lookahead.errors import InvalidArgumentError
 
 
@@ -46,13 +47,17 @@ class Text:
         return texts.tokens[0, : texts.lengths[0]].tolist()
 
 
+@numba.njit
+def compiled_find_matches(context, texts, occurrences):  # type: ignore[no-untyped-def]
+    return find_matches(0, context, len(context), texts, occurrences)
+
+
 def found(text: Text, context: list[int]) -> list[tuple[int, int]]:
     """The occurrences of a context in the text, the longest first, then the newest."""
-    followed = allocate_followed(1)
+    occurrences = np.zeros(SEARCHED, dtype=OCCURRENCE)
     last = np.array(context[: -LONGEST - 1 : -1], dtype=np.int64)
-    count = find_matches(0, last, len(last), 0, text.batch.texts, followed)
-    places = zip(followed.places[0, :count].tolist(), followed.lengths[0, :count].tolist(), strict=True)
-    return sorted(places, key=lambda match: -match[1])
+    count = compiled_find_matches(last, text.batch.texts, occurrences)
+    return sorted(occurrences[:count].tolist(), key=lambda match: -match[1])
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)

@@ -67,7 +67,7 @@ class Texts:
         rows = len(self.texts)
         self.batch.find(Wanted(self.places, np.full(rows, LONGEST), levels, np.full(rows, least)))
         counts = self.batch.counts.tolist()
-        return [self.batch.nodes.tokens[place, 1 : 1 + count].tolist() for place, count in enumerate(counts)]
+        return [self.batch.nodes["token"][place, 1 : 1 + count].tolist() for place, count in enumerate(counts)]
 
     def learn(self, selected: Sequence[Sequence[int]], told: Sequence[Told | None]) -> int:
         """Learn what a step showed; where nothing is told, that is what was selected."""
@@ -219,7 +219,7 @@ def test_a_draft_fits_in_its_text(room: int) -> None:
 def test_a_draft_ends_where_it_is_not_likely_enough() -> None:
     paths = Texts([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3])
     (tokens,) = paths.propose()
-    likely = paths.batch.nodes.probabilities[0, 1 : 1 + len(tokens)].copy()
+    likely = paths.batch.nodes["probability"][0, 1 : 1 + len(tokens)].copy()
     assert (np.diff(likely) <= 0).all()
     (fewer,) = paths.propose(least=float(likely[3]))
     assert fewer == tokens[: len(fewer)]

@@ -112,7 +112,7 @@ def shares_of(tokens: Sequence[int], predicted: Sequence[int], samples: bool = F
         ids, likely = np.array([[first, 9, 8]]), np.array([[0.5, 0.3, 0.1]], dtype=np.float32)
         ones, nodes = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
         batch.learn(Step(nodes, ones, np.array([token]), ones, np.array([int(samples)]), nodes, ids, likely))
-        shares.append(float(batch.heard.shares[0]))
+        shares.append(float(batch.heard["share"][0]))
     return shares
 
 

@@ -1,4 +1,8 @@
-"""Inner loops, compiled where numba is installed and plain Python where it is not: the same code, the same results."""
+"""Inner loops, compiled by numba; as plain Python (`NUMBA_DISABLE_JIT=1`) the same code gives the same results.
+
+Records of numpy are read by name, `node["parent"]`, which both understand. A tuple of many arrays is many arguments to
+the compiler, an array of records is one.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,10 @@ from importlib import import_module
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lookahead.core.kept_loops import keep_compiled
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Arrays = TypeVar("Arrays", bound=tuple[Any, ...])
 
 try:
     _numba: Any = import_module("numba")
@@ -22,22 +24,6 @@ except ImportError:
 
 IS_COMPILED = _numba is not None
 """Whether loops are compiled. Where they are not, operations on whole arrays may be faster than they are."""
-
-
-def loop_arrays(*arrays: NDArray[Any]) -> list[Any]:
-    """The same arrays as a compiled function takes them, without a copy.
-
-    Uncompiled loops get memory views, whose elements are plain Python numbers: three times as fast.
-    """
-    return list(arrays) if IS_COMPILED else [array.data for array in arrays]
-
-
-def loop_tuple(arrays: Arrays) -> Arrays:
-    """The same named tuple as a compiled function takes it, without a copy; see `loop_arrays`."""
-    if IS_COMPILED:
-        return arrays
-    views = [loop_tuple(each) if isinstance(each, tuple) else getattr(each, "data", each) for each in arrays]
-    return type(arrays)(*views)
 
 
 _VECTORIZED = frozenset({"nnan", "nsz", "reassoc", "contract"})

@@ -7,7 +7,6 @@ from functools import cache
 import numpy as np
 
 from lookahead.core.budget import ThroughputBudget
-from lookahead.core.compiled import IS_COMPILED
 from lookahead.core.cost_model import CostModel
 from lookahead.core.draft_account import DraftAccount
 from lookahead.core.outputs import StepResult
@@ -25,12 +24,10 @@ _STEPS = 2
 
 @cache
 def compile_loops() -> None:
-    """Run each compiled loop once, on arrays of the types that decoding has; without numba there is nothing to do.
+    """Run each compiled loop once, on arrays of the types that decoding has.
 
     Takes seconds where numba finds no cache of what it compiled before. Later calls return at once.
     """
-    if not IS_COMPILED:
-        return
     _list_a_row()
     _choose()
     memory = DraftMemory(NGramMemory(16, 2, 4))
@@ -70,9 +67,8 @@ def _choose() -> None:
 @cache
 def compile_chain_loops() -> None:
     """The same for the loops of a `DraftBatch` of chains alone."""
-    if IS_COMPILED:
-        _list_a_row()
-        _draft(AutoDrafter(DraftMemory(NGramMemory(16, 2, 4)), _NODES, chains=True))
+    _list_a_row()
+    _draft(AutoDrafter(DraftMemory(NGramMemory(16, 2, 4)), _NODES, chains=True))
 
 
 def _list_a_row() -> None:

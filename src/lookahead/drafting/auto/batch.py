@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import IS_COMPILED, TypedLoop, loop_arrays, loop_tuple
+from lookahead.core.compiled import TypedLoop
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.learning import UNTRUSTED, Step, allocate_heard, allocate_lessons, begin, extend, learn
-from lookahead.drafting.auto.proposals import MOST_LISTED, allocate_nodes, allocate_proposals
-from lookahead.drafting.auto.search import MOST_TRIED, Sources, Wanted, find
+from lookahead.drafting.auto.learning import (
+    HEARD,
+    MOST_TRIED,
+    SETTINGS,
+    UNTRUSTED,
+    Step,
+    allocate_desk,
+    begin,
+    extend,
+    learn,
+)
+from lookahead.drafting.auto.proposals import MOST_LISTED, NODE, allocate_proposals
+from lookahead.drafting.auto.search import Room, Sources, Wanted, find
 from lookahead.drafting.auto.sources import ListedPaths
-from lookahead.drafting.auto.texts import LONGEST, REACH, SEARCHED, allocate_followed, allocate_texts, with_room
-
-Arrays = TypeVar("Arrays", bound=tuple[Any, ...])
+from lookahead.drafting.auto.texts import LONGEST, OCCURRENCE, REACH, SEARCHED, allocate_texts, with_room
 
 _SUREST, _SUREST_OBSERVED = 0.999, 0.95
 """Highest probability of a token after another; of runs of sure tokens that were only observed, many end together,
@@ -46,9 +54,9 @@ class DraftBatch:
         memory: See above.
         reads: Whether steps have to tell what the model predicts; else what was selected stands for it.
         texts: The text in each place.
-        nodes: The draft after each.
+        nodes: The draft after each, `NODE`s, `[places, nodes]`.
         counts: How many nodes it has, `[places]`; -1 where none was looked for since the text went on.
-        heard: What the model said about each.
+        heard: What the model said about each, `HEARD`s, `[places]`.
         listed: What sources list.
         proposals: Those of the last text that was drafted for.
     """
@@ -68,19 +76,18 @@ class DraftBatch:
         with memory.lock:
             ngrams, self._weights = memory.ngrams, memory.weights
         self.reads = not ngrams.observed
-        columns, size = self._weights.values.shape[1], nodes + 1
-        at_a_node = ngrams.orders * ngrams.top_k + SEARCHED + (1 + sources) * MOST_LISTED
-        self.texts = allocate_texts(places, 1, reach)
-        self.nodes = allocate_nodes(places, size, columns)
-        self.proposals = allocate_proposals(size * at_a_node + MOST_TRIED, at_a_node + MOST_TRIED, size, columns)
+        size, at_a_node = nodes + 1, ngrams.orders * ngrams.top_k + SEARCHED + (1 + sources) * MOST_LISTED
+        self.texts, self.nodes = allocate_texts(places, 1, reach), np.zeros((places, size), dtype=NODE)
+        proposals = allocate_proposals(size * at_a_node + MOST_TRIED, at_a_node + MOST_TRIED, ngrams.orders)
+        self.room = Room(proposals, np.zeros((size, SEARCHED), dtype=OCCURRENCE), np.zeros(LONGEST, dtype=np.int64))
         self.counts = np.full(places, -1, dtype=np.int64)
         self._recalled = np.zeros(places, dtype=bool)  # whether the memory has learned the text itself
-        self.heard = allocate_heard(places)
+        self.heard, self._desk = np.zeros(places, dtype=HEARD), allocate_desk(places * size, ngrams.orders)
+        self.heard["share"] = 1.0
         self.listed = ListedPaths(sources, size)
-        self._followed, self._context = allocate_followed(size), np.zeros(LONGEST, dtype=np.int64)
+        surest = _SUREST_OBSERVED if ngrams.observed else _SUREST
         explores = explores and self.reads and not chains
-        self._lessons = allocate_lessons(ngrams.observed, rejected, explores, ngrams.orders)
-        self._how = _SUREST_OBSERVED if ngrams.observed else _SUREST, chains, explores
+        self._settings = np.array((surest, chains, explores, ngrams.observed, rejected), dtype=SETTINGS)[()]
         self._find, self._learn = TypedLoop(find), TypedLoop(learn)
         self._begin, self._extend = TypedLoop(begin), TypedLoop(extend)
         self._owners: list[weakref.ref[Any] | None] = [None] * places
@@ -105,8 +112,7 @@ class DraftBatch:
         new = np.array([*before, *tokens], dtype=np.int64) if len(before) else np.array(tokens, dtype=np.int64)
         with self.memory.lock:
             self.texts = with_room(self.texts, 0, len(new))
-            arrays = *loop_arrays(new), *map(loop_tuple, (self.texts, self.heard, self._lessons))
-            self._begin(place, len(before), *arrays)
+            self._begin(place, len(before), new, self.texts, self.heard, self._settings)
             self.counts[place], self._recalled[place] = -1, False
             if not self.reads:
                 self._remember(new[len(before) :])
@@ -115,17 +121,12 @@ class DraftBatch:
         """The text in a place goes on with tokens of which nothing else is known."""
         with self.memory.lock:
             self.make_room(len(tokens))
-            self._extend(place, *loop_arrays(np.array(tokens, dtype=np.int64)), *self._loop_arrays()[1:3])
+            self._extend(place, np.array(tokens, dtype=np.int64), self.texts, self.heard)
 
     def find(self, wanted: Wanted) -> None:
         """Draft after some texts; `nodes` and `counts` say what was found."""
-        memory = self.memory
-        nodes, texts, heard = self._loop_arrays()
-        known = loop_tuple(memory.ngrams.entries), texts, loop_tuple(self._followed), heard
-        weighed = self._weights.columns, *loop_arrays(self._weights.values), *self._how
-        sources = Sources(*known, loop_tuple(self.listed.arrays), *weighed)
-        arrays = nodes, loop_tuple(self.proposals), *loop_arrays(self._context, self.counts)
-        self._find(loop_tuple(wanted), sources, *arrays)
+        known = self.memory.ngrams.entries, self.texts, self.heard, self.listed.arrays
+        self._find(wanted, Sources(*known, self._weights, self._settings), self.room, self.nodes, self.counts)
 
     def learn(self, step: Step) -> int:
         """Learn from a step: its tokens are of the texts then, and their drafts are done with.
@@ -135,12 +136,12 @@ class DraftBatch:
         """
         ngrams, present = self.memory.ngrams, step.places[step.places >= 0]
         self.make_room(int(step.added.max(initial=0)))
-        learned = map(loop_tuple, (ngrams.entries, ngrams.writing, self._lessons))
-        following = np.empty(len(step.nodes), dtype=np.int64)
-        arrays = *self._loop_arrays(), *learned, *loop_arrays(following)
-        accepted: int = self._learn(loop_tuple(step), ngrams.tick(), *arrays)
+        if len(step.nodes) > len(self._desk.following):
+            self._desk = allocate_desk(2 * len(step.nodes), ngrams.orders)
+        learned = ngrams.entries, ngrams.writing, self._desk, self._settings
+        accepted: int = self._learn(step, ngrams.tick(), self.nodes, self.texts, self.heard, *learned)
         self.counts[present] = -1
-        for place in present[(self.heard.shares[present] < UNTRUSTED) & ~self._recalled[present]].tolist():
+        for place in present[(self.heard["share"][present] < UNTRUSTED) & ~self._recalled[present]].tolist():
             self._recalled[place] = True
             begin, end = max(-int(self.texts.dropped[place]), 0), int(self.texts.lengths[place])
             self._remember(self.texts.tokens[place, max(begin, end - _RECALLED) : end])
@@ -158,18 +159,9 @@ class DraftBatch:
         """Make room for as many more tokens of each text."""
         self.texts = with_room(self.texts, 0, int(self.texts.lengths.max()) + tokens)
 
-    def _loop_arrays(self) -> tuple[Any, Any, Any]:
-        if IS_COMPILED:
-            return self.nodes, self.texts, self.heard
-        return loop_tuple(self.nodes), loop_tuple(self.texts), loop_tuple(self.heard)
 
-
-def _grown(arrays: Arrays, places: int) -> Arrays:
-    """The same arrays with more places."""
-
-    def grown(array: NDArray[Any]) -> NDArray[Any]:
-        longer = np.zeros((places, *array.shape[1:]), dtype=array.dtype)
-        longer[: len(array)] = array
-        return longer
-
-    return type(arrays)(*map(grown, arrays))
+def _grown(array: NDArray[Any], places: int) -> NDArray[Any]:
+    """The same array with more places."""
+    longer = np.zeros((places, *array.shape[1:]), dtype=array.dtype)
+    longer[: len(array)] = array
+    return longer

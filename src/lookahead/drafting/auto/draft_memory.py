@@ -10,9 +10,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lookahead.drafting.auto.ngrams import NO_STATISTICS, NGramMemory
-from lookahead.drafting.auto.weights import MODEL_WEIGHTS, TEXT_WEIGHTS, Weights, build_weights
+from lookahead.drafting.auto.weights import MODEL_WEIGHTS, TEXT_WEIGHTS, build_weights
 from lookahead.drafting.stored_arrays import MOST_BYTES, DamagedFileError, StoredArrays, expect
 from lookahead.errors import InvalidArgumentError
 
@@ -25,7 +26,7 @@ class DraftMemory:
 
     Args:
         ngrams: The n-gram memory; a new one if not given.
-        weights: Weigh what it says; those for a model's predictions, or for texts, if not given.
+        weights: Weigh what it says (`build_weights`); those for a model's predictions, or for texts, if not given.
 
     Attributes:
         lock: Held by whoever reads or changes the arrays, if several threads may. A drafter holds it for one proposal
@@ -33,7 +34,7 @@ class DraftMemory:
         batches: The `DraftBatch` of those who draft from it, by their settings.
     """
 
-    def __init__(self, ngrams: NGramMemory | None = None, weights: Weights | None = None) -> None:
+    def __init__(self, ngrams: NGramMemory | None = None, weights: NDArray[np.float64] | None = None) -> None:
         # Made when they are first needed: many calls end before they draft.
         self._ngrams, self._weights = ngrams, weights
         self.lock = RLock()
@@ -48,7 +49,7 @@ class DraftMemory:
         return self._ngrams
 
     @property
-    def weights(self) -> Weights:
+    def weights(self) -> NDArray[np.float64]:
         """What weighs proposals."""
         if self._weights is None:
             table = TEXT_WEIGHTS if self.ngrams.observed else MODEL_WEIGHTS

@@ -112,7 +112,7 @@ class AutoDrafter:
     @property
     def _is_lost(self) -> bool:
         """Whether predictions have nothing to say."""
-        return self._batch is not None and bool(self._batch.heard.shares[self._place] < UNTRUSTED)
+        return self._batch is not None and bool(self._batch.heard["share"][self._place] < UNTRUSTED)
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence."""
@@ -156,7 +156,7 @@ class AutoDrafter:
         batch.find(Wanted(rows[0], rows[1], rows[2], np.array(least, dtype=np.float64)))
         for drafter, _ in group:
             place = drafter._place
-            drafter._likely = batch.nodes.probabilities[place, 1 : 1 + batch.counts[place]].copy()
+            drafter._likely = batch.nodes["probability"][place, 1 : 1 + batch.counts[place]].copy()
 
     def _begins(self, tree: TokenTree) -> bool:
         """Add what is certain; whether there is something to search."""
@@ -230,8 +230,8 @@ class AutoDrafter:
 
     def _found(self, batch: DraftBatch, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Tokens of the first nodes found, and their parents."""
-        nodes = batch.nodes
-        return nodes.tokens[self._place, 1 : 1 + count], nodes.parents[self._place, 1 : 1 + count]
+        nodes = batch.nodes[self._place, 1 : 1 + count]
+        return nodes["token"], nodes["parent"]
 
     def _send(self, batch: DraftBatch, tree: TokenTree, rows: NDArray[np.int64]) -> None:
         """Add nodes to a tree; 0 and their numbers, ascending, each with its parent."""
@@ -247,13 +247,11 @@ class AutoDrafter:
     def explain(self, tree: TokenTree) -> Explanation:
         """Which sources named each node, and how likely it was taken to be."""
         with self.memory.lock:
-            entries = int(np.count_nonzero(self.memory.ngrams.tags)) if self._learns else None
+            entries = int(np.count_nonzero(self.memory.ngrams.entries.heads["tag"])) if self._learns else None
             found: list[Origin] = []
             if tree is self._tree and self._batch is not None:
                 names = [source.name for source in self._sources]
-                found = origins_of(
-                    self._rows[1:].tolist(), self._place, self._batch, self.memory.weights.columns, names
-                )
+                found = origins_of(self._rows[1:].tolist(), self._place, self._batch, names)
         return Explanation([*[Origin((CERTAIN,))] * tree.certain, *found], entries)
 
     def observe(self, result: StepResult) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import compiled, inner, loop_arrays, loop_tuple
+from lookahead.core.compiled import compiled, inner
 from lookahead.drafting.auto.proposals import Proposals, proposal_of, set_default
 from lookahead.drafting.stored_arrays import MOST_BYTES, DamagedFileError, expect
 from lookahead.errors import InvalidArgumentError
@@ -37,27 +37,29 @@ FIRST_FACTOR, SECOND_FACTOR = 1103515245, 1664525
 """Two polynomial hashes of 31 bits each; products stay below 2^62, so compiled and interpreted sums agree."""
 
 
+ENTRY = np.dtype(
+    [
+        ("tag", np.int64),  # hash of the context; 0 where nothing is kept
+        ("stamp", np.uint32),  # when it was written
+        ("floor", np.float32),  # natural logarithm of the probability of a token that is not listed: an estimate
+    ]
+)
+FOLLOWER = np.dtype([("token", np.int32), ("log", np.float32)])
+"""A token that may come next, -1 where there are no more, and the natural logarithm of its probability."""
+
+
 class Entries(NamedTuple):
-    """The arrays of `NGramMemory`, one row for each entry.
+    """The arrays of `NGramMemory`: each context length has its own sets of `WAYS` places.
 
     Attributes:
-        tags: Hash of the context, `[entries]`; 0 where nothing is kept.
-        stamps: When it was written, `[entries]`.
-        ids: The next tokens, likeliest first, `[entries, top_k]`; -1 where there are no more.
-        logs: Natural logarithm of their probabilities, `[entries, top_k]`.
-        floors: The same for a token that is not among them, `[entries]`.
-        lookups, hits: How often contexts of each length were looked up and found, `[orders]`.
-        sets: Sets of each context length; a power of two.
+        heads: `ENTRY`s, `[orders * sets * WAYS]`.
+        followers: The next tokens of each, likeliest first, `FOLLOWER`s, `[orders * sets * WAYS, top_k]`.
+        lookups: How often contexts of each length were looked up, and how often they were there, `[orders, 2]`.
     """
 
-    tags: NDArray[np.int64]
-    stamps: NDArray[np.uint32]
-    ids: NDArray[np.int32]
-    logs: NDArray[np.float32]
-    floors: NDArray[np.float32]
+    heads: NDArray[Any]
+    followers: NDArray[Any]
     lookups: NDArray[np.int64]
-    hits: NDArray[np.int64]
-    sets: int
 
 
 class Writing(NamedTuple):
@@ -82,10 +84,12 @@ class Writing(NamedTuple):
 @inner
 def entry_of(first: int, second: int, order: int, entries: Entries) -> int:
     """Where the context with these two hashes is kept, of `order + 1` tokens; -1 if it is not."""
+    heads = entries.heads
+    sets = len(heads) // (len(entries.lookups) * WAYS)
     tag = (first << 31 | second) + 1
-    begin = (order * entries.sets + (first & (entries.sets - 1))) * WAYS
+    begin = (order * sets + (first & (sets - 1))) * WAYS
     for place in range(begin, begin + WAYS):
-        if entries.tags[place] == tag:
+        if heads[place]["tag"] == tag:
             return place
     return -1
 
@@ -97,10 +101,8 @@ def entry_after(token: int, entries: Entries) -> int:
 
 
 @inner
-def propose_known(
-    node: int, context: NDArray[np.int64], size: int, proposals: Proposals, entries: Entries, column: int
-) -> int:
-    """Propose what the memory expects after the last 1, 2, ... tokens of a path; each length is a feature.
+def propose_known(node: int, context: NDArray[np.int64], size: int, proposals: Proposals, entries: Entries) -> int:
+    """Propose what the memory expects after the last 1, 2, ... tokens of a path.
 
     Args:
         node: The node at the end of the path.
@@ -108,31 +110,31 @@ def propose_known(
         size: See there.
         proposals: Get what may follow.
         entries: The memory.
-        column: The feature of contexts of one token; those of longer ones come behind it.
 
     Returns:
         Length of the longest context that is known; 0 if none is.
     """
+    heads, followers, lookups = entries
     first = second = 1
     longest = 0
-    for order in range(min(len(entries.lookups), size)):
+    for order in range(min(len(lookups), size)):
         token = context[order]
         first = (first * FIRST_FACTOR + token + 1) % FIRST_PRIME
         second = (second * SECOND_FACTOR + token + 1) % SECOND_PRIME
         slot = entry_of(first, second, order, entries)
-        entries.lookups[order] += 1
+        lookups[order, 0] += 1
         if slot < 0:
             continue
-        entries.hits[order] += 1
+        lookups[order, 1] += 1
         longest = order + 1
-        set_default(column + order, max(entries.floors[slot], LEAST_LOG_PROBABILITY), proposals)
-        for rank in range(entries.ids.shape[1]):
-            follower = int(entries.ids[slot, rank])  # one type for all tokens, or `proposal_of` is compiled for two
-            if follower < 0:
+        set_default(order, max(float(heads[slot]["floor"]), LEAST_LOG_PROBABILITY), proposals)
+        for rank in range(followers.shape[1]):
+            follower = followers[slot, rank]
+            if follower["token"] < 0:
                 break
-            row = proposal_of(follower, node, proposals)
-            proposals.features[row, column + order] = max(entries.logs[slot, rank], LEAST_LOG_PROBABILITY)
-            proposals.orders[row] = order + 1
+            row = proposal_of(int(follower["token"]), node, proposals)
+            proposals.logs[row, order] = max(float(follower["log"]), LEAST_LOG_PROBABILITY)
+            proposals.rows[row]["order"] = order + 1
     return longest
 
 
@@ -150,55 +152,50 @@ def _take_logs(wide: int, probabilities: NDArray[np.float32], logs: NDArray[np.f
 @inner
 def _blend(slot: int, wide: int, ids: NDArray[np.int64], entries: Entries, writing: Writing) -> None:
     """Mix a new prediction into the one that is kept, of which `old_share` stays."""
-    top_k, old_share = entries.ids.shape[1], writing.old_share
-    tokens, shares = writing.tokens, writing.shares
+    old_share, _, _, logs, tokens, shares = writing
+    head, followers = entries.heads[slot], entries.followers[slot]
     count = 0
     for rank in range(wide):
-        tokens[count] = ids[rank]
-        shares[count] = (1 - old_share) * exp(float(writing.logs[rank]))
+        tokens[count], shares[count] = ids[rank], (1 - old_share) * exp(float(logs[rank]))
         count += 1
-    for rank in range(top_k):
-        token = entries.ids[slot, rank]
+    for rank in range(len(followers)):
+        token = int(followers[rank]["token"])
         if token < 0:
             break
         place = 0
         while place < count and tokens[place] != token:
             place += 1
         if place == count:
-            tokens[count] = token
-            shares[count] = 0.0
+            tokens[count], shares[count] = token, 0.0
             count += 1
-        shares[place] += old_share * exp(float(entries.logs[slot, rank]))
-    for rank in range(min(top_k, count)):
+        shares[place] += old_share * exp(float(followers[rank]["log"]))
+    for rank in range(min(len(followers), count)):
         best = rank
         for place in range(rank + 1, count):
-            if shares[place] > shares[best]:
-                best = place
+            best = place if shares[place] > shares[best] else best
         token, share = tokens[best], shares[best]
         tokens[best], shares[best] = tokens[rank], shares[rank]
-        entries.ids[slot, rank] = token
-        entries.logs[slot, rank] = log(max(share, LEAST_PROBABILITY))
-    floor = (1 - old_share) * exp(float(writing.logs[top_k])) + old_share * exp(float(entries.floors[slot]))
-    entries.floors[slot] = log(max(floor, LEAST_PROBABILITY))
+        followers[rank]["token"], followers[rank]["log"] = token, log(max(share, LEAST_PROBABILITY))
+    floor = (1 - old_share) * exp(float(logs[len(followers)])) + old_share * exp(float(head["floor"]))
+    head["floor"] = log(max(floor, LEAST_PROBABILITY))
 
 
 @inner
-def _place_for(tag: int, begin: int, entries: Entries) -> int:
+def _place_for(tag: int, begin: int, heads: NDArray[Any]) -> int:
     """Place for this context in the set that begins at `begin`: its old one, else an empty one, else the oldest."""
-    slot, age = begin, int(entries.stamps[begin])
+    slot, oldest = begin, int(heads[begin]["stamp"])
     for place in range(begin, begin + WAYS):
-        if entries.tags[place] == tag:
+        if heads[place]["tag"] == tag:
             return place
-        own_age = -1 if entries.tags[place] == 0 else int(entries.stamps[place])
-        if own_age < age:
-            slot, age = place, own_age
+        stamp = -1 if heads[place]["tag"] == 0 else int(heads[place]["stamp"])
+        if stamp < oldest:
+            slot, oldest = place, stamp
     return slot
 
 
 @inner
 def write_entry(
     context: NDArray[np.int64],
-    size: int,
     ids: NDArray[np.int64],
     probabilities: NDArray[np.float32],
     clock: int,
@@ -208,46 +205,35 @@ def write_entry(
     """Keep what is predicted after a context, for each length of it.
 
     Args:
-        context: Its last tokens, the very last one first; `size` of them count.
-        size: See there.
+        context: Its last tokens, the very last one first, `[tokens]`.
         ids: The likeliest next tokens, likeliest first, `[listed]`; -1 where there are no more.
         probabilities: Their probabilities, `[listed]`.
         clock: Dates the entries.
         entries: The memory.
         writing: See there.
     """
-    top_k, wide = entries.ids.shape[1], 0
+    heads, followers, lookups = entries
+    sets, top_k, wide = len(heads) // (len(lookups) * WAYS), followers.shape[1], 0
     while wide < min(top_k, len(ids)) and ids[wide] >= 0:
         wide += 1
     if wide == 0:
         return
     _take_logs(wide, probabilities, writing.logs)
     first = second = 1
-    for order in range(size):
-        token = context[order]
-        first = (first * FIRST_FACTOR + token + 1) % FIRST_PRIME
-        second = (second * SECOND_FACTOR + token + 1) % SECOND_PRIME
+    for order in range(len(context)):
+        first = (first * FIRST_FACTOR + context[order] + 1) % FIRST_PRIME
+        second = (second * SECOND_FACTOR + context[order] + 1) % SECOND_PRIME
         tag = (first << 31 | second) + 1
-        slot = _place_for(tag, (order * entries.sets + (first & (entries.sets - 1))) * WAYS, entries)
-        entries.stamps[slot] = clock
-        if order < writing.blended and writing.old_share > 0 and entries.tags[slot] == tag:
+        slot = _place_for(tag, (order * sets + (first & (sets - 1))) * WAYS, heads)
+        head = heads[slot]
+        head["stamp"] = clock
+        if order < writing.blended and writing.old_share > 0 and head["tag"] == tag:
             _blend(slot, wide, ids, entries, writing)
             continue
-        entries.tags[slot] = tag
+        head["tag"], head["floor"] = tag, writing.logs[top_k]
         for rank in range(top_k):
-            entries.ids[slot, rank] = ids[rank] if rank < wide else -1
-        for rank in range(wide):
-            entries.logs[slot, rank] = writing.logs[rank] + writing.first_log
-        entries.floors[slot] = writing.logs[top_k]
-
-
-@inner
-def _size_of(context: NDArray[np.int64]) -> int:
-    """How many tokens a context has."""
-    size = 0
-    while size < len(context) and context[size] >= 0:
-        size += 1
-    return size
+            followers[slot, rank]["token"] = ids[rank] if rank < wide else -1
+            followers[slot, rank]["log"] = writing.logs[rank] + writing.first_log
 
 
 @compiled
@@ -261,8 +247,10 @@ def _write_entries(
 ) -> None:
     """`NGramMemory.insert`."""
     for row in range(len(contexts)):
-        context = contexts[row]
-        write_entry(context, _size_of(context), ids[row], probabilities[row], clock, entries, writing)
+        size = 0
+        while size < contexts.shape[1] and contexts[row, size] >= 0:
+            size += 1
+        write_entry(contexts[row, :size], ids[row], probabilities[row], clock, entries, writing)
 
 
 @compiled
@@ -270,13 +258,15 @@ def _find_entries(contexts: NDArray[np.int64], entries: Entries, slots: NDArray[
     """Find where each length of each context is kept; -1 where it is not."""
     for row in range(len(contexts)):
         first = second = 1
-        for order in range(_size_of(contexts[row])):
+        for order in range(contexts.shape[1]):
             token = contexts[row, order]
+            if token < 0:
+                break
             first = (first * FIRST_FACTOR + token + 1) % FIRST_PRIME
             second = (second * SECOND_FACTOR + token + 1) % SECOND_PRIME
             slots[row, order] = entry_of(first, second, order, entries)
-            entries.lookups[order] += 1
-            entries.hits[order] += 1 if slots[row, order] >= 0 else 0
+            entries.lookups[order, 0] += 1
+            entries.lookups[order, 1] += 1 if slots[row, order] >= 0 else 0
 
 
 _LATEST = (1 << 32) - 1
@@ -329,13 +319,8 @@ class NGramMemory:
     `orders * capacity * 80` bytes, allocated at the beginning; an operating system that fills pages on first use,
     as Linux does, charges less until then.
 
-    The arrays are open to the inner loops of drafting, one row for each entry:
-
     Attributes:
-        tags: Hash of the context, `[entries]` int64; 0 where nothing is kept.
-        ids: The next tokens, likeliest first, `[entries, top_k]` int32; -1 where there are no more.
-        logs: Natural logarithm of their probabilities, `[entries, top_k]` float32.
-        floors: The same for a token that is not among them: an estimate, `[entries]` float32.
+        entries: The arrays, as compiled loops take them.
 
     Args:
         orders: Longest context, in tokens. At least 1.
@@ -370,14 +355,9 @@ class NGramMemory:
         self.observed = observed
         self.sets = 1 << max((capacity - 1).bit_length() - (WAYS - 1).bit_length(), 0)
         slots = orders * self.sets * WAYS
-        self.tags = np.zeros(slots, dtype=np.int64)
-        self.ids = np.zeros((slots, top_k), dtype=np.int32)
-        self.logs = np.zeros((slots, top_k), dtype=np.float32)
-        self.floors = np.zeros(slots, dtype=np.float32)
-        self._stamps = np.zeros(slots, dtype=np.uint32)
+        heads, followers = np.zeros(slots, dtype=ENTRY), np.zeros((slots, top_k), dtype=FOLLOWER)
+        self.entries = Entries(heads, followers, np.zeros((orders, 2), dtype=np.int64))
         self._clock = 0
-        self.lookups = np.zeros(orders, dtype=np.int64)
-        self.hits = np.zeros(orders, dtype=np.int64)
         tokens, shares = np.zeros(2 * top_k, dtype=np.int64), np.zeros(2 * top_k)
         blended, first_log = (orders, log(1 - old_share)) if observed else (1, 0.0)
         self.writing = Writing(float(old_share), blended, first_log, np.zeros(top_k + 1, np.float32), tokens, shares)
@@ -385,22 +365,15 @@ class NGramMemory:
     def clear(self) -> None:
         """Forget everything. Takes far less time than arrays of another one, whose pages the system has to fill."""
         if self._clock:
-            self.tags.fill(0)
-            self._stamps.fill(0)
+            self.entries.heads.fill(0)
             self._clock = 0
-        self.lookups.fill(0)
-        self.hits.fill(0)
+        self.entries.lookups.fill(0)
 
     def occupy(self) -> None:
         """Have the system fill all pages now, rather than one by one when they are first written to."""
         if not self._clock:
-            for array in (self.tags, self.ids, self.logs, self.floors, self._stamps):
-                array.fill(0)
-
-    @property
-    def entries(self) -> Entries:
-        """The arrays, as compiled loops take them."""
-        return Entries(self.tags, self._stamps, self.ids, self.logs, self.floors, self.lookups, self.hits, self.sets)
+            self.entries.heads.fill(0)
+            self.entries.followers.fill(0)
 
     @property
     def capacity(self) -> int:
@@ -426,8 +399,7 @@ class NGramMemory:
             ids: The likeliest next tokens, likeliest first, `[contexts, listed]`; -1 where there are no more.
             probabilities: Their probabilities, likewise.
         """
-        before, after, likely = loop_arrays(contexts, ids, probabilities)
-        _write_entries(before, after, likely, self.tick(), loop_tuple(self.entries), loop_tuple(self.writing))
+        _write_entries(contexts, ids, probabilities, self.tick(), self.entries, self.writing)
 
     def lookup(self, contexts: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int32], NDArray[np.float32]]:
         """What is known about each context and each length of it.
@@ -440,36 +412,37 @@ class NGramMemory:
             where there are no more, and their probabilities, `[contexts, orders, top_k]` both.
         """
         slots = np.full(contexts.shape, -1, dtype=np.int64)
-        context, found = loop_arrays(contexts, slots)
-        _find_entries(context, loop_tuple(self.entries), found)
-        known = slots >= 0
-        ids = np.where(known[:, :, None], self.ids[slots], np.int32(-1))
-        return known, ids, np.where(ids >= 0, np.exp(self.logs[slots]), np.float32(0))
+        _find_entries(contexts, self.entries, slots)
+        known, followers = slots >= 0, self.entries.followers[slots]
+        ids = np.where(known[:, :, None], followers["token"], np.int32(-1))
+        return known, ids, np.where(ids >= 0, np.exp(followers["log"]), np.float32(0))
 
     def statistics(self) -> MemoryStatistics:
         """What the memory holds and how it was used."""
-        used = self.tags != 0
+        heads, followers, lookups = self.entries
+        used = heads["tag"] != 0
         return MemoryStatistics(
             entries=used.reshape(self.orders, -1).sum(axis=1).tolist(),
             capacity=self.capacity,
-            lookups=self.lookups.tolist(),
-            hits=self.hits.tolist(),
-            fan_out=float((self.ids[used] >= 0).sum(axis=1).mean()) if used.any() else 0.0,
-            bytes=self.tags.nbytes + self._stamps.nbytes + self.ids.nbytes + self.logs.nbytes + self.floors.nbytes,
+            lookups=lookups[:, 0].tolist(),
+            hits=lookups[:, 1].tolist(),
+            fan_out=float((followers["token"][used] >= 0).sum(axis=1).mean()) if used.any() else 0.0,
+            bytes=heads.nbytes + followers.nbytes,
         )
 
     def to_arrays(self) -> dict[str, NDArray[np.generic]]:
         """All that is kept, as arrays by name, for a file."""
-        used = np.flatnonzero(self.tags)
+        used = np.flatnonzero(self.entries.heads["tag"])
+        heads, followers = self.entries.heads[used], self.entries.followers[used]
         return {
             "ngram_sizes": np.array([self.orders, self.capacity, self.top_k, self._clock], dtype=np.int64),
             "ngram_old_share": np.array(self.old_share),
             "ngram_slots": used.astype(np.int64),
-            "ngram_tags": self.tags[used],
-            "ngram_stamps": self._stamps[used],
-            "ngram_ids": self.ids[used],
-            "ngram_logs": self.logs[used],
-            "ngram_floors": self.floors[used],
+            "ngram_tags": heads["tag"],
+            "ngram_stamps": heads["stamp"],
+            "ngram_ids": followers["token"],
+            "ngram_logs": followers["log"],
+            "ngram_floors": heads["floor"],
         }
 
     @classmethod
@@ -497,11 +470,12 @@ class NGramMemory:
         if memory.capacity != capacity or not memory._could_hold(slots, tags) or stamps.max(initial=0) > clock:
             raise DamagedFileError("its arrays do not belong together")
         memory._clock = clock
-        memory.tags[slots] = tags
-        memory._stamps[slots] = stamps
-        memory.ids[slots] = expect(arrays, "ngram_ids", np.int32, (count, top_k))
-        memory.logs[slots] = expect(arrays, "ngram_logs", np.float32, (count, top_k))
-        memory.floors[slots] = expect(arrays, "ngram_floors", np.float32, (count,))
+        heads, followers = np.zeros(count, dtype=ENTRY), np.zeros((count, top_k), dtype=FOLLOWER)
+        heads["tag"], heads["stamp"] = tags, stamps
+        heads["floor"] = expect(arrays, "ngram_floors", np.float32, (count,))
+        followers["token"] = expect(arrays, "ngram_ids", np.int32, (count, top_k))
+        followers["log"] = expect(arrays, "ngram_logs", np.float32, (count, top_k))
+        memory.entries.heads[slots], memory.entries.followers[slots] = heads, followers
         return memory
 
     def merge(self, other: NGramMemory, since: int) -> None:
@@ -523,13 +497,16 @@ class NGramMemory:
                 f"into one of orders={self.orders}, capacity={self.capacity}, top_k={self.top_k}; use equal sizes"
             )
         clock = max(self._clock, other._clock)
-        own, others = (_aged(memory._stamps, since, clock - memory._clock) for memory in (self, other))
-        self._stamps[:] = own
+        heads, others = self.entries.heads, other.entries.heads
+        own_stamps, other_stamps = (
+            _aged(memory.entries.heads["stamp"], since, clock - memory._clock) for memory in (self, other)
+        )
+        heads["stamp"] = own_stamps
         self._clock = clock
         # Only sets to which the other memory has something to add.
-        sets = np.flatnonzero((other.tags.reshape(-1, WAYS) != 0).any(axis=1))
-        tags = _side_by_side(self.tags, other.tags, sets)
-        ages = _side_by_side(own, others, sets)
+        sets = np.flatnonzero((others["tag"].reshape(-1, WAYS) != 0).any(axis=1))
+        new = _side_by_side(heads, others, sets)
+        tags, ages = new["tag"], _side_by_side(own_stamps, other_stamps, sets)
         ages[tags == 0] = -1
         same = (tags[:, :WAYS, None] == tags[:, None, WAYS:]) & (tags[:, :WAYS, None] != 0)
         newer = ages[:, None, WAYS:] > ages[:, :WAYS, None]
@@ -537,21 +514,16 @@ class NGramMemory:
         ages[:, WAYS:][(same & ~newer).any(axis=1)] = -1
         kept = np.sort(np.argsort(-ages, axis=1, kind="stable")[:, :WAYS], axis=1)  # [sets, ways]
         tags[ages < 0] = 0
-        slots = sets[:, None] * WAYS + np.arange(WAYS)
-        for array, new in (
-            (self.tags, tags),
-            (self._stamps, np.maximum(ages, 0)),
-            (self.ids, _side_by_side(self.ids, other.ids, sets)),
-            (self.logs, _side_by_side(self.logs, other.logs, sets)),
-            (self.floors, _side_by_side(self.floors, other.floors, sets)),
-        ):
-            array[slots] = new[np.arange(len(sets))[:, None], kept]
+        new["stamp"] = np.maximum(ages, 0)
+        rows, slots = np.arange(len(sets))[:, None], sets[:, None] * WAYS + np.arange(WAYS)
+        heads[slots] = new[rows, kept]
+        self.entries.followers[slots] = _side_by_side(self.entries.followers, other.entries.followers, sets)[rows, kept]
 
     def _could_hold(self, slots: NDArray[np.int64], tags: NDArray[np.int64]) -> bool:
         """Whether contexts with these hashes may be kept in these places, which ascend."""
         if not len(slots):
             return True
-        if slots[0] < 0 or slots[-1] >= len(self.tags) or bool((np.diff(slots) <= 0).any()) or tags.min() < 1:
+        if slots[0] < 0 or slots[-1] >= len(self.entries.heads) or bool((np.diff(slots) <= 0).any()) or tags.min() < 1:
             return False
         return bool((slots // WAYS % self.sets == (tags - 1 >> 31) & (self.sets - 1)).all())
 

@@ -4,57 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lookahead.core.watching import Origin
 from lookahead.drafting.auto.batch import DraftBatch
-from lookahead.drafting.auto.proposals import Nodes
-from lookahead.drafting.auto.search import UNLISTED_LOG
 from lookahead.drafting.auto.sources import ListedArrays
 from lookahead.drafting.auto.texts import LONGEST, MATCH_CLASSES
-from lookahead.drafting.auto.weights import Columns
 
 _RECENT, _SIBLING = "recent prediction", "rejected sibling"
 
 
-def origins_of(
-    rows: Sequence[int], place: int, batch: DraftBatch, columns: Columns, names: Sequence[str]
-) -> list[Origin]:
+def origins_of(rows: Sequence[int], place: int, batch: DraftBatch, names: Sequence[str]) -> list[Origin]:
     """Which sources named the tokens of some nodes.
 
     Args:
         rows: Their numbers in the draft.
         place: That of the text.
         batch: Where it is.
-        columns: Where the features of each source are.
         names: Those of the sources that list paths.
     """
-    nodes, listed = Nodes(*(array[place] for array in batch.nodes)), batch.listed.arrays
+    nodes, listed = batch.nodes[place], batch.listed.arrays
     found = []
-    for node in rows:
-        evidence = [*_evidence(node, nodes, columns), *((0.5, name) for name in _listing(node, nodes, listed, names))]
+    for row in rows:
+        evidence = [*_evidence(nodes[row]), *((0.5, name) for name in _listing(row, nodes, listed, names))]
         named = tuple(name for _, name in sorted(evidence, key=lambda each: -each[0]))
-        found.append(Origin(named or (_RECENT,), float(nodes.probabilities[node])))
+        found.append(Origin(named or (_RECENT,), float(nodes["probability"][row])))
     return found
 
 
-def _evidence(node: int, nodes: Nodes, columns: Columns) -> Iterator[tuple[float, str]]:
+def _evidence(node: np.void) -> Iterator[tuple[float, str]]:
     """What spoke for a node, each with the length of the context that it knew."""
-    features, order = nodes.features[node], int(nodes.orders[node])
+    order, match = int(node["order"]), int(node["match"])
     if order:
         yield order + 0.5, f"n-gram memory, {_tokens(order)}"
-    for index, least in enumerate(MATCH_CLASSES):
-        if features[columns.matches + index] > 0:
-            yield least, f"context match, {_match_length(index)}"
-    if nodes.parents[node] == 0 and UNLISTED_LOG < features[columns.siblings] < 0:
+    if match >= 0:
+        yield MATCH_CLASSES[match], f"context match, {_match_length(match)}"
+    if node["sibling"]:
         yield 0.5, _SIBLING
 
 
-def _listing(node: int, nodes: Nodes, listed: ListedArrays, names: Sequence[str]) -> Iterator[str]:
+def _listing(row: int, nodes: NDArray[np.void], listed: ListedArrays, names: Sequence[str]) -> Iterator[str]:
     """The sources that list the token of a node after its parent."""
     for source, name in enumerate(names):
-        place = int(listed.reached[source, nodes.parents[node]])
-        place = int(listed.children[place]) if place >= 0 else -1
-        while place >= 0 and listed.tokens[place] != nodes.tokens[node]:
-            place = int(listed.siblings[place])
+        place = int(listed.reached[source, nodes["parent"][row]])
+        place = int(listed.tokens["child"][place]) if place >= 0 else -1
+        while place >= 0 and listed.tokens["token"][place] != nodes["token"][row]:
+            place = int(listed.tokens["sibling"][place])
         if place >= 0:
             yield name
 

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from math import log
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import FIRST, compiled, inner
-from lookahead.drafting.auto.learning import UNTRUSTED, Heard
+from lookahead.drafting.auto.learning import UNTRUSTED
 from lookahead.drafting.auto.ngrams import Entries, entry_after, propose_known
 from lookahead.drafting.auto.proposals import (
-    Nodes,
     Proposals,
     begin_node,
     begin_tree,
     is_proposed,
     is_useful,
     let_none_wait,
-    nodes_of,
     pop,
+    power_of,
     proposal_of,
     push,
     set_default,
 )
 from lookahead.drafting.auto.sources import ListedArrays, propose_listed
-from lookahead.drafting.auto.texts import Followed, TextArrays, propose_matches, read_context
-from lookahead.drafting.auto.weights import Columns, estimate
+from lookahead.drafting.auto.texts import TextArrays, propose_matches, read_context
+from lookahead.drafting.auto.weights import estimate
 
 _LEAST_CHAINED = 0.001
 """A chain grows no further than to where it is accepted with this probability."""
@@ -37,9 +36,6 @@ UNLISTED_LOG = -7.0
 
 _SURE_LOG = -1e-12
 """That of one that surely does: 0 stands for a token of which nothing is said."""
-
-MOST_TRIED = 64
-"""Most predictions that are tried after the root when nothing better is left."""
 
 _KNOWN_SHARE = 0.25
 """What a prediction counts if the memory knows already what comes after it: what it teaches is worth less."""
@@ -67,154 +63,132 @@ class Sources(NamedTuple):
     Attributes:
         entries: The n-gram memory.
         texts: The texts.
-        followed: Occurrences in a text that each node follows.
-        heard: What the model said lately.
+        heard: What the model said lately of each, `HEARD`s, `[places]`.
         listed: What the sources of a text list.
-        columns: Where the features of each source are.
-        weights: See `Weights.values`.
-        surest: Highest probability of a token after another.
-        chains: Whether a draft is one path: the likeliest token, and the likeliest after that.
-        explores: Whether recent predictions are tried after the root, with nodes that nothing better takes.
+        weights: See `build_weights`.
+        settings: See `SETTINGS`.
     """
 
     entries: Entries
     texts: TextArrays
-    followed: Followed
-    heard: Heard
+    heard: NDArray[Any]
     listed: ListedArrays
-    columns: Columns
     weights: NDArray[np.float64]
-    surest: float
-    chains: bool
-    explores: bool
+    settings: Any
+
+
+class Room(NamedTuple):
+    """Room for the search of one tree.
+
+    Attributes:
+        proposals: What may follow its nodes.
+        followed: `OCCURRENCE`s in the text that each node follows, `[nodes, SEARCHED]`.
+        context: The last tokens of a path, `[LONGEST]`.
+    """
+
+    proposals: Proposals
+    followed: NDArray[Any]
+    context: NDArray[np.int64]
 
 
 @compiled
-def find(
-    wanted: Wanted,
-    sources: Sources,
-    every: Nodes,
-    proposals: Proposals,
-    context: NDArray[np.int64],
-    counts: NDArray[np.int64],
-) -> None:
+def find(wanted: Wanted, sources: Sources, room: Room, trees: NDArray[Any], counts: NDArray[np.int64]) -> None:
     """Draft after some texts: add the most probable unexplored continuation again and again, until there are enough.
 
     Args:
         wanted: See there.
         sources: See there.
-        every: Get the trees, each in its place.
-        proposals: Room for what may follow the nodes of a tree.
-        context: Room for the last tokens of a path, `[LONGEST]`.
+        room: See there.
+        trees: Get the trees, each in its place, `NODE`s, `[places, nodes]`.
         counts: Gets the number of nodes below the root of each tree, `[places]`.
     """
-    for row in range(len(wanted.places)):
-        place = wanted.places[row]
+    places, most, levels, least = wanted
+    for row in range(len(places)):
+        place = places[row]
         if place >= 0:
-            counts[place] = _find(row, place, wanted, sources, nodes_of(place, every), proposals, context)
+            counts[place] = _find(place, most[row], levels[row], least[row], sources, room, trees[place])
 
 
 @inner
-def _find(
-    row: int,
-    place: int,
-    wanted: Wanted,
-    sources: Sources,
-    nodes: Nodes,
-    proposals: Proposals,
-    context: NDArray[np.int64],
-) -> int:
+def _find(place: int, most: int, levels: int, least: float, sources: Sources, room: Room, nodes: NDArray[Any]) -> int:
     """Draft after one text; returns how many nodes were found."""
-    most, levels, least, chains = wanted.nodes[row], wanted.levels[row], wanted.least[row], sources.chains
-    is_lost = sources.heard.shares[place] < UNTRUSTED
+    entries, texts, heard, listed, weights, settings = sources
+    proposals, followed, context = room
+    rows, search = proposals.rows, proposals.search
+    chains, of_text = settings["chains"], heard[place]
     begin_tree(proposals)
-    nodes.depths[0], nodes.probabilities[0] = 0, 1.0
+    nodes[0]["depth"], nodes[0]["probability"] = 0, 1.0
     count = node = FIRST
     while count < most:
         begin = begin_node(proposals)
         if chains:
-            let_none_wait(proposals)
-        if nodes.depths[node] < levels:
-            size = read_context(place, node, len(context), nodes, sources.texts, context)
-            known = _propose(place, node, size, nodes, proposals, sources, context)
-            end = proposals.counts[0]
-            estimate(begin, end, known, sources.weights, proposals)
-            for found in range(begin, end):
-                probability = nodes.probabilities[node] * min(proposals.estimates[found], sources.surest)
-                proposals.estimates[found] = probability
-                if probability >= least and is_useful(probability, 1 if chains else most, proposals):
+            let_none_wait(search)
+        if nodes[node]["depth"] < levels:
+            # All sources propose what may follow the node: a new one is a line here.
+            size = read_context(place, node, nodes, texts, context)
+            known = propose_known(node, context, size, proposals, entries)
+            propose_matches(place, node, context, size, nodes, proposals, texts, followed)
+            if node == 0:
+                _propose_siblings(proposals, of_text)
+            propose_listed(node, nodes, proposals, listed)
+            nodes[node]["known"] = known
+            estimate(begin, search["count"], known, weights, proposals)
+            for found in range(begin, search["count"]):
+                probability = nodes[node]["probability"] * min(rows[found]["estimate"], settings["surest"])
+                rows[found]["estimate"] = probability
+                if probability >= least and is_useful(probability, 1 if chains else most, search):
                     push(found, proposals)
-            if node == 0 and sources.explores and not is_lost:
-                _try_recent(place, least, proposals, sources)
+            if node == 0 and settings["explores"] and of_text["share"] >= UNTRUSTED:
+                _try_recent(most, least, proposals, of_text, entries)
         if chains and node == 0:
             least = max(least, _LEAST_CHAINED)
-        if proposals.waiting[0] == 0:
+        if search["waiting"] == 0:
             break
         count += 1
         node = count
-        _add(node, pop(proposals), nodes, proposals)
+        _add(nodes[node], nodes, pop(proposals), proposals)
     return count
 
 
 @inner
-def _propose(
-    place: int,
-    node: int,
-    size: int,
-    nodes: Nodes,
-    proposals: Proposals,
-    sources: Sources,
-    context: NDArray[np.int64],
-) -> int:
-    """Let each source propose what may follow a node. A new source that has to be asked at each node is a line here.
-
-    Returns:
-        Length of the longest context of the node that the memory knows.
-    """
-    columns = sources.columns
-    known = propose_known(node, context, size, proposals, sources.entries, columns.memory)
-    proposals.known[node] = known
-    propose_matches(place, node, context, size, nodes, proposals, sources.texts, sources.followed, columns.matches)
-    if node == 0:
-        _propose_siblings(place, proposals, sources.heard, columns.siblings)
-    propose_listed(node, nodes, proposals, sources.listed)
-    return known
-
-
-@inner
-def _propose_siblings(place: int, proposals: Proposals, heard: Heard, column: int) -> None:
+def _propose_siblings(proposals: Proposals, of_text: Any) -> None:
     """Propose after the root what the model said after the tokens that were rejected in its place."""
-    count = heard.counts[place, 1]
-    if count > 0:
+    logs, siblings, likely = proposals.logs, of_text["siblings"], of_text["likely"]
+    column = logs.shape[1] - 1
+    if of_text["listed"] > 0:
         set_default(column, UNLISTED_LOG, proposals)
-    for index in range(count):
-        row = proposal_of(heard.siblings[place, index], FIRST, proposals)
-        proposals.features[row, column] = min(max(log(heard.likely[place, index]), UNLISTED_LOG), _SURE_LOG)
+    for index in range(of_text["listed"]):
+        row = proposal_of(siblings[index], FIRST, proposals)
+        logs[row, column] = min(max(log(likely[index]), UNLISTED_LOG), _SURE_LOG)
 
 
 @inner
-def _try_recent(place: int, least: float, proposals: Proposals, sources: Sources) -> None:
+def _try_recent(most: int, least: float, proposals: Proposals, of_text: Any, entries: Entries) -> None:
     """Queue recent predictions after the root, behind all that is better, those first whose continuation is unknown."""
-    heard = sources.heard
-    for index in range(min(heard.counts[place, 0], MOST_TRIED)):
-        token = heard.recent[place, index]
-        probability = 0.001 / (4.0 + index) * (_KNOWN_SHARE if entry_after(token, sources.entries) >= 0 else 1.0)
-        if probability >= least and not is_proposed(token, FIRST, proposals):
-            row = len(proposals.tokens) - 1 - index
-            proposals.tokens[row], proposals.nodes[row] = token, 0
-            proposals.estimates[row], proposals.orders[row] = probability, 0
-            proposals.features[row, :] = 0.0
+    rows, recent = proposals.rows, of_text["recent"]
+    for index in range(of_text["count"]):
+        token = recent[index]
+        probability = 0.001 / (4.0 + index)
+        if probability < least or power_of(probability) > proposals.search["power"]:
+            break  # there are enough that are better
+        if is_proposed(token, FIRST, proposals):
+            continue
+        if entry_after(token, entries) >= 0:
+            probability *= _KNOWN_SHARE
+        if probability >= least and is_useful(probability, most, proposals.search):
+            row = len(rows) - 1 - index
+            proposal = rows[row]
+            proposal["token"], proposal["node"], proposal["estimate"] = token, 0, probability
+            proposal["order"], proposal["match"] = 0, -1
+            proposals.logs[row, :] = 0.0
             push(row, proposals)
 
 
 @inner
-def _add(node: int, row: int, nodes: Nodes, proposals: Proposals) -> None:
+def _add(node: Any, nodes: NDArray[Any], row: int, proposals: Proposals) -> None:
     """Add a proposal to the tree."""
-    parent = proposals.nodes[row]
-    nodes.tokens[node] = proposals.tokens[row]
-    nodes.parents[node] = parent
-    nodes.depths[node] = nodes.depths[parent] + 1
-    nodes.probabilities[node] = proposals.estimates[row]
-    nodes.orders[node] = proposals.orders[row]
-    for column in range(proposals.features.shape[1]):
-        nodes.features[node, column] = proposals.features[row, column]
+    proposal, sibling = proposals.rows[row], proposals.logs[row, proposals.logs.shape[1] - 1]
+    node["token"], node["parent"], node["probability"] = proposal["token"], proposal["node"], proposal["estimate"]
+    node["depth"] = nodes[proposal["node"]]["depth"] + 1
+    node["order"], node["match"] = proposal["order"], proposal["match"]
+    node["sibling"] = 1 if proposal["node"] == 0 and UNLISTED_LOG < sibling < 0 else 0

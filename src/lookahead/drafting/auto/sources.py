@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lookahead.core.compiled import compiled, inner, loop_arrays, loop_tuple
+from lookahead.core.compiled import compiled, inner
 from lookahead.core.outputs import StepResult
-from lookahead.drafting.auto.proposals import MOST_LISTED, Nodes, Proposals, proposal_of
+from lookahead.drafting.auto.proposals import MOST_LISTED, Proposals, proposal_of
 from lookahead.errors import InvalidArgumentError
 
 MEMBERS = ("name", "start", "propose", "observe")
@@ -166,26 +166,29 @@ KEPT = 0.97
 """What the record of a source keeps of its weight with each step in which it listed something."""
 
 
+LISTED = np.dtype(
+    [
+        ("token", np.int64),
+        ("child", np.int64),  # the first token that follows it, -1 if none does
+        ("sibling", np.int64),  # the next token after the same parent, -1 if there is none
+        ("probability", np.float64),  # after its parent
+    ]
+)
+"""A token of the paths that the sources of a text list."""
+
+
 class ListedArrays(NamedTuple):
-    """Tokens of the paths of all sources of a text, as trees. The first ones, one for each source, stand for the root.
+    """What the sources of a text list, and what came of it.
 
     Attributes:
-        tokens: Each token, `[listed]`.
-        probabilities: Its probability after its parent, `[listed]`.
-        children: The first token that follows it, -1 if none does, `[listed]`.
-        siblings: The next token after the same parent, -1 if there is none, `[listed]`.
+        tokens: The paths of all of them as trees, `LISTED`s. The first ones, one for each source, stand for the root.
         reached: Which of them each node of the search is, -1 if none, `[sources, nodes]`.
-        expected: How many selected tokens each source listed by its probabilities, `[sources]`.
-        accepted: How many it did list, likewise.
+        record: How many selected tokens each source did list, and how many by its probabilities, `[sources, 2]`.
     """
 
-    tokens: NDArray[np.int64]
-    probabilities: NDArray[np.float64]
-    children: NDArray[np.int64]
-    siblings: NDArray[np.int64]
+    tokens: NDArray[Any]
     reached: NDArray[np.int64]
-    expected: NDArray[np.float64]
-    accepted: NDArray[np.float64]
+    record: NDArray[np.float64]
 
 
 class ListedPaths:
@@ -197,42 +200,29 @@ class ListedPaths:
     """
 
     def __init__(self, sources: int, nodes: int) -> None:
-        size = sources + MOST_LISTED
-        tokens, children, siblings = (np.full(size, -1, dtype=np.int64) for _ in range(3))
+        tokens = np.zeros(sources + MOST_LISTED, dtype=LISTED)
         reached = np.full((sources, nodes), -1, dtype=np.int64)
-        self.arrays = ListedArrays(
-            tokens, np.zeros(size), children, siblings, reached, np.full(sources, PRIOR), np.full(sources, PRIOR)
-        )
+        self.arrays = ListedArrays(tokens, reached, np.full((sources, 2), PRIOR))
 
     def start(self) -> None:
         """Begin a text: each source is believed as it says."""
-        self.arrays.expected[:] = self.arrays.accepted[:] = PRIOR
+        self.arrays.record[:] = PRIOR
 
     def fill(self, paths: Sequence[TokenPaths]) -> None:
         """Take the paths of each source instead of what was there."""
-        begin = len(paths)
-        self.arrays.children[:begin] = -1
+        begin, size = len(paths), len(paths) + sum(len(np.asarray(listed.tokens)) for listed in paths)
+        if size > len(self.arrays.tokens):
+            self.arrays = self.arrays._replace(tokens=np.zeros(2 * size, dtype=LISTED))
+        self.arrays.tokens["child"][:begin] = -1
         for source, listed in enumerate(paths):
-            count = len(np.asarray(listed.tokens))
-            if not count:
-                continue
-            self._make_room(begin + count)
-            own: Any = listed.tokens, listed.parents, listed.probabilities
-            tokens, parents, probabilities = loop_arrays(*own)
-            _append(source, begin, tokens, parents, probabilities, loop_tuple(self.arrays))
-            begin += count
+            tokens, parents, probabilities = map(np.asarray, (listed.tokens, listed.parents, listed.probabilities))
+            if len(tokens):
+                _append(source, begin, tokens, parents, probabilities, self.arrays.tokens)
+            begin += len(tokens)
 
     def learn(self, selected: Sequence[int]) -> None:
         """Compare what was listed with the tokens that a step selected."""
-        (tokens,) = loop_arrays(np.array(selected, dtype=np.int64))
-        _compare(tokens, loop_tuple(self.arrays))
-
-    def _make_room(self, size: int) -> None:
-        old = self.arrays
-        if size > len(old.tokens):
-            more = 2 * size - len(old.tokens)
-            longer = (np.concatenate([array, np.full(more, -1, dtype=array.dtype)]) for array in old[:4])
-            self.arrays = ListedArrays._make((*longer, *old[4:]))
+        _compare(np.array(selected, dtype=np.int64), self.arrays.tokens, self.arrays.record)
 
 
 @compiled
@@ -242,44 +232,42 @@ def _append(
     tokens: NDArray[np.int64],
     parents: NDArray[np.int64],
     probabilities: NDArray[np.float64],
-    listed: ListedArrays,
+    listed: NDArray[Any],
 ) -> None:
     """Write the paths of a source from place `begin` on."""
     for index in range(len(tokens)):
-        listed.tokens[begin + index] = tokens[index]
-        listed.probabilities[begin + index] = probabilities[index]
-        listed.children[begin + index] = -1
+        new = listed[begin + index]
+        new["token"], new["probability"], new["child"] = tokens[index], probabilities[index], -1
     for back in range(len(tokens)):  # from the end, so that those after one parent keep their order
         index = len(tokens) - 1 - back
-        parent = begin + parents[index] if parents[index] >= 0 else source
-        listed.siblings[begin + index] = listed.children[parent]
-        listed.children[parent] = begin + index
+        parent = listed[begin + parents[index] if parents[index] >= 0 else source]
+        listed[begin + index]["sibling"], parent["child"] = parent["child"], begin + index
 
 
 @compiled
-def _compare(selected: NDArray[np.int64], listed: ListedArrays) -> None:
+def _compare(selected: NDArray[np.int64], listed: NDArray[Any], record: NDArray[np.float64]) -> None:
     """Follow the selected tokens along the paths of each source, and note how many of them it listed."""
-    for source in range(len(listed.expected)):
+    for source in range(len(record)):
         expected = accepted = 0.0
         place = source
         for token in selected:
-            child = listed.children[place]
+            child = listed[place]["child"]
             place = -1
             while child >= 0:
-                expected += listed.probabilities[child]
-                if listed.tokens[child] == token:
+                expected += listed[child]["probability"]
+                if listed[child]["token"] == token:
                     accepted += 1.0
                     place = child
-                child = listed.siblings[child]
+                child = listed[child]["sibling"]
             if place < 0:
                 break
         if expected > 0:
-            listed.expected[source] = PRIOR + KEPT * (listed.expected[source] - PRIOR) + expected
-            listed.accepted[source] = PRIOR + KEPT * (listed.accepted[source] - PRIOR) + accepted
+            record[source, 0] = PRIOR + KEPT * (record[source, 0] - PRIOR) + accepted
+            record[source, 1] = PRIOR + KEPT * (record[source, 1] - PRIOR) + expected
 
 
 @inner
-def propose_listed(node: int, nodes: Nodes, proposals: Proposals, listed: ListedArrays) -> None:
+def propose_listed(node: int, nodes: NDArray[Any], proposals: Proposals, listed: ListedArrays) -> None:
     """Propose the tokens that sources list after the path to a node.
 
     Args:
@@ -288,22 +276,24 @@ def propose_listed(node: int, nodes: Nodes, proposals: Proposals, listed: Listed
         proposals: Get what may follow.
         listed: The paths.
     """
-    for source in range(len(listed.expected)):
+    tokens, reached, record = listed
+    for source in range(len(record)):
         place = source
         if node > 0:
-            place = listed.reached[source, nodes.parents[node]]
-            place = listed.children[place] if place >= 0 else -1
-            while place >= 0 and listed.tokens[place] != nodes.tokens[node]:
-                place = listed.siblings[place]
-        listed.reached[source, node] = place
-        child = listed.children[place] if place >= 0 else -1
+            place = reached[source, nodes[node]["parent"]]
+            place = tokens[place]["child"] if place >= 0 else -1
+            while place >= 0 and tokens[place]["token"] != nodes[node]["token"]:
+                place = tokens[place]["sibling"]
+        reached[source, node] = place
+        child = tokens[place]["child"] if place >= 0 else -1
         proposed = 0
         while child >= 0 and proposed < MOST_LISTED:
-            new = proposals.counts[0]
-            row = proposal_of(listed.tokens[child], node, proposals)
-            likely = listed.probabilities[child] * listed.accepted[source] / listed.expected[source]
-            proposals.least[row] = max(proposals.least[row], min(likely, 1.0))
+            new = proposals.search["count"]
+            row = proposal_of(tokens[child]["token"], node, proposals)
+            proposal = proposals.rows[row]
+            likely = tokens[child]["probability"] * record[source, 0] / record[source, 1]
+            proposal["least"] = max(proposal["least"], min(likely, 1.0))
             if row == new:
-                proposals.features[row, 0] = 1.0
+                proposal["listed"] = 1
             proposed += 1
-            child = listed.siblings[child]
+            child = tokens[child]["sibling"]

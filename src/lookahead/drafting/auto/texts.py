@@ -6,13 +6,13 @@ a given text) is accepted many tokens at a time.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import compiled, inner
-from lookahead.drafting.auto.proposals import Nodes, Proposals, proposal_of
+from lookahead.core.compiled import inner
+from lookahead.drafting.auto.proposals import Proposals, proposal_of
 from lookahead.errors import InvalidArgumentError
 
 RUNS = (8, 4, 2)
@@ -64,69 +64,52 @@ class TextArrays(NamedTuple):
     reach: int
 
 
-class Followed(NamedTuple):
-    """The occurrences that the path to each node follows.
-
-    Attributes:
-        places: Places in the text of the tokens that may follow each node, newest first, `[nodes, SEARCHED]`.
-        lengths: How many tokens agree there, likewise.
-        found: How many there are, `[nodes]`.
-    """
-
-    places: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    found: NDArray[np.int64]
-
-
-def allocate_followed(nodes: int) -> Followed:
-    """Room for the occurrences of so many nodes."""
-    places, lengths = (np.zeros((nodes, SEARCHED), dtype=np.int64) for _ in range(2))
-    return Followed(places, lengths, np.zeros(nodes, dtype=np.int64))
+OCCURRENCE = np.dtype([("place", np.int64), ("length", np.int64)])
+"""An earlier occurrence of the end of a path: the place in the text of the token that followed, and how many tokens
+agree. Those of a node stand the newest first; `NODE` says how many there are."""
 
 
 @inner
-def read_context(place: int, node: int, most: int, nodes: Nodes, texts: TextArrays, context: NDArray[np.int64]) -> int:
+def read_context(place: int, node: int, nodes: NDArray[Any], texts: TextArrays, context: NDArray[np.int64]) -> int:
     """Write the last tokens of the path to a node to `context`, the very last one first; returns how many.
 
     Args:
         place: That of the text.
         node: One of the tree after it; 0 is the last token of the text, -1 the one before it, and so on.
-        most: How many tokens are wanted.
         nodes: The tree.
         texts: The texts.
-        context: Gets the tokens.
+        context: Gets as many tokens as it has room for.
     """
-    size = 0
+    tokens, lengths, dropped, _, _, _ = texts
+    size, most = 0, len(context)
     while node > 0 and size < most:
-        context[size] = nodes.tokens[node]
-        node = nodes.parents[node]
+        context[size] = nodes[node]["token"]
+        node = nodes[node]["parent"]
         size += 1
-    at, first = texts.lengths[place] - 1 + node, max(-texts.dropped[place], 0)
+    at, first = lengths[place] - 1 + node, max(-dropped[place], 0)
     while at >= first and size < most:
-        context[size] = texts.tokens[place, at]
+        context[size] = tokens[place, at]
         at -= 1
         size += 1
     return size
 
 
-@compiled
-def find_matches(
-    place: int, context: NDArray[np.int64], size: int, node: int, texts: TextArrays, followed: Followed
-) -> int:
-    """Note the occurrences of the longest indexed run that ends a context as those of `node`.
+@inner
+def find_matches(place: int, context: NDArray[np.int64], size: int, texts: TextArrays, found: NDArray[Any]) -> int:
+    """Look for earlier occurrences of the longest indexed run that ends a context, of `size` tokens.
 
     Args:
         place: That of the text to search.
-        context: Its tokens, the last one first; `size` of them count.
-        size: See there.
-        node: Row of `followed` that they are written to.
+        context: The last tokens of a path, the very last one first.
+        size: See above.
         texts: The texts.
-        followed: Gets the occurrences.
+        found: Gets the `OCCURRENCE`s, `[SEARCHED]`.
 
     Returns:
         How many were found.
     """
-    text, length = texts.tokens[place], texts.lengths[place]
+    tokens, lengths, _, newest, earlier, _ = texts
+    text, length = tokens[place], lengths[place]
     count = 0
     for index in range(len(RUNS)):
         run = RUNS[index]
@@ -135,9 +118,9 @@ def find_matches(
         code = 0
         for back in range(run):
             code = (code * _FACTOR + context[back] + 1) % _PRIME
-        end = texts.newest[place, index, code & (BUCKETS - 1)]
+        end = int(newest[place, index, code & (BUCKETS - 1)])
         visited = 0
-        while end >= 0 and visited < _VISITED and count < followed.places.shape[1]:
+        while end >= 0 and visited < _VISITED and count < len(found):
             visited += 1
             if end < length:
                 most = min(size, end)
@@ -145,27 +128,26 @@ def find_matches(
                 while agreeing < most and context[agreeing] == text[end - 1 - agreeing]:
                     agreeing += 1
                 if agreeing >= run:
-                    followed.places[node, count] = end
-                    followed.lengths[node, count] = agreeing
+                    found[count]["place"], found[count]["length"] = end, agreeing
                     count += 1
-            end = texts.earlier[place, index, end]
+            end = int(earlier[place, index, end])
         if count > 0:
             break
     return count
 
 
 @inner
-def _follow(place: int, node: int, nodes: Nodes, texts: TextArrays, followed: Followed) -> int:
-    """Note as those of `node` the occurrences of its parent that go on with its token; returns how many."""
-    count = 0
-    parent = nodes.parents[node]
-    for match in range(followed.found[parent]):
-        end = followed.places[parent, match]
-        if texts.tokens[place, end] == nodes.tokens[node] and end + 1 < texts.lengths[place]:
-            followed.places[node, count] = end + 1
-            followed.lengths[node, count] = min(followed.lengths[parent, match] + 1, LONGEST)
-            count += 1
-    return count
+def _go_on(
+    token: int, before: NDArray[Any], count: int, text: NDArray[np.int64], length: int, found: NDArray[Any]
+) -> int:
+    """Note which of the first `count` occurrences `before` go on with a token, as `found`; returns how many."""
+    going_on = 0
+    for match in range(count):
+        end = before[match]["place"]
+        if text[end] == token and end + 1 < length:
+            found[going_on]["place"], found[going_on]["length"] = end + 1, min(before[match]["length"] + 1, LONGEST)
+            going_on += 1
+    return going_on
 
 
 @inner
@@ -183,13 +165,12 @@ def propose_matches(
     node: int,
     context: NDArray[np.int64],
     size: int,
-    nodes: Nodes,
+    nodes: NDArray[Any],
     proposals: Proposals,
     texts: TextArrays,
-    followed: Followed,
-    column: int,
+    followed: NDArray[Any],
 ) -> None:
-    """Propose what followed where the text has been before: a feature for each class of agreement, 1 for the longest.
+    """Propose what followed where the text has been before; the longest agreement counts.
 
     Args:
         place: That of the text.
@@ -200,23 +181,19 @@ def propose_matches(
         proposals: Get what may follow.
         texts: The texts.
         followed: Occurrences that the path has followed so far go on; others are looked for when there are none left.
-        column: The feature of the first class; those of the others come behind it.
     """
-    count = _follow(place, node, nodes, texts, followed) if node > 0 else 0
+    text, length, found = texts.tokens[place], texts.lengths[place], followed[node]
+    count = 0
+    if node > 0:
+        parent = nodes[node]["parent"]
+        count = _go_on(nodes[node]["token"], followed[parent], nodes[parent]["matches"], text, length, found)
     if count == 0:
-        count = find_matches(place, context, size, node, texts, followed)
-    followed.found[node] = count
+        count = find_matches(place, context, size, texts, found)
+    nodes[node]["matches"] = count
     for match in range(count):
-        token = texts.tokens[place, followed.places[node, match]]
-        longest = 0
-        for other in range(match):
-            if texts.tokens[place, followed.places[node, other]] == token:
-                longest = max(longest, followed.lengths[node, other])
-        row = proposal_of(token, node, proposals)
-        if followed.lengths[node, match] > longest:
-            if longest > 0:
-                proposals.features[row, column + _class_of(longest)] = 0.0
-            proposals.features[row, column + _class_of(followed.lengths[node, match])] = 1.0
+        token, kind = text[found[match]["place"]], _class_of(found[match]["length"])
+        proposal = proposals.rows[proposal_of(token, node, proposals)]
+        proposal["match"] = max(proposal["match"], kind)
 
 
 @inner

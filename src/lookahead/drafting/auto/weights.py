@@ -12,9 +12,7 @@ Both tables were fitted by `benchmarks/fit_weights.py`, whose module docstring h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import exp
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,14 +66,6 @@ TEXT_WEIGHTS: dict[str, tuple[float, ...]] = {
 """Where it holds what followed in texts, of which no predictions are known: for lengths 0 to 6."""
 
 
-class Columns(NamedTuple):
-    """The first column of the memory, of matches, and that of rejected siblings."""
-
-    memory: int
-    matches: int
-    siblings: int
-
-
 def context_name(length: int) -> str:
     """The feature of what the memory says after contexts of so many tokens."""
     return f"after {length} token{'s' if length > 1 else ''}"
@@ -87,24 +77,14 @@ def feature_names(orders: int) -> list[str]:
     return [NOTHING, *contexts, *MATCHES, SIBLINGS]
 
 
-@dataclass(frozen=True)
-class Weights:
-    """The weights of all features.
-
-    Attributes:
-        values: `[orders + 1, columns]` float64: b in column 0, and w, for each length of the longest known context, 0
-            included.
-        columns: Where the features of each source are.
-    """
-
-    values: NDArray[np.float64]
-    columns: Columns
-
-
-def build_weights(orders: int, table: Mapping[str, Sequence[float]] = MODEL_WEIGHTS) -> Weights:
+def build_weights(orders: int, table: Mapping[str, Sequence[float]] = MODEL_WEIGHTS) -> NDArray[np.float64]:
     """The weights of a table for a memory of contexts of up to `orders` tokens.
 
     Where contexts are longer than those of the table, the longest one counts as the longest of the table does.
+
+    Returns:
+        b in column 0, then w for contexts of 1, 2, ... tokens, the classes of matches, and siblings, for each length of
+        the longest known context, 0 included, `[orders + 1, columns]`.
     """
     names, longest = feature_names(orders), len(table[NOTHING]) - 1
     rows = np.minimum(np.arange(orders + 1), longest)
@@ -112,8 +92,7 @@ def build_weights(orders: int, table: Mapping[str, Sequence[float]] = MODEL_WEIG
     values = np.stack([np.array(table.get(name, unknown))[rows] for name in names], axis=1)
     for known in range(longest + 1, orders + 1):
         values[known, known], values[known, longest] = values[known, longest], 0.0
-    columns = Columns(*(names.index(name) for name in (context_name(1), MATCHES[0], SIBLINGS)))
-    return Weights(values, columns)
+    return values
 
 
 @inner
@@ -123,19 +102,23 @@ def estimate(begin: int, end: int, known: int, weights: NDArray[np.float64], pro
     A token that a source lists is at least as likely as the source's record has it (`proposals.least`). `known` is the
     length of the longest context of the node that the memory knows.
     """
-    nothing = weights[known, 0]
-    top = nothing
+    rows, logs = proposals.rows, proposals.logs
+    siblings, of_siblings = logs.shape[1] - 1, weights.shape[1] - 1
+    top = nothing = weights[known, 0]
     for row in range(begin, end):
         score = 0.0
-        for column in range(1, proposals.features.shape[1]):
-            score += proposals.features[row, column] * weights[known, column]
-        proposals.estimates[row] = score
-        if proposals.features[row, 0] == 0:
+        for order in range(siblings):
+            score += logs[row, order] * weights[known, 1 + order]
+        if rows[row]["match"] >= 0:
+            score += weights[known, 1 + siblings + rows[row]["match"]]
+        score += logs[row, siblings] * weights[known, of_siblings]
+        rows[row]["estimate"] = score
+        if rows[row]["listed"] == 0:
             top = max(top, score)
     mass = exp(nothing - top)
     for row in range(begin, end):
-        is_weighed = proposals.features[row, 0] == 0
-        proposals.estimates[row] = exp(proposals.estimates[row] - top) if is_weighed else 0.0
-        mass += proposals.estimates[row]
+        share = exp(rows[row]["estimate"] - top) if rows[row]["listed"] == 0 else 0.0
+        rows[row]["estimate"] = share
+        mass += share
     for row in range(begin, end):
-        proposals.estimates[row] = max(proposals.estimates[row] / mass, proposals.least[row])
+        rows[row]["estimate"] = max(rows[row]["estimate"] / mass, rows[row]["least"])

@@ -154,7 +154,7 @@ class LookaheadProposer:
         self._save_sometimes()
         self._began = now
         counts = np.where(places < 0, 0, self._batch.counts[places])
-        drafts = self._batch.nodes.tokens[places, 1:].tolist()
+        drafts = self._batch.nodes["token"][places, 1:].tolist()
         return [draft[:count] for draft, count in zip(drafts, counts.tolist(), strict=True)]
 
     def _book(self, rows: Rows, added: NDArray[np.int64], now: float) -> None:
@@ -212,7 +212,7 @@ class LookaheadProposer:
     def _likely(self, places: NDArray[np.int64]) -> NDArray[np.float64]:
         """How likely each drafted token of some texts is to be accepted, `[places, most]`; 0 behind the draft."""
         drafted = np.arange(self._most_drafted) < self._batch.counts[places, None]
-        return np.where(drafted, self._batch.nodes.probabilities[places, 1:], 0.0)
+        return np.where(drafted, self._batch.nodes["probability"][places, 1:], 0.0)
 
     @property
     def _rests(self) -> bool:
