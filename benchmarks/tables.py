@@ -58,6 +58,9 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "temperature": ("temperature", "{settings.task.sampling.temperature}"),
     "top-k": ("top-k", "{settings.task.sampling.top_k}"),
     "top-p": ("top-p", "{settings.task.sampling.top_p}"),
+    "class": ("class", "{class}"),
+    "runs on": ("runs on", "{runs_on}"),
+    "why": ("why", "{reason}"),
     "device": ("device", "{machine.device}"),
     "threads": ("threads", "{machine.threads}"),
     "versions": (
