@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.bench.machine import resident_bytes
-from lookahead.bench.rows import Row
+from lookahead.bench.rows import Row, resident_bytes
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.budget import Send
 from lookahead.core.compiled import IS_COMPILED

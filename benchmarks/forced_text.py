@@ -29,7 +29,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers import ChainRunner, chain_engine, runs_on_chains
-from lookahead.bench.forward_counter import ForwardCounter
+from lookahead.bench.method_runner import ForwardCounter
 from lookahead.bench.models import BenchModel, sharing_weights
 from lookahead.bench.rows import Row
 from lookahead.core.outputs import StepResult

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from lookahead import Engine, InvalidArgumentError, RequestHandle
-from lookahead.bench.machine import resident_bytes
-from lookahead.bench.rows import Row
+from lookahead.bench.rows import Row, resident_bytes
 from probe import Probe, Unit, generate, load_model, option, prompts_of, token_ids
 
 MOST_WAITING = 12

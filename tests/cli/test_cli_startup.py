@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import lookahead
-from lookahead.cli.startup import StartUp
+from lookahead.cli.loading import StartUp
 from lookahead.demo import DEMO_PROMPT
 
 HEAVY = ["torch", "transformers", "numba", "numpy"]
@@ -289,7 +289,7 @@ def test_compiling_is_announced_once(one_loop_is_not_compiled: dict[str, str]) -
 AFTER_COMPILING = """
 import sys
 from lookahead.cli import main
-from lookahead.cli.startup import StartUp
+from lookahead.cli.loading import StartUp
 from lookahead.core.compiled import on_first_compilation
 
 compile_drafting = StartUp.compile_drafting

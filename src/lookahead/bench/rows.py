@@ -4,20 +4,45 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from importlib import import_module
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from lookahead.bench.machine import resident_bytes
+from lookahead.backends.transformers.cost_store import device_name
 from lookahead.bench.method_runner import Run
 from lookahead.bench.models import BenchModel
 from lookahead.bench.prompts import Prompt
 from lookahead.bench.repetition import repeated_cycle_share, tokens_before_cycles
 from lookahead.bench.suite import MethodSpec, TaskSpec
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """The processor that does the work, and how many threads it may use."""
+    return {"type": device.type, "device": device_name(device), "threads": torch.get_num_threads()}
+
+
+def resident_bytes() -> int | None:
+    """Memory of this process that lies in RAM, in bytes; `None` where that cannot be had.
+
+    From the system itself on Linux, elsewhere from psutil, if that is installed.
+    """
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        return int(import_module("psutil").Process().memory_info().rss)
+    except ImportError:
+        return None
+
 
 Row = dict[str, Any]
 Key = tuple[str, str, str, str, int]

@@ -191,7 +191,7 @@ def _check_trace(path: Path | None, server: str | None = None) -> None:
         return
     if server is not None:
         raise InvalidArgumentError(f"--trace {path}: steps of a server cannot be traced; leave --server out")
-    from lookahead.trace.output import check_path
+    from lookahead.trace.recorder import check_path
 
     check_path(path)
 

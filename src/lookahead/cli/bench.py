@@ -10,18 +10,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.table import Table
 
 from lookahead.bench.comparison import MOST_SHOWN, Difference, Reference, differences
-from lookahead.bench.machine import describe_machine
 from lookahead.bench.measuring import Benchmark, Watcher
 from lookahead.bench.results_file import ResultsFile, read_files
-from lookahead.bench.rows import Row
+from lookahead.bench.rows import Row, describe_machine
 from lookahead.bench.scaling_law import law_fit, law_points
 from lookahead.bench.suite import Suite
 from lookahead.bench.summary import RunSet, grouped, summarise
 from lookahead.cli import process
 from lookahead.cli.bench_settings import BenchSettings, LawSettings
-from lookahead.cli.loading import check_device, memory_errors_explained, quiet_libraries
+from lookahead.cli.loading import StartUp, check_device, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress
-from lookahead.cli.startup import StartUp
 from lookahead.errors import InvalidArgumentError
 
 NOTHING = "–"

@@ -4,11 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lookahead.parallel.group import TIMEOUT, ParallelGroup, join
+    from lookahead.parallel.group import TIMEOUT, ParallelGroup, join, shard_model
+    from lookahead.parallel.runner import Traffic
     from lookahead.parallel.scaling import scale_config
     from lookahead.parallel.split import Split, split_tree
-    from lookahead.parallel.tensor import shard_model
-    from lookahead.parallel.traffic import Traffic
 
 __all__ = ["TIMEOUT", "ParallelGroup", "Split", "Traffic", "join", "scale_config", "shard_model", "split_tree"]
 
@@ -16,10 +15,10 @@ _LATE = {
     "TIMEOUT": "group",
     "ParallelGroup": "group",
     "Split": "split",
-    "Traffic": "traffic",
+    "Traffic": "runner",
     "join": "group",
     "scale_config": "scaling",
-    "shard_model": "tensor",
+    "shard_model": "group",
     "split_tree": "split",
 }
 

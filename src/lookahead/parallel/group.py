@@ -13,18 +13,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from lookahead.backends.transformers import ModelRunner
 from lookahead.backends.transformers.identity import model_identity
 from lookahead.config import BUDGETED, LookaheadConfig
 from lookahead.core.decoder import Batch
-from lookahead.errors import InvalidArgumentError, ParallelError, UnsupportedArgumentError
+from lookahead.errors import InvalidArgumentError, ParallelError, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.parallel.agreement import agree, settings, share_random_state, versions
 from lookahead.parallel.exchange import Exchange
 from lookahead.parallel.monitor import Monitor
-from lookahead.parallel.runner import ParallelRunner
+from lookahead.parallel.runner import ParallelRunner, Traffic
 from lookahead.parallel.scaling import check_memory
-from lookahead.parallel.traffic import Traffic
 from lookahead.parallel.verification import SharedVerification, walks_alone
 
 TIMEOUT = 60.0
@@ -244,3 +245,25 @@ def _own_group(world: int, own: int, tensor_parallel: int, timeout: float) -> tu
 def _check(name: str, value: object, holds: bool, meaning: str) -> None:
     if not holds:
         raise InvalidArgumentError(f"{name}={value!r} must be {meaning}")
+
+
+def shard_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Share out the weights of `model` among the ranks of `mesh`, by the plan that transformers has for it.
+
+    `from_pretrained(..., tp_plan="auto")` makes one copy of all processes of the run; this makes one of those in
+    `mesh`. Each process loads the whole model first, and keeps its part.
+
+    Args:
+        model: Loaded in the same way on all ranks; changed in place.
+        mesh: `ParallelGroup.tensor_mesh`.
+
+    Raises:
+        UnsupportedModelError: transformers has no plan for it.
+    """
+    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
+    if not plan:
+        raise UnsupportedModelError(
+            f"model={type(model).__name__} has no plan for tensor parallelism in transformers; join with "
+            "tensor_parallel=1, so that each rank holds all of it"
+        )
+    apply_tensor_parallelism(model, mesh, plan)

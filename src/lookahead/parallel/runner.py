@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,36 @@ from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.errors import ParallelError
 from lookahead.parallel.exchange import Bytes, Exchange
 from lookahead.parallel.split import Split, split_tree
-from lookahead.parallel.traffic import Traffic
+
+
+@dataclass
+class Traffic:
+    """Counts of one rank since its group began. All ranks count the same steps and exchanges.
+
+    Attributes:
+        steps: Decoding steps.
+        exchanges: Exchanges in these steps.
+        bytes_sent: Bytes that this rank sent in these steps, counted once for each receiver: with
+            any algorithm the backend may use, no rank of the group sends more than that of its own.
+        most_bytes: The most bytes that this rank sent in one step, counted in the same way.
+        start_bytes: The same for what is compared and made equal at the start of each call.
+        loads: For each step the nodes that each rank ran, over all rows of the batch, prompt tokens not counted.
+        redundant: For each step how many of all these were there in duplicate.
+    """
+
+    steps: int = 0
+    exchanges: int = 0
+    bytes_sent: int = 0
+    most_bytes: int = 0
+    start_bytes: int = 0
+    loads: list[list[int]] = field(default_factory=list)
+    redundant: list[int] = field(default_factory=list)
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Mean number of bytes that this rank sends in a step."""
+        return self.bytes_sent / self.steps if self.steps else 0.0
+
 
 Codes = NDArray[np.int32]
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from fuzz.outcome import EQUAL, NOT_BUILT, REFUSED, Outcome
-from lookahead.bench.machine import describe_machine
 from lookahead.bench.results_file import RowsFile, kept_lines
-from lookahead.bench.rows import Row
+from lookahead.bench.rows import Row, describe_machine
 from lookahead.cli import process
 
 
