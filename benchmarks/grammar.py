@@ -23,7 +23,7 @@ from transformers import LogitsProcessorList
 from lookahead import LookaheadConfig
 from lookahead.bench.models import sharing_weights
 from lookahead.bench.rows import Row
-from lookahead.server.grammar import GrammarProcessor, GrammarSource, GrammarState, grammar_tokenizer, json_grammar
+from lookahead.server.grammar import GrammarProcessor, GrammarSource, GrammarState, compact, grammar_tokenizer
 from probe import Probe, Unit, generate, load_model, option, token_ids
 from random_schemas import random_schema
 
@@ -81,7 +81,9 @@ class Bench:
         schema = random_schema(Random(number))
         expected: list[int] = []
         for name in METHODS:
-            tokens, steps, seconds = self._run(name, number, json_grammar(schema))
+            tokens, steps, seconds = self._run(
+                name, number, json.dumps({"grammars": [{"json_schema": compact(schema)}]})
+            )
             expected = expected or tokens
             row: Row = {"kind": "run", "schema": number, "sampled": bool(number % 2), "method": name}
             row |= {"tokens": len(tokens), "steps": steps, "cpu_seconds": seconds, "equal": tokens == expected}

@@ -18,6 +18,7 @@ from server_process import ServerProcess
 KEY = "a-key"
 
 TEMPLATE = (
+    "{{ greeting or '' }}"
     "{% for message in messages %}# {{ message.role }}\n{{ message.content }}\n{% endfor %}"
     "{% if tools %}# tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
     "{% if add_generation_prompt %}# assistant\n{% endif %}"

@@ -17,10 +17,12 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from lookahead import LookaheadConfig
 from lookahead.server.errors import ApiError
-from lookahead.server.requests import FunctionTool, Message
+from lookahead.server.reading import AnswerReader, Thinking
+from lookahead.server.requests import ChatRequest, Message
 from lookahead.server.served_model import ServedModel
+from lookahead.server.structure import grammar_of
 from lookahead.server.text_builder import TextBuilder
-from lookahead.server.tools import CallSplitter, tool_grammar
+from lookahead.server.tools import FORMATS, HERMES, ToolFormat, format_of
 from random_schemas import random_schema
 
 TURN = [{"role": "user", "content": "def add(a, b):"}]
@@ -155,11 +157,9 @@ def test_functions_are_called(client: OpenAI) -> None:
             },
         ),
         ("response_format", {"response_format": {"type": "xml"}}),
-        ("response_format", {"response_format": {"type": "json_object"}, "tools": [CLOCK]}),
         ("tool_choice", {"tool_choice": "required"}),
         ("tool_choice", {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "x"}}}),
         ("tools", {"tools": [CLOCK, CLOCK]}),
-        ("parallel_tool_calls", {"parallel_tool_calls": False}),
     ],
 )
 def test_grammars_that_cannot_be_met_are_refused(client: OpenAI, field: str, options: Any) -> None:
@@ -168,15 +168,110 @@ def test_grammars_that_cannot_be_met_are_refused(client: OpenAI, field: str, opt
     assert raised.value.param.startswith(field)
 
 
-def test_there_is_one_call_where_several_are_not_wanted() -> None:
-    tool = FunctionTool.model_validate(CLOCK)
-    one = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
-    tokens = llguidance.LLTokenizer("byte")
-    for required in (True, False):
+ONE_CALL = {
+    "hermes": '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
+    "deepseek-v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek-v3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "mistral-v11": "[TOOL_CALLS]clock[ARGS]{}",
+    "mistral": '[TOOL_CALLS][{"name": "clock", "arguments": {}}]',
+    "llama3": '{"name": "clock", "parameters": {}}',
+}
+TWO_CALLS = {
+    "hermes": "\n".join([ONE_CALL["hermes"]] * 2),
+    "deepseek-v3": ONE_CALL["deepseek-v3"].replace("<｜tool▁calls▁end｜>", "")
+    + "\n"
+    + ONE_CALL["deepseek-v3"].replace("<｜tool▁calls▁begin｜>", ""),
+    "deepseek-v3.1": ONE_CALL["deepseek-v3.1"].replace("<｜tool▁calls▁end｜>", "")
+    + ONE_CALL["deepseek-v3.1"].replace("<｜tool▁calls▁begin｜>", ""),
+    "mistral-v11": ONE_CALL["mistral-v11"] * 2,
+    "mistral": '[TOOL_CALLS][{"name": "clock", "arguments": {}}, {"name": "clock", "arguments": {}}]',
+    "llama3": "; ".join([ONE_CALL["llama3"]] * 2),
+}
+BYTES = llguidance.LLTokenizer("byte")
+
+
+def chat_request(**fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"model": "x", "messages": TURN} | fields)
+
+
+def accepted(text: str, request: ChatRequest, *rest: Any) -> bool:
+    """Whether the grammar of a request allows a whole answer."""
+    asked = grammar_of(request, *rest, {})
+    assert asked is not None
+    matcher = llguidance.LLMatcher(BYTES, asked[0])
+    assert not matcher.get_error()
+    return bool(matcher.consume_tokens(BYTES.tokenize_str(text)) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize("format_", FORMATS, ids=lambda format_: format_.name)
+def test_each_format_allows_calls_and_reads_them(format_: ToolFormat) -> None:
+    one, two = ONE_CALL[format_.name], TWO_CALLS[format_.name]
+    for choice in ("auto", "required"):
         for parallel in (True, False):
-            matcher = llguidance.LLMatcher(tokens, tool_grammar([tool], required, parallel))
-            text = tokens.tokenize_str(f"{one}\n{one}")
-            assert (matcher.validate_tokens(text) == len(text)) is parallel
+            request = chat_request(tools=[CLOCK], tool_choice=choice, parallel_tool_calls=parallel)
+            assert accepted(one, request, Thinking.NEVER, format_)
+            assert accepted(two, request, Thinking.NEVER, format_) is parallel
+            assert accepted("Of course.", request, Thinking.NEVER, format_) is (choice == "auto")
+            assert not accepted(one.replace("clock", "watch"), request, Thinking.NEVER, format_)
+            assert accepted(f"<think>So?</think>\n\n{one}", request, Thinking.MAY, format_)
+            assert accepted(f"So?</think>{one}", request, Thinking.BEGUN, format_)
+    for text, count in ((one, 1), (two, 2), (one[: one.rindex("{}") + 1], 0)):
+        for size in (1, 3, 1000):
+            reader = AnswerReader(Thinking.NEVER, format_)
+            shown = "".join(reader.add(text[place : place + size]).content for place in range(0, len(text), size))
+            rest, calls = reader.finish()
+            assert shown == ""
+            assert rest.content == ("" if count else text)
+            assert [each["function"] for each in calls] == [{"name": "clock", "arguments": "{}"}] * count
+
+
+def test_a_format_beside_tools_is_that_of_answers_without_calls() -> None:
+    request = chat_request(tools=[CLOCK], response_format={"type": "json_object"})
+    *others, last = FORMATS
+    with pytest.raises(ApiError, match="begin like JSON"):
+        grammar_of(request, Thinking.NEVER, last, {})
+    for format_ in others:
+        assert accepted('{"a": 1}', request, Thinking.NEVER, format_)
+        assert accepted(ONE_CALL[format_.name], request, Thinking.NEVER, format_)
+        assert not accepted("text", request, Thinking.NEVER, format_)
+
+
+def test_formats_are_known_by_the_templates_of_their_models() -> None:
+    """Lines of published templates."""
+    lines = {
+        "hermes": """{{- '\\n<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}""",
+        "llama3": """{{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name """
+        """and its value}.' }}""",
+        "mistral": """{{- "[TOOL_CALLS][" }}{{- '{"name": "' + tool_call.name + '"' }}""",
+        "mistral-v11": """{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}""",
+        "deepseek-v3": """{{'<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['function']['name'] + """
+        """'\\n' + '```json' + '\\n'}}""",
+        "deepseek-v3.1": """{{'<｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>'}}""",
+    }
+    for name, line in lines.items():
+        found = format_of("{% if tools %}" + line)
+        assert found is not None
+        assert found.name == name
+    assert format_of("{% if tools %}") is FORMATS[[each.name for each in FORMATS].index("hermes")]
+    assert format_of("<tool_call>") is None
+
+
+def test_reasoning_is_told_from_the_answer() -> None:
+    text = "\n<think>a < b </thin </think>\n\nyes <think> no"
+    for size in (1, 4, 100):
+        for thinking, given in ((Thinking.MAY, text), (Thinking.BEGUN, text[len("\n<think>") :])):
+            reader = AnswerReader(thinking, None)
+            parts = [reader.add(given[place : place + size]) for place in range(0, len(given), size)]
+            rest, calls = reader.finish()
+            parts.append(rest)
+            assert not calls
+            assert "".join(part.reasoning for part in parts) == "a < b </thin "
+            assert "".join(part.content for part in parts) == "yes <think> no"
+    for cut in ("<thi", "plain", ""):
+        reader = AnswerReader(Thinking.MAY, None)
+        assert reader.add(cut).content + reader.finish()[0].content == cut
 
 
 def test_chat_templates_get_earlier_calls_as_objects(demo: Any) -> None:
@@ -200,14 +295,15 @@ def test_chat_templates_get_earlier_calls_as_objects(demo: Any) -> None:
 def test_calls_are_told_from_text() -> None:
     text = 'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call>"}}\n</tool_call>\n'
     for size in (1, 3, 100):
-        splitter = CallSplitter()
-        shown = "".join(splitter.add(text[place : place + size]) for place in range(0, len(text), size))
-        rest, calls = splitter.finish()
-        assert (shown, rest) == ("Let me see.\n", "")
+        reader = AnswerReader(Thinking.NEVER, HERMES)
+        shown = "".join(reader.add(text[place : place + size]).content for place in range(0, len(text), size))
+        rest, calls = reader.finish()
+        assert (shown, rest.content) == ("Let me see.\n", "")
         assert json.loads(calls[0]["function"]["arguments"]) == {"a": "</tool_call>"}
-    splitter = CallSplitter()
-    assert splitter.add("a <b> <tool") == "a <b> "
-    assert splitter.finish() == ("<tool", [])
+    reader = AnswerReader(Thinking.NEVER, HERMES)
+    assert reader.add("a <b> <tool").content == "a <b> "
+    rest, calls = reader.finish()
+    assert (rest.content, calls) == ("<tool", [])
 
 
 def test_text_is_whole_whatever_the_tokens(demo: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,9 +11,14 @@ import httpx
 import pytest
 import torch
 from openai import BadRequestError, NotFoundError, OpenAI
+from pydantic import ValidationError
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from lookahead.config import PRESETS
+from lookahead.server.errors import of_validation
+from lookahead.server.fields import ANY, UNUSED
+from lookahead.server.requests import ChatRequest, CompletionRequest, ResponsesRequest
+from lookahead.version import __version__
 
 MODEL = "chatty"
 PROMPT = "def add(a, b):"
@@ -38,7 +44,7 @@ def complete(client: OpenAI, **options: Any) -> Any:
         name: options.pop(name) for name in ("lookahead", "top_k", "min_p", "repetition_penalty") if name in options
     }
     options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 16, "temperature": 0} | options
-    return client.completions.create(**options, extra_body=extra)
+    return client.completions.create(**options | {"extra_body": extra | options.get("extra_body", {})})
 
 
 def chat(client: OpenAI, **options: Any) -> Any:
@@ -234,7 +240,6 @@ def test_responses(client: OpenAI, demo: Any) -> None:
         assert told.usage.input_tokens == same.usage.input_tokens
     form = {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}
     for field, value in (
-        ("store", True),
         ("previous_response_id", "resp_1"),
         ("input", []),
         ("input", "x " * 9000),
@@ -256,6 +261,143 @@ def test_requests_at_once_are_those_of_generate(client: OpenAI, demo: Any, count
     with ThreadPoolExecutor(count) as pool:
         answers = pool.map(lambda seed: complete(client, seed=seed, temperature=0.9, max_tokens=12), range(count))
         assert [answer.choices[0].text for answer in answers] == expected
+
+
+ENDPOINTS = {"chat": ChatRequest, "completions": CompletionRequest, "responses": ResponsesRequest}
+LEAST = {"chat": {"messages": TURN}, "completions": {"prompt": "x"}, "responses": {"input": "x"}}
+
+
+@pytest.mark.parametrize("place", ENDPOINTS)
+def test_fields_that_ask_for_nothing_are_left_out_and_others_named(place: str) -> None:
+    least = {"model": MODEL} | LEAST[place]
+    plain = ENDPOINTS[place].model_validate(least)
+    for unused in UNUSED:
+        values = [{"x": [1]}, "x"] if unused.harmless is ANY else unused.harmless
+        if place not in unused.places:
+            continue
+        assert unused.name not in ENDPOINTS[place].model_fields
+        for value in (None, *values):
+            assert ENDPOINTS[place].model_validate(least | {unused.name: value}) == plain
+        if unused.harmless is not ANY:
+            with pytest.raises(ValidationError) as raised:
+                ENDPOINTS[place].model_validate(least | {unused.name: "something"})
+            error = of_validation([{**raised.value.errors()[0], "loc": ("body", unused.name)}])
+            assert (error.param, error.status) == (unused.name, 400)
+            assert unused.reason in error.message
+
+
+def test_requests_of_agents_are_answered(client: OpenAI, demo: Any) -> None:
+    """With the fields that clients of 2026 send along, and nothing that asks for anything."""
+    shared = {"store": True, "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k", "user": "u"}
+    shared |= {"safety_identifier": "s", "parallel_tool_calls": True, "tools": [], "temperature": 0}
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=TURN,
+        max_tokens=16,
+        verbosity="low",
+        modalities=["text"],
+        reasoning_effort="low",
+        tool_choice="auto",
+        extra_body={"cache_salt": "x", "priority": 0, "skip_special_tokens": True},
+        **shared,  # type: ignore[arg-type]
+    )
+    expected = text_of(demo, reference(demo, TURN_TEXT))
+    assert answer.choices[0].message.content == expected
+    told = client.responses.create(
+        model=MODEL,
+        input=TURN,
+        max_output_tokens=16,
+        include=["reasoning.encrypted_content"],
+        truncation="disabled",
+        reasoning={"effort": "low", "summary": "auto"},
+        text={"verbosity": "low"},
+        **shared,  # type: ignore[arg-type]
+    )
+    assert told.output_text == expected
+
+
+def test_echo_tells_the_prompt_before_the_answer(client: OpenAI) -> None:
+    prompts = [PROMPT, "class Stack:"]
+    plain = [choice.text for choice in complete(client, prompt=prompts, n=2, max_tokens=5).choices]
+    echoed = complete(client, prompt=prompts, n=2, max_tokens=5, echo=True)
+    assert [choice.text for choice in echoed.choices] == [
+        prompts[place // 2] + text for place, text in enumerate(plain)
+    ]
+    streamed = complete(client, max_tokens=5, echo=True, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == PROMPT + plain[0]
+    with pytest.raises(BadRequestError, match="echo"):
+        complete(client, echo=True, logprobs=1)
+
+
+def test_ends_are_those_of_generate(client: OpenAI, demo: Any) -> None:
+    end = demo[0].generation_config.eos_token_id
+    plain = reference(demo, PROMPT, max_new_tokens=24)
+    stop = plain[9]
+    place = plain.index(stop)
+    told = complete(client, max_tokens=24, extra_body={"stop_token_ids": [stop]})
+    assert told.usage.completion_tokens == place + 1
+    assert told.choices[0].finish_reason == "stop"
+    assert told.choices[0].text == text_of(demo, plain[: place + 1])
+    expected = reference(demo, PROMPT, max_new_tokens=24, min_new_tokens=15, eos_token_id=[end, stop])
+    told = complete(client, max_tokens=24, extra_body={"stop_token_ids": [stop], "min_tokens": 15})
+    assert told.choices[0].text == text_of(demo, expected)
+    bias = {str(end): 100}
+    assert complete(client, max_tokens=4, logit_bias=bias).usage.completion_tokens == 1
+    told = complete(client, max_tokens=4, logit_bias=bias, extra_body={"ignore_eos": True})
+    assert (told.usage.completion_tokens, told.choices[0].finish_reason) == (4, "length")
+    for wrong in ({"min_tokens": 25}, {"stop_token_ids": [10**6]}, {"ignore_eos": True, "structured_outputs": CHOICE}):
+        with pytest.raises(BadRequestError) as raised:
+            complete(client, max_tokens=24, extra_body=wrong)
+        assert raised.value.param == next(iter(wrong))
+
+
+CHOICE = {"choice": ["yes", 'n"o']}
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        (CHOICE, 'yes|n"o'),
+        ({"regex": "[0-9]{3}/[a-c]{2}"}, "[0-9]{3}/[a-c]{2}"),
+        ({"grammar": 'start: "a" "b"~2 | "x"'}, "abb|x"),
+        ({"grammar": 'root ::= "up " ("left" | "right")'}, "up (left|right)"),
+        ({"json": '{"type": "boolean"}'}, "true|false"),
+        ({"json": {"enum": [1, "x"]}}, '1|"x"'),
+    ],
+)
+def test_structured_outputs(client: OpenAI, form: Any, pattern: str) -> None:
+    extra = {"structured_outputs": form}
+    assert re.fullmatch(pattern, complete(client, extra_body=extra).choices[0].text)
+    answer = client.chat.completions.create(model=MODEL, messages=TURN, temperature=0.9, seed=1, extra_body=extra)
+    assert re.fullmatch(pattern, answer.choices[0].message.content or "")
+
+
+@pytest.mark.parametrize(
+    "form", [{}, {"regex": "("}, {"grammar": "start"}, {"json": "{"}, {"regex": "a", "choice": ["b"]}]
+)
+def test_structured_outputs_that_cannot_be_read(client: OpenAI, form: Any) -> None:
+    with pytest.raises(BadRequestError) as raised:
+        complete(client, extra_body={"structured_outputs": form})
+    assert raised.value.param is not None
+    assert raised.value.param.startswith("structured_outputs")
+
+
+def test_the_end_of_a_conversation(client: OpenAI, http: httpx.Client, demo: Any) -> None:
+    begun = [*TURN, {"role": "assistant", "content": "    return"}]
+    extra: dict[str, Any] = {"extra_body": {"continue_final_message": True, "add_generation_prompt": False}}
+    told = client.chat.completions.create(model=MODEL, messages=begun, temperature=0, max_tokens=8, **extra)
+    expected = reference(demo, TURN_TEXT + "    return", max_new_tokens=8)
+    assert told.choices[0].message.content == text_of(demo, expected)
+    extra = {"extra_body": {"chat_template_kwargs": {"greeting": "# hello\n"}}}
+    told = client.chat.completions.create(model=MODEL, messages=TURN, temperature=0, max_tokens=8, **extra)
+    assert told.choices[0].message.content == text_of(demo, reference(demo, "# hello\n" + TURN_TEXT, max_new_tokens=8))
+    extra = {"extra_body": {"chat_template_kwargs": {"tokenize": True}}}
+    with pytest.raises(BadRequestError, match="tokenize"):
+        client.chat.completions.create(model=MODEL, messages=TURN, **extra)
+    assert http.get("/version").json() == {"version": __version__}
+    tokens = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    assert http.post("/detokenize", json={"model": MODEL, "tokens": tokens}).json() == {"prompt": PROMPT}
+    assert http.post("/detokenize", json={"tokens": [10**6]}).json()["error"]["param"] == "tokens"
 
 
 EXPECTED = {"type": "content", "content": "x"}

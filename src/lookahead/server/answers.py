@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from lookahead.server.errors import ApiError
 from lookahead.server.generation import Answer, Generation, Piece
 from lookahead.server.plan import Plan
-from lookahead.server.requests import ChatRequest, CompletionRequest, TextRequest
+from lookahead.server.reading import AnswerReader
+from lookahead.server.requests import ChatRequest, ChoicesRequest, CompletionRequest
 from lookahead.server.served_model import ServedModel
 from lookahead.server.structure import callable_tools
-from lookahead.server.tools import CallSplitter
 from lookahead.serving.handle import TokenEvent
 from lookahead.version import __version__
 
@@ -33,7 +34,7 @@ class Form:
     chunk_object: str
     last_event = b"data: [DONE]\n\n"
 
-    def __init__(self, served: ServedModel, request: TextRequest, plans: Sequence[Plan]) -> None:
+    def __init__(self, served: ServedModel, request: ChoicesRequest, plans: Sequence[Plan]) -> None:
         self._served, self._request, self._plans = served, request, plans
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
@@ -88,7 +89,7 @@ class Form:
         options = self._request.stream_options
         told = self.usage(generation)
         if options is None or not options.include_usage:
-            told.pop("usage")
+            told = {name: value for name, value in told.items() if name == "lookahead"}
         if not told:
             return []
         return [{**self._head, "object": self.chunk_object, "choices": [], **told}]
@@ -105,6 +106,8 @@ class Form:
                 "prompt_tokens_details": {"cached_tokens": self._reused(generation)},
             }
         }
+        if drafts := sum((answer.accepted for answer in generation.answers), Counter[int]()):
+            told["metrics"] = {"speculative_decoding": _speculation(generation, drafts)}
         if any(plan.prediction is not None for plan in self._plans):
             accepted, rejected = (
                 sum(counts) for counts in zip(*(each.predicted for each in generation.answers), strict=True)
@@ -137,6 +140,25 @@ class Form:
         return self._served.text_of(token), list(self._served.bytes_of(token))
 
 
+def _speculation(generation: Generation, drafts: Mapping[int, int]) -> dict[str, Any]:
+    """What was drafted for a request, and accepted, in vLLM's form.
+
+    Args:
+        generation: The answers.
+        drafts: Steps with a draft by how many of its tokens were accepted.
+    """
+    steps, accepted = sum(drafts.values()), sum(count * steps for count, steps in drafts.items())
+    sent = sum(answer.draft_tokens for answer in generation.answers)
+    return {
+        "mean_acceptance_length": 1 + accepted / steps,
+        "draft_acceptance_rate": accepted / sent,
+        "acceptance_histogram": [drafts.get(count, 0) for count in range(max(drafts) + 1)],
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": sent,
+    }
+
+
 class CompletionForm(Form):
     """Of `/v1/completions`."""
 
@@ -152,26 +174,39 @@ class CompletionForm(Form):
         """See `Form`."""
         text = "".join(piece.text for piece in pieces)
         entries = [entry for piece in pieces for entry in piece.logprobs]
-        return self._choice(answer, text, entries, answer.finish_reason)
+        return self._choice(answer.index, self._echo(answer) + text, entries, answer.finish_reason)
+
+    def opening(self, generation: Generation) -> list[dict[str, Any]]:
+        """See `Form`: the prompts, if they are to be told."""
+        choices = [self._choice(answer.index, self._echo(answer), [], None) for answer in generation.answers]
+        head = {**self._head, "object": self.chunk_object}
+        return [{**head, "choices": [choice]} for choice in choices] if self._request.echo else []
+
+    def _echo(self, answer: Answer) -> str:
+        """What stands before the answer."""
+        if not self._request.echo:
+            return ""
+        prompt = self._request.prompts[answer.index // self._request.n]
+        return prompt if isinstance(prompt, str) else str(self._served.tokenizer.decode(prompt))
 
     def delta(self, answer: Answer, piece: Piece | None) -> dict[str, Any]:
         """See `Form`."""
         if piece is None:
-            return self._choice(answer, "", [], answer.finish_reason)
-        return self._choice(answer, piece.text, piece.logprobs, None)
+            return self._choice(answer.index, "", [], answer.finish_reason)
+        return self._choice(answer.index, piece.text, piece.logprobs, None)
 
     def _choice(
-        self, answer: Answer, text: str, entries: Sequence[TokenEvent], finish_reason: str | None
+        self, index: int, text: str, entries: Sequence[TokenEvent], finish_reason: str | None
     ) -> dict[str, Any]:
-        logprobs = self._logprobs(answer, entries) if entries else None
-        return {"index": answer.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        logprobs = self._logprobs(index, entries) if entries else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _logprobs(self, answer: Answer, entries: Sequence[TokenEvent]) -> dict[str, Any]:
+    def _logprobs(self, index: int, entries: Sequence[TokenEvent]) -> dict[str, Any]:
         texts = [self._token(entry.token)[0] for entry in entries]
         offsets = []
         for text in texts:
-            offsets.append(self._offsets.get(answer.index, 0))
-            self._offsets[answer.index] = offsets[-1] + len(text)
+            offsets.append(self._offsets.get(index, 0))
+            self._offsets[index] = offsets[-1] + len(text)
         return {
             "tokens": texts,
             "token_logprobs": [entry.logprob for entry in entries],
@@ -192,19 +227,20 @@ class ChatForm(Form):
 
     def __init__(self, served: ServedModel, request: ChatRequest, plans: Sequence[Plan]) -> None:
         super().__init__(served, request, plans)
-        self._splitters = {index: CallSplitter() for index in range(request.n)} if callable_tools(request) else {}
+        thinking = served.thinking(plans[0].prompt)
+        format_ = served.tool_format if callable_tools(request) else None
+        self._readers = [AnswerReader(thinking, format_) for _ in range(request.n)]
 
     def choice(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
         """See `Form`."""
         entries = [entry for piece in pieces for entry in piece.logprobs]
-        text = "".join(piece.text for piece in pieces)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        calls: list[dict[str, Any]] = []
-        if self._splitters:
-            before = self._splitters[answer.index].add(text)
-            rest, calls = self._splitters[answer.index].finish()
-            message["content"] = before + rest or None
-            message |= {"tool_calls": calls} if calls else {}
+        reader = self._readers[answer.index]
+        begin = reader.add("".join(piece.text for piece in pieces))
+        rest, calls = reader.finish()
+        content, reasoning = begin.content + rest.content, begin.reasoning + rest.reasoning
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        message |= {"reasoning_content": reasoning} if reasoning else {}
+        message |= {"tool_calls": calls} if calls else {}
         return {
             "index": answer.index,
             "message": message,
@@ -228,24 +264,23 @@ class ChatForm(Form):
         """See `Form`."""
         if piece is None:
             return self._last(answer)
-        splitter = self._splitters.get(answer.index)
+        part = self._readers[answer.index].add(piece.text)
+        delta = {"reasoning_content": part.reasoning} if part.reasoning else {}
         return {
             "index": answer.index,
-            "delta": {"content": piece.text if splitter is None else splitter.add(piece.text)},
+            "delta": delta | {"content": part.content},
             "logprobs": self._logprobs(piece.logprobs) if self._request.logprobs else None,
             "finish_reason": None,
         }
 
     def _last(self, answer: Answer) -> dict[str, Any]:
         """How an answer ends: with its calls, which come whole."""
-        delta: dict[str, Any] = {}
-        reason = answer.finish_reason
-        if answer.index in self._splitters:
-            rest, calls = self._splitters[answer.index].finish()
-            delta |= {"content": rest} if rest else {}
-            if calls:
-                delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
-                reason = "tool_calls"
+        rest, calls = self._readers[answer.index].finish()
+        told = {"reasoning_content": rest.reasoning, "content": rest.content}
+        delta: dict[str, Any] = {name: text for name, text in told.items() if text}
+        if calls:
+            delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+        reason = "tool_calls" if calls else answer.finish_reason
         return {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
     def _logprobs(self, entries: Sequence[TokenEvent]) -> dict[str, Any]:

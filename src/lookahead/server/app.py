@@ -26,6 +26,7 @@ from lookahead.server.requests import (
     RESPONSES_NAMES,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     ResponsesRequest,
     TokenizeRequest,
 )
@@ -36,6 +37,13 @@ from lookahead.server.settings import ServerSettings
 from lookahead.server.structure import callable_tools
 from lookahead.serving import Engine
 from lookahead.version import __version__
+
+_OWN_ARGUMENTS = {
+    *("conversation", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "add_generation_prompt"),
+    *("continue_final_message", "messages"),
+}
+"""Arguments of `apply_chat_template` that are no arguments of the template, or are set otherwise."""
 
 PAGE = Path(__file__).parent / "page"
 PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'"}
@@ -78,6 +86,11 @@ def _add_state(app: FastAPI, served: ServedModel, metrics: Metrics) -> None:
     async def health() -> dict[str, str]:
         """Whether the server is there."""
         return {"status": "ok"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Which version of the library it is."""
+        return {"version": __version__}
 
     @app.get("/load")
     async def told_load() -> dict[str, int]:
@@ -141,6 +154,13 @@ def _add_texts(app: FastAPI, served: ServedModel, service: Service) -> None:
             tokens = await service.prepared(lambda: served.encode_chat(messages or []))
         return {"count": len(tokens), "max_model_len": served.context_length, "tokens": tokens}
 
+    @app.post("/detokenize")
+    async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
+        """The text of tokens."""
+        served.check_name(request.model)
+        served.check_tokens(request.tokens, "tokens")
+        return {"prompt": await service.prepared(lambda: served.tokenizer.decode(request.tokens))}
+
 
 def _add_gauges(metrics: Metrics, engine: Engine) -> None:
     metrics.gauge("vllm:num_requests_running", "Answers that are being made.", lambda: engine.load.running)
@@ -168,7 +188,16 @@ def _prompts(served: ServedModel, request: CompletionRequest) -> list[list[int]]
 
 
 def _chat_prompt(served: ServedModel, request: ChatRequest) -> list[int]:
-    return served.encode_chat(request.messages, callable_tools(request))
+    options: dict[str, Any] = dict(request.chat_template_kwargs)
+    if taken := sorted(_OWN_ARGUMENTS & set(options)):
+        raise errors.refused(
+            "chat_template_kwargs", f"chat_template_kwargs: {taken[0]} has a field of its own, or none"
+        )
+    if request.reasoning_effort is not None:
+        options["reasoning_effort"] = request.reasoning_effort
+    begun = request.add_generation_prompt and not request.continue_final_message
+    options |= {"add_generation_prompt": begun, "continue_final_message": request.continue_final_message}
+    return served.encode_chat(request.messages, callable_tools(request), options)
 
 
 def _is_json(content_type: str) -> bool:

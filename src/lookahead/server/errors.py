@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lookahead.errors import LookaheadError, ModelChangedError
+from lookahead.server.fields import reason_against
 
 _TYPES = {
     400: "invalid_request_error",
@@ -96,7 +97,9 @@ def of_validation(details: list[dict[str, Any]]) -> ApiError:
     # A union's alternatives are parts of the place, too; they are no field of the request.
     param = ".".join(part for part in place if not _names_alternative(part))[:_LONGEST_NAME] or None
     if found["type"] == "extra_forbidden":
-        return ApiError(400, f"{param} is not supported by this server", param, "unsupported_parameter")
+        reason = reason_against(place[-1])
+        said = f"{param} is not supported by this server" + (f": {reason}" if reason else "")
+        return ApiError(400, said, param, "unsupported_parameter")
     if found["type"] in ("missing",):
         return ApiError(400, f"{param} is missing", param, "missing_required_parameter")
     if found["type"] == "json_invalid":

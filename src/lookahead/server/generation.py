@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -59,14 +60,16 @@ class Answer:
         tokens: Tokens so far.
         steps: Steps so far.
         nodes: Nodes that these sent.
+        accepted: How many steps that sent a draft had so many drafted tokens accepted.
+        draft_tokens: Tokens of the drafts.
     """
 
     def __init__(self, served: ServedModel, plan: Plan, index: int, seed: int, tell: Callable[[Piece], None]) -> None:
         self.plan, self.index = plan, index
         self.finish_reason: str | None = None
-        self.tokens = self.steps = self.nodes = 0
-        self._ends = served.end_tokens
-        self._builder = TextBuilder(served.tokenizer, plan.prompt, plan.stops)
+        self.tokens = self.steps = self.nodes = self.draft_tokens = 0
+        self.accepted: Counter[int] = Counter()
+        self._builder = TextBuilder(served.tokenizer, plan.prompt, plan.stops, plan.dropped)
         self._watcher = TreeWatcher()
         self._tell = tell
         processors, config = plan.steer(self._watcher)
@@ -81,7 +84,7 @@ class Answer:
             logits_processor=processors,
             stopping_criteria=StoppingCriteriaList([_StopText(self._builder)]),
             repetition_penalty=1.0,  # that of the model is among the processors
-            pad_token_id=next(iter(self._ends), 0),
+            pad_token_id=next(iter(plan.ends), 0),
             **plan.options,
         )
 
@@ -96,9 +99,12 @@ class Answer:
         place, self.tokens = self.tokens, self.tokens + len(record.tokens)
         self.steps += 1
         self.nodes += record.nodes
+        if record.nodes > 1:
+            self.draft_tokens += record.nodes - 1
+            self.accepted[max(len(record.tokens) - 1, 0)] += 1
         text = self._builder.finish() if record.finished else self._builder.take()
         if record.finished:
-            ended = self._builder.stopped or record.tokens[-1] in self._ends
+            ended = self._builder.stopped or record.tokens[-1] in self.plan.ends
             self.finish_reason = "stop" if ended else "length"
         self._tell(Piece(text, record.tokens, record.nodes, place, tree=self._watcher.tree))
 
@@ -106,7 +112,7 @@ class Answer:
         """Tell in a piece what there is to say of its tokens, if that was asked for."""
         if self.plan.logprobs is not None:
             events = self.handle.events_since(piece.place)[: len(piece.tokens)]
-            piece.logprobs = [event for event in events if event.token not in self._ends]
+            piece.logprobs = [event for event in events if event.token not in self.plan.ends]
 
 
 class _StopText(StoppingCriteria):  # type: ignore[misc]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +18,6 @@ from lookahead.core.outputs import StepResult
 from lookahead.drafting.auto.sources import TokenPaths
 from lookahead.server.errors import refused
 from lookahead.server.token_bytes import token_bytes
-
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
-_COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As `json.dumps` writes. Free white space would let a model write nothing else."""
-
 
 _FORCED = 0.99
 """How likely a token is that has to follow one which is not certain."""
@@ -72,16 +65,9 @@ class _Tokens:
         return ids
 
 
-def json_grammar(schema: dict[str, Any]) -> str:
-    """The grammar of the JSON values that a schema allows.
-
-    Raises:
-        ApiError: The schema cannot be read.
-    """
-    try:
-        return str(LLMatcher.grammar_from_json_schema(schema, _COMPACT))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise refused("response_format", f"response_format: the schema cannot be read: {error}") from error
+def compact(schema: dict[str, Any]) -> dict[str, Any]:
+    """A JSON schema for values as `json.dumps` writes them. Free white space would let a model write nothing else."""
+    return schema | {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 
 
 def check_grammar(grammar: str, tokenizer: LLTokenizer, field: str) -> None:

@@ -12,14 +12,25 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import refused
-from lookahead.server.grammar import GrammarProcessor, GrammarSource, GrammarState
+from lookahead.server.grammar import GrammarProcessor, GrammarSource, GrammarState, check_grammar
 from lookahead.server.processors import LogitBias, OccurrencePenalty
-from lookahead.server.requests import ChatRequest, CompletionRequest, LookaheadOptions, TextRequest, joined
+from lookahead.server.reading import Thinking
+from lookahead.server.requests import (
+    ChatRequest,
+    ChoicesRequest,
+    CompletionRequest,
+    LookaheadOptions,
+    TextRequest,
+    joined,
+)
 from lookahead.server.served_model import ServedModel, prompt_room
 from lookahead.server.step_watcher import TreeWatcher
+from lookahead.server.structure import callable_tools, grammar_of
 
 _LEAST_TEMPERATURE = 0.01
 
+_NO_TOKEN = -1
+"""As end-of-sequence token: there is none. Without one, transformers takes the model's."""
 
 Grammar = tuple[LLTokenizer, str]
 """The tokens of the model as grammars see them, and a grammar."""
@@ -50,7 +61,9 @@ class Plan:
         logprobs: How many rivals of each token to tell; nothing if `None`.
         processors: Makes the logits processors of one answer.
         config: How to draft.
+        ends: Tokens that end an answer.
         grammar: The grammar that answers follow, if any.
+        dropped: Special tokens that are no part of the text, all of them if `None`.
         prediction: Token ids of the text that is expected, if one is.
         watches: Whether the tree of each step is kept.
     """
@@ -62,7 +75,9 @@ class Plan:
     logprobs: int | None
     processors: Callable[[], LogitsProcessorList]
     config: LookaheadConfig
+    ends: frozenset[int]
     grammar: Grammar | None = None
+    dropped: frozenset[int] | None = None
     prediction: list[int] | None = None
     watches: bool = False
 
@@ -83,11 +98,10 @@ class Plan:
 
 def make_plan(
     served: ServedModel,
-    request: TextRequest,
+    request: ChoicesRequest,
     prompt: list[int],
     limits: Limits,
     default_tokens: int | None,
-    grammar: Grammar | None = None,
 ) -> Plan:
     """Check what a request asks for.
 
@@ -97,7 +111,6 @@ def make_plan(
         prompt: Token ids of its prompt, or of one of them.
         limits: What it may ask for.
         default_tokens: Most tokens of the answer if the request names no number; as many as fit if `None`.
-        grammar: The grammar that its answers follow, if any.
 
     Raises:
         ApiError: It cannot be met.
@@ -105,7 +118,9 @@ def make_plan(
     """
     field = "messages" if isinstance(request, ChatRequest) else "prompt"
     room = prompt_room(served, prompt, limits.prompt_tokens, field)
-    options = {"max_new_tokens": _length(request, room, limits, default_tokens), **_sampling(served, request)}
+    length = _length(request, room, limits, default_tokens)
+    grammar, ends = _grammar(served, request, prompt), _ends(served, request)
+    options = {"max_new_tokens": length, **_sampling(served, request), **_endings(request, ends, length, grammar)}
     if request.logit_bias:
         _check_bias(request, served.vocabulary)
     config = _config(served.config, request.lookahead)
@@ -117,10 +132,50 @@ def make_plan(
         logprobs=_rivals(request),
         processors=lambda: _processors(served, request, len(prompt)),
         config=config,
+        ends=ends,
         grammar=grammar,
+        dropped=_dropped(served, request),
         prediction=_prediction(served, request, config),
         watches=request.lookahead.steps,
     )
+
+
+def _grammar(served: ServedModel, request: TextRequest, prompt: list[int]) -> Grammar | None:
+    thinking = served.thinking(prompt) if isinstance(request, ChatRequest) else Thinking.NEVER
+    asked = grammar_of(request, thinking, served.tool_format, served.special_tokens)
+    if asked is None:
+        return None
+    grammar, field = asked
+    if not served.end_tokens:
+        raise refused(field, f"{field} needs a model with an end-of-sequence token, which this one lacks")
+    check_grammar(grammar, served.grammar_tokenizer, field)
+    return served.grammar_tokenizer, grammar
+
+
+def _ends(served: ServedModel, request: TextRequest) -> frozenset[int]:
+    served.check_tokens(request.stop_token_ids, "stop_token_ids")
+    return frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else served.end_tokens)
+
+
+def _endings(request: TextRequest, ends: frozenset[int], length: int, grammar: Grammar | None) -> dict[str, Any]:
+    """Arguments of `generate` for what ends an answer."""
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(request, name) and grammar is not None:
+            raise refused(name, f"{name} does not go with a grammar, which says where the answer ends")
+    if request.min_tokens > length:
+        raise refused("min_tokens", f"min_tokens={request.min_tokens} is more than the {length} tokens of the answer")
+    told: dict[str, Any] = {"min_new_tokens": request.min_tokens} if request.min_tokens else {}
+    if request.stop_token_ids or request.ignore_eos:
+        told["eos_token_id"] = sorted(ends) or [_NO_TOKEN]
+    return told
+
+
+def _dropped(served: ServedModel, request: TextRequest) -> frozenset[int] | None:
+    """Special tokens that are no part of the text, where some are that tell reasoning and calls from it."""
+    if not isinstance(request, ChatRequest):
+        return None
+    marks = served.marks(bool(callable_tools(request)))
+    return frozenset(served.special_tokens.values()).difference(marks) if marks else None
 
 
 def _rivals(request: TextRequest) -> int | None:
@@ -140,7 +195,7 @@ def _prediction(served: ServedModel, request: TextRequest, config: LookaheadConf
     return served.encode(joined(request.prediction.content), special=False, field="prediction")
 
 
-def _length(request: TextRequest, room: int | None, limits: Limits, default: int | None) -> int:
+def _length(request: ChoicesRequest, room: int | None, limits: Limits, default: int | None) -> int:
     given = {name: value for name, value in request.length_fields.items() if value is not None}
     if len(given) > 1 and len(set(given.values())) > 1:
         raise refused("max_tokens", f"{' and '.join(given)} are two names of the same limit; give one of them")

@@ -1,14 +1,25 @@
-"""What clients may send. Fields that are not declared here are refused by name."""
+"""What clients may send. Fields that are neither declared here nor harmless (see `fields`) are refused by name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import to_json
 
 from lookahead.config import MAX_NODES_PER_STEP
+from lookahead.server.fields import (
+    CHAT,
+    COMPLETIONS,
+    FORMAT,
+    MESSAGE,
+    PART,
+    RESPONSES,
+    STREAM,
+    TOOL,
+    asks_for_nothing,
+)
 
 MOST_STOPS = 16
 MOST_CHOICES = 64
@@ -16,15 +27,17 @@ MOST_LOGPROBS = 20
 
 
 class Fields(BaseModel):
-    """Base of all that clients send: no further fields, no conversions, and `null` is as good as nothing."""
+    """Base of all that clients send: no further fields but harmless ones, no conversions, and `null` is as good as
+    nothing."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
+    place: ClassVar[str] = ""
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, values: Any) -> Any:
+    def _without_harmless(cls, values: Any) -> Any:
         if isinstance(values, dict):
-            return {name: value for name, value in values.items() if value is not None}
+            return {name: value for name, value in values.items() if not asks_for_nothing(cls.place, name, value)}
         return values
 
 
@@ -57,8 +70,25 @@ class LookaheadOptions(Fields):
 class StreamOptions(Fields):
     """What a stream tells besides."""
 
+    place: ClassVar[str] = STREAM
     include_usage: bool = False
     continuous_usage_stats: bool = Field(default=False, description="extension of vLLM: tell the usage with each chunk")
+
+
+class StructuredOutputs(Fields):
+    """The form of an answer, as vLLM asks for it: exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json", description="a JSON schema, or its text")
+    json_object: Literal[True] | None = None
+    regex: str | None = Field(default=None, min_length=1)
+    choice: list[str] | None = Field(default=None, min_length=1, max_length=1024)
+    grammar: str | None = Field(default=None, min_length=1, description="in Lark's form, or GBNF")
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        if len(self.model_fields_set) != 1:
+            raise ValueError("give exactly one of json, json_object, regex, choice and grammar")
+        return self
 
 
 def _one_or_more(value: Any) -> Any:
@@ -71,27 +101,55 @@ StopStrings = Annotated[
     Field(max_length=MOST_STOPS),
 ]
 
+Number = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
 
 class TextRequest(Body):
     """What all requests for text share."""
 
-    model: str = Field(max_length=512)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
-    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    stop: StopStrings = Field(default_factory=list)
-    temperature: float | None = Field(default=None, ge=0, le=2, description="0, or at least 0.01")
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    model: str = Field(max_length=512, description="the name of the model, as `/v1/models` has it")
+    stream: bool = Field(default=False, description="a chunk for each step: several tokens where drafts were accepted")
+    stream_options: StreamOptions | None = Field(
+        default=None, description="`include_usage`, and vLLM's `continuous_usage_stats`"
+    )
+    seed: int | None = Field(
+        default=None, ge=-(2**63), le=2**63 - 1, description="of the draws; answer *i* of `n` has `seed` + *i*"
+    )
+    temperature: float | None = Field(
+        default=None, ge=0, le=2, description="0, or at least 0.01; not given, the model's own, else 1"
+    )
+    top_p: float | None = Field(default=None, gt=0, le=1, description="not given, the model's own, else 1")
     top_k: int | None = Field(default=None, ge=0, le=2**31 - 1, description="0: all tokens")
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
-    presence_penalty: float = Field(default=0, ge=-2, le=2)
-    frequency_penalty: float = Field(default=0, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=1024)
-    max_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    min_p: float | None = Field(default=None, ge=0, le=1, description="as in transformers")
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100, description="as in transformers")
+    presence_penalty: float = Field(default=0, ge=-2, le=2, description="by the tokens of the answer so far")
+    frequency_penalty: float = Field(default=0, ge=-2, le=2, description="by the tokens of the answer so far")
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        default_factory=dict, max_length=1024, description="by token id"
+    )
+    stop: StopStrings = Field(default_factory=list, description=f"up to {MOST_STOPS} texts that end the answer")
+    stop_token_ids: list[Number] = Field(
+        default_factory=list, max_length=128, description="end the answer as the end-of-sequence token does"
+    )
+    ignore_eos: bool = Field(default=False, description="the end-of-sequence token ends nothing")
+    min_tokens: int = Field(
+        default=0, ge=0, le=2**31 - 1, description="no token that ends the answer is selected before so many"
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description="`json`, `json_object`, `regex`, `choice` or `grammar` (Lark or GBNF), as in vLLM"
+    )
     user: str | None = Field(default=None, max_length=512, description="written into the log")
-    lookahead: LookaheadOptions = Field(default_factory=LookaheadOptions)
+    lookahead: LookaheadOptions = Field(
+        default_factory=LookaheadOptions, description="how to draft, see below; it changes no text"
+    )
+
+
+class ChoicesRequest(TextRequest):
+    """What requests share that may ask for several answers."""
+
+    n: int = Field(default=1, ge=1, le=MOST_CHOICES, description="answers to each prompt")
+    max_tokens: Count | None = Field(default=None, description="16 by default for completions, else as many as fit")
 
     @property
     def length_fields(self) -> dict[str, int | None]:
@@ -104,12 +162,17 @@ Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Texts = Annotated[list[str], Field(min_length=1)]
 
 
-class CompletionRequest(TextRequest):
+class CompletionRequest(ChoicesRequest):
     """`POST /v1/completions`."""
 
-    prompt: str | Tokens | Texts | Annotated[list[Tokens], Field(min_length=1)]
-    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    echo: Literal[False] = False
+    place: ClassVar[str] = COMPLETIONS
+    prompt: str | Tokens | Texts | Annotated[list[Tokens], Field(min_length=1)] = Field(
+        description="a text, token ids, or a list of either"
+    )
+    logprobs: int | None = Field(
+        default=None, ge=0, le=MOST_LOGPROBS, description="of the model itself, with so many rivals of each token"
+    )
+    echo: bool = Field(default=False, description="the prompt before the answer; not with `logprobs`")
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -122,6 +185,7 @@ class CompletionRequest(TextRequest):
 class TextPart(Fields):
     """A piece of a message."""
 
+    place: ClassVar[str] = PART
     type: Literal["text", "input_text", "output_text"]
     text: str
 
@@ -144,8 +208,10 @@ class ToolCall(Fields):
 class Message(Fields):
     """One message of a conversation."""
 
+    place: ClassVar[str] = MESSAGE
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] = ""
+    reasoning_content: str | None = None
     name: str | None = Field(default=None, max_length=256)
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=128)
     tool_call_id: str | None = Field(default=None, max_length=256)
@@ -178,6 +244,7 @@ class Function(Fields):
 class FunctionTool(Fields):
     """A tool of the one type that there is."""
 
+    place: ClassVar[str] = TOOL
     type: Literal["function"]
     function: Function
 
@@ -197,8 +264,6 @@ class NamedTool(Fields):
 
 class JsonSchema(Fields):
     """The schema of an answer."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
 
     name: str = Field(max_length=64)
     description: str | None = None
@@ -235,46 +300,103 @@ class Prediction(Fields):
     content: str | list[TextPart]
 
 
-class ChatRequest(TextRequest):
+Tools = Annotated[list[FunctionTool], Field(max_length=128)]
+
+
+class ChatRequest(ChoicesRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1, max_length=4096)
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
-    logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    response_format: ResponseFormat | None = None
-    tools: list[FunctionTool] = Field(default_factory=list, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
-    prediction: Prediction | None = None
+    place: ClassVar[str] = CHAT
+    messages: list[Message] = Field(
+        min_length=1, max_length=4096, description="by the tokenizer's chat template, else each on a new line"
+    )
+    max_completion_tokens: Count | None = Field(default=None, description="another name of `max_tokens`")
+    logprobs: bool = Field(default=False, description="of the model itself, before penalties, bias and truncation")
+    top_logprobs: int | None = Field(
+        default=None, ge=0, le=MOST_LOGPROBS, description="rivals of each token; needs `logprobs`"
+    )
+    response_format: ResponseFormat | None = Field(
+        default=None, description="`text`, `json_object`, or `json_schema` whether `strict` or not"
+    )
+    tools: Tools = Field(default_factory=list, description="functions; see below")
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        default=None, description="`none`, `auto`, `required`, or a function"
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="whether there may be several calls")
+    prediction: Prediction | None = Field(
+        default=None, description="a text that is expected, which is drafted from; see below"
+    )
+    reasoning_effort: str | None = Field(
+        default=None, max_length=64, description="an argument of the chat template; nothing where it has no such"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, max_length=64, description="further arguments of the chat template"
+    )
+    add_generation_prompt: bool = Field(default=True, description="`false`: no turn of the assistant is begun")
+    continue_final_message: bool = Field(default=False, description="the answer goes on with the last message")
 
     @property
     def length_fields(self) -> dict[str, int | None]:
-        """See `TextRequest`."""
+        """See `ChoicesRequest`."""
         return {"max_tokens": self.max_tokens, "max_completion_tokens": self.max_completion_tokens}
 
 
-class InputPart(TextPart):
-    """A piece of a message of the input of `/v1/responses`, which may be one of an earlier answer."""
-
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-
-
 class InputMessage(Fields):
-    """A message of the input of `/v1/responses`, which may be an output item of an earlier answer."""
+    """A message of the input of `/v1/responses`, which may be one of an earlier answer."""
 
+    place: ClassVar[str] = MESSAGE
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputPart]
+    content: str | list[TextPart]
+    id: str | None = Field(default=None, max_length=256)
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    phase: str | None = Field(default=None, max_length=64)
+
+
+class InputCall(Fields):
+    """A call of a function in an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str = Field(max_length=256)
+    name: str = Field(max_length=256)
+    arguments: str
     id: str | None = Field(default=None, max_length=256)
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
+class InputResult(Fields):
+    """What a function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str = Field(max_length=256)
+    output: str | list[TextPart]
+    id: str | None = Field(default=None, max_length=256)
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class ReasoningPart(Fields):
+    """A piece of the reasoning of an earlier answer."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class InputReasoning(Fields):
+    """The reasoning of an earlier answer."""
+
+    type: Literal["reasoning"]
+    id: str | None = Field(default=None, max_length=256)
+    summary: list[ReasoningPart] = Field(default_factory=list)
+    content: list[ReasoningPart] = Field(default_factory=list)
+    encrypted_content: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+InputItem = InputMessage | InputCall | InputResult | InputReasoning
+
+
 class SchemaFormat(Fields):
     """A JSON value that follows a schema, as `/v1/responses` asks for it."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
 
     type: Literal["json_schema"]
     name: str = Field(max_length=64)
@@ -286,54 +408,112 @@ class SchemaFormat(Fields):
 class TextOptions(Fields):
     """The form of the answer."""
 
+    place: ClassVar[str] = FORMAT
     format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] = Field(
         default_factory=lambda: TextFormat(type="text")
     )
+
+
+class Reasoning(Fields):
+    """How much to reason."""
+
+    effort: str | None = Field(default=None, max_length=64)
+    summary: str | None = Field(default=None, description="reasoning is told whole")
+    generate_summary: str | None = None
+
+
+class FlatTool(Function):
+    """A function, as `/v1/responses` has it."""
+
+    place: ClassVar[str] = TOOL
+    type: Literal["function"]
+
+
+class FlatName(FunctionName):
+    """The function that has to be called, as `/v1/responses` has it."""
+
+    type: Literal["function"]
 
 
 RESPONSES_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 """What fields of a chat are called in a request to `/v1/responses`."""
 
 
-class ResponsesRequest(Body):
-    """`POST /v1/responses`, for text."""
+class ResponsesRequest(TextRequest):
+    """`POST /v1/responses`."""
 
-    model: str = Field(max_length=512)
-    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=4095)]
-    instructions: str | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    text: TextOptions = Field(default_factory=TextOptions)
-    stream: bool = False
-    store: Literal[False] = Field(default=False, description="answers are never stored")
-    user: str | None = Field(default=None, max_length=512)
-    lookahead: LookaheadOptions = Field(default_factory=LookaheadOptions)
+    place: ClassVar[str] = RESPONSES
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=4095)] = Field(
+        description="a text, or messages, calls, what these returned, and reasoning"
+    )
+    instructions: str | None = Field(default=None, description="a system message before all others")
+    max_output_tokens: Count | None = Field(default=None, description="as many as fit if not given")
+    text: TextOptions = Field(default_factory=TextOptions, description="`format`, as `response_format` of a chat")
+    tools: list[FlatTool] = Field(default_factory=list, max_length=128, description="functions; see below")
+    tool_choice: Literal["none", "auto", "required"] | FlatName | None = Field(
+        default=None, description="`none`, `auto`, `required`, or a function"
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="whether there may be several calls")
+    reasoning: Reasoning = Field(
+        default_factory=Reasoning,
+        description="`effort`: an argument of the chat template; nothing where it has no such",
+    )
 
     def as_chat(self) -> ChatRequest:
         """The same request for a chat completion."""
-        messages = (
-            [Message(role="user", content=self.input)]
-            if isinstance(self.input, str)
-            else [Message(role=message.role, content=joined(message.content)) for message in self.input]
-        )
+        messages = [Message(role="user", content=self.input)] if isinstance(self.input, str) else _messages(self.input)
         if self.instructions is not None:
             messages.insert(0, Message(role="system", content=self.instructions))
-        asked = self.text.format
+        asked, choice = self.text.format, self.tool_choice
         if isinstance(asked, SchemaFormat):
             schema = JsonSchema(name=asked.name, schema=asked.schema_)
             format_: ResponseFormat = JsonSchemaFormat(type="json_schema", json_schema=schema)
         else:
             format_ = asked
-        same = {name: getattr(self, name) for name in ("model", "temperature", "top_p", "seed", "stream", "user")}
         return ChatRequest(
             messages=messages,
             max_tokens=self.max_output_tokens,
             response_format=format_,
-            lookahead=self.lookahead,
-            **same,
+            tools=[FunctionTool(type="function", function=Function(**_told(tool))) for tool in self.tools],
+            tool_choice=NamedTool(type="function", function=choice) if isinstance(choice, FlatName) else choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=self.reasoning.effort,
+            **{name: getattr(self, name) for name in TextRequest.model_fields},
         )
+
+
+def _told(tool: FlatTool) -> dict[str, Any]:
+    return tool.model_dump(exclude={"type"}, exclude_unset=True)
+
+
+def _messages(items: Sequence[InputItem]) -> list[Message]:
+    """Items of `/v1/responses` as messages: reasoning, text and calls of one answer are one message."""
+    messages: list[Message] = []
+    for item in items:
+        if isinstance(item, InputResult):
+            messages.append(Message(role="tool", tool_call_id=item.call_id, content=joined(item.output)))
+        elif isinstance(item, InputMessage) and item.role != "assistant":
+            messages.append(Message(role=item.role, content=joined(item.content)))
+        else:
+            if not messages or messages[-1].role != "assistant" or not _may_follow(messages[-1], item):
+                messages.append(Message(role="assistant"))
+            _extend(messages[-1], item)
+    return messages
+
+
+def _may_follow(message: Message, item: InputItem) -> bool:
+    """Whether an item is a part of the same answer as what the message holds."""
+    return isinstance(item, InputCall) or not (message.content or message.tool_calls)
+
+
+def _extend(message: Message, item: InputItem) -> None:
+    if isinstance(item, InputMessage):
+        message.content = joined(item.content)
+    elif isinstance(item, InputReasoning):
+        message.reasoning_content = "".join(part.text for part in item.content or item.summary)
+    elif isinstance(item, InputCall):
+        function = FunctionCall(name=item.name, arguments=item.arguments)
+        message.tool_calls = [*(message.tool_calls or []), ToolCall(id=item.call_id, function=function)]
 
 
 class TokenizeRequest(Body):
@@ -343,3 +523,10 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: list[Message] | None = Field(default=None, min_length=1, max_length=4096)
     add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`: token ids."""
+
+    model: str | None = Field(default=None, max_length=512)
+    tokens: list[Number] = Field(max_length=2**20)

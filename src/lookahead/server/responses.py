@@ -1,4 +1,4 @@
-"""Answers in the form of `/v1/responses`: one message of text."""
+"""Answers in the form of `/v1/responses`: items of reasoning, text, and calls of functions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from lookahead.server.answers import Form
 from lookahead.server.errors import ApiError
 from lookahead.server.generation import Answer, Generation, Piece
 from lookahead.server.plan import Plan
+from lookahead.server.reading import AnswerReader, Part
 from lookahead.server.requests import ChatRequest
 from lookahead.server.served_model import ServedModel
+from lookahead.server.structure import callable_tools
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class ResponsesForm(Form):
@@ -23,59 +28,109 @@ class ResponsesForm(Form):
 
     def __init__(self, served: ServedModel, request: ChatRequest, plans: Sequence[Plan]) -> None:
         super().__init__(served, request, plans)
-        self._message = f"msg_{secrets.token_hex(12)}"
-        self._text = ""
+        format_ = served.tool_format if callable_tools(request) else None
+        self._reader = AnswerReader(served.thinking(plans[0].prompt), format_)
+        self._items: list[dict[str, Any]] = []
         self._numbered = 0
 
     def whole(self, generation: Generation, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         """See `Form`."""
-        self._text = "".join(piece.text for piece in pieces[0])
+        self._add(self._reader.add("".join(piece.text for piece in pieces[0])))
+        self._finish(generation.answers[0])
         return self._response(generation)
 
     def opening(self, generation: Generation) -> list[dict[str, Any]]:
         """See `Form`."""
         begun = self._response(None)
-        return [
-            self._event("response.created", response=begun),
-            self._event("response.in_progress", response=begun),
-            self._event("response.output_item.added", output_index=0, item=self._item("in_progress", [])),
-            self._event("response.content_part.added", **self._place, part=self._part()),
-        ]
+        return [self._event("response.created", response=begun), self._event("response.in_progress", response=begun)]
 
     def chunks(self, answer: Answer, piece: Piece | None) -> list[dict[str, Any]]:
         """See `Form`."""
-        if piece is None or not piece.text:
-            return []
-        self._text += piece.text
-        return [self._event("response.output_text.delta", **self._place, delta=piece.text, logprobs=[])]
+        return self._finish(answer) if piece is None else self._add(self._reader.add(piece.text))
 
     def closing(self, generation: Generation) -> list[dict[str, Any]]:
         """See `Form`."""
         whole = self._response(generation)
-        return [
-            self._event("response.output_text.done", **self._place, text=self._text, logprobs=[]),
-            self._event("response.content_part.done", **self._place, part=self._part()),
-            self._event("response.output_item.done", output_index=0, item=whole["output"][0]),
-            self._event(f"response.{whole['status']}", response=whole),
-        ]
+        return [self._event(f"response.{whole['status']}", response=whole)]
 
     def failure(self, error: ApiError) -> dict[str, Any]:
         """See `Form`."""
         return self._event("error", message=error.message, code=error.code, param=error.param)
 
-    @property
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._message, "output_index": 0, "content_index": 0}
-
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._numbered += 1
         return {"type": kind, "sequence_number": self._numbered - 1, **fields}
 
-    def _part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
+    def _add(self, part: Part) -> list[dict[str, Any]]:
+        """The events of a piece: an item is begun when there is something to put into it."""
+        events = []
+        for kind, text in (("reasoning", part.reasoning), ("message", part.content)):
+            if text:
+                if not self._items or self._items[-1]["type"] != kind:
+                    events += [*self._close("completed"), *self._open(kind)]
+                self._items[-1]["content"][0]["text"] += text
+                more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+                events.append(self._event(f"response.{_PARTS[kind]}.delta", **self._place, delta=text, **more))
+        return events
 
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"type": "message", "id": self._message, "status": status, "role": "assistant", "content": content}
+    def _open(self, kind: str) -> list[dict[str, Any]]:
+        """Begin an item of text."""
+        item: dict[str, Any] = {"type": kind, "id": _identifier(kind), "status": "in_progress", "content": []}
+        more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+        item |= more
+        self._items.append(item)
+        added = self._event("response.output_item.added", output_index=len(self._items) - 1, item=dict(item))
+        part: dict[str, Any] = {"type": _PARTS[kind], "text": ""}
+        if kind == "message":
+            part |= {"annotations": [], "logprobs": []}
+        item["content"] = [part]
+        return [added, self._event("response.content_part.added", **self._place, part=dict(part))]
+
+    def _close(self, status: str) -> list[dict[str, Any]]:
+        """End the item of text that is open, if one is."""
+        if not self._items or self._items[-1]["status"] != "in_progress":
+            return []
+        item = self._items[-1]
+        item["status"] = status
+        part: dict[str, Any] = item["content"][0]
+        more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+        return [
+            self._event(f"response.{part['type']}.done", **self._place, text=part["text"], **more),
+            self._event("response.content_part.done", **self._place, part=part),
+            self._event("response.output_item.done", output_index=len(self._items) - 1, item=item),
+        ]
+
+    def _finish(self, answer: Answer) -> list[dict[str, Any]]:
+        """The events of the end: what was left, and the calls."""
+        rest, calls = self._reader.finish()
+        events = self._add(rest)
+        if not calls and not self._items:
+            events += self._open("message")
+        events += self._close("incomplete" if answer.finish_reason == "length" else "completed")
+        for call in calls:
+            events += self._call(call)
+        return events
+
+    def _call(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        """The events of a call, which comes whole."""
+        item = {"type": "function_call", "id": _identifier("function_call"), "call_id": call["id"]}
+        item |= call["function"] | {"status": "completed"}
+        self._items.append(item)
+        index = len(self._items) - 1
+        place = {"item_id": item["id"], "output_index": index}
+        begun = item | {"arguments": "", "status": "in_progress"}
+        done = {"name": item["name"], "arguments": item["arguments"]}
+        return [
+            self._event("response.output_item.added", output_index=index, item=begun),
+            self._event("response.function_call_arguments.delta", **place, delta=item["arguments"]),
+            self._event("response.function_call_arguments.done", **place, **done),
+            self._event("response.output_item.done", output_index=index, item=item),
+        ]
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """Of the text that is open."""
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
 
     def _response(self, generation: Generation | None) -> dict[str, Any]:
         """The response: as it begins, or complete."""
@@ -92,29 +147,28 @@ class ResponsesForm(Form):
             "instructions": None,
             "max_output_tokens": request.max_tokens,
             "metadata": {},
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": request.temperature,
             "text": {"format": {"type": "text" if request.response_format is None else request.response_format.type}},
-            "tool_choice": "none",
-            "tools": [],
+            "tool_choice": request.tool_choice if isinstance(request.tool_choice, str) else "auto",
+            "tools": [{"type": "function", **tool.function.model_dump()} for tool in request.tools],
             "top_p": request.top_p,
             "usage": None,
         }
         if generation is None:
             return told
         cut = generation.answers[0].finish_reason == "length"
-        status = "incomplete" if cut else "completed"
         counts = self.usage(generation)
         usage = counts.pop("usage")
         return {
             **told,
             **counts,
-            "status": status,
+            "status": "incomplete" if cut else "completed",
             "completed_at": int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": [self._item(status, [self._part()])],
+            "output": self._items,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
@@ -123,3 +177,7 @@ class ResponsesForm(Form):
                 "total_tokens": usage["total_tokens"],
             },
         }
+
+
+def _identifier(kind: str) -> str:
+    return f"{_PREFIXES[kind]}_{secrets.token_hex(12)}"

@@ -16,9 +16,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import ApiError, refused
 from lookahead.server.grammar import grammar_tokenizer
+from lookahead.server.reading import THINK, THOUGHT, Thinking, thinking_of
 from lookahead.server.requests import FunctionTool, Message, ToolCall
 from lookahead.server.token_bytes import token_bytes
+from lookahead.server.tools import ToolFormat, format_of
 from lookahead.serving import Engine
+
+_TAIL = 8
+"""Tokens at the end of a prompt that show whether it has begun to reason."""
 
 
 @dataclass
@@ -63,15 +68,44 @@ class ServedModel:
                 404, f"model {name!r} is not served here; the model is {self.name!r}", "model", "model_not_found"
             )
 
+    def check_tokens(self, tokens: Sequence[int], field: str) -> None:
+        """Refuse token ids that the model does not know, which `field` of a request brought."""
+        outside = next((token for token in tokens if not 0 <= token < self.vocabulary), None)
+        if outside is not None:
+            raise refused(field, f"{field} holds the token id {outside}; the model knows {self.vocabulary} tokens")
+
     @cached_property
     def grammar_tokenizer(self) -> LLTokenizer:
         """Its tokens as grammars see them."""
         return grammar_tokenizer(self.tokenizer, self.vocabulary, self.end_tokens)
 
     @property
-    def tells_tools(self) -> bool:
-        """Whether the chat template has a place for tools."""
-        return "tools" in str(self.tokenizer.chat_template or "")
+    def template(self) -> str:
+        """The chat template; empty where there is none."""
+        template = self.tokenizer.chat_template or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else str(template)
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls of functions; `None` if its chat template has no place for them."""
+        return format_of(self.template)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Token ids of the special tokens, which are no part of texts."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return {str(token): number for number, token in added.items() if token.special}
+
+    def thinking(self, prompt: Sequence[int]) -> Thinking:
+        """Whether the model reasons at the beginning of its answer to a prompt."""
+        end = self.tokenizer.decode(list(prompt[-_TAIL:]), skip_special_tokens=False)
+        return thinking_of(self.template, str(end))
+
+    def marks(self, tools: bool) -> list[int]:
+        """Special tokens that tell reasoning and, where functions may be called, calls from text."""
+        format_ = self.tool_format if tools else None
+        marks = THINK + THOUGHT + ("" if format_ is None else format_.marks)
+        return [number for token, number in self.special_tokens.items() if token in marks]
 
     @cached_property
     def longest_token(self) -> int:
@@ -95,15 +129,22 @@ class ServedModel:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return ids
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[FunctionTool] = ()) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[FunctionTool] = (), options: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Token ids of a conversation, up to where the answer begins.
 
         By the tokenizer's chat template. Where there is none, every message begins on a new line.
 
+        Args:
+            messages: The conversation.
+            tools: Functions that may be called.
+            options: Further arguments of `apply_chat_template`, those of the template among them.
+
         Raises:
             ApiError: The template refuses it, or has no place for tools.
         """
-        if tools and not self.tells_tools:
+        if tools and self.tool_format is None:
             raise refused("tools", "the chat template of this model has no place for tools")
         if not self.tokenizer.chat_template:
             return self.encode(_plain(messages), field="messages")
@@ -111,7 +152,10 @@ class ServedModel:
         turns = [_turn(message) for message in messages]
         try:
             text = self.tokenizer.apply_chat_template(
-                turns, tools=told or None, add_generation_prompt=True, tokenize=False
+                turns,
+                tools=told or None,
+                tokenize=False,
+                **({"add_generation_prompt": True} | dict(options or {})),
             )
         except Exception as error:  # templates raise what they like, to refuse a system message for example
             raise ApiError(
@@ -139,6 +183,8 @@ def _plain(messages: Sequence[Message]) -> str:
 
 def _turn(message: Message) -> dict[str, Any]:
     turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
+    if message.reasoning_content is not None:
+        turn["reasoning_content"] = message.reasoning_content
     if message.name is not None:
         turn["name"] = message.name
     if message.tool_call_id is not None:
@@ -179,7 +225,5 @@ def prompt_room(served: ServedModel, prompt: Sequence[int], most: int | None, fi
             field,
             "context_length_exceeded",
         )
-    outside = next((token for token in prompt if not 0 <= token < served.vocabulary), None)
-    if outside is not None:
-        raise refused(field, f"{field} holds the token id {outside}; the model knows {served.vocabulary} tokens")
+    served.check_tokens(prompt, field)
     return None if served.context_length is None else served.context_length - len(prompt)

@@ -15,14 +15,12 @@ from lookahead.server.answers import CompletionForm, Form
 from lookahead.server.delivery import deliver
 from lookahead.server.errors import CLOSE, ApiError
 from lookahead.server.generation import Generation
-from lookahead.server.grammar import check_grammar
 from lookahead.server.load import Load
 from lookahead.server.metrics import Metrics, RequestClock
-from lookahead.server.plan import Grammar, Plan, make_plan
-from lookahead.server.requests import ChatRequest, TextRequest
+from lookahead.server.plan import Plan, make_plan
+from lookahead.server.requests import ChoicesRequest, CompletionRequest
 from lookahead.server.served_model import ServedModel
 from lookahead.server.settings import ServerSettings
-from lookahead.server.structure import grammar_of
 
 COMPLETION_TOKENS = 16
 """Most tokens of an answer of `/v1/completions` that names no number, as in OpenAI's API."""
@@ -61,7 +59,12 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._preparing, make)
 
     async def answer(
-        self, request: TextRequest, http: Request, form: type[Form], prompts: Callable[[], list[list[int]]], count: int
+        self,
+        request: ChoicesRequest,
+        http: Request,
+        form: type[Form],
+        prompts: Callable[[], list[list[int]]],
+        count: int,
     ) -> Response:
         """Decode `request.n` answers to each of `count` prompts, and write them in the form of the route.
 
@@ -72,7 +75,7 @@ class Service:
         if self._stopped is not None:
             raise self._stopped
         served.check_name(request.model)
-        _check_stream_options(request)
+        _check(request)
         loop, count = asyncio.get_running_loop(), count * request.n
         default = COMPLETION_TOKENS if form is CompletionForm else None
         self._load.take(count)
@@ -87,9 +90,7 @@ class Service:
         self._running.add(generation)
 
         def prepare() -> list[Plan]:
-            grammar = _grammar(served, request)
-            limits = self._settings.limits
-            plans = [make_plan(served, request, prompt, limits, default, grammar) for prompt in prompts()]
+            plans = [make_plan(served, request, prompt, self._settings.limits, default) for prompt in prompts()]
             generation.submit(plans, request.n, loop)
             return plans
 
@@ -102,7 +103,7 @@ class Service:
             raise
 
 
-def _notes(request: TextRequest, generation: Generation) -> dict[str, Any]:
+def _notes(request: ChoicesRequest, generation: Generation) -> dict[str, Any]:
     """What the log says of a request."""
     answers = generation.answers
     return {
@@ -114,17 +115,8 @@ def _notes(request: TextRequest, generation: Generation) -> dict[str, Any]:
     }
 
 
-def _grammar(served: ServedModel, request: TextRequest) -> Grammar | None:
-    asked = grammar_of(request) if isinstance(request, ChatRequest) else None
-    if asked is None:
-        return None
-    grammar, field = asked
-    if not served.end_tokens:
-        raise errors.refused(field, f"{field} needs a model with an end-of-sequence token, which this one lacks")
-    check_grammar(grammar, served.grammar_tokenizer, field)
-    return served.grammar_tokenizer, grammar
-
-
-def _check_stream_options(request: TextRequest) -> None:
+def _check(request: ChoicesRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise errors.refused("stream_options", "stream_options needs stream=true")
+    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
+        raise errors.refused("echo", "echo does not go with logprobs: only answers have log-probabilities here")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 _CONTEXT = 6
@@ -29,13 +29,16 @@ class TextBuilder:
         tokenizer: Decodes tokens.
         prompt: The token ids before the answer.
         stops: Texts that end the answer; they are no part of it.
+        dropped: Special tokens that are no part of the text; all of them if `None`.
 
     Attributes:
         stopped: Whether a stop string was found.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str], dropped: Collection[int] | None = None
+    ) -> None:
+        self._tokenizer, self._dropped = tokenizer, dropped
         self._stops = list(stops)
         self._window = list(prompt[-_CONTEXT:])  # tokens around what is not decoded yet
         self._known = len(self._window)
@@ -80,7 +83,10 @@ class TextBuilder:
             self.stopped = True
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if self._dropped is not None:
+            tokens = [token for token in tokens if token not in self._dropped]
+        skips = self._dropped is None
+        return self._tokenizer.decode(tokens, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:

@@ -1,91 +1,167 @@
-"""Calls of functions: the grammar that they follow, and finding them in an answer.
-
-A call is written as `<tool_call>`, a JSON object with `name` and `arguments`, and `</tool_call>`, each on a line: the
-form that many models are trained on.
-"""
+"""How models write calls of functions: a registry of formats, the grammar of each, and how calls are read."""
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Sequence
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from llguidance import StructTag
-
 from lookahead.server.requests import FunctionTool
-from lookahead.server.text_builder import held_back
 
-BEGIN, END = "<tool_call>", "</tool_call>"
+NAME = "NAME"
+"""Where the name of the function stands in a format."""
+
+_ALPHABET = string.ascii_letters + string.digits
+_ID_LENGTH = 9
+"""Characters of the identifier of a call: the templates of Mistral take no other."""
 
 
-def tool_grammar(tools: Sequence[FunctionTool], required: bool, parallel: bool) -> str:
-    """The grammar of an answer that may call functions.
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family of models writes calls. Arguments are a JSON object between `begin` and `end`.
+
+    Attributes:
+        name: What it is called.
+        signs: Texts that a chat template has if its model writes calls like this.
+        trigger: With what calls begin; a model that writes it writes calls.
+        begin: Of a call, `trigger` left out where it is the beginning of all calls.
+        end: Of a call.
+        between: Between two calls.
+        closing: Behind all of them.
+        after_text: Whether there may be text before calls.
+    """
+
+    name: str
+    signs: tuple[str, ...]
+    trigger: str
+    begin: str
+    end: str
+    between: str = ""
+    closing: str = ""
+    after_text: bool = True
+
+    @property
+    def marks(self) -> str:
+        """All that is written besides names and arguments."""
+        return "".join((self.trigger, self.begin, self.end, self.between, self.closing))
+
+
+HERMES = ToolFormat(
+    "hermes",
+    ("<tool_call>",),
+    "<tool_call>",
+    f'\n{{"name": "{NAME}", "arguments": ',
+    "}\n</tool_call>",
+    "\n<tool_call>",
+)
+
+FORMATS = (
+    ToolFormat(
+        "deepseek-v3",
+        ("<｜tool▁sep｜>", "```json"),
+        "<｜tool▁calls▁begin｜>",
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{NAME}\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+        "\n",
+        "<｜tool▁calls▁end｜>",
+    ),
+    ToolFormat(
+        "deepseek-v3.1",
+        ("<｜tool▁sep｜>",),
+        "<｜tool▁calls▁begin｜>",
+        f"<｜tool▁call▁begin｜>{NAME}<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "",
+        "<｜tool▁calls▁end｜>",
+    ),
+    ToolFormat("mistral-v11", ("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", f"{NAME}[ARGS]", "", "[TOOL_CALLS]"),
+    ToolFormat("mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS][", f'{{"name": "{NAME}", "arguments": ', "}", ", ", "]"),
+    HERMES,
+    ToolFormat(
+        "llama3",
+        ('"parameters": dictionary of argument name',),
+        '{"name": ',
+        f'"{NAME}", "parameters": ',
+        "}",
+        '; {"name": ',
+        after_text=False,
+    ),
+)
+"""Of the first whose signs a chat template has all; `HERMES` where there is none."""
+
+
+def format_of(template: str) -> ToolFormat | None:
+    """How the model of a chat template writes calls; `None` if the template has no place for tools."""
+    if "tools" not in template:
+        return None
+    return next((one for one in FORMATS if all(sign in template for sign in one.signs)), HERMES)
+
+
+def call_rules(
+    format_: ToolFormat, tools: Sequence[FunctionTool], special: Mapping[str, int], parallel: bool
+) -> list[str]:
+    """Rules of a grammar in Lark's form: `calls` is what follows the trigger.
 
     Args:
-        tools: The functions that it may call.
-        required: It consists of calls; otherwise there may be text, and calls behind it.
+        format_: How calls are written.
+        tools: The functions that may be called.
+        special: Special tokens of the model.
         parallel: There may be several calls.
     """
-    tags = [
-        StructTag(
-            trigger=BEGIN,
-            begin=f'{BEGIN}\n{{"name": {json.dumps(tool.function.name)}, "arguments": ',
-            grammar=tool.function.schema_or_any | {"x-guidance": {"whitespace_flexible": False}},
-            end=f"}}\n{END}",
-        )
-        for tool in tools
-    ]
-    if not required:
-        grammar = str(StructTag.to_grammar(tags, assume_special=False))
-        # Behind the only call there is no text, which might hold another one.
-        return grammar if parallel else grammar.replace(")* tag_end", ") | tag_end", 1)
-    calls = [
-        f"call_{place}: {json.dumps(tag.begin)} %json {json.dumps(tag.grammar)} {json.dumps(tag.end)}"
-        for place, tag in enumerate(tags)
-    ]
-    start = 'start: call ("\\n" call)*' if parallel else "start: call"
-    choice = " | ".join(f"call_{place}" for place in range(len(tags)))
-    return "\n".join(["%llguidance {}", start, f"call: {choice}", *calls])
+    names = [f"call_{place}" for place in range(len(tools))]
+    several = f"({literal(format_.between, special)} call)*" if parallel else ""
+    rules = [f"calls: call {several} {literal(format_.closing, special)}", f"call: {' | '.join(names)}"]
+    for name, tool in zip(names, tools, strict=True):
+        schema = tool.function.schema_or_any | {"x-guidance": {"whitespace_flexible": False}}
+        begin = literal(format_.begin.replace(NAME, tool.function.name), special)
+        end = literal(format_.end, special)
+        rules.append(f"{name}: {begin} %json {json.dumps(schema)} {end}")
+    return rules
 
 
-class CallSplitter:
-    """Tells calls from the text before them, as the answer comes."""
-
-    def __init__(self) -> None:
-        self._text = ""
-        self._shown = 0
-
-    def add(self, piece: str) -> str:
-        """Add a piece of the answer; the text that is surely before any call."""
-        self._text += piece
-        begin = self._text.find(BEGIN)
-        end = len(self._text) - held_back(self._text, [BEGIN]) if begin < 0 else begin
-        return self._show(end)
-
-    def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """The text that is left, and the calls in OpenAI's form. What is no whole call stays text."""
-        begin = self._text.find(BEGIN)
-        calls = [] if begin < 0 else _read_calls(self._text[begin:])
-        return ("" if calls else self._show(len(self._text))), calls
-
-    def _show(self, end: int) -> str:
-        new = self._text[self._shown : end]
-        self._shown = max(self._shown, end)
-        return new
+def literal(text: str, special: Mapping[str, int]) -> str:
+    """A text in a grammar, which may be no text at all. Special tokens stand for themselves: no text matches them."""
+    found = [token for token in special if token in text]
+    parts = re.split("(" + "|".join(map(re.escape, found)) + ")", text) if found else [text]
+    return " ".join(f"<[{special[part]}]>" if part in special else _quoted(part) for part in parts if part)
 
 
-def _read_calls(text: str) -> list[dict[str, Any]]:
+def up_to(rule: str, mark: str, special: Mapping[str, int]) -> str:
+    """A rule for any text up to a mark, and with it."""
+    lazy = "" if any(mark.startswith(token) for token in special) else "[lazy]"
+    return f"{rule}{lazy}: TEXT {literal(mark, special)}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def read_calls(format_: ToolFormat, text: str) -> list[dict[str, Any]]:
+    """The calls of an answer in OpenAI's form, up to the first that is not whole.
+
+    Args:
+        format_: How they are written.
+        text: The answer from the trigger on.
+    """
     calls, decoder = [], json.JSONDecoder()
-    place = text.find(BEGIN)
-    while place >= 0:
-        start = place + len(BEGIN)
-        start += len(text[start:]) - len(text[start:].lstrip())
+    begin = re.compile(re.escape(format_.begin).replace(NAME, "([a-zA-Z0-9_-]+)"))
+    place = len(format_.trigger)
+    while (found := begin.match(text, place)) is not None:
         try:
-            call, end = decoder.raw_decode(text, start)
-            function = {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
-        except (ValueError, KeyError, TypeError):  # cut off
+            arguments, end = decoder.raw_decode(text, found.end())
+        except ValueError:  # cut off
             break
-        calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
-        place = text.find(BEGIN, end)
+        if not text.startswith(format_.end, end):
+            break
+        function = {"name": found[1], "arguments": json.dumps(arguments, ensure_ascii=False)}
+        calls.append({"id": _identifier(), "type": "function", "function": function})
+        place = end + len(format_.end) + len(format_.between)
     return calls
+
+
+def _identifier() -> str:
+    return "".join(secrets.choice(_ALPHABET) for _ in range(_ID_LENGTH))

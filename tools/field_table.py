@@ -1,0 +1,62 @@
+"""The table of fields in docs/server.md, from what the server declares.
+
+python tools/field_table.py            compare
+python tools/field_table.py --update   write it anew
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from lookahead.server.fields import CHAT, COMPLETIONS, RESPONSES, unused_rows
+from lookahead.server.requests import ChatRequest, CompletionRequest, ResponsesRequest
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/server.md"
+_TABLE = re.compile(r"(?s)(<!-- fields, by tools/field_table.py -->\n).*?(\n<!-- end of fields -->)")
+_BODIES = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest, RESPONSES: ResponsesRequest}
+
+
+def field_table() -> str:
+    """A row for each field: its name, the endpoints that have it, what happens."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for place, body in _BODIES.items():
+        for name, field in body.model_fields.items():
+            if not field.description:
+                raise ValueError(f"{body.__name__}.{name} has no description")
+            places.setdefault((name, field.description), []).append(place)
+    rows = [(name, tuple(found), said) for (name, said), found in places.items()]
+    rows += [(name, tuple(place for place in found if place in _BODIES), said) for name, found, said in unused_rows()]
+    lines = ["| field | endpoints | what happens |", "| --- | --- | --- |"]
+    for name, found, said in rows:
+        if found:
+            lines.append(f"| `{name}` | {'all' if len(found) == len(_BODIES) else ', '.join(found)} | {said} |")
+    return "\n".join(lines)
+
+
+def renewed(page: str) -> str:
+    """A page with the table as it should be."""
+    made, count = _TABLE.subn(lambda found: f"{found[1]}\n{field_table()}\n{found[2]}", page)
+    if count != 1:
+        raise ValueError(f"{PAGE} has no place for the table")
+    return made
+
+
+def main() -> int:
+    """Compare or write; the exit status is 1 where they differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--update", action="store_true")
+    page = PAGE.read_text()
+    made = renewed(page)
+    if parser.parse_args().update:
+        PAGE.write_text(made)
+        return 0
+    if made != page:
+        print("docs/server.md has another table of fields: python tools/field_table.py --update")
+    return int(made != page)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
