@@ -163,14 +163,14 @@ models: $(VENV)/installed  ## Try every family of models and write the rows of d
 	$(BIN)/python tools/supported_models.py --output $(OUT)/benchmarks/results/models.jsonl $(MODELS)
 
 lint: $(VENV)/installed  ## Style, types, and which package may import which
-	$(BIN)/ruff check src tests tools benchmarks examples
-	$(BIN)/ruff format --check src tests tools benchmarks examples
+	$(BIN)/ruff check src tests tools benchmarks examples hub
+	$(BIN)/ruff format --check src tests tools benchmarks examples hub
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 format: $(VENV)/installed  ## Put the code into the project's style
-	$(BIN)/ruff check --fix src tests tools benchmarks examples
-	$(BIN)/ruff format src tests tools benchmarks examples
+	$(BIN)/ruff check --fix src tests tools benchmarks examples hub
+	$(BIN)/ruff format src tests tools benchmarks examples hub
 
 # Prompts and the story model lie outside of this repository.
 SHARED ?= ../shared
