@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.backends.transformers import equivalence
+from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.packed_rows import PackedRowsRunner, PaddedRowsRunner, Row, RowsRunner
 from lookahead.backends.transformers.packed_rows.model import packed_rows_model, rows_runner
 from lookahead.backends.transformers.sampler import TextSampler
@@ -61,7 +62,8 @@ def generate_alone(model: PreTrainedModel, request: Request, seed: int) -> list[
 
 
 def sequence_of(request: Request, index: int) -> TextSequence:
-    sampler = TextSampler(sample=request.sample, generator=torch.Generator().manual_seed(index))
+    noise = SamplingNoise(generator=torch.Generator().manual_seed(index)).row() if request.sample else None
+    sampler = TextSampler(noise=noise)
     end = len(request.prompt) + request.new_tokens
     prompt = torch.tensor([request.prompt])
     drafter = build_drafter(LookaheadConfig(step_budget=request.nodes))

@@ -12,6 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.core.shaping import Shaping
 
@@ -35,7 +36,7 @@ def listed(logits: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("count", [VOCABULARY, 8])
 def test_listed_probabilities_are_shaped_as_transformers_shapes_logits(name: str, count: int) -> None:
     logits = 3 * torch.randn(30, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    sampler = TextSampler(LogitsProcessorList(WARPERS[name]), sample=True)
+    sampler = TextSampler(LogitsProcessorList(WARPERS[name]), SamplingNoise().row())
     ids, probabilities = sampler.shaping.apply(*listed(logits, count))
     expected = LogitsProcessorList(WARPERS[name])(torch.zeros(30, 1, dtype=torch.long), logits.clone()).softmax(dim=-1)
     # of what is not listed only the sum is known
