@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from lookahead import LookaheadConfig, StepRecord
 from lookahead.backends.transformers import ForwardResult, ModelRunner
+from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.core.decoder import Batch, step
@@ -55,7 +56,8 @@ def test_sequences_join_and_leave_between_steps(sample: bool) -> None:
             if joins == time:
                 backend.rows.append(ModelRunner(model, 1))
                 end = 2 * length + new_tokens
-                sampler = TextSampler(sample=sample, generator=torch.Generator().manual_seed(index))
+                noise = SamplingNoise(generator=torch.Generator().manual_seed(index)).row() if sample else None
+                sampler = TextSampler(noise=noise)
                 drafter = build_drafter(LookaheadConfig(step_budget=8 + index))
                 sequences.append(
                     TextSequence(

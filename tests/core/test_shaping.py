@@ -53,7 +53,7 @@ def test_listed_probabilities_are_shaped_as_transformers_shapes_logits(name: str
 
 def test_nothing_changes_without_warpers() -> None:
     ids, probabilities = listed(torch.randn(2, VOCABULARY), 8)
-    sampler = TextSampler(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5)]), sample=True)
+    sampler = TextSampler(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5)]), SamplingNoise().row())
     assert not sampler.shaping.changes
     shaped = sampler.shaping.apply(ids, probabilities)
     assert shaped[0] is ids
