@@ -13,7 +13,7 @@ import torch
 from transformers import LogitsProcessorList
 
 import lookahead
-import lookahead.api.request
+import lookahead.serving.request
 import run_batches
 from batch_exactness import (
     PROCESSORS,
@@ -221,7 +221,7 @@ def test_where_positions_depend_on_the_longest_row_texts_are_exact_or_refused(na
 
 # --- the suite has teeth: with a fault put into the library, cases fail ---------------------------------------
 
-_commit, _narrow_all = TreeLayer.commit, lookahead.api.request.row_processors
+_commit, _narrow_all = TreeLayer.commit, lookahead.serving.request.row_processors
 
 
 def _commits_the_first_row(self: TreeLayer, slots: list[list[int]]) -> None:
@@ -243,7 +243,7 @@ def _hands_over_at_once(self: StreamFeeder, step: lookahead.StepRecord) -> None:
 FAULTS: dict[str, tuple[object, str, Callable[..., Any], dict[str, Any]]] = {
     "cache keeps another row's nodes": (TreeLayer, "commit", _commits_the_first_row, {}),
     "processors of another row": (
-        lookahead.api.request,
+        lookahead.serving.request,
         "row_processors",
         _narrows_to_the_first_row,
         {"settings": {"allowed": (72, 3)}},

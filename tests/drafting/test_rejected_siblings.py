@@ -9,7 +9,7 @@ import torch
 
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory, StepResult
-from lookahead.serving.prompt_warm_up import MOST_LOGITS, MOST_READ, warm_up_tokens
+from lookahead.serving.drafting import MOST_LOGITS, MOST_READ, warm_up_tokens
 from model_zoo import build
 
 TOP_K = 4

@@ -21,7 +21,7 @@ Task = Callable[..., Any]
 """What a rank runs: a function of a module, given the group of its size and the arguments. Results are pickled."""
 
 
-_LATE = ["lookahead.parallel", "lookahead.api.request", "transformers.generation.utils", "torch._dynamo", "hypothesis"]
+_LATE = ["lookahead.parallel", "lookahead.api.call", "transformers.generation.utils", "torch._dynamo", "hypothesis"]
 
 
 class TaskError(Exception):

@@ -15,7 +15,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from lookahead.api.request import decode_request
+from lookahead.api.call import decode_call
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep
 from lookahead.drafting import NGramPool
@@ -77,7 +77,7 @@ def generate(
     start = perf_counter()
     config = check_config(lookahead_config)
     check_pool(ngram_pool, config)
-    decode = partial(decode_request, config=config, on_step=on_step, ngram_pool=ngram_pool, parallel=parallel)
+    decode = partial(decode_call, config=config, on_step=on_step, ngram_pool=ngram_pool, parallel=parallel)
     decode = partial(decode, prediction=prediction, start=start)
     if input_ids is not None and _is_prepared(kwargs):
         return decode(read_arguments(model, input_ids, **kwargs))

@@ -41,8 +41,14 @@ class Verify(Protocol):
 def verify(batch: Batch, trees: Sequence[TokenTree], outputs: Sequence[NodeOutputs]) -> list[Walk | None]:
     """Walk the tree of each sequence, which grows by the tokens selected; `None` for one that is finished, or of which
     the step carried a part of the text alone."""
-    rows = zip(batch.sequences, trees, outputs, strict=True)
-    return [_walk(*row) if not row[0].finished and row[1].needs_logits[row[1].root] else None for row in rows]
+    return [verify_row(*row) for row in zip(batch.sequences, trees, outputs, strict=True)]
+
+
+def verify_row(sequence: SequenceState, tree: TokenTree, outputs: NodeOutputs) -> Walk | None:
+    """Walk the tree of one sequence; see `verify`."""
+    if sequence.finished or not tree.needs_logits[tree.root]:
+        return None
+    return follow(tree, lambda node: select_token(sequence, outputs, node), sequence.append)
 
 
 @dataclass
@@ -219,10 +225,6 @@ def _without_draft(tree: TokenTree) -> TokenTree:
     bare = TokenTree(tree.tokens[:pending])
     bare.needs_logits[:] = tree.needs_logits[:pending]
     return bare
-
-
-def _walk(sequence: SequenceState, tree: TokenTree, outputs: NodeOutputs) -> Walk:
-    return follow(tree, lambda node: select_token(sequence, outputs, node), sequence.append)
 
 
 def select_token(sequence: SequenceState, outputs: NodeOutputs, node: int) -> int:

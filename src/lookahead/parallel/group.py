@@ -90,7 +90,7 @@ class ParallelGroup:
         check_memory(config, self.size)
         if config.preset in BUDGETED and config.step_budget is None:
             config = replace(config, step_budget=_FIXED_BUDGET * self.size)
-        return config if config.trace is None else replace(config, trace=None)  # one rank records, for all
+        return config if self.rank == 0 else replace(config, trace=None)  # one rank records, for all
 
     def check(self, model: PreTrainedModel, local: object) -> None:
         """Refuse a model if `local`, which would run it in one process, is no backend whose trees can be shared out."""
@@ -123,7 +123,7 @@ class ParallelGroup:
         values = {
             "the version": versions(),
             "the model": model_identity(model),
-            "lookahead_config": config,
+            "lookahead_config": replace(config, trace=None),
             "the generation configuration": settings(generation_config),
             "input_ids": prompts[0],
             "attention_mask": prompts[1],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from threading import Condition, RLock, Thread
 from types import TracebackType
 from typing import Any
@@ -14,23 +13,24 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.session import EngineRunner, open_session
+from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import draft_account
+from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.config import LookaheadConfig
-from lookahead.core.decoder import Batch, step, verify
 from lookahead.core.draft_account import DraftAccount
 from lookahead.core.shared_budget import EXPLORED, SharedBudget
 from lookahead.core.statistics import OnStep, Statistics
-from lookahead.core.token_tree import TokenTree
-from lookahead.core.walk import Walk
 from lookahead.errors import InvalidArgumentError, LookaheadError, ModelChangedError, UnsupportedArgumentError
 from lookahead.serving.arguments import check_config, check_prompt_ids
+from lookahead.serving.drafting import Drafting
 from lookahead.serving.handle import RequestHandle
 from lookahead.serving.kv_memory import PREFIX_BYTES, KVMemory
-from lookahead.serving.prediction import check_reads_predictions, token_ids
+from lookahead.serving.prediction import predicted_texts
 from lookahead.serving.prepared import Arguments, hand_over
-from lookahead.serving.request import Extras, Request, check_request, check_room
+from lookahead.serving.request import Request, check_request, check_room
 from lookahead.serving.scheduler import Scheduler, urgency
 from lookahead.serving.statistics import EngineLoad, EngineStatistics
+from lookahead.serving.steps import Steps
 
 
 class Engine:
@@ -95,6 +95,7 @@ class Engine:
         self._compares_bits = prefix_cache or bool(self._config.pack_weights)
         self._watch = self._session.watch(self._runner, self._compares_bits)
         self._shared = SharedBudget(self._account, self._config.step_budget, EXPLORED)
+        self._steps = Steps(self._runner, self._session.clock, self._shared)
         self._memory = memory = KVMemory(
             self._runner.token_bytes(),
             kv_bytes,
@@ -103,7 +104,7 @@ class Engine:
             lambda block: self._runner.new_row(block),
             self._runner.keeps_apart,
         )
-        self._scheduler: Scheduler[Request] = Scheduler(max_rows, memory.tokens, prompt_tokens, memory.begin)
+        self._scheduler: Scheduler[Request] = Scheduler(max_rows, memory, prompt_tokens)
         self._arrivals: deque[Request] = deque()
         self._submitted = 0
         self._changed = Condition()  # held for the arrivals, and by who waits for some
@@ -157,20 +158,20 @@ class Engine:
         arguments: Arguments = hand_over(self._model, ids.to(self._model.device), dict(kwargs), lambda given: given)
         check_request(arguments)
         config = self._config if lookahead_config is None else _check_engine_config(lookahead_config)
-        if prediction is not None:
-            check_reads_predictions(config)
         _check_nodes(self._runner, config)
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
-        extras = Extras(seed, logprobs, None if prediction is None else self._known_tokens("prediction", prediction))
-        handle = RequestHandle(self)
+        expected = predicted_texts(prediction, config, 1, self._model.get_input_embeddings().num_embeddings)[0]
+        drafting = Drafting(self._model, config, self._shared, most_nodes=self._runner.most_nodes)
+        check_room(arguments, self._runner, self._memory, drafting.most_nodes)
+        noise = SamplingNoise(generator=torch.Generator(ids.device).manual_seed(seed)).row()
+        request = Request(arguments, drafting, noise, self._runner.last_length, predicted=expected, logprobs=logprobs)
+        request.row, handle = self._memory.new_row(), RequestHandle(self)
+        handle.statistics.prompt_tokens = request.length
+        handle.statistics.invariant_rows = least_rows(self._runner.model) if self._runner.is_invariant else 0
         with self._changed:
             place = urgency(priority, self.statistics.steps, self._submitted)
             self._submitted += 1
-        request = Request(
-            self._model, self._runner, self._memory, arguments, extras, config, self._shared, handle, place
-        )
-        check_room(arguments, self._runner, self._memory, request.most_nodes)
-        request.listen(on_step)
+        request.serve(handle, place, on_step)
         with self._changed:
             self._arrivals.append(request)
             self._changed.notify_all()
@@ -277,10 +278,6 @@ class Engine:
         with self._changed:
             self._changed.notify_all()
 
-    def _known_tokens(self, name: str, tokens: torch.Tensor | Sequence[int]) -> list[int]:
-        """Token ids of a text, given as a list or a tensor."""
-        return token_ids(name, tokens, self._model.get_input_embeddings().num_embeddings)
-
     @property
     def _unfinished(self) -> int:
         return len(self._arrivals) + len(self._scheduler.waiting) + len(self._scheduler.running)
@@ -315,7 +312,13 @@ class Engine:
     def _run(self, requests: list[Request]) -> None:
         """One step. Its requests are taken out of the list: an error keeps its callers' variables, and so this list."""
         try:
-            self._forward(requests)
+            for request in requests:
+                request.handle.serve()
+            counts = Statistics()
+            self._steps.run(requests, counts, waits=bool(self._scheduler.waiting))
+            if self._watch is not None:
+                self._watch.settle()
+            self.statistics.count(len(requests), sum(counts.nodes_per_step), counts.tokens)
         except BaseException as error:
             self._leave_all(requests, error)
             raise
@@ -323,28 +326,6 @@ class Engine:
             self._leave_all([one for one in requests if one.sequence.finished or one.error is not None])
         finally:
             requests.clear()
-
-    def _forward(self, requests: list[Request]) -> None:
-        self._runner.rows = [request.row for request in requests]  # type: ignore[assignment]
-        shared = self._shared if any(request.shares for request in requests) else None
-        if shared is not None:
-            temperature = sum(request.temperature for request in requests) / len(requests)
-            timed = all(request.length - request.cached == 1 for request in requests)
-            shared.begin(len(requests), temperature, timed, waits=bool(self._scheduler.waiting))
-        counts = Statistics()
-        batch = Batch(
-            [request.sequence for request in requests],
-            counts,
-            shared,
-            self._session.clock,
-            _Verification(requests),
-            None if shared is None else shared.share_out,
-            packed=True,
-        )
-        step(self._runner, batch)
-        if self._watch is not None:
-            self._watch.settle()
-        self.statistics.count(len(requests), sum(counts.nodes_per_step), counts.tokens)
 
     def _follow_model(self) -> None:
         """If the model is not what it was, begin anew with what it is: nothing of before may go into a text.
@@ -368,9 +349,9 @@ class Engine:
         self._memory.forget()
         rest = [request for request in requests if request not in begun]
         for request in rest:
-            request.drop()
+            self._memory.drop(request)
         try:
-            self._runner = self._session.open_rows(self._config, 0, None, 0)[0]
+            self._runner = self._steps.backend = self._session.open_rows(self._config, 0, None, 0)[0]
         except LookaheadError as error:
             self._leave_all(rest, error)
             raise
@@ -409,21 +390,3 @@ def _check_engine_config(config: LookaheadConfig | None) -> LookaheadConfig:
     if checked.engine != "dynamic":
         raise UnsupportedArgumentError(f"engine={checked.engine!r} is not supported by an Engine; use engine='dynamic'")
     return checked
-
-
-class _Verification:
-    """Walks the tree of each request by itself, so that a processor that raises ends its own request and no other."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._requests = requests
-
-    def __call__(self, batch: Batch, trees: Sequence[TokenTree], outputs: Sequence[Any]) -> list[Walk | None]:
-        walks: list[Walk | None] = []
-        for request, tree, output in zip(self._requests, trees, outputs, strict=True):
-            try:
-                walks += verify(replace(batch, sequences=[request.sequence]), [tree], [output])
-            except Exception as error:
-                request.error = error
-                request.sequence.finished = True
-                walks.append(None)
-        return walks

@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from threading import Condition
+from time import perf_counter
 from typing import Protocol
 
 import torch
 
+from lookahead.core.statistics import StepRecord
 from lookahead.serving.output import LookaheadOutput
 from lookahead.serving.statistics import RequestStatistics
 
@@ -67,6 +69,7 @@ class RequestHandle:
 
     def __init__(self, engine: Driver) -> None:
         self._engine = engine
+        self._submitted = perf_counter()
         self._changed = Condition()
         self._events: list[TokenEvent] = []
         self._output: Output | None = None
@@ -199,8 +202,17 @@ class RequestHandle:
         assert self._output is not None
         return self._output
 
-    def add(self, events: list[TokenEvent]) -> None:
-        """For the engine: there are new tokens."""
+    def serve(self) -> None:
+        """For the engine: the request takes part in a step."""
+        if self.statistics.queue_seconds is None:
+            self.statistics.queue_seconds = perf_counter() - self._submitted
+
+    def add(self, record: StepRecord, events: list[TokenEvent]) -> None:
+        """For the engine: a step has added tokens."""
+        self.statistics.steps += 1
+        self.statistics.record(record)
+        if self.statistics.first_token_seconds is None:
+            self.statistics.first_token_seconds = perf_counter() - self._submitted
         with self._changed:
             self._events += events
             self._changed.notify_all()
@@ -208,6 +220,7 @@ class RequestHandle:
 
     def end(self, output: Output | None, error: BaseException | None, reason: str) -> None:
         """For the engine: the request is done."""
+        self.statistics.total_seconds = perf_counter() - self._submitted
         with self._changed:
             self._output = output
             self._error = CancelledError() if output is None and error is None else error

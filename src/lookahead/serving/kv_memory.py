@@ -72,6 +72,10 @@ class KVMemory:
         """An empty row."""
         return self._make_row(self.block)
 
+    def drop(self, request: Request) -> None:
+        """Forget keys and values of a request; they will be computed anew."""
+        request.row = self.new_row()
+
     def reserved(self, tokens: int) -> int:
         """Tokens that a row takes which comes to `tokens`."""
         return whole_blocks(tokens, self.block)
@@ -129,7 +133,7 @@ class KVMemory:
                     request.row.copy_start(row, common)
                 elif prefix is not None:  # there is room for one of them alone
                     self._prefixes.remove(prefix)
-                    if row.capacity <= request.reserved:
+                    if row.capacity <= self.reserved(request.reach):
                         row.crop(common)
                         request.row = row
         self.asked += len(text)
@@ -141,4 +145,4 @@ class KVMemory:
         """Tokens of finished texts that there is room for."""
         if self.tokens is None or self._apart:
             return self._prefix_tokens
-        return min(self.tokens - sum(request.reserved for request in running), self._prefix_tokens)
+        return min(self.tokens - sum(self.reserved(request.reach) for request in running), self._prefix_tokens)

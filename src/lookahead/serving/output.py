@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.core.statistics import Statistics
+from lookahead.serving.prepared import Arguments
 
 
 @dataclass
@@ -23,6 +25,35 @@ class LookaheadOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
     """
 
     statistics: Statistics | None = None
+
+
+def make_output(
+    sequences: Sequence[TextSequence],
+    arguments: Arguments,
+    pad_token: int | None,
+    statistics: Statistics,
+    cache: Cache | None = None,
+) -> torch.Tensor | LookaheadOutput:
+    """What `generate` returns of its rows: the texts `[batch, tokens]`, or all of it, as `arguments` ask for.
+
+    Args:
+        sequences: The rows.
+        arguments: What the call asked for.
+        pad_token: Fills up rows that ended early.
+        statistics: Counts and times; those of the drafters are added.
+        cache: The cache that is returned, if one is.
+    """
+    texts = stack_texts(sequences, pad_token)
+    if not arguments.config.return_dict_in_generate:
+        return texts
+    statistics.sources = [sequence.ask_drafter(lambda drafter: drafter.statistics(), {}) for sequence in sequences]
+    return LookaheadOutput(
+        sequences=texts,
+        scores=stack_collected([sequence.sampler.scores for sequence in sequences]),
+        logits=stack_collected([sequence.sampler.logits for sequence in sequences]),
+        past_key_values=cache,
+        statistics=statistics,
+    )
 
 
 def stack_texts(sequences: Sequence[TextSequence], pad_token: int | None) -> torch.Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 PATIENCE = 1000
 """Steps that one level of priority is worth: a request waits for those of the next level that came up to so many steps
@@ -18,7 +18,7 @@ class Schedulable(Protocol):
         urgency: The smaller, the sooner; see `urgency`.
         length: Tokens of its text so far.
         cached: How many of them have keys and values.
-        reserved: Tokens that its keys and values may take in the coming step.
+        reach: Tokens that it may come to with the coming step.
     """
 
     urgency: tuple[int, int]
@@ -30,18 +30,33 @@ class Schedulable(Protocol):
     def cached(self) -> int: ...
 
     @property
-    def reserved(self) -> int: ...
+    def reach(self) -> int: ...
 
     def send(self, tokens: int) -> None:
         """Send so many of the tokens that are not cached with the coming step."""
 
-    def drop(self) -> None:
-        """Forget keys and values; they will be computed anew."""
-
 
 Served = TypeVar("Served", bound=Schedulable)
 
-Begin = Callable[[Served, Sequence[Served]], bool]
+
+class Room(Protocol):
+    """Where keys and values go.
+
+    Attributes:
+        tokens: Most tokens, those of trees included, that are held at once; any number if `None`.
+    """
+
+    tokens: int | None
+
+    def reserved(self, tokens: int) -> int:
+        """Tokens that a text takes which comes to `tokens`."""
+
+    def begin(self, request: Any, running: Sequence[Any]) -> bool:
+        """Called with a request that has no keys and values, and with all that run, before it takes part in a step;
+        says whether it does."""
+
+    def drop(self, request: Any) -> None:
+        """Forget keys and values; they will be computed anew."""
 
 
 def urgency(priority: int, step: int, number: int) -> tuple[int, int]:
@@ -60,10 +75,8 @@ class Scheduler(Generic[Served]):
 
     Args:
         max_rows: Most requests that run at once.
-        kv_tokens: Most tokens, those of trees included, whose keys and values are held at once; any number if `None`.
+        room: Where keys and values go.
         prompt_tokens: Most tokens of prompts in one step, so that a long prompt does not hold up the others.
-        begin: Called with a request that has no keys and values, and with all that run, before it takes part in a step;
-            says whether it does.
 
     Attributes:
         waiting: In the order in which they will run.
@@ -71,11 +84,10 @@ class Scheduler(Generic[Served]):
         preempted: How often a running request had to wait again.
     """
 
-    def __init__(self, max_rows: int, kv_tokens: int | None, prompt_tokens: int, begin: Begin[Served]) -> None:
+    def __init__(self, max_rows: int, room: Room, prompt_tokens: int) -> None:
         self._max_rows = max_rows
-        self._kv_tokens = kv_tokens
+        self._room = room
         self._prompt_tokens = prompt_tokens
-        self._begin = begin
         self.waiting: list[Served] = []
         self.running: list[Served] = []
         self.preempted = 0
@@ -97,7 +109,7 @@ class Scheduler(Generic[Served]):
         """
         while len(self.running) > 1 and not self._fits(self.running):
             last = self.running.pop()
-            last.drop()
+            self._room.drop(last)
             self.preempted += 1
             self.add(last)
         while self.waiting and len(self.running) < self._max_rows and self._fits([*self.running, self.waiting[0]]):
@@ -105,14 +117,14 @@ class Scheduler(Generic[Served]):
         return self._share_out()
 
     def _fits(self, requests: Sequence[Served]) -> bool:
-        held = sum(request.reserved for request in requests)
-        return self._kv_tokens is None or held <= self._kv_tokens
+        room = self._room
+        return room.tokens is None or sum(room.reserved(request.reach) for request in requests) <= room.tokens
 
     def _share_out(self) -> list[Served]:
         """Who takes part: all that go on from their last token, and prompts as far as the tokens for them go."""
         served, left = [], self._prompt_tokens
         for request in self.running:
-            if not request.cached and not (left and self._begin(request, self.running)):
+            if not request.cached and not (left and self._room.begin(request, self.running)):
                 continue
             pending = request.length - request.cached
             tokens = pending if pending == 1 else min(pending, left)

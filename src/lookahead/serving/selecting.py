@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.core.outputs import NodeOutputs
 from lookahead.errors import UnsupportedArgumentError
+from lookahead.serving.handle import TokenEvent
 
 
 def row_processors(processors: LogitsProcessorList, row: int, batch_size: int) -> LogitsProcessorList:
@@ -80,19 +80,6 @@ def make_sampler(processors: LogitsProcessorList, config: GenerationConfig, nois
     )
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """How likely the model thought a token, before processors and sampling settings.
-
-    Attributes:
-        logprob: Natural logarithm of the token's probability.
-        top: The likeliest tokens in its place with theirs, likeliest first.
-    """
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
 class LogprobSampler:
     """A sampler that notes the log-probabilities of what another one selects.
 
@@ -109,7 +96,7 @@ class LogprobSampler:
     def __init__(self, sampler: TextSampler, top: int) -> None:
         self._sampler = sampler
         self._top = top
-        self.noted: list[TokenLogprobs] = []
+        self.noted: list[TokenEvent] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
@@ -121,5 +108,5 @@ class LogprobSampler:
         logprobs = logits.log_softmax(-1)
         values, ids = logprobs.topk(min(self._top, len(logprobs))) if self._top else (logprobs[:0], logprobs[:0])
         top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-        self.noted.append(TokenLogprobs(float(logprobs[token]), top))
+        self.noted.append(TokenEvent(token, float(logprobs[token]), top))
         return token

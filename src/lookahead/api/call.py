@@ -1,0 +1,213 @@
+"""One call of `generate`: a batch of requests without a scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from lookahead.backends.session import open_session
+from lookahead.backends.transformers import PromptPass, equivalence
+from lookahead.backends.transformers.model_state import draft_account
+from lookahead.backends.transformers.noise import SamplingNoise
+from lookahead.backends.transformers.packed_rows import PackedRowsRunner, Row
+from lookahead.backends.transformers.packed_rows.model import packed_clone
+from lookahead.config import LookaheadConfig
+from lookahead.core.draft_account import DraftAccount
+from lookahead.core.shared_budget import SharedBudget
+from lookahead.core.statistics import OnStep, Statistics, StepRecord
+from lookahead.drafting import NGramPool
+from lookahead.parallel.alone import Alone
+from lookahead.serving.arguments import check_own_prefill
+from lookahead.serving.drafting import Drafting
+from lookahead.serving.output import LookaheadOutput, make_output, padded_texts
+from lookahead.serving.prediction import Prediction, predicted_texts
+from lookahead.serving.prepared import Arguments
+from lookahead.serving.request import Request
+from lookahead.serving.shielding import shielded
+from lookahead.serving.steps import Steps
+from lookahead.serving.streaming import StreamFeeder
+
+if TYPE_CHECKING:
+    from lookahead.parallel import ParallelGroup
+
+
+def decode_call(
+    arguments: Arguments,
+    *,
+    config: LookaheadConfig,
+    on_step: OnStep | None,
+    ngram_pool: NGramPool | None,
+    start: float,
+    prediction: Prediction | None = None,
+    parallel: ParallelGroup | None = None,
+) -> torch.Tensor | LookaheadOutput:
+    """What `lookahead.generate` returns, which was called at `start` by `perf_counter`, with its arguments."""
+    ranks = parallel or Alone()
+    if arguments.prompts.inputs:
+        check_own_prefill(arguments.model, arguments.prompts, config, arguments.config, parallel is not None)
+    config = ranks.drafting(config)
+    if ranks.rank > 0:  # one rank speaks for all
+        arguments, on_step = replace(arguments, streamer=None), None
+    call = Call(arguments, config, ranks, ngram_pool, prediction)
+    return call.run(start, on_step)
+
+
+class Call:
+    """The rows of one call: prepared, decoded, and returned.
+
+    Args:
+        arguments: What it asks for.
+        config: How to draft.
+        ranks: Who decodes; they agree here on what they do.
+        pool: A pool for all rows.
+        prediction: What is expected of them.
+
+    Raises:
+        LookaheadError: The model or its settings cannot do what is asked for.
+    """
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        config: LookaheadConfig,
+        ranks: ParallelGroup | Alone,
+        pool: NGramPool | None,
+        prediction: Prediction | None,
+    ) -> None:
+        model, prompts, asked = arguments.model, arguments.prompts, arguments.config
+        self._arguments, self._ranks = arguments, ranks
+        self._call = call = open_session(model).begin(prompts, config, asked)
+        ranks.check(model, call.runner)
+        ranks.begin(model, config, asked, (prompts.input_ids, prompts.mask))
+        vocabulary = model.get_input_embeddings().num_embeddings if prediction is not None else 0
+        predicted = predicted_texts(prediction, config, prompts.rows, vocabulary)
+        packed = _packed_runner(arguments, config) if isinstance(ranks, Alone) and call.packs else None
+        budget: DraftAccount | SharedBudget | None = None
+        if config.chooses_nodes and packed is not None:
+            budget = SharedBudget(partial(draft_account, packed.model, config))
+        elif config.chooses_nodes:
+            budget = draft_account(model, config, prompts.rows, arguments.temperature, call.chains)
+        self._drafting = drafting = Drafting(
+            model, shielded(config, prompts.input_ids.device), budget, pool, call.most_nodes, call.chains
+        )
+        self._noise = noise = SamplingNoise(prompts.rows)
+        self._requests = [
+            Request(arguments, drafting, noise.row(row), call.runner.last_length, row, predicted[row])
+            for row in range(prompts.rows)
+        ]
+        self._statistics = Statistics()
+        self._fills = self._requests[0].rule.has_eos  # rows that end before others, with padding
+        self._steps = steps = Steps(packed or call.runner, call.clock, budget, come_and_go=packed is not None)
+        if packed is None:
+            steps.batch.sequences = [request.sequence for request in self._requests]
+            steps.backend = ranks.backend(call.runner, steps.batch, self._requests[0].rule.asks_others)
+        else:
+            for request in self._requests:
+                request.row = Row()
+        wants_cache = asked.return_dict_in_generate and asked.use_cache
+        self._returns_cache = bool(wants_cache and call.keeps_cache)
+
+    def run(self, start: float, on_step: OnStep | None) -> torch.Tensor | LookaheadOutput:
+        """Decode all rows, and give back what `lookahead.generate`, called at `start`, returns."""
+        streamer, statistics = self._arguments.streamer, self._statistics
+        feeder = None if streamer is None else StreamFeeder(streamer, len(self._requests), self._pad_token)
+        self._listen(on_step, feeder)
+        statistics.seconds.add("prepare", start)
+        keeps_cache = self._returns_cache or self._arguments.prompts.cache is not None
+        try:
+            if feeder is not None:
+                feeder.start(self._arguments.prompts.input_ids)
+            self._decode(keeps_cache)
+        except Exception as error:
+            self._call.restore()
+            self._ranks.fail(error)
+            raise
+        finally:
+            self._drafting.keep()
+        if feeder is not None:
+            feeder.end()
+        cache = self._call.release(keeps_cache)
+        statistics.state_bytes, statistics.invariant_rows = self._call.state_bytes, self._call.invariant_rows
+        sequences = [request.sequence for request in self._requests]
+        cache = cache if self._returns_cache else None
+        output = make_output(sequences, self._arguments, self._pad_token, statistics, cache)
+        self._drafting.release()
+        return output
+
+    def _listen(self, on_step: OnStep | None, feeder: StreamFeeder | None) -> None:
+        """Tell `on_step` of every step, the streamer of every token, and the noise of rows that need no more."""
+
+        def tell(record: StepRecord) -> None:
+            if on_step is not None:
+                on_step(record)
+            if feeder is not None:
+                feeder.add(record)
+            if record.finished and self._fills:
+                self._noise.leave(record.index)
+
+        for request in self._requests:
+            request.sequence.on_step = tell
+
+    @property
+    def _pad_token(self) -> int | None:
+        token = self._arguments.config._pad_token_tensor
+        return int(token) if token is not None and self._fills else None
+
+    @torch.no_grad()
+    def _decode(self, keeps_cache: bool) -> None:
+        prompts, chunk_size = self._arguments.prompts, self._arguments.config.prefill_chunk_size
+        steps, statistics = self._steps, self._statistics
+        if prompts.inputs:
+            runner, model = self._call.runner, self._arguments.model
+            steps.backend = PromptPass(runner, model, prompts.input_ids, prompts.mask, prompts.inputs)
+            steps.run(self._requests, statistics)
+            steps.backend = runner
+        else:
+            start = perf_counter()
+            statistics.prefill_passes = steps.prefill(self._requests, chunk_size)
+            statistics.seconds.add("prepare", start)
+        self._run_steps()
+        if not self._fills:
+            self._lengthen()
+            self._run_steps()
+        if keeps_cache:
+            steps.backend.complete(padded_texts([request.sequence for request in self._requests], self._pad_token))
+
+    def _run_steps(self) -> None:
+        steps, requests = self._steps, self._requests
+        while left := [request for request in requests if not request.sequence.finished]:
+            steps.run(left if steps.come_and_go else requests, self._statistics)
+            for request in left:
+                if request.error is not None:
+                    raise request.error
+
+    def _lengthen(self) -> None:
+        """Let rows go on that ended before others: without an end-of-sequence token transformers pads nothing."""
+        sequences = [request.sequence for request in self._requests]
+        longest = max(sequence.length for sequence in sequences)
+        for sequence in sequences:
+            sequence.stop = lambda sequence: sequence.length >= longest
+            sequence.most_tokens = len(sequence.tokens) + longest - sequence.length
+            sequence.finished = sequence.stop(sequence)
+        self._steps.batch.times = None
+
+
+def _packed_runner(arguments: Arguments, config: LookaheadConfig) -> PackedRowsRunner | None:
+    """What runs the rows of a call as an `Engine` runs requests, packed into one row of tokens; `None` where they are
+    padded.
+
+    A cache that a call takes or leaves has padded rows. On a GPU a call for each row takes longer than padding does. Of
+    packed weights there is one copy for a model, which calls of one prompt have.
+    """
+    model, prompts, asked = arguments.model, arguments.prompts, arguments.config
+    leaves_cache = asked.return_dict_in_generate and asked.use_cache
+    if prompts.rows == 1 or prompts.cache is not None or prompts.inputs or leaves_cache:
+        return None
+    if config.engine != "dynamic" or config.invariant or config.pack_weights or model.device.type != "cpu":
+        return None
+    clone = packed_clone(model, pack_weights=False, invariant=False)
+    return None if isinstance(clone, str) else PackedRowsRunner(clone, equivalence(model).holds("positions_end"))

@@ -1,0 +1,111 @@
+"""Who drafts for the texts of a call or an engine: a drafter for each, and what they share."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from lookahead.backends.transformers.model_state import draft_memory, keep_memory, release_memory, state_of
+from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
+from lookahead.core.draft_account import DraftAccount
+from lookahead.core.shared_budget import SharedBudget
+from lookahead.drafting import Drafter, NGramPool, PredictedText, build_chain_drafter, build_drafter
+
+MOST_READ = 512
+"""Most tokens of a prompt that are read for drafting."""
+
+MOST_LOGITS = 1 << 24
+"""Most logits that reading makes: 64 MiB of them. A vocabulary of 128,000 leaves 131 tokens."""
+
+_AFFORDED = 0.1
+"""By how much reading may lengthen the pass over the prompt, where time decides."""
+
+
+class Drafting:
+    """Makes the drafters of texts that are drafted alike.
+
+    Args:
+        model: The model.
+        config: How to draft.
+        budget: Chooses the nodes: of each text, or of all texts of a step together. As `config` has it if not given.
+        pool: The pool of the paper's method; one for each text if not given.
+        most_nodes: Nodes that the tree of each text may have.
+        chains: Whether drafts are chains.
+
+    Attributes:
+        config: As given.
+        most_nodes: Nodes that a tree has at most.
+        shares: Whether candidates compete with those of other texts.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: LookaheadConfig,
+        budget: DraftAccount | SharedBudget | None = None,
+        pool: NGramPool | None = None,
+        most_nodes: int = MAX_NODES_PER_STEP,
+        chains: bool = False,
+    ) -> None:
+        self.config = config
+        self.most_nodes = min(config.max_nodes, most_nodes)
+        self.shares = config.preset == "auto" and isinstance(budget, SharedBudget)
+        self._model, self._budget, self._chains = model, budget, chains
+        self._pool = NGramPool(config.ngram_size, config.guess_set_size) if pool is None and config.share_pool else pool
+        self._memory = draft_memory(model, config) if config.preset == "auto" else None
+
+    def drafter(
+        self, prompt: int, predicted: PredictedText | None, temperature: float = 0.0, longest: int | None = None
+    ) -> Drafter:
+        """One for a text.
+
+        Args:
+            prompt: Tokens that it begins with.
+            predicted: A text that is expected.
+            temperature: Of sampling, 0 for the likeliest tokens.
+            longest: Tokens that it may come to, if rows with more to write go before others.
+        """
+        account = self._budget if isinstance(self._budget, DraftAccount) else None
+        reads = self._memory is not None and (account is None or account.reads_prompts)
+        read = warm_up_tokens(self._model, prompt, self.config.chooses_nodes) if reads else 0
+        known = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
+        if self._chains:
+            return build_chain_drafter(self.config, self._memory, account, read, known, predicted)
+        shared = self._budget if self.shares and isinstance(self._budget, SharedBudget) else None
+        budget = None if shared is None else shared.row(temperature, longest)
+        most = self.most_nodes
+        return build_drafter(self.config, self._pool, self._memory, account, read, most, known, budget, predicted)
+
+    def keep(self) -> None:
+        """Bring what was learned to its file, if there is one."""
+        if self._memory is not None:
+            keep_memory(self._model, self.config, self._memory)
+
+    def release(self) -> None:
+        """Nobody drafts with this any more."""
+        if self._memory is not None:
+            release_memory(self._model, self.config, self._memory)
+
+
+def warm_up_tokens(model: PreTrainedModel, prompt: int, time_decides: bool) -> int:
+    """How many of the last tokens of a prompt to read, so that the model's predictions there fill the memory.
+
+    The pass over the prompt runs through all layers anyhow; what reading adds is the product with the vocabulary. That
+    is little for a large model, and much for a small one with a large vocabulary.
+
+    Args:
+        model: The model.
+        prompt: Length of the prompt, in tokens.
+        time_decides: Read no more than lengthens the pass over the prompt by a tenth. Otherwise steps are what counts.
+    """
+    inputs = getattr(model.get_input_embeddings(), "weight", None)
+    outputs = getattr(model.get_output_embeddings(), "weight", None)
+    if inputs is None or outputs is None or outputs.ndim != 2:
+        return 0
+    most = min(MOST_READ, MOST_LOGITS // int(outputs.shape[0]))
+    if not time_decides:
+        return most
+    state = state_of(model)
+    if state.layer_weights is None:
+        weights = (weight for weight in model.parameters() if weight is not inputs and weight is not outputs)
+        state.layer_weights = sum(weight.numel() for weight in weights)
+    return min(most, int(_AFFORDED * prompt * state.layer_weights / outputs.numel()))
