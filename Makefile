@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 RECORD ?=
 OUT := $(if $(RECORD),.,build/out)
 
-.PHONY: help demo test worth test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-versions
+.PHONY: help demo test worth test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-versions
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -96,6 +96,21 @@ LOAD_PROMPTS = $(if $(filter file,$(origin SHARED)),$(wildcard $(SHARED)/data/hu
 bench-server: build/guidellm/installed | $(VENV)/installed  ## A load generator against the server, and transformers serve, on this machine alone; installs the generator first (four minutes)
 	$(BIN)/python benchmarks load --guidellm build/guidellm/bin/guidellm $(addprefix --prompts ,$(LOAD_PROMPTS)) \
 		--output $(OUT)/benchmarks/results/load.jsonl
+
+# In environments of their own, which see what is installed here: they bring data sets, and what reads these.
+build/trl: PACKAGE = trl
+build/lm_eval: PACKAGE = lm_eval
+build/trl build/lm_eval: constraints.txt | $(VENV)/installed
+	$(BIN)/python -m venv $@
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $@/lib/python*/site-packages)/beside.pth
+	$@/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PACKAGE)
+	touch $@
+
+trl: build/trl  ## GRPO with TRL: the same rewards and weights with lookahead (two minutes)
+	PYTHONPATH=src $</bin/python examples/trl_grpo.py
+
+lm-eval: build/lm_eval  ## lm-evaluation-harness: the same results with lookahead (two minutes)
+	PYTHONPATH=src $</bin/python examples/evaluate.py
 
 # In an environment of its own: vLLM brings other versions of nearly everything. torchvision, torchaudio and torchcodec,
 # which it asks for, are built for CUDA and cannot be imported beside torch for CPUs.

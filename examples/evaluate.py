@@ -1,0 +1,80 @@
+"""lm-evaluation-harness with lookahead: one line more, the same results.
+
+    make lm-eval
+
+Evaluates the demo model on a generative task from a local file, plainly and attached, and compares what every document
+got.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.demo import demo_model_path
+
+TASK = """
+task: continue_code
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+output_type: generate_until
+test_split: test
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: "{{{{target}}}}"
+generation_kwargs: {{until: ["\\n\\n\\n"], do_sample: false, max_gen_toks: 96}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+"""
+"""A task as it would lie in a file of its own; the braces of the templates are doubled for `format`."""
+
+DOCUMENTS = 24
+
+
+def write_task(folder: Path) -> None:
+    """A file of prompts from the library's own source, and the task that reads it."""
+    sources = sorted(Path(lookahead.__file__).parent.glob("core/*.py"))
+    functions = [part for path in sources for part in path.read_text().split("\n\n\n") if part.startswith("def ")]
+    rows = [{"prompt": text[: len(text) // 2], "target": text[len(text) // 2 :]} for text in functions[:DOCUMENTS]]
+    (folder / "documents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "continue_code.yaml").write_text(TASK.format(file=folder / "documents.jsonl"))
+
+
+def evaluate(model: PreTrainedModel, folder: Path) -> tuple[str, float]:
+    """The results with all answers, as JSON; the seconds of this process's CPU time."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, device="cpu")
+    begin = process_time()
+    results: Any = simple_evaluate(
+        wrapped, tasks=["continue_code"], task_manager=TaskManager(include_path=str(folder)), log_samples=True
+    )
+    seconds = process_time() - begin
+    return json.dumps([results["results"], results["samples"]], default=str, sort_keys=True), seconds
+
+
+def main() -> int:
+    """The exit status is 1 where the results differ."""
+    model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as name:
+        write_task(Path(name))
+        expected, plain_seconds = evaluate(model, Path(name))
+        lookahead.attach(model, LookaheadConfig(memory="process"))
+        results, seconds = evaluate(model, Path(name))
+    print(f"CPU seconds: {plain_seconds:.1f} plainly, {seconds:.1f} with lookahead")
+    print("results and answers are", "the same" if results == expected else "NOT the same")
+    return int(results != expected)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""GRPO with TRL, its rollouts decoded with lookahead: one line more, the same rewards and weights.
+
+    make trl                                     # or, in its environment:
+    python examples/trl_grpo.py --nodes 16       # so many nodes a step, whether they pay or not
+
+Trains the demo model for a few steps twice, plainly and with `lookahead.attach`, and compares the rewards of all steps
+and the weights behind the last. Drafts come from the rollouts of earlier steps (`memory="process"`): the table shows
+how well, while the weights move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from time import process_time
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from trl import GRPOConfig, GRPOTrainer
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.demo import demo_model_path
+
+STEPS, ROLLOUTS, TOKENS = 20, 4, 48
+PROMPTS = [
+    "def add(a, b):",
+    "class Stack:\n    def push(self, item):",
+    "for line in file:",
+    "import json\n\ndef load(path):",
+]
+
+
+def reward(completions: Sequence[str], **_: Any) -> list[float]:
+    """More for lines that return something."""
+    return [sum("return" in line for line in text.splitlines()) - 0.01 * len(text) for text in completions]
+
+
+def train(prepare: Callable[[PreTrainedModel], None]) -> tuple[PreTrainedModel, list[float], float]:
+    """The model behind the last step, the mean reward of each step, and the seconds of this process's CPU time."""
+    model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path(), padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    prepare(model)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = GRPOConfig(
+            folder,
+            max_steps=STEPS,
+            per_device_train_batch_size=ROLLOUTS,
+            num_generations=ROLLOUTS,
+            max_completion_length=TOKENS,
+            learning_rate=1e-5,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            disable_tqdm=True,
+            seed=7,
+        )
+        rows = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
+        trainer = GRPOTrainer(model, reward, args=arguments, train_dataset=rows, processing_class=tokenizer)
+        begin = process_time()
+        trainer.train()
+        seconds = process_time() - begin
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    return model, rewards, seconds
+
+
+class Counted:
+    """`generate` of an attached model, which counts tokens and steps of each call."""
+
+    def __init__(self, model: PreTrainedModel, nodes: int | None) -> None:
+        lookahead.attach(model, LookaheadConfig(memory="process", step_budget=nodes))
+        self._generate = model.generate
+        self.calls: list[tuple[int, int]] = []
+        model.generate = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As `model.generate`."""
+        records: list[Any] = []
+        output = self._generate(*args, on_step=records.append, **kwargs)
+        self.calls.append((sum(len(record.tokens) for record in records), len(records)))
+        return output
+
+
+def main() -> int:
+    """The exit status is 1 where a reward or a weight differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, help="nodes of a step; as many as pay if not given")
+    nodes = parser.parse_args().nodes
+    counted: list[Counted] = []
+    plain, expected, plain_seconds = train(lambda model: None)
+    drafted, rewards, seconds = train(lambda model: counted.append(Counted(model, nodes)))
+    print("steps  mean reward  tokens per step of a rollout")
+    for first in range(0, STEPS, 5):
+        calls = counted[0].calls[first : first + 5]
+        tokens, steps = (sum(call[place] for call in calls) for place in (0, 1))
+        print(f"{first + 1:2} - {first + 5:2}  {sum(rewards[first : first + 5]) / 5:11.3f}  {tokens / steps:.2f}")
+    print(f"CPU seconds, all of training: {plain_seconds:.1f} plainly, {seconds:.1f} with lookahead")
+    weights = zip(plain.state_dict().values(), drafted.state_dict().values(), strict=True)
+    same = rewards == expected and all(torch.equal(one, other) for one, other in weights)
+    print("rewards and weights are", "the same, bit for bit" if same else "NOT the same")
+    return int(not same)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
