@@ -19,16 +19,15 @@ from numpy.typing import NDArray
 
 from lookahead.bench.rows import Row, resident_bytes
 from lookahead.config import MOST_CHOSEN_NODES
-from lookahead.core.budget import Send
+from lookahead.core.budget import FixedBudget, Send
 from lookahead.core.compiled import IS_COMPILED
-from lookahead.core.cost_model import CostModel
-from lookahead.core.draft_account import DraftAccount
+from lookahead.core.pace import Pace, PacedRow
+from lookahead.core.step_costs import StepCosts
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import (
     AutoDrafter,
     DraftMemory,
     StepResult,
-    ThroughputBudget,
 )
 from lookahead.errors import InvalidArgumentError
 from probe import Probe, Unit, option
@@ -130,35 +129,22 @@ class Text:
         return StepResult(tree, ids[:, 0], path, new, ids, shares)
 
 
-class ChosenBudget:
-    """Asks a `ThroughputBudget`, whose work counts, then sends a fixed number of nodes: so sizes can be compared."""
-
-    backs_off = False
-    least = 0.0
-    reads_prompts = True
+class ChosenBudget(FixedBudget):
+    """Asks a `Pace`, whose work counts, then sends a fixed number of nodes: so sizes can be compared."""
 
     def __init__(self, nodes: int) -> None:
-        self._throughput = ThroughputBudget(DraftAccount(CostModel.prior(), adaptive=False))
-        self._nodes = nodes
-        self.chosen = 0
-        self.left = 0
+        super().__init__(nodes)
+        self._row = PacedRow(Pace(StepCosts()))
 
-    def begin(self) -> None:
+    def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
         """See `StepBudget`."""
-
-    def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
-        """See `StepBudget`."""
-        self._throughput.offer(probabilities, context)
-        self.chosen = self._throughput.chosen = min(len(probabilities), self._nodes - 1)  # it learns from what is sent
-        return False
-
-    def when_chosen(self, send: Send) -> None:
-        """See `StepBudget`."""
-        send(self.chosen)
+        self._row.begin()
+        self._row.offer(likely, lambda chosen: None, pending)
+        super().offer(likely, send, pending)
 
     def learn(self, accepted: Sequence[int]) -> None:
         """See `StepBudget`."""
-        self._throughput.learn(accepted)
+        self._row.learn(accepted)
 
 
 class PartTimes:

@@ -22,7 +22,7 @@ from lookahead.backends.transformers.tuning import measure
 from lookahead.bench.models import BenchModel
 from lookahead.bench.rows import Row
 from lookahead.bench.scaling_law import PAPER_LAW
-from lookahead.core.cost_model import CostModel
+from lookahead.core.step_costs import StepCosts
 from lookahead.demo import DEMO_PROMPT
 from lookahead.parallel import ParallelGroup, Traffic, join, scale_config
 from probe import Probe, Unit, generate, load_model, option, token_ids
@@ -129,12 +129,10 @@ def curve(loaded: BenchModel, options: Options) -> Iterator[Row]:
 
 def predictions(points: list[Row]) -> Iterator[Row]:
     """Predicted speed-ups over plain decoding, by devices and the choice of W = G and N."""
-    cost = CostModel.fit((point["nodes"], point["context"], point["seconds"]) for point in points)
+    cost = StepCosts.fit((point["nodes"], point["context"], point["seconds"]) for point in points)
 
     def on_cpu(nodes: float) -> float:
-        low, rest = int(nodes), nodes - int(nodes)
-        below, above = (float(cost.step_time(count, CONTEXT)) for count in (low, low + 1))
-        return below + rest * (above - below)
+        return float(cost.expected(nodes, CONTEXT))
 
     curves: dict[str, StepTime] = {
         "a CPU thread and the demo model (measured curve)": on_cpu,

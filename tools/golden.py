@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from golden_record import Arrays, NotRecordedError, Recording, load, pack, save, unpack
 from lookahead import LookaheadConfig
-from lookahead.core.cost_model import CostModel
 from lookahead.core.decoder import Batch, step
-from lookahead.core.draft_account import DraftAccount
-from lookahead.core.shared_budget import SharedBudget
+from lookahead.core.pace import Pace
+from lookahead.core.shared_pace import SharedPace, SharedRow
+from lookahead.core.step_costs import StepCosts
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.drafting import DraftMemory, PredictedText, TokenPaths, build_chain_drafter, build_drafter
 from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
@@ -153,11 +153,6 @@ class NotingBackend(PlayedBackend):
         super().commit(kept)
 
 
-def account(rows: int = 1, temperature: float = 0.0, chains: bool = False) -> DraftAccount:
-    """What steps cost and bring, of which nothing is known yet."""
-    return DraftAccount(CostModel.prior(), rows, cautious=temperature > 0, chains=chains)
-
-
 def run(
     texts: Sequence[tuple[Recording, Script]], make: Callable[[], Any], notes: Notes, resends: bool = False
 ) -> None:
@@ -172,13 +167,12 @@ def run(
 
 def run_priced(recording: Recording, prices: str, chains: bool, notes: Notes) -> None:
     """Decode a text with as many nodes as pay."""
-    heat = 0.0 if recording.shaping is None else recording.shaping.temperature
-    known = account(1, heat, chains)
+    pace = Pace(StepCosts())
     build: Any = build_chain_drafter if chains else build_drafter
-    drafter = build(LookaheadConfig(), account=known, warm_up=WARM_UP)
+    drafter = build(LookaheadConfig(), pace=pace, warm_up=WARM_UP)
     backend = NotingBackend(notes, chains, PRICES[prices])
     sequence = played_sequence(recording.prompt, recording.answer, drafter, recording.shaping)
-    batch = Batch([sequence], times=known, clock=lambda: backend.now)
+    batch = Batch([sequence], times=pace, clock=lambda: backend.now)
     backend.rows = [PlayedRow(recording)]
     while not batch.finished:
         step(backend, batch)
@@ -186,22 +180,20 @@ def run_priced(recording: Recording, prices: str, chains: bool, notes: Notes) ->
 
 def run_engine(recordings: Sequence[Recording], nodes: int | None, prices: str, notes: Notes) -> None:
     """Requests come every tenth step, at most three at a time, and share a memory and the nodes of a step."""
-    memory, shared = DraftMemory(), SharedBudget(account, nodes)
+    memory, shared = DraftMemory(), SharedPace(lambda load, temperature: Pace(StepCosts(), load), nodes)
     backend = NotingBackend(notes, prices=PRICES[prices])
     waiting, running = list(recordings), list[tuple[Any, PlayedRow, float]]()
     for number in range(10_000):
         while waiting and len(running) < 3 and len(recordings) - len(waiting) <= number // 10:
             recording = waiting.pop(0)
             heat = 0.0 if recording.shaping is None else recording.shaping.temperature
-            budget = shared.row(heat, len(recording.text))
-            drafter = build_drafter(LookaheadConfig(), memory=memory, warm_up=WARM_UP, budget=budget)
+            drafter = build_drafter(LookaheadConfig(), memory=memory, warm_up=WARM_UP, budget=SharedRow(shared))
             sequence = played_sequence(recording.prompt, recording.answer, drafter, recording.shaping)
             running.append((sequence, PlayedRow(recording), heat))
         if not running:
             return
-        is_timed = all(len(sequence.tokens) - row.cached == 1 for sequence, row, _ in running)
         heats = [heat for _, _, heat in running]
-        shared.begin(len(running), sum(heats) / len(heats), is_timed, waits=bool(waiting))
+        shared.begin(len(running), sum(heats) / len(heats))
         backend.rows = [row for _, row, _ in running]
         batch = Batch([sequence for sequence, _, _ in running], times=shared, clock=lambda: backend.now, packed=True)
         batch.share_out = shared.share_out

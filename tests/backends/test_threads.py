@@ -18,7 +18,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers import model_state
 from lookahead.backends.transformers.identity import model_identity
-from lookahead.backends.transformers.model_state import draft_account, draft_memory, keep_memory
+from lookahead.backends.transformers.model_state import draft_memory, draft_pace, keep_memory
 from lookahead.drafting import DraftMemory
 from model_zoo import VOCAB_SIZE, build
 from quick import quickly
@@ -109,6 +109,6 @@ def test_what_is_kept_for_a_model_is_made_once(
     other = copy.deepcopy(model)
     for name in ("CostStore", "DraftMemory", "MemoryFile"):
         monkeypatch.setattr(model_state, name, slow(getattr(model_state, name)))
-    made = in_threads(lambda _: (draft_account(other, config, 1, 0.0), draft_memory(other, config)), THREADS)
+    made = in_threads(lambda _: (draft_pace(other, config, 1, 0.0), draft_memory(other, config)), THREADS)
     for kind in zip(*made, strict=True):
         assert len({id(kept) for kept in kind}) == 1

@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.core.pace import FIRST_CREDIT, LONGEST_REST, MOST_CREDIT, Pace
+from lookahead.core.pace import MOST_CREDIT, Pace, PacedRow
 from lookahead.core.step_costs import GRID, StepCosts
 from lookahead.core.step_time import StepTime
 
 LOSS = 0.01
 """Part of the time that drafts may lose, besides a fixed number of plain steps."""
+
+FIXED_LOSS = 30.0
+"""So many: what may be lost at first, and in trials before rests are long enough to cover them."""
 
 Draft = tuple[int, float]
 """Candidates that are accepted at most, and what the nodes of a step take over those of `curve`."""
@@ -44,13 +47,15 @@ class Text:
         """Decode so many more tokens."""
         end = self.tokens + tokens
         while self.tokens < end:
-            rests, nodes, accepted, longer = self.pace.rests, 1, 0, 1.0
+            row, sent, accepted, longer = PacedRow(self.pace), [0], 0, 1.0
+            row.begin()
+            rests = row.backs_off
             if not rests:
-                room = self.pace.nodes
-                nodes += self.pace.choose(np.full(room - 1, likely))
+                row.offer(np.full(row.most, likely), sent.append)
                 accepted, longer = next(drafts)
-                accepted = min(accepted, nodes - 1)
-                self.pace.learn(room, range(accepted))
+                accepted = min(accepted, sent[-1])
+                row.learn(range(accepted))
+            nodes = 1 + sent[-1]
             seconds = seconds_of(self._curve, nodes) * longer * self._jitter()
             self.pace.book(StepTime(nodes, 100, seconds, 1 + accepted, 1, not rests))
             self.seconds += seconds
@@ -73,8 +78,8 @@ def uneven(seed: int, noise: float) -> Callable[[], float]:
 def test_drafts_that_are_always_wrong_cost_one_percent_and_a_fixed_number_of_steps(curve: str, tokens: int) -> None:
     text = Text(Pace(StepCosts()), curve)
     text.decode(repeat((0, 1.0)), tokens)
-    assert text.lost <= 2 * FIRST_CREDIT + 2 * seconds_of(curve, 8)
-    assert len([nodes for nodes in text.sent[-2 * LONGEST_REST :] if nodes]) > 0, "it never tried again"
+    assert text.lost <= FIXED_LOSS + 2 * seconds_of(curve, 8)
+    assert len([nodes for nodes in text.sent[-1000:] if nodes]) > 0, "it never tried again"
 
 
 def test_drafts_that_were_right_and_never_are_again_lose_what_they_may_and_no_more() -> None:
@@ -82,7 +87,7 @@ def test_drafts_that_were_right_and_never_are_again_lose_what_they_may_and_no_mo
     text.decode(chain(repeat((4, 1.0), 200), repeat((0, 1.0))), 1000)
     before = text.seconds - text.tokens
     text.decode(repeat((0, 1.0)), 20000)
-    assert text.seconds - text.tokens - before <= LOSS * 20000 + 2 * MOST_CREDIT
+    assert text.seconds - text.tokens - before <= LOSS * 20000 + MOST_CREDIT + FIXED_LOSS
 
 
 @settings(max_examples=40, deadline=None)
@@ -101,7 +106,9 @@ def test_whatever_drafts_cost_and_bring_little_is_lost_to_plain_decoding(
     clean.decode(drafts, 6000)
     plain = Text(Pace(StepCosts()), curve, uneven(seed + 1, noise))  # the same noise, without drafts
     level = sum(plain._jitter() for _ in range(6000)) / 6000
-    assert clean.seconds <= level * (clean.tokens * (1 + LOSS) + 3 * MOST_CREDIT + 4 * cost * seconds_of(curve, 16))
+    assert clean.seconds <= level * (
+        clean.tokens * (1 + LOSS) + FIXED_LOSS + MOST_CREDIT + 8 * cost * seconds_of(curve, 16)
+    )
 
 
 def test_costs_that_jump_are_noticed() -> None:
@@ -109,8 +116,8 @@ def test_costs_that_jump_are_noticed() -> None:
     text.decode(repeat((3, 1.0)), 2000)
     before = text.seconds - text.tokens
     text.decode(repeat((3, 6.0)), 20000)
-    assert text.seconds - text.tokens - before <= LOSS * 20000 + 3 * MOST_CREDIT
-    text.decode(repeat((3, 1.0)), 4 * LONGEST_REST)
+    assert text.seconds - text.tokens - before <= LOSS * 20000 + MOST_CREDIT + 2 * FIXED_LOSS
+    text.decode(repeat((3, 1.0)), 4000)
     seconds, tokens = text.seconds, text.tokens
     text.decode(repeat((3, 1.0)), 4000)
     assert text.seconds - seconds < 0.5 * (text.tokens - tokens), "drafts that pay again are not taken up again"
@@ -133,27 +140,34 @@ def test_a_disturbed_step_ends_nothing() -> None:
     assert not text.pace.credit.rest
 
 
-@pytest.mark.parametrize("curve", ["GPU", "AMX", "AVX-512"])
-def test_steps_have_about_as_many_nodes_as_go_best_with_what_they_cost(curve: str) -> None:
-    generator, power = random.Random(0), 0.65
-    likely = 0.4 * np.arange(1, 128) ** -power  # that so many candidates, or more, are accepted
+@pytest.mark.parametrize("curve", CURVES)
+def test_chains_of_honest_probabilities_go_about_as_fast_as_with_the_best_fixed_number(curve: str) -> None:
+    def decode(nodes: int | None) -> float:
+        """Tokens per plain step; each candidate follows the one before it, as sure as the text is easy there."""
+        generator, pace = np.random.default_rng(0), Pace(StepCosts())
+        seconds = tokens = 0.0
+        for _ in range(3000):
+            ease, sent = generator.choice([0.1, 0.6, 0.97]), [0 if nodes is None else nodes - 1]
+            row = PacedRow(pace)
+            row.begin()
+            is_plain = nodes is None and row.backs_off
+            if nodes is None and not is_plain:
+                row.offer(ease ** np.arange(1, row.most + 1), sent.append)
+            accepted = 0
+            while accepted < sent[-1] and generator.random() < ease:
+                accepted += 1
+            if nodes is None and not is_plain:
+                row.learn(range(accepted))
+            took = seconds_of(curve, 1 + sent[-1])
+            pace.book(StepTime(1 + sent[-1], 100, took, 1 + accepted, 1, not is_plain))
+            seconds, tokens = seconds + took, tokens + 1 + accepted
+        return tokens / seconds
 
-    def drafts() -> Iterator[Draft]:
-        while True:
-            hits = generator.random() < likely[0]
-            yield int((1 - generator.random()) ** (-1 / power)) if hits else 0, 1.0
-
-    text = Text(Pace(StepCosts()), curve, uneven(0, 0.03))
-    text.decode(drafts(), 3000)
-    seconds, tokens = text.seconds, text.tokens
-    text.decode(drafts(), 20000)
-    best = max((1 + likely[: nodes - 1].sum()) / seconds_of(curve, nodes) for nodes in range(1, 129))
-    assert (text.tokens - tokens) / (text.seconds - seconds) > 0.93 * best
+    assert decode(None) > 0.95 * max(decode(nodes) for nodes in (1, 2, 4, 8, 16, 32, 64))
 
 
-@pytest.mark.parametrize("clocked", [True, False])
-def test_certain_tokens_say_nothing_of_whether_drafting_pays(clocked: bool) -> None:
-    pace = Pace(StepCosts(), clocked=clocked)
+def test_certain_tokens_say_nothing_of_whether_drafting_pays() -> None:
+    pace = Pace(StepCosts())
     for _ in range(400):  # four certain tokens each; what is sent beside them brings nothing
         rests = pace.rests
         nodes = 5 if rests else 4 + pace.nodes
@@ -161,17 +175,6 @@ def test_certain_tokens_say_nothing_of_whether_drafting_pays(clocked: bool) -> N
             StepTime(nodes, 100, seconds_of("AVX-512", nodes), 5, 1, not rests, certain_nodes=4, certain_tokens=4)
         )
     assert pace.credit.rest
-
-
-def test_without_a_clock_the_same_tokens_are_the_same_steps() -> None:
-    sent = []
-    for longer in (1.0, 99.0):
-        text = Text(Pace(StepCosts(), clocked=False))
-        text.decode(repeat((0, longer)), 3000)
-        sent.append(text.sent)
-    assert sent[0] == sent[1]
-    assert 0 in sent[0]
-    assert any(sent[0])
 
 
 def test_steps_fill_passes_of_fixed_sizes() -> None:
@@ -182,18 +185,12 @@ def test_steps_fill_passes_of_fixed_sizes() -> None:
 
 
 def test_rows_pay_for_their_nodes_together() -> None:
-    alone, together = Pace(StepCosts()), Pace(StepCosts(), rows=8)
-    for pace in (alone, together):
-        for step in range(400):
-            rows, nodes = (1, pace.nodes) if pace is alone else (8, 8 * pace.nodes)
-            is_plain = pace.rests
-            nodes = rows if is_plain else nodes
-            if not is_plain:
-                for _ in range(rows):
-                    pace.learn(pace.nodes, [0, 1, 2] if step % 2 else [0])
-            tokens = rows * (1 if is_plain else 3)
-            pace.book(StepTime(nodes, 100, seconds_of("AMX", nodes), tokens, rows, not is_plain))
-    assert together.nodes < alone.nodes
+    likely, chosen = 0.9 ** np.arange(1, 32), list[int]()
+    for rows in (1, 8):
+        pace = Pace(StepCosts(1 + 0.05 * (GRID - 1)), rows)
+        pace._since = 1
+        chosen.append(pace.choose(likely))
+    assert chosen[0] > chosen[1] > 0
 
 
 @pytest.mark.parametrize("seed", range(20))

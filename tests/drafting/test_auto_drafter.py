@@ -197,8 +197,7 @@ class Stingy:
     backs_off = False
     least = 0.0
     reads_prompts = True
-    left = 0
-    chosen = 2
+    most = 24
 
     def __init__(self) -> None:
         self.offers: list[list[float]] = []
@@ -207,12 +206,9 @@ class Stingy:
     def begin(self) -> None:
         pass
 
-    def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
-        self.offers.append(probabilities.tolist())
-        return False
-
-    def when_chosen(self, send: Callable[[int], None]) -> None:
-        send(self.chosen)
+    def offer(self, likely: NDArray[np.float64], send: Callable[[int], None], pending: int = 1) -> None:
+        self.offers.append(likely.tolist())
+        send(2)
 
     def learn(self, accepted: list[int]) -> None:
         self.learned.append(accepted)

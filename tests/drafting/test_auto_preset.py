@@ -12,7 +12,7 @@ import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadOutput
 from lookahead.backends.transformers.cost_store import CostStore, StoredCost, describe_setting
 from lookahead.backends.transformers.identity import model_identity
-from lookahead.core.cost_model import CostModel
+from lookahead.core.step_costs import StepCosts
 from lookahead.drafting import DraftMemory
 from model_zoo import build
 
@@ -126,11 +126,11 @@ def test_the_nodes_follow_from_a_stored_cost_curve(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, least: int, most: int
 ) -> None:
     """What `lookahead tune` stored: steps of more than one node that are not worth it, or that cost nothing more."""
-    curve = CostModel.fit([(1, 0, 1.0), *((nodes, 0, factor) for nodes in (2, 16, 128))])
+    curve = StepCosts.fit([(1, 0, 1.0), *((nodes, 0, factor) for nodes in (2, 16, 128))])
     store = CostStore(tmp_path)
     store.save(describe_setting(model, {"pack_weights": False}), StoredCost(curve))
     monkeypatch.setattr("lookahead.backends.transformers.cost_store.default_folder", lambda: tmp_path)
-    monkeypatch.setattr(CostModel, "observe", lambda *_: None)  # or this machine would be learned
+    monkeypatch.setattr(StepCosts, "observe", lambda *_, **plain: None)  # or this machine would be learned
     nodes = run(model).statistics.nodes_per_step
     assert least <= max(nodes) <= most
 

@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from lookahead import LookaheadConfig, UnsupportedArgumentError
-from lookahead.core.chain_budget import ChainBudget
-from lookahead.core.cost_model import CostModel
-from lookahead.core.draft_account import DraftAccount
 from lookahead.core.outputs import StepResult
-from lookahead.core.shared_budget import SharedBudget
+from lookahead.core.pace import Pace, PacedRow
+from lookahead.core.shared_pace import SharedPace, SharedRow
+from lookahead.core.step_costs import GRID, StepCosts
 from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import build_chain_drafter
@@ -100,54 +98,19 @@ def test_the_drafter_learns_of_what_was_sent_alone() -> None:
     assert told.tokens == [101, 9]
 
 
-class Linear:
-    """Steps that cost `slope` for each node beyond the first."""
-
-    in_seconds = True
-
-    def __init__(self, slope: float) -> None:
-        self._slope = slope
-
-    def step_time(self, nodes: NDArray[np.integer], context: int) -> NDArray[np.float64]:
-        return 1 + self._slope * (nodes - 1)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_chosen_is_the_best_rate_when_tokens_are_sent_again(seed: int) -> None:
-    random = Random(seed)
-    slope, pending = random.choice([0.0, 0.01, 0.05, 0.2]), random.randint(1, 10)
-    chances = [random.random() for _ in range(random.randint(1, 12))]
-    likely = np.cumprod(chances)
-
-    def rate(nodes: int) -> float:
-        """By the outcomes: the first rejection comes after `accepted` nodes, or never."""
-        tokens = seconds = 0.0
-        for accepted in range(nodes + 1):
-            here = float(np.prod(chances[:accepted])) * (1 - chances[accepted] if accepted < nodes else 1)
-            again = 0 if accepted == nodes else pending + accepted
-            tokens += here * (1 + accepted)
-            seconds += here * (1 + slope * (pending + nodes - 1) + slope * again)
-        return tokens / seconds
-
-    account = DraftAccount(Linear(slope))
-    budget = ChainBudget(account)
-    budget.offer_chain(likely, pending, 100)
-    rates = [rate(nodes) * (1.02 / account.idle_cost if nodes == 0 else 1) for nodes in range(len(likely) + 1)]
-    assert rates[budget.chosen] == pytest.approx(max(rates))
-
-
-def test_no_step_is_more_than_twice_as_large_as_one_that_was_run() -> None:
-    account = DraftAccount(CostModel.prior())
-    budget = ChainBudget(account)
-    sure = np.ones(60)
-    budget.offer_chain(sure, 3, 100)
-    assert 3 + budget.chosen == account.most_nodes == 8
-    budget.offer_chain(sure, 12, 100)
-    assert budget.chosen == 0
+def test_no_chain_is_more_than_twice_as_large_as_one_that_was_run() -> None:
+    pace = Pace(StepCosts(1 + 0.001 * GRID))
+    sure, sent = np.ones(60), list[int]()
+    row = PacedRow(pace, resends=True)
+    for pending in (3, 12):
+        row.begin()
+        row.offer(sure, sent.append, pending)
     for nodes in (8, 16):
-        account.book(StepTime(nodes, 100, 1.0, nodes, 1, drafted=True))
-        budget.offer_chain(sure, 3, 100)
-        assert 3 + budget.chosen == 2 * nodes
+        pace.book(StepTime(1, 100, 1.0, 1, 1, drafted=False))
+        pace.book(StepTime(nodes, 100, 1.0, nodes, 1, drafted=True))
+        row.begin()
+        row.offer(sure, sent.append, 3)
+    assert sent == [5, 0, 13, 29]
 
 
 def test_the_paper_needs_trees() -> None:
@@ -156,9 +119,9 @@ def test_the_paper_needs_trees() -> None:
 
 
 def test_a_budget_shared_with_others_cuts_chains() -> None:
-    shared = SharedBudget(lambda rows, temperature: DraftAccount(CostModel.prior()), nodes=5)
+    shared = SharedPace(lambda rows, temperature: Pace(StepCosts(), rows), nodes=5)
     drafters = [
-        ChainDrafter(Proposer([0, 1, 2, 3], likely), shared.row()) for likely in ([0.9, 0.8, 0.7, 0.6], [0.5] * 4)
+        ChainDrafter(Proposer([0, 1, 2, 3], likely), SharedRow(shared)) for likely in ([0.9, 0.8, 0.7, 0.6], [0.5] * 4)
     ]
     shared.begin(2)
     trees = [TokenTree([1]), TokenTree([2])]

@@ -44,17 +44,16 @@ def test_a_call_that_backs_off_gives_the_same_text() -> None:
     options = {"max_new_tokens": 24, "do_sample": False}
     expected = model.generate(prompt, **options)
     lookahead.generate(model, prompt, **options)
-    backing_off = generate_with(model, prompt, credit=-0.1, **options)
+    backing_off = generate_with(model, prompt, rest=99, **options)
     assert torch.equal(backing_off.sequences, expected)
     assert backing_off.statistics.mean_nodes == 1
     assert backing_off.statistics.sources[0]
-    # On the brink: from which step on it drafts, the clock decides.
-    assert torch.equal(generate_with(model, prompt, credit=3.99, **options).sequences, expected)
+    assert torch.equal(generate_with(model, prompt, rest=3, **options).sequences, expected)
 
 
-def generate_with(model: PreTrainedModel, prompt: torch.Tensor, credit: float, **options: Any) -> Any:
-    """A call whose account has backed off, with so much credit to begin with."""
-    for account in state_of(model).accounts.values():
-        account._credit, account._backs_off = credit, True
+def generate_with(model: PreTrainedModel, prompt: torch.Tensor, rest: int, **options: Any) -> Any:
+    """A call in a rest that has so many plain steps left."""
+    for pace in state_of(model).paces.values():
+        pace.credit.rest = rest
     config = LookaheadConfig()
     return lookahead.generate(model, prompt, lookahead_config=config, return_dict_in_generate=True, **options)

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel, StoppingCriteria
 import fuzz.families
 import lookahead
 from fuzz.variant import Variant
-from lookahead import Engine, LookaheadConfig, StepRecord
+from lookahead import Engine, LookaheadConfig
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
-from model_zoo import build, greedy
+from model_zoo import build
 
 PROMPT = [5, 8, 2, 5, 8, 2, 5]
 TOKENS = 9
@@ -99,18 +99,3 @@ def test_of_rows_that_go_on_as_far_as_others(do_sample: bool) -> None:
     )
     late = depths[-1]
     assert late[0] + late[1] < len(PROMPT) + 5
-
-
-@pytest.mark.parametrize("tokens", [2, 4, 8])
-def test_requests_offer_no_more_candidates_than_tokens_they_may_write(tokens: int) -> None:
-    model = build("llama")
-    text = greedy(model, tuple(PROMPT), tokens)
-    engine, steps = Engine(model), list[StepRecord]()
-    for _ in range(3):
-        engine.submit(PROMPT, max_new_tokens=tokens, do_sample=False, prediction=text, on_step=steps.append).result()
-    left = 0
-    for record in steps:
-        left = tokens if record.step == 1 else left
-        assert record.nodes <= left
-        left -= len(record.tokens)
-    assert left == 0

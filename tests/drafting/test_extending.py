@@ -209,7 +209,7 @@ def test_what_is_certain_is_sent_whether_or_not_drafts_pay(
     budget: FixedBudget, alternatives: list[list[int]], room: int, tokens: list[int], parents: list[int]
 ) -> None:
     source = CheckedSource(Sure([1, 2], alternatives, NEXT))
-    drafter = AutoDrafter(None, budget, most=budget._nodes, explore=False, sources=[source])
+    drafter = AutoDrafter(None, budget, most=budget.most + 1, explore=False, sources=[source])
     drafter.start([5])
     tree = TokenTree([5], room)
     drafter.propose(tree)

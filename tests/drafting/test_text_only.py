@@ -10,7 +10,7 @@ import pytest
 from lookahead.core.decoder import Batch, decode
 from lookahead.core.statistics import Statistics
 from lookahead.drafting import NGramMemory, PredictedText
-from lookahead.drafting.text_only import LikelyBudget, build_text_chain_drafter, build_text_drafter, text_memory
+from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
 from replay.backend import ReplayBackend, replayed_sequence
 
 LINE = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -86,14 +86,3 @@ def test_tokens_that_are_unlikely_are_not_drafted() -> None:
     assert likely.mean_nodes < filled.mean_nodes
     sure = replay([1, 2, *LINE, 1], [2, *LINE], build_text_drafter(16, least=0.1))
     assert sure.steps < len(LINE)
-
-
-def test_the_budget_takes_what_is_likely_enough() -> None:
-    budget, sent = LikelyBudget(4, 0.3), list[int]()
-    assert budget.offer(np.array([0.9, 0.5]), 10), "more may be likely enough"
-    assert not budget.offer(np.array([0.9, 0.5, 0.1]), 10)
-    budget.when_chosen(sent.append)
-    assert not budget.offer(np.array([0.9, 0.8, 0.7, 0.6]), 10)
-    budget.when_chosen(sent.append)
-    assert sent == [2, 3]
-    assert budget.left == 0

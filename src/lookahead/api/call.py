@@ -11,13 +11,13 @@ import torch
 
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers import PromptPass, equivalence
-from lookahead.backends.transformers.model_state import draft_account
+from lookahead.backends.transformers.model_state import draft_pace
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.packed_rows import PackedRowsRunner, Row
 from lookahead.backends.transformers.packed_rows.model import packed_clone
 from lookahead.config import LookaheadConfig
-from lookahead.core.draft_account import DraftAccount
-from lookahead.core.shared_budget import SharedBudget
+from lookahead.core.pace import Pace
+from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
 from lookahead.drafting import NGramPool
 from lookahead.parallel.alone import Alone
@@ -86,13 +86,13 @@ class Call:
         vocabulary = model.get_input_embeddings().num_embeddings if prediction is not None else 0
         predicted = predicted_texts(prediction, config, prompts.rows, vocabulary)
         packed = _packed_runner(arguments, config) if isinstance(ranks, Alone) and call.packs else None
-        budget: DraftAccount | SharedBudget | None = None
+        pace: Pace | SharedPace | None = None
         if config.chooses_nodes and packed is not None:
-            budget = SharedBudget(partial(draft_account, packed.model, config))
+            pace = SharedPace(partial(draft_pace, packed.model, config))
         elif config.chooses_nodes:
-            budget = draft_account(model, config, prompts.rows, arguments.temperature, call.chains)
+            pace = draft_pace(model, config, prompts.rows, arguments.temperature, call.chains)
         self._drafting = drafting = Drafting(
-            model, shielded(config, prompts.input_ids.device), budget, pool, call.most_nodes, call.chains
+            model, shielded(config, prompts.input_ids.device), pace, pool, call.most_nodes, call.chains
         )
         self._noise = noise = SamplingNoise(prompts.rows)
         self._requests = [
@@ -101,7 +101,7 @@ class Call:
         ]
         self._statistics = Statistics()
         self._fills = self._requests[0].rule.has_eos  # rows that end before others, with padding
-        self._steps = steps = Steps(packed or call.runner, call.clock, budget, come_and_go=packed is not None)
+        self._steps = steps = Steps(packed or call.runner, call.clock, pace, come_and_go=packed is not None)
         if packed is None:
             steps.batch.sequences = [request.sequence for request in self._requests]
             steps.backend = ranks.backend(call.runner, steps.batch, self._requests[0].rule.asks_others)

@@ -27,7 +27,7 @@ from lookahead.cli.loading import LoadedModel, load_model, memory_errors_explain
 from lookahead.cli.rendering import Consoles, measuring_progress, print_json
 from lookahead.cli.settings import TuneSettings
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
-from lookahead.core.cost_model import CostModel
+from lookahead.core.step_costs import StepCosts
 from lookahead.errors import InvalidArgumentError
 
 LITTLE_MORE = (1.1, 1.5, 2.0)
@@ -51,7 +51,7 @@ def run(settings: TuneSettings) -> int:
         except KeyboardInterrupt:
             consoles.notes.print("interrupted; nothing is stored")
             return process.INTERRUPTED
-    cost = measured.cost_model()
+    cost = measured.costs()
     if settings.json:
         stored = _store(settings, loaded, measured, cost)
         print_json(consoles.out, _report(settings, loaded, measured, cost, stored))
@@ -102,7 +102,7 @@ def _measure(
             return measure(loaded.model, nodes, contexts, settings.repeats, progress, settings.pack_weights)
 
 
-def measurement_table(measured: Measurement, cost: CostModel) -> Table:
+def measurement_table(measured: Measurement, cost: StepCosts) -> Table:
     """A line for each size at each length: its time, that over a one-token step and over the memory limit, the fit."""
     table = Table(title=f"{'CPU' if measured.clock == 'cpu' else 'wall'} time of a step")
     for title in ("context", "nodes", "ms", "over one token", "over memory limit", "fit, ms"):
@@ -117,13 +117,13 @@ def measurement_table(measured: Measurement, cost: CostModel) -> Table:
                 f"{1000 * point.seconds:.2f}",
                 f"{point.seconds / single.seconds:.2f}x",
                 f"{point.seconds / measured.limit:.2f}x",
-                f"{1000 * cost.step_time(point.nodes, context):.2f}",
+                f"{1000 * cost.expected(point.nodes, context):.2f}",
             )
         table.add_section()
     return table
 
 
-def fit_lines(measured: Measurement, cost: CostModel) -> list[str]:
+def fit_lines(measured: Measurement, cost: StepCosts) -> list[str]:
     """The memory limit, how far the curve is from the points, and what it says about sizes worth choosing."""
     errors = [abs(_error(point, cost)) for point in measured.points]
     lines = [
@@ -133,21 +133,21 @@ def fit_lines(measured: Measurement, cost: CostModel) -> list[str]:
     ]
     sizes = np.arange(1, max(point.nodes for point in measured.points) + 1)
     for context in sorted({point.context for point in measured.points}):
-        relative = cost.relative(sizes, context)
+        relative = cost.expected(sizes, context) / cost.expected(1, context)
         most = ", ".join(f"{int((relative <= factor).sum())} within {factor:g}x" for factor in LITTLE_MORE)
-        slope = (cost.step_time(int(sizes[-1]), context) - cost.step_time(1, context)) / max(1, len(sizes) - 1)
+        slope = (cost.expected(int(sizes[-1]), context) - cost.expected(1, context)) / max(1, len(sizes) - 1)
         lines.append(
-            f"context {context:,}: a step of one token takes {1000 * cost.step_time(1, context):.2f} ms, a further "
+            f"context {context:,}: a step of one token takes {1000 * cost.expected(1, context):.2f} ms, a further "
             f"node {1000 * slope:.3f} ms on average; nodes in a step: {most}"
         )
     return lines
 
 
-def _error(point: Point, cost: CostModel) -> float:
-    return cost.step_time(point.nodes, point.context) / point.seconds - 1
+def _error(point: Point, cost: StepCosts) -> float:
+    return float(cost.expected(point.nodes, point.context)) / point.seconds - 1
 
 
-def _store(settings: TuneSettings, loaded: LoadedModel, measured: Measurement, cost: CostModel) -> Path | None:
+def _store(settings: TuneSettings, loaded: LoadedModel, measured: Measurement, cost: StepCosts) -> Path | None:
     if not settings.store:
         return None
     details = {"measured": measured.to_dict(), "date": date.today().isoformat()}
@@ -155,7 +155,7 @@ def _store(settings: TuneSettings, loaded: LoadedModel, measured: Measurement, c
 
 
 def _report(
-    settings: TuneSettings, loaded: LoadedModel, measured: Measurement, cost: CostModel, stored: Path | None
+    settings: TuneSettings, loaded: LoadedModel, measured: Measurement, cost: StepCosts, stored: Path | None
 ) -> dict[str, Any]:
     return {
         **measured.to_dict(),
@@ -188,7 +188,7 @@ def check_plot(path: Path) -> None:
         raise InvalidArgumentError(f"--plot {path}: is a folder; give the name of a PNG file")
 
 
-def draw(path: Path, measured: Measurement, cost: CostModel, title: str) -> None:
+def draw(path: Path, measured: Measurement, cost: StepCosts, title: str) -> None:
     """Draw points, fitted curves and the memory limit into a PNG file."""
     # A figure of its own rather than pyplot, which keeps state for the process and may look for a screen.
     from matplotlib.figure import Figure
@@ -199,7 +199,7 @@ def draw(path: Path, measured: Measurement, cost: CostModel, title: str) -> None
     sizes = np.unique(np.geomspace(1, most, 200).round().astype(np.int64))
     for context in sorted({point.context for point in measured.points}):
         points = [point for point in measured.points if point.context == context]
-        (line,) = axes.plot(sizes, 1000 * cost.step_time(sizes, context), label=f"context {context:,}, fit")
+        (line,) = axes.plot(sizes, 1000 * cost.expected(sizes, context), label=f"context {context:,}, fit")
         axes.plot(
             [point.nodes for point in points],
             [1000 * point.seconds for point in points],

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class StepTimes(Protocol):
-    """Learns what steps cost and bring; `lookahead.core.draft_account.DraftAccount` does."""
+    """Learns what steps cost and bring; `lookahead.core.pace.Pace` does."""
 
     @property
     def is_timed(self) -> bool:

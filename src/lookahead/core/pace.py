@@ -1,9 +1,8 @@
 """How many nodes a step sends, or whether it rests from drafting: what pays by the clock.
 
-What a step sends is not only for that step: what the model says after each node is what later steps are drafted from.
-So steps send about as many nodes each, likely or not, and how many is a matter of what sizes cost and bring on the
-average. Where nodes are dear, fewer are sent: those that bring more than their time brings elsewhere. Whether drafting
-goes on at all is a running sum of what drafted steps saved.
+A node is sent where it promises at least the tokens that its time brings in plain decoding. Steps that have nothing
+likely to send are plain but for the search; all others send up to a limit, for what the model says after each node is
+what later steps are drafted from. Whether drafting goes on at all is a running sum of what drafted steps saved.
 """
 
 from __future__ import annotations
@@ -14,77 +13,91 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
-from lookahead.core.compiled import compiled, inner
-from lookahead.core.step_costs import GRID, PLAIN, StepCosts, bucket, seconds_at
+from lookahead.core.budget import Send
+from lookahead.core.compiled import compiled
+from lookahead.core.step_costs import PLAIN, StepCosts, seconds_at
 from lookahead.core.step_time import StepTime
 
 FIRST_NODES = 8
-"""Nodes of the first steps. Steps grow to twice as many as were run: nobody pays for a large one before a smaller one
-has shown what steps cost."""
+"""Nodes of a row in the first step. Steps grow to twice as many as were run: nobody pays for a large one before a
+smaller one has shown what steps cost."""
 
-FIRST_GAIN, LESS = 0.5, 1.4
-"""What two nodes are expected to add to the one token of a step; n nodes, in proportion to log(n / LESS). So it grew in
-recorded runs of 4 to 64 nodes: 1.5 to 1.8 times from 4 to 8, 1.2 to 1.4 times from 32 to 64."""
+USUAL_NODES, CHEAP = 32, 1.15
+"""Most nodes of a row; twice as many where these take less than `CHEAP` plain steps. With the rule below 32 nodes were
+best on every curve of a CPU that was played (float32, 16 bits with AVX-512 and AMX), 64 nodes 2 to 5 % worse; on a GPU,
+where 64 nodes cost what 8 do, they gave 1.15 of 32."""
 
-EXPECTED_STEPS, LATEST = 25.0, 0.01
-"""How many steps that expectation counts, and the weight of the latest step in a mean."""
+WORTH = 1.2
+"""A node is sent where this many times its probability pays: it also teaches. Played, GSM8K, HumanEval and stories:
+1.0 to 1.7 are within 2 % of each other; by the rate of late steps instead of the plain one, 3 to 7 % worse."""
 
-FEWER = 0.75
-"""The power of the share that the first nodes of larger steps bring which steps of so few nodes bring: their texts stop
-more often at easy places (recorded runs of 4 to 64 nodes, within 6 %)."""
+DEAR = 3.0
+"""After each plain step that was timed, and after a rest, a step sends all it may, as far as it takes no more than so
+many plain ones: for its time to be known anew, and for what it teaches."""
 
-FEWEST, CHEAP = 16, 1.3
-"""Fewer nodes are too few to learn from: they are sent only where so many take `CHEAP` plain steps."""
+TAUGHT = 0.007
+"""What a node is worth besides, in tokens, whatever becomes of it: what the model says after it fills the memory.
+Played with AMX and on a GPU: 1.05 to 1.15 of the speed without it, by nodes that cost next to nothing; with AVX-512
+0.95 to 1.05, and with 0.02 less."""
 
-TAUGHT = 0.1
-"""What a node is worth whatever becomes of it, in tokens: what the model says after it fills the memory. So where nodes
-are cheap all are sent; where they are dear, likely ones (simulated, 16 nodes at 2.9 plain steps: 1.2 of the speed)."""
+FADING = 0.99
+"""What evidence of how many candidates come true keeps of its weight from one step to the next."""
 
-EVEN, TRIES = 4, 24
-"""Steps for which the number of nodes stays as it is, so that each size is timed more than once; and after how many the
-size beside the best one is run, in full, for its times to be known."""
+LOOKING = 1.03
+"""What a step takes that was drafted and sends nothing, until some were timed, in plain steps."""
 
 FIRST_CREDIT, TRIAL, MOST_CREDIT = 5.0, 2.0, 16.0
 """What drafts may lose at first, each time they are tried again, and after they have paid, in plain steps."""
 
-REST, LONGEST_REST, COVER = 64, 1024, 100
-"""Plain steps of the first rest and of the longest; and how many of them cover the loss of one."""
+REST, COVER = 16, 100
+"""Plain steps of the first rest; each is twice as long as the one before, up to `COVER` for each plain step that was
+lost. First rests of 64 steps cost texts of 128 tokens a fifth of their speed where early drafts were unlucky."""
 
-MOST_SURPRISE = 3.0
+MOST_SURPRISE = 1.3
 """A step counts no longer than so many times what is usual for its size: others use the machine, too."""
 
 TIMED, FIRST_INTERVAL, INTERVAL = 8, 2, 256
 """One of so many steps of a rest is timed; drafted steps before the first plain one, and the most between two."""
 
+SETTLED_PLAIN = 2
+"""Of plain steps in a row so many are run and the last one is timed: the first after a draft took a third longer than
+those of plain decoding (stories260k), and drafts that lost seemed to pay."""
+
+LEAST_LIKELY = 0.01
+"""A candidate less likely than this is never looked for where many rows share a step."""
+
 
 class Credit:
     """Whether drafting goes on: a running sum of what drafted steps saved, in plain steps.
 
-    When what it may lose is spent, steps are plain for a rest, twice as long as the one before; what was lost beyond
-    that makes it longer. So all but a fixed loss is covered by `COVER` plain steps for each one lost. What drafts save
-    later makes rests shorter again.
+    When what it may lose is spent, steps are plain for a rest, twice as long as the one before, until rests cover what
+    the trials between them lose. What drafts save later makes rests shorter again.
+
+    Args:
+        first: What may be lost before the first rest.
 
     Attributes:
         rest: Plain steps that are left of a rest.
+        failures: Rests that drafts have not made up for.
     """
 
     def __init__(self, first: float) -> None:
         self._left = first
-        self._failures = 0
+        self.failures = 0
         self.rest = 0
 
     def book(self, saved: float) -> None:
         """Note what a drafted step saved."""
         self._left += saved
         if self._left > MOST_CREDIT:
-            if self._failures and self._left > MOST_CREDIT + TRIAL:
-                self._failures -= 1
+            if self.failures and self._left > MOST_CREDIT + TRIAL:
+                self.failures -= 1
                 self._left -= TRIAL
-            elif not self._failures:
+            elif not self.failures:
                 self._left = MOST_CREDIT
         elif self._left <= 0:
-            self.rest = min(REST << self._failures, LONGEST_REST) - int(COVER * self._left)
-            self._failures += 1
+            self.rest = min(REST << self.failures, int(COVER * (TRIAL - self._left)))
+            self.failures = min(self.failures + 1, 32)
             self._left = TRIAL
 
     def wait(self) -> None:
@@ -98,90 +111,127 @@ class Pace:
 
     Args:
         costs: What steps cost. It is told of them.
-        rows: Rows that share each step, padded to the same number of nodes.
-        clocked: Go by the clock. Else go by `costs`, which then stays as it is: the same calls take the same steps.
+        rows: Rows that share each step.
 
     Attributes:
-        costs, clocked: Likewise.
-        nodes: Nodes of the coming step for each row, the root included, at most.
+        costs, rows: Likewise.
         credit: Whether drafting goes on.
     """
 
-    def __init__(self, costs: StepCosts, rows: int = 1, clocked: bool = True) -> None:
+    def __init__(self, costs: StepCosts, rows: int = 1) -> None:
         self.costs = costs
-        self.clocked = clocked
+        self.rows = rows
         self.credit = Credit(FIRST_CREDIT)
-        self._rows = rows
-        self.nodes = self._tried = max(costs.padded(FIRST_NODES * rows) // rows, 2)
-        self._brought = np.zeros((2, PLAIN))  # accepted candidates of late, and steps, for each size of `GRID`
-        self._steps = 0  # with drafts
-        self._since = self._interval = FIRST_INTERVAL  # drafted steps since the last plain one, and until the next
-        self._tokens = self._time = 1.0  # of a row in drafted steps lately, in plain steps
+        self._tried = FIRST_NODES // 2 * rows
+        self._accepted = self._expected = 1.0
+        self._plain = 0  # plain steps since the last drafted one
+        self._since, self._interval = 0, FIRST_INTERVAL  # drafted steps since the last plain one, and until the next
+
+    def similar(self, rows: int) -> Pace:
+        """For another number of rows, beginning with what is known here of costs and of how much comes true."""
+        pace = Pace(self.costs.similar(), rows)
+        pace._accepted, pace._expected = self._accepted, self._expected
+        pace._tried = max(pace._tried, self._tried)
+        if self.credit.failures:
+            pace.credit = Credit(TRIAL)
+        return pace
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was booked yet."""
+        return not self.costs.times.any()
 
     @property
     def rests(self) -> bool:
         """Whether the coming step is plain: because drafts do not pay, or to time it."""
-        return self.credit.rest > 0 or (self.clocked and self._since >= self._interval)
+        return self.credit.rest > 0 or self._since >= self._interval
 
     @property
     def is_timed(self) -> bool:
         """Whether the seconds of the coming step are wanted, should it have no draft: in a rest, of some."""
-        return self.clocked and self.credit.rest % TIMED == 0
+        return self.credit.rest % TIMED == 0
 
     @property
-    def most_nodes(self) -> int:
-        """Nodes that a step has at most for each row, before it is known what larger ones cost."""
-        return 2 * self._tried
+    def room(self) -> int:
+        """Nodes that a step has at most over all rows, before it is known what larger ones cost."""
+        return self.costs.padded(2 * self._tried)
 
-    def choose(self, likely: NDArray[np.float64], nodes: int = 1, resends: bool = False) -> int:
-        """How many of a row's candidates are sent: the first ones, as far as they bring more than their time elsewhere.
+    @property
+    def nodes(self) -> int:
+        """Nodes of the coming step for each row, the root included, at most."""
+        nodes, plain = USUAL_NODES, self.costs.seconds(self.rows, plain=True)
+        while nodes < MOST_CHOSEN_NODES and self.costs.seconds(nodes * self.rows) <= CHEAP * plain:
+            nodes *= 2
+        return max(min(self.costs.padded(nodes * self.rows), self.room) // self.rows, 1)
+
+    def choose(self, likely: NDArray[np.float64], pending: int = 1, resends: bool = False, shared: bool = False) -> int:
+        """How many candidates are sent, the first ones.
 
         Args:
             likely: Probability that each is accepted, descending, `[candidates]`.
-            nodes: Nodes of the row without them.
+            pending: Nodes without them, of the row; of all rows if `shared`.
             resends: Whether these and the accepted tokens are sent again unless all candidates are accepted, as where
                 states cannot be taken back.
+            shared: Whether they are those of all rows. Else each row sends as many.
         """
-        taught = 0.0 if resends else TAUGHT
-        if taught and self._steps % TRIES < EVEN:
-            return len(likely)
-        rate = self._tokens / (self._time * self.costs.seconds(self._rows, plain=True))
-        return _choose(likely, nodes, self._rows, resends, rate, taught, self.costs.curve)
+        costs, rows = self.costs, 1 if shared else self.rows
+        plain, idle = costs.seconds(self.rows, plain=True), costs.seconds(pending * rows)
+        if pending * rows == self.rows:
+            idle = min(idle, LOOKING * plain)
+        if self._since == 0 and not resends:
+            sent = len(likely)
+            while sent and costs.seconds((pending + sent) * rows) > DEAR * plain:
+                sent //= 2
+            return sent
+        price = self.rows / rows / plain
+        worth, taught = self._accepted / self._expected, 0.0
+        if not resends:
+            worth, taught = worth * WORTH, TAUGHT
+        chosen = _choose(likely, pending, rows, resends, worth, idle, price, taught, costs.curve)
+        if chosen:  # what fills a pass of fixed size costs nothing
+            chosen = min(costs.padded((pending + chosen) * rows) // rows - pending, len(likely))
+        return chosen
 
-    def learn(self, nodes: int, accepted: Sequence[int]) -> None:
-        """Note which candidates of a row were accepted, by their places, in a step that could have so many nodes."""
-        _count(nodes, np.array(accepted, dtype=np.int64), 1 - LATEST / self._rows, self._brought)
+    def least(self, rows: int) -> float:
+        """How likely a candidate of one of so many rows that share a step must be for it to be sent, about."""
+        plain, nodes = self.costs.seconds(rows, plain=True), 2 * rows
+        slope = (self.costs.seconds(nodes) - self.costs.seconds(rows)) / (nodes - rows)
+        return max(rows * slope / plain * self._expected / (WORTH * self._accepted), LEAST_LIKELY)
+
+    def learn(self, expected: float, accepted: int) -> None:
+        """Note how many of the candidates that a step sent were to be accepted, and how many were."""
+        self._accepted = FADING * self._accepted + accepted
+        self._expected = FADING * self._expected + expected
 
     def book(self, step: StepTime) -> None:
-        """Note a step."""
+        """Note a step. One that carried prompts says nothing."""
+        if step.prompts:
+            return
         if step.drafted:
             self._book_draft(step)
             return
-        if self.clocked:
+        self._plain += 1
+        if self._plain >= SETTLED_PLAIN:
             seconds = step.seconds * self._without_certain(step)
             self.costs.observe(step.nodes - step.certain_nodes, step.context, seconds, plain=True)
         if self.credit.rest:
             self.credit.wait()
-        elif self._since:
+        elif self._since and self._plain >= SETTLED_PLAIN:
             self._since, self._interval = 0, min(2 * self._interval, INTERVAL)
 
     def _book_draft(self, step: StepTime) -> None:
         costs, tokens = self.costs, (step.tokens - step.certain_tokens) / step.rows
         self._since += 1
-        self._steps += 1
-        self._tried = max(self._tried, step.nodes // self._rows)
-        seconds = costs.seconds(step.nodes)
-        if self.clocked:
-            seconds = min(step.seconds, MOST_SURPRISE * seconds)
-            costs.observe(step.nodes, step.context, step.seconds)
-        cost = seconds * self._without_certain(step) / costs.seconds(self._rows, plain=True)
-        self._tokens += LATEST * (tokens - self._tokens)
-        self._time += LATEST * (cost - self._time)
-        if self._steps % EVEN == 0:
-            turn = self._steps // TRIES % 2 * 2 - 1 if self._steps % TRIES == 0 else 0
-            self.nodes = self._best_size(turn)
-        if costs.times[PLAIN] or not self.clocked:
+        self._plain = 0
+        self._tried = max(self._tried, step.nodes)
+        costs.observe(step.nodes, step.context, step.seconds)
+        seconds = min(step.seconds, MOST_SURPRISE * costs.seconds(step.nodes))
+        cost = seconds * self._without_certain(step) / costs.seconds(self.rows, plain=True)
+        if costs.times[PLAIN]:
             self.credit.book(tokens - cost)
+        if self.credit.rest:  # what costs were, may be why
+            self._since, self._tried = 0, FIRST_NODES // 4 * self.rows
+            costs.forget()
 
     def _without_certain(self, step: StepTime) -> float:
         """Which part of its time the step would have taken without its certain nodes."""
@@ -189,92 +239,83 @@ class Pace:
             return 1.0
         return self.costs.seconds(step.nodes - step.certain_nodes) / self.costs.seconds(step.nodes)
 
-    def _best_size(self, turn: int) -> int:
-        limit = min(self.most_nodes, MOST_CHOSEN_NODES)
-        plain = self.costs.seconds(self._rows, plain=True)
-        place = _best_place(self.costs.curve, plain, self._rows, self.nodes, limit, self._brought, turn)
-        return min(self.costs.padded(min(int(GRID[place]), limit) * self._rows) // self._rows, MOST_CHOSEN_NODES)
 
+class PacedRow:
+    """The part of a `Pace` that one text takes (`StepBudget`): alone, or in rows that are padded.
 
-@compiled
-def _count(nodes: int, accepted: NDArray[np.int64], kept: float, brought: NDArray[np.float64]) -> None:
-    """Note what steps of each size up to this one would have brought."""
-    for place in range(1, bucket(nodes) + 1):
-        brought[0, place] *= kept
-        brought[1, place] *= kept
-        brought[1, place] += 1
-        for index in accepted:
-            brought[0, place] += index < GRID[place] - 1
+    Args:
+        pace: What decides.
+        resends: Whether drafts are chains of which nothing is kept unless all is accepted.
+        most: Nodes of a step at most, the root included.
+    """
 
+    least = 0.0
 
-@inner
-def _gain(place: int, brought: NDArray[np.float64]) -> float:
-    """What drafts of a size add to the one token of a step; where few were sent, rather what smaller ones promise."""
-    gain = FIRST_GAIN
-    for smaller in range(1, place + 1):
-        if smaller > 1:
-            gain *= np.log(GRID[smaller] / LESS) / np.log(GRID[smaller - 1] / LESS)
-        gain = (brought[0, smaller] + EXPECTED_STEPS * gain) / (brought[1, smaller] + EXPECTED_STEPS)
-    return gain
+    def __init__(self, pace: Pace, resends: bool = False, most: int = MOST_CHOSEN_NODES) -> None:
+        self._pace = pace
+        self._resends = resends
+        self._most = most
+        self._expected = 0.0
+        self.most = 0
+        self.backs_off = pace.rests
 
+    @property
+    def reads_prompts(self) -> bool:
+        """See `StepBudget`."""
+        return not self.backs_off
 
-@compiled
-def _best_place(
-    curve: NDArray[np.float64],
-    plain: float,
-    rows: int,
-    nodes: int,
-    limit: int,
-    brought: NDArray[np.float64],
-    turn: int,
-) -> int:
-    """The size of `GRID`, in nodes of each row, that goes best with what it costs; or by `turn` the one beside it."""
-    first = 1
-    if seconds_at(curve, FEWEST * rows) <= CHEAP * plain:
-        while GRID[first] < FEWEST:
-            first += 1
-    now = bucket(nodes)
-    level = _gain(now, brought)
-    best, chosen, place = 0.0, first, first
-    while place < PLAIN and GRID[place] <= limit:
-        gain = _gain(place, brought)
-        if place < now:
-            gain = level * (gain / level) ** FEWER
-        rate = (1 + gain) / seconds_at(curve, GRID[place] * rows)
-        if rate > best:
-            best, chosen = rate, place
-        place += 1
-    return min(max(chosen + turn, first), PLAIN - 1)
+    def begin(self) -> None:
+        """See `StepBudget`."""
+        self.backs_off = self._pace.rests
+        self.most = min(self._pace.nodes, self._most) - 1
+
+    def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
+        """See `StepBudget`."""
+        most = min(self.most, max(self._pace.room - pending, 0)) if self._resends else self.most
+        chosen = self._pace.choose(likely[:most], pending, self._resends)
+        self._expected = float(likely[:chosen].sum())
+        send(chosen)
+
+    def learn(self, accepted: Sequence[int]) -> None:
+        """See `StepBudget`."""
+        if self._expected:
+            self._pace.learn(self._expected, len(accepted))
 
 
 @compiled
 def _choose(
     likely: NDArray[np.float64],
-    nodes: int,
+    pending: int,
     rows: int,
     resends: bool,
-    rate: float,
+    worth: float,
+    idle: float,
+    price: float,
     taught: float,
     curve: NDArray[np.float64],
 ) -> int:
-    """How many candidates gain the most, in tokens; of others that come before them they need the more, the later."""
-    chosen, gain, most, before = 0, 0.0, 0.0, 1.0
-    last = seconds_at(curve, nodes * rows)
+    """How many candidates gain the most, in tokens; of others that come before them they need the more, the later.
+
+    `rows` send as many each; `idle` is the seconds of a step that sends none, `price` the tokens that a second brings
+    elsewhere.
+    """
+    chosen, gain, most, before, last = 0, 0.0, 0.0, 1.0, idle
     for sent in range(len(likely)):
-        time = seconds_at(curve, (nodes + sent + 1) * rows)
+        time = seconds_at(curve, (pending + sent + 1) * rows)
         # That the draft fails here has all before it sent again.
-        again = (before - likely[sent]) * (nodes + sent) if resends else 0.0
-        gain += likely[sent] + taught - rate * (time - last) * (1 + again)
+        probability = min(likely[sent] * worth, before)
+        again = (before - probability) * (pending + sent) if resends else 0.0
+        gain += probability + taught - price * (time - last) * (1 + again)
         if gain > most:
             chosen, most = sent + 1, gain
-        before, last = likely[sent], time
+        before, last = probability if resends else 1.0, time
     return chosen
 
 
 def compile_pace() -> None:
     """Run each loop once, so that no step has to wait for it."""
     pace = Pace(StepCosts())
-    for step in range(EVEN):
+    for step in range(2):
         pace.choose(np.ones(1), resends=step > 0)
-        pace.learn(2, [0])
+        pace.learn(1.0, 1)
         pace.book(StepTime(2, 1, 1.0, 2, 1, True))

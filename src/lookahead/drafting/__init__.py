@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lookahead.config import BUDGETED, MAX_NODES_PER_STEP, MOST_CHOSEN_NODES, OWN, LookaheadConfig
-from lookahead.core.budget import StepBudget, ThroughputBudget
-from lookahead.core.chain_budget import ChainBudget
-from lookahead.core.draft_account import DraftAccount
+from lookahead.core.budget import StepBudget
 from lookahead.core.drafter import Drafter, NoDrafter
 from lookahead.core.outputs import StepResult
+from lookahead.core.pace import Pace, PacedRow
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.ngrams import NGramMemory
@@ -39,7 +38,6 @@ __all__ = [
     "PredictedText",
     "Source",
     "StepResult",
-    "ThroughputBudget",
     "TokenPaths",
     "TokenRecyclingDrafter",
     "build_chain_drafter",
@@ -56,7 +54,7 @@ def build_drafter(
     config: LookaheadConfig,
     pool: NGramPool | None = None,
     memory: DraftMemory | None = None,
-    account: DraftAccount | None = None,
+    pace: Pace | None = None,
     warm_up: int = 0,
     most: int = MAX_NODES_PER_STEP,
     vocabulary: int | None = None,
@@ -69,12 +67,12 @@ def build_drafter(
         config: What to build.
         pool: The n-gram pool that the paper's method uses; a new one if not given.
         memory: The memory that `"auto"` drafts from and fills; a new one if not given.
-        account: What steps cost and bring, for `"auto"` without a `step_budget`; `FIXED_BUDGET` nodes a step if not
+        pace: What steps cost and bring, for `"auto"` without a `step_budget`; `FIXED_BUDGET` nodes a step if not
             given.
         warm_up: How many of the last tokens of the prompt `"auto"` has the model's predictions read of.
         most: Nodes of a step at most, the root included, whatever the configuration or the costs allow.
         vocabulary: Tokens that the model knows, which drafters and sources of a user's own are held to.
-        budget: Chooses the nodes of `"auto"`, instead of the configuration and the account.
+        budget: Chooses the nodes of `"auto"`, instead of the configuration and the pace.
         predicted: A text that is expected, which `"auto"` drafts from as well.
     """
     if config.drafter is not None:
@@ -87,8 +85,8 @@ def build_drafter(
         if config.preset == "context_matches":
             return AutoDrafter(None, fixed)
         chooses: int | StepBudget = fixed if budget is None else budget
-        if budget is None and account is not None and config.step_budget is None:
-            chooses = ThroughputBudget(account, min(most, MOST_CHOSEN_NODES))
+        if budget is None and pace is not None and config.step_budget is None:
+            chooses = PacedRow(pace, most=min(most, MOST_CHOSEN_NODES))
         sources, before = _sources(config, vocabulary, predicted)
         cap = min(most, MOST_CHOSEN_NODES)
         return AutoDrafter(memory or DraftMemory(), chooses, cap, warm_up, sources=sources, before=before)
@@ -107,7 +105,7 @@ def build_drafter(
 def build_chain_drafter(
     config: LookaheadConfig,
     memory: DraftMemory | None = None,
-    account: DraftAccount | None = None,
+    pace: Pace | None = None,
     warm_up: int = 0,
     vocabulary: int | None = None,
     predicted: PredictedText | None = None,
@@ -133,7 +131,7 @@ def build_chain_drafter(
     compile_loops()
     if config.preset == "context_matches":
         return ChainDrafter(AutoDrafter(None, sketched), fixed)
-    budget = fixed if account is None or config.step_budget is not None else ChainBudget(account)
+    budget = fixed if pace is None or config.step_budget is not None else PacedRow(pace, resends=True)
     sources, before = _sources(config, vocabulary, predicted)
     parts = (memory or DraftMemory(), sketched)
     return ChainDrafter(AutoDrafter(*parts, warm_up=warm_up, explore=False, sources=sources, before=before), budget)

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.budget import StepBudget
-from lookahead.core.chain_budget import ChainBudget
 from lookahead.core.drafter import Drafter
 from lookahead.core.outputs import StepResult
 from lookahead.core.token_tree import TokenTree
@@ -45,7 +44,6 @@ class ChainDrafter:
         self._scored = drafter if isinstance(drafter, ScoredDrafter) else None
         self._most = budget - 1 if isinstance(budget, int) else MOST_CHOSEN_NODES
         self._budget = None if isinstance(budget, int) else budget
-        self._length = 0  # of the text
         self._tree: TokenTree | None = None  # what was sent
         self._sketch: TokenTree | None = None  # what the drafter proposed
         self._places: list[int] = []  # of the nodes of the one in the other
@@ -63,7 +61,6 @@ class ChainDrafter:
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence."""
         self._drafter.start(prompt)
-        self._length = len(prompt)
         self._prompt = True
         self._tree = None
 
@@ -93,11 +90,7 @@ class ChainDrafter:
             send(len(path))
             return
         likely = scores[np.array(path, dtype=np.int64) - sketch.root - 1]
-        if isinstance(self._budget, ChainBudget):
-            self._budget.offer_chain(likely, tree.root + 1, self._length)
-        else:
-            self._budget.offer(likely, self._length)
-        self._budget.when_chosen(send)
+        self._budget.offer(likely, send, tree.root + 1)
 
     def explain(self, tree: TokenTree) -> Explanation:
         """What the drafter says of those nodes that were sent."""
@@ -109,7 +102,6 @@ class ChainDrafter:
     def observe(self, result: StepResult) -> None:
         """Let the drafter learn from what was sent."""
         self._prompt = False
-        self._length += len(result.tokens)
         drafted = result.tree is self._tree
         if self._budget is not None and drafted:
             self._budget.learn(range(len(result.path)))

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-from lookahead.core.budget import FixedBudget, StepBudget
+from lookahead.core.budget import FixedBudget
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.ngrams import NGramMemory
@@ -36,25 +33,6 @@ def text_memory(capacity: int = 1 << 15) -> DraftMemory:
     return DraftMemory(NGramMemory(ORDERS, capacity, old_share=OLD_SHARE, observed=True))
 
 
-class LikelyBudget(FixedBudget):
-    """Sends the candidates that are likely enough (`StepBudget`): many where the text is sure to go on, else few.
-
-    Args:
-        nodes: Nodes of a step at most, the root included.
-        least: Least probability that a candidate is accepted.
-    """
-
-    def __init__(self, nodes: int, least: float) -> None:
-        super().__init__(nodes)
-        self._least = least
-
-    def offer(self, probabilities: NDArray[np.float64], context: int) -> bool:
-        """See `StepBudget`."""
-        likely = int(np.count_nonzero(probabilities >= self._least))
-        more = super().offer(probabilities[:likely], context)
-        return more and likely == len(probabilities)
-
-
 def build_text_drafter(
     nodes: int,
     memory: DraftMemory | None = None,
@@ -71,10 +49,9 @@ def build_text_drafter(
         sources: What else lists paths before each step.
         least: Least probability that a drafted token is accepted. Steps are filled up to `nodes` if not given.
     """
-    budget: int | StepBudget = LikelyBudget(nodes, least) if least else nodes
     listed = [*sources] if predicted is None else [*sources, predicted]
     before = () if predicted is None else predicted.tokens
-    return AutoDrafter(memory or text_memory(), budget, nodes, sources=listed, before=before)
+    return AutoDrafter(memory or text_memory(), FixedBudget(nodes, least), nodes, sources=listed, before=before)
 
 
 def build_text_chain_drafter(

@@ -6,11 +6,8 @@ from functools import cache
 
 import numpy as np
 
-from lookahead.core.budget import ThroughputBudget
-from lookahead.core.cost_model import CostModel
-from lookahead.core.draft_account import DraftAccount
 from lookahead.core.outputs import StepResult
-from lookahead.core.shared_budget import SharedBudget
+from lookahead.core.shared_pace import compile_shared_pace
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
@@ -29,7 +26,7 @@ def compile_loops() -> None:
     Takes seconds where numba finds no cache of what it compiled before. Later calls return at once.
     """
     _list_a_row()
-    _choose()
+    compile_shared_pace()
     memory = DraftMemory(NGramMemory(16, 2, 4))
     _draft(AutoDrafter(memory, _NODES))
     _draft(AutoDrafter(memory, _NODES, sources=[PredictedText([0, 1])]))
@@ -48,20 +45,6 @@ def _draft(drafter: AutoDrafter) -> None:
         top_probabilities = np.full(top_ids.shape, 0.1, dtype=np.float32)
         drafter.observe(StepResult(tree, top_ids[:, 0], [], [0], top_ids, top_probabilities))
         drafter._late = [0]
-
-
-def _choose() -> None:
-    """Choose among candidates once, for one row alone and for several."""
-    likely = np.array([0.5, 0.25])
-    alone = ThroughputBudget(DraftAccount(CostModel.prior()))
-    alone.offer(likely, 1)
-    alone.learn([0])
-    shared = SharedBudget(lambda load, temperature: DraftAccount(CostModel.prior(), load))
-    row = shared.row()
-    shared.begin(1)
-    row.offer(likely[likely > row.least], 1)
-    row.when_chosen(lambda chosen: None)
-    shared.share_out([TokenTree([0])])
 
 
 @cache

@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.model_state import draft_memory, keep_memory, release_memory, state_of
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
-from lookahead.core.draft_account import DraftAccount
-from lookahead.core.shared_budget import SharedBudget
+from lookahead.core.pace import Pace
+from lookahead.core.shared_pace import SharedPace, SharedRow
 from lookahead.drafting import Drafter, NGramPool, PredictedText, build_chain_drafter, build_drafter
 
 MOST_READ = 512
@@ -26,7 +26,7 @@ class Drafting:
     Args:
         model: The model.
         config: How to draft.
-        budget: Chooses the nodes: of each text, or of all texts of a step together. As `config` has it if not given.
+        pace: Chooses the nodes: of each text, or of all texts of a step together. As `config` has it if not given.
         pool: The pool of the paper's method; one for each text if not given.
         most_nodes: Nodes that the tree of each text may have.
         chains: Whether drafts are chains.
@@ -41,39 +41,34 @@ class Drafting:
         self,
         model: PreTrainedModel,
         config: LookaheadConfig,
-        budget: DraftAccount | SharedBudget | None = None,
+        pace: Pace | SharedPace | None = None,
         pool: NGramPool | None = None,
         most_nodes: int = MAX_NODES_PER_STEP,
         chains: bool = False,
     ) -> None:
         self.config = config
         self.most_nodes = min(config.max_nodes, most_nodes)
-        self.shares = config.preset == "auto" and isinstance(budget, SharedBudget)
-        self._model, self._budget, self._chains = model, budget, chains
+        self.shares = config.preset == "auto" and isinstance(pace, SharedPace)
+        self._model, self._pace, self._chains = model, pace, chains
         self._pool = NGramPool(config.ngram_size, config.guess_set_size) if pool is None and config.share_pool else pool
         self._memory = draft_memory(model, config) if config.preset == "auto" else None
 
-    def drafter(
-        self, prompt: int, predicted: PredictedText | None, temperature: float = 0.0, longest: int | None = None
-    ) -> Drafter:
+    def drafter(self, prompt: int, predicted: PredictedText | None) -> Drafter:
         """One for a text.
 
         Args:
             prompt: Tokens that it begins with.
             predicted: A text that is expected.
-            temperature: Of sampling, 0 for the likeliest tokens.
-            longest: Tokens that it may come to, if rows with more to write go before others.
         """
-        account = self._budget if isinstance(self._budget, DraftAccount) else None
-        reads = self._memory is not None and (account is None or account.reads_prompts)
+        pace = self._pace if isinstance(self._pace, Pace) else None
+        reads = self._memory is not None and (pace is None or not pace.credit.rest)
         read = warm_up_tokens(self._model, prompt, self.config.chooses_nodes) if reads else 0
         known = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
         if self._chains:
-            return build_chain_drafter(self.config, self._memory, account, read, known, predicted)
-        shared = self._budget if self.shares and isinstance(self._budget, SharedBudget) else None
-        budget = None if shared is None else shared.row(temperature, longest)
+            return build_chain_drafter(self.config, self._memory, pace, read, known, predicted)
+        budget = SharedRow(self._pace) if self.shares and isinstance(self._pace, SharedPace) else None
         most = self.most_nodes
-        return build_drafter(self.config, self._pool, self._memory, account, read, most, known, budget, predicted)
+        return build_drafter(self.config, self._pool, self._memory, pace, read, most, known, budget, predicted)
 
     def keep(self) -> None:
         """Bring what was learned to its file, if there is one."""

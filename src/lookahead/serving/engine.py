@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.session import EngineRunner, open_session
 from lookahead.backends.transformers.invariant.modules import least_rows
-from lookahead.backends.transformers.model_state import draft_account
+from lookahead.backends.transformers.model_state import draft_pace
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.config import LookaheadConfig
-from lookahead.core.draft_account import DraftAccount
-from lookahead.core.shared_budget import EXPLORED, SharedBudget
+from lookahead.core.pace import Pace
+from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import OnStep, Statistics
 from lookahead.errors import InvalidArgumentError, LookaheadError, ModelChangedError, UnsupportedArgumentError
 from lookahead.serving.arguments import check_config, check_prompt_ids
@@ -94,7 +94,7 @@ class Engine:
         _check_nodes(self._runner, self._config)
         self._compares_bits = prefix_cache or bool(self._config.pack_weights)
         self._watch = self._session.watch(self._runner, self._compares_bits)
-        self._shared = SharedBudget(self._account, self._config.step_budget, EXPLORED)
+        self._shared = SharedPace(self._pace, self._config.step_budget)
         self._steps = Steps(self._runner, self._session.clock, self._shared)
         self._memory = memory = KVMemory(
             self._runner.token_bytes(),
@@ -315,7 +315,7 @@ class Engine:
             for request in requests:
                 request.handle.serve()
             counts = Statistics()
-            self._steps.run(requests, counts, waits=bool(self._scheduler.waiting))
+            self._steps.run(requests, counts)
             if self._watch is not None:
                 self._watch.settle()
             self.statistics.count(len(requests), sum(counts.nodes_per_step), counts.tokens)
@@ -357,9 +357,9 @@ class Engine:
             raise
         self._watch = self._session.watch(self._runner, self._compares_bits)
 
-    def _account(self, rows: int, temperature: float) -> DraftAccount:
+    def _pace(self, rows: int, temperature: float) -> Pace:
         """What is learned of drafting for so many rows; of the model that runs."""
-        return draft_account(self._runner.model, self._config, rows, temperature)
+        return draft_pace(self._runner.model, self._config, rows, temperature)
 
     def _leave_all(self, requests: list[Request], error: BaseException | None = None) -> None:
         for request in requests:

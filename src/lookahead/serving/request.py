@@ -73,11 +73,10 @@ class Request:
         sampler = make_sampler(processors, arguments.config, noise)
         self._logprobs = None if logprobs is None else LogprobSampler(sampler, logprobs)
         tokens = prompts.tokens[place]
-        longest = arguments.longest if prompts.rows == 1 else None  # rows of a call count alike
         self.sequence = TextSequence(
             prompts.input_ids[place : place + 1].long(),  # as the texts that transformers returns
             tokens,
-            drafting.drafter(len(tokens), predicted, arguments.temperature, longest),
+            drafting.drafter(len(tokens), predicted),
             cast(TextSampler, self._logprobs or sampler),
             rule,
             last_lengths(last_length, prompts, rule.has_eos)[place],

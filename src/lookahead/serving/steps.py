@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from lookahead.core.decoder import Batch, step, verify_row
-from lookahead.core.draft_account import DraftAccount
-from lookahead.core.shared_budget import SharedBudget
+from lookahead.core.pace import Pace
+from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import Statistics
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import Walk
@@ -25,7 +25,7 @@ class Steps:
     Args:
         backend: Runs their trees.
         clock: The clock for its steps, in seconds.
-        budget: Chooses their nodes, if that is to go by the clock: those of each, or of all together.
+        pace: Chooses their nodes, if that is to go by the clock: those of each, or of all together.
         come_and_go: Whether the rows of `backend` do, so that each step has its own; else it has all of a call.
 
     Attributes:
@@ -38,45 +38,43 @@ class Steps:
         self,
         backend: Any,
         clock: Callable[[], float],
-        budget: DraftAccount | SharedBudget | None = None,
+        pace: Pace | SharedPace | None = None,
         come_and_go: bool = True,
     ) -> None:
         self.backend = backend
         self.come_and_go = come_and_go
-        self._budget = budget
-        self.batch = Batch((), clock=clock, times=budget, packed=come_and_go)
+        self._pace = pace
+        self.batch = Batch((), clock=clock, times=pace, packed=come_and_go)
         self._requests: Sequence[Request] = ()
         if come_and_go:
             self.batch.verify = self._verify
 
-    def run(self, requests: Sequence[Request], statistics: Statistics, waits: bool = False) -> None:
+    def run(self, requests: Sequence[Request], statistics: Statistics) -> None:
         """Make one step.
 
         Args:
             requests: Who takes part. A processor or criterion that raises ends its own request alone, where rows come
                 and go: `Request.error` says so.
             statistics: Counts and times are added to it.
-            waits: Whether others wait to take the place of one that ends.
         """
         batch = self.batch
         batch.sequences, batch.statistics = [request.sequence for request in requests], statistics
         if self.come_and_go:
             self._requests = requests
             self.backend.rows = [request.row for request in requests]
-            self._share(requests, waits)
+            self._share(requests)
         try:
             step(self.backend, batch)
         finally:  # an error keeps this object, which is not to keep requests
             batch.sequences = self._requests = ()
 
-    def _share(self, requests: Sequence[Request], waits: bool) -> None:
-        shared = self._budget if isinstance(self._budget, SharedBudget) else None
+    def _share(self, requests: Sequence[Request]) -> None:
+        shared = self._pace if isinstance(self._pace, SharedPace) else None
         if shared is not None and not any(request.drafting.shares for request in requests):
             shared = None
         if shared is not None:
             temperature = sum(request.arguments.temperature for request in requests) / len(requests)
-            timed = all(request.length - request.cached == 1 for request in requests)
-            shared.begin(len(requests), temperature, timed, waits)
+            shared.begin(len(requests), temperature)
         self.batch.times = shared
         self.batch.share_out = None if shared is None else shared.share_out
 

@@ -33,7 +33,6 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     Attributes:
         llama: The file, as llama.cpp loaded it.
         tokenizer: The file's tokenizer, with its chat template.
-        products: What its products are, as first guesses of costs name them; `None` on a GPU.
         keeps_text: Whether a call of `lookahead.generate` with one row leaves its text in llama.cpp, so that the next
             one, if its prompt begins alike, goes on from there.
         reused_tokens: Tokens of the last prompt that were not computed anew because of that.
@@ -63,7 +62,6 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         # Says where inputs belong, and in which type logits come.
         self._place = torch.nn.Parameter(torch.empty(0), requires_grad=False)
         self._embeddings = _Embeddings(len(tokens))
-        self.products = _products(llama)
         self.keeps_text = False
         self.reused_tokens = 0
         self._reader: PlainReader | None = None
@@ -133,12 +131,6 @@ class _Embeddings(torch.nn.Module):
     def __init__(self, tokens: int) -> None:
         super().__init__()
         self.num_embeddings = tokens
-
-
-def _products(llama: LlamaModel) -> str | None:
-    if llama.gpu_layers != 0:
-        return None
-    return "GGUF" if llama.number_type in ("float32", "float16", "BF16") else "GGUF quantised"
 
 
 def no_cache() -> UnsupportedArgumentError:

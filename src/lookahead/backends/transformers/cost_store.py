@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.json_file import cache_folder, file_about, read_about, write_about
 from lookahead.config import LookaheadConfig
-from lookahead.core.cost_model import CostModel
+from lookahead.core.step_costs import StepCosts
 from lookahead.errors import InvalidArgumentError
 from lookahead.version import __version__
 
@@ -48,7 +48,7 @@ class StoredCost:
         details: What else was measured, as plain numbers and lists: the points, the memory limit, the date.
     """
 
-    cost: CostModel
+    cost: StepCosts
     details: dict[str, Any] = field(default_factory=dict)
 
 
@@ -74,7 +74,7 @@ class CostStore:
         path = self.path(setting)
         try:
             stored = read_about(path, setting)
-            return StoredCost(CostModel.from_dict(stored["cost"]), dict(stored["details"]))
+            return StoredCost(StepCosts.from_dict(stored["cost"]), dict(stored["details"]))
         except FileNotFoundError:
             return None
         except (OSError, KeyError, TypeError, ValueError, InvalidArgumentError) as error:

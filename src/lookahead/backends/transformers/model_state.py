@@ -14,12 +14,11 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.cost_store import CostStore, describe_setting, engine_setting
-from lookahead.backends.transformers.first_guess import first_guess
 from lookahead.backends.transformers.identity import model_identity
 from lookahead.backends.transformers.packing_trial import fastest_packing
 from lookahead.config import MEMORY_SCOPES, LookaheadConfig
-from lookahead.core.cost_model import CostModel
-from lookahead.core.draft_account import DraftAccount
+from lookahead.core.pace import Pace
+from lookahead.core.step_costs import StepCosts
 from lookahead.drafting import DraftMemory, NGramMemory
 from lookahead.drafting.memory_file import MemoryFile
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
@@ -54,7 +53,7 @@ class ModelState:
             serves the next call as well.
         packing: Which packing makes its steps shortest, by number type and threads.
         costs: What its steps cost, by setting.
-        accounts: What its drafts gain, by setting and temperature.
+        paces: What its drafts gain, by setting and temperature.
         memory: The n-gram memory of `memory="process"`.
         spare: The n-gram memory of a call that has ended, for the next one to begin anew.
         files: Open memory files, by path.
@@ -69,8 +68,8 @@ class ModelState:
     static_shapes: dict[Setting, tuple[LayerShape | None, ...] | None] = field(default_factory=dict)
     static_steps: tuple[Setting, StaticSteps] | None = None
     packing: dict[Setting, bool | str] = field(default_factory=dict)
-    costs: dict[Setting, CostModel] = field(default_factory=dict)
-    accounts: dict[Setting, DraftAccount] = field(default_factory=dict)
+    costs: dict[Setting, StepCosts] = field(default_factory=dict)
+    paces: dict[Setting, Pace] = field(default_factory=dict)
     memory: DraftMemory | None = None
     spare: NGramMemory | None = None
     files: dict[str, MemoryFile] = field(default_factory=dict)
@@ -120,9 +119,9 @@ def chosen_packing(model: PreTrainedModel, pack_weights: bool, invariant: bool) 
         return state.packing[setting]
 
 
-def draft_account(
+def draft_pace(
     model: PreTrainedModel, config: LookaheadConfig, rows: int, temperature: float, chains: bool = False
-) -> DraftAccount:
+) -> Pace:
     """What steps of `model` cost and drafts bring: as learned in earlier calls; else costs are as `lookahead tune`
     stored them, or a first guess.
 
@@ -140,17 +139,15 @@ def draft_account(
     with state.lock:
         if setting not in state.costs:
             state.costs[setting] = _stored_costs(model, config)
-        if key not in state.accounts:
-            state.accounts[key] = DraftAccount(state.costs[setting], rows, cautious=temperature > 0, chains=chains)
-        return state.accounts[key]
+        if key not in state.paces:
+            state.paces[key] = Pace(state.costs[setting], rows)
+        return state.paces[key]
 
 
-def _stored_costs(model: PreTrainedModel, config: LookaheadConfig) -> CostModel:
+def _stored_costs(model: PreTrainedModel, config: LookaheadConfig) -> StepCosts:
     """What `lookahead tune` measured, else a first guess."""
     stored = CostStore().load(describe_setting(model, engine_setting(config)))
-    if stored is not None:
-        return stored.cost
-    return first_guess(model, chosen_packing(model, config.pack_weights, config.invariant))
+    return StepCosts() if stored is None else stored.cost
 
 
 def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory:

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers import ModelRunner, StaticBuffers, engine_model, runs_static
-from lookahead.core.cost_model import CostModel
+from lookahead.core.step_costs import StepCosts
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
 
@@ -84,9 +84,9 @@ class Measurement:
         """Bytes read in a second."""
         return self.weight_bytes / self.limit
 
-    def cost_model(self) -> CostModel:
+    def costs(self) -> StepCosts:
         """The curve through the points."""
-        return CostModel.fit((point.nodes, point.context, point.seconds) for point in self.points)
+        return StepCosts.fit((point.nodes, point.context, point.seconds) for point in self.points)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain numbers and lists, ready for JSON."""

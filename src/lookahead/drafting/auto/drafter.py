@@ -21,8 +21,6 @@ from lookahead.drafting.auto.origins import origins_of
 from lookahead.drafting.auto.search import Wanted
 from lookahead.drafting.auto.sources import Source, permitted
 
-_LEAST_GROWN = 8
-
 _SEARCHED_WHERE_FORBIDDEN = 4
 """How many times as many nodes are searched, at most, where a source may forbid some of them."""
 
@@ -89,7 +87,6 @@ class AutoDrafter:
         self._tree: TokenTree | None = None  # this step's
         self._rows = _ROOT  # the root, and those of the nodes found that it has
         self._likely: NDArray[np.float64] = np.empty(0)  # the probabilities of all nodes found
-        self._wanted = self._most  # how many nodes are searched before the budget is asked
 
     @property
     def drafts_together(self) -> bool:
@@ -210,23 +207,20 @@ class AutoDrafter:
             tree.needs_logits[node] = True
         if self._sources:
             batch.listed.fill([source.propose() for source in self._sources])
-        # Nodes that the budget will not take need not be searched: it says so, or the last step shows how many that is.
-        self._limit = self._searched if self.budget.least else min(self._wanted, self._searched)
+        self._limit = min(self.budget.most, self._searched)
 
     def _offer(self, batch: DraftBatch, tree: TokenTree) -> None:
         """Have the budget choose among the nodes found."""
+        most = min(self.budget.most, self._most - self._certain)
         while True:
             tokens, parents = self._found(batch, len(self._likely))
-            rows = permitted(self._asked, tokens, parents)[: self._most + 1 - self._certain]
-            more = self.budget.offer(self._likely[rows[1:] - 1], self._length)
-            if not more or len(rows) > self._most - self._certain or self._limit == self._searched:
-                break
-            if len(self._likely) < self._limit:
+            rows = permitted(self._asked, tokens, parents)[: most + 1]
+            if len(rows) > most or self._limit == self._searched or len(self._likely) < self._limit:
                 break
             self._limit = min(2 * self._limit, self._searched)
             with batch.memory.lock:
                 self._find(batch, [(self, tree)])
-        self.budget.when_chosen(lambda chosen: self._send(batch, tree, rows[: chosen + 1]))
+        self.budget.offer(self._likely[rows[1:] - 1], lambda chosen: self._send(batch, tree, rows[: chosen + 1]))
 
     def _found(self, batch: DraftBatch, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Tokens of the first nodes found, and their parents."""
@@ -237,7 +231,6 @@ class AutoDrafter:
         """Add nodes to a tree; 0 and their numbers, ascending, each with its parent."""
         last = int(rows[-1])
         self._rows, self._tree = rows, tree
-        self._wanted = last + last // 4 + _LEAST_GROWN
         tokens, parents = self._found(batch, last)
         sent, places = rows[1:] - 1, np.zeros(last + 1, dtype=np.int64)
         grown = tree.beyond(self._certain)

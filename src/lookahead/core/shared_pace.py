@@ -1,0 +1,201 @@
+"""Which nodes a step sends whose rows are those of many requests: the likeliest of all rows, as many as pay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import log2
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.config import MOST_CHOSEN_NODES
+from lookahead.core.budget import Send
+from lookahead.core.compiled import compiled
+from lookahead.core.pace import Pace, compile_pace
+from lookahead.core.step_costs import StepCosts
+from lookahead.core.step_time import StepTime
+from lookahead.core.token_tree import TokenTree
+from lookahead.errors import InvalidArgumentError
+
+
+class SharedPace:
+    """Has the candidates of all rows compete for the nodes of a step.
+
+    They are put in one order, the likeliest first, whichever row they are of. So sure drafts of one row take the room
+    of another's guesses, and where steps are full nothing is sent. There is a `Pace` for each load and temperature:
+    what pays for two rows may not for fifty, and what pays for greedy rows may not for sampled ones.
+
+    Args:
+        first: Makes the pace of a load, in rows: 1, 2, 4, 8, ..., and of a temperature: 0, 0.5, 1, ...
+        nodes: A fixed number of nodes of a step over all its rows, roots included, instead of what pays.
+
+    Attributes:
+        backs_off: Whether the coming step goes without a draft.
+        least: How likely a candidate must be for it to be looked for.
+        rows: How many it has.
+
+    Raises:
+        InvalidArgumentError: `nodes` is out of range.
+    """
+
+    is_timed = True
+
+    def __init__(self, first: Callable[[int, float], Pace], nodes: int | None = None) -> None:
+        if nodes is not None and nodes < 1:
+            raise InvalidArgumentError(f"nodes={nodes} is out of range; a step has at least a root")
+        self.backs_off = False
+        self.least = 0.0
+        self.rows = 0
+        self._first = first
+        self._nodes = nodes
+        self._paces: dict[tuple[int, float], Pace] = {}
+        self._pace: Pace | None = None
+        self._offers: list[tuple[SharedRow, NDArray[np.float64], Send]] = []
+        self._outcome = 0.0, 0  # of the last step: how many were to be accepted, and how many were
+
+    def begin(self, rows: int, temperature: float = 0.0) -> None:
+        """Begin a step of so many rows, whose tokens are sampled with this temperature in the mean."""
+        self._offers.clear()
+        if self._pace is not None and self._outcome[0]:
+            self._pace.learn(*self._outcome)
+        self._outcome, self.rows = (0.0, 0), rows
+        if self._nodes is not None:
+            self.backs_off = self._nodes <= rows
+            return
+        self._pace = pace = self._of_load(1 << max(rows - 1, 0).bit_length(), round(2 * temperature) / 2)
+        pace.rows = rows
+        self.backs_off, self.least = pace.rests, pace.least(rows) / 2
+
+    def _of_load(self, load: int, temperature: float) -> Pace:
+        """The pace of a load. It begins with what is known of the nearest one: requests come and go, and a load that
+        had to find out everything by itself would be over before it has."""
+        key = load, temperature
+        if key not in self._paces:
+            known = [
+                (abs(log2(other / load)), other)
+                for (other, like), pace in self._paces.items()
+                if like == temperature and not pace.is_new
+            ]
+            pace = self._first(load, temperature)
+            if known and pace.is_new:
+                pace = self._paces[min(known)[1], temperature].similar(load)
+            self._paces[key] = pace
+        return self._paces[key]
+
+    @property
+    def most(self) -> int:
+        """Most candidates of a row that may be sent."""
+        return (MOST_CHOSEN_NODES if self._nodes is None else self._nodes) - 1
+
+    def offer(self, row: SharedRow, likely: NDArray[np.float64], send: Send) -> None:
+        """Note that a row has candidates; `send` sends the first of them."""
+        self._offers.append((row, likely, send))
+
+    def learn(self, expected: float, accepted: int) -> None:
+        """Note what came of the candidates of a row."""
+        self._outcome = self._outcome[0] + expected, self._outcome[1] + accepted
+
+    def share_out(self, trees: Sequence[TokenTree]) -> None:
+        """Choose among all that was offered, and have it sent.
+
+        Args:
+            trees: Those of the step, with roots and pending tokens alone.
+        """
+        if not self._offers:
+            return
+        likely = np.concatenate([offered for _, offered, _ in self._offers])
+        ends = np.array(list(accumulate(len(offered) for _, offered, _ in self._offers)))
+        owners, ordered = np.empty(len(likely), dtype=np.int64), np.empty(len(likely))
+        _line_up(likely, ends, np.concatenate([[0], ends[:-1]]), owners, ordered)
+        pending = sum(map(len, trees))
+        if self._nodes is not None or self._pace is None:
+            sent = min(max((self._nodes or 0) - pending, 0), len(ordered))
+        else:
+            room = max(self._pace.room - self.rows, self.rows)
+            sent = self._pace.choose(ordered[:room], pending, shared=True)
+        counts = np.bincount(owners[:sent], minlength=len(self._offers)).tolist()
+        for (row, offered, send), count in zip(self._offers, counts, strict=True):
+            row.expected = float(offered[:count].sum())
+            send(count)
+        self._offers.clear()
+
+    def book(self, step: StepTime) -> None:
+        """Note what a step took and brought; see `Pace.book`."""
+        if self._pace is not None:
+            self._pace.book(step)
+
+
+class SharedRow:
+    """What one row takes of a `SharedPace`; a `StepBudget`.
+
+    Attributes:
+        expected: How many candidates of this step are to be accepted.
+    """
+
+    def __init__(self, shared: SharedPace) -> None:
+        self._shared = shared
+        self.expected = 0.0
+
+    @property
+    def backs_off(self) -> bool:
+        """See `StepBudget`."""
+        return self._shared.backs_off
+
+    @property
+    def least(self) -> float:
+        """See `StepBudget`."""
+        return self._shared.least
+
+    @property
+    def most(self) -> int:
+        """See `StepBudget`."""
+        return self._shared.most
+
+    @property
+    def reads_prompts(self) -> bool:
+        """See `StepBudget`: rows that share steps fill the memory for each other, which is as good."""
+        return self._shared.rows == 1
+
+    def begin(self) -> None:
+        """See `StepBudget`."""
+        self.expected = 0.0
+
+    def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
+        """See `StepBudget`: sent when all rows have offered theirs."""
+        self._shared.offer(self, likely[: self.most], send)
+
+    def learn(self, accepted: Sequence[int]) -> None:
+        """See `StepBudget`."""
+        if self.expected:
+            self._shared.learn(self.expected, len(accepted))
+
+
+@compiled
+def _line_up(
+    likely: NDArray[np.float64],
+    ends: NDArray[np.int64],
+    heads: NDArray[np.int64],
+    owners: NDArray[np.int64],
+    ordered: NDArray[np.float64],
+) -> None:
+    """Put the candidates of several rows in one order, the likeliest first, with the row that each is of.
+
+    Those of each row descend, begin at its place of `heads`, which is changed, and end at that of `ends`.
+    """
+    for place in range(len(likely)):
+        owner, best = 0, -1.0
+        for row in range(len(ends)):
+            if heads[row] < ends[row] and likely[heads[row]] > best:
+                owner, best = row, likely[heads[row]]
+        owners[place], ordered[place] = owner, best
+        heads[owner] += 1
+
+
+def compile_shared_pace() -> None:
+    """Run each loop once, so that no step has to wait for it."""
+    compile_pace()
+    shared = SharedPace(lambda load, temperature: Pace(StepCosts(), load))
+    shared.begin(1)
+    SharedRow(shared).offer(np.ones(1), lambda chosen: None)
+    shared.share_out([TokenTree([0])])
