@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from exactness import NEAR_TIE, Case, Outcome, cases, logit_difference, random_case, run_case
-from lookahead.backends.transformers import model_runner
+from lookahead.backends.transformers import runner
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.tree_cache import TreeLayer
 from lookahead.core.token_tree import Layout, TokenTree, lay_out
@@ -198,7 +198,7 @@ def _full_everywhere(self: MaskBuilder, kind: str) -> tuple[int | None, int | No
 FAULTS: dict[str, tuple[object, str, Callable[..., Any], list[str]]] = {
     "accepts any child": (TokenTree, "child", _any_child, NAMES),
     "causal instead of tree mask": (Layout, "ancestor_mask", _sees_all_before, NAMES),
-    "positions count nodes": (model_runner, "lay_out", _positions_in_order, NAMES),
+    "positions count nodes": (runner, "lay_out", _positions_in_order, NAMES),
     "cache keeps the wrong nodes": (TreeLayer, "commit", _keeps_first_slots, NAMES),
     "no sliding window": (MaskBuilder, "reach", _full_everywhere, SHORT_SIGHTED),
 }

@@ -56,17 +56,17 @@ def test_saved_states_come_back(family: str) -> None:
     runner = ChainRunner(tiny(family))
     runner.forward([TokenTree(TEXT[:8])])
     runner.commit([range(8)])
-    before = tensors(runner.cache.content)
+    before = tensors(runner.rows[0].content)
     tree = TokenTree([TEXT[8]])
     tree.add_candidates(TEXT[9:12])
     runner.forward([tree])
-    changed = tensors(runner.cache.content)
+    changed = tensors(runner.rows[0].content)
     assert len(before) != len(changed) or not all(map(torch.equal, before, changed))
     runner.commit([[0, 1]])
-    after = tensors(runner.cache.content)
+    after = tensors(runner.rows[0].content)
     assert len(before) == len(after)
     assert all(map(torch.equal, before, after))
-    assert runner.cache.length == 8
+    assert runner.rows[0].length == 8
 
 
 def test_copies_are_taken_into_the_same_buffers() -> None:

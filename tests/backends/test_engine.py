@@ -5,8 +5,8 @@ import torch
 from transformers import DeepseekV4Config, Gemma3TextConfig, GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from lookahead.backends.transformers import ModelRunner
-from lookahead.backends.transformers.model_runner import LONGEST_DRAFTED_PREFILL
 from lookahead.backends.transformers.position_limit import PositionLimit
+from lookahead.backends.transformers.runner import LONGEST_DRAFTED_PREFILL
 from lookahead.core.token_tree import TokenTree
 from model_zoo import ARCHITECTURES, build
 

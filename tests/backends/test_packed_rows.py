@@ -9,9 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.backends.transformers import equivalence
+from lookahead.backends.transformers.engine_model import packed_rows_model, rows_runner
 from lookahead.backends.transformers.noise import SamplingNoise
-from lookahead.backends.transformers.packed_rows import PackedRowsRunner, PaddedRowsRunner, Row, RowsRunner
-from lookahead.backends.transformers.packed_rows.model import packed_rows_model, rows_runner
+from lookahead.backends.transformers.rows import Row
+from lookahead.backends.transformers.runner import RowsRunner
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.core.decoder import Batch, decode, step
@@ -74,21 +75,21 @@ def sequence_of(request: Request, index: int) -> TextSequence:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_rows_that_come_and_go_are_as_each_alone(name: str) -> None:
     model = build(name)
-    check_rows(model, PackedRowsRunner(packed_rows_model(model)), ARCHITECTURES.index(name))
+    check_rows(model, RowsRunner(packed_rows_model(model)), ARCHITECTURES.index(name))
 
 
 @pytest.mark.parametrize("name", UNPACKABLE)
 def test_so_are_padded_ones_where_they_cannot_be_packed(name: str) -> None:
     model = build(name, attention=UNPACKABLE[name])
     runner = rows_runner(model)
-    assert isinstance(runner, PaddedRowsRunner)
+    assert not runner.packed
     check_rows(model, runner, seed=3)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_mixed_sliding"])
 def test_so_are_rows_with_a_pass_each(name: str) -> None:
     model = build(name)
-    check_rows(model, PaddedRowsRunner(model, together=False), seed=4)
+    check_rows(model, RowsRunner(model, packed=False, together=False), seed=4)
 
 
 @torch.no_grad()
@@ -131,7 +132,7 @@ def check_rows(model: PreTrainedModel, runner: RowsRunner, seed: int) -> None:
 def test_plain_steps_of_one_row_past_every_window(name: str) -> None:
     model = build(name)
     request = Request(0, [3, 1, 4, 1, 5], 2 * SLIDING_WINDOW + 5, sample=False, nodes=1, chunk=None)
-    runner = PackedRowsRunner(packed_rows_model(model))
+    runner = RowsRunner(packed_rows_model(model))
     runner.rows = [Row()]
     sequence = sequence_of(request, 0)
     decode(runner, batch := Batch([sequence]))
@@ -141,7 +142,7 @@ def test_plain_steps_of_one_row_past_every_window(name: str) -> None:
 
 def test_a_step_moves_nothing_of_rows_that_stay() -> None:
     model = build("llama")
-    runner = PackedRowsRunner(packed_rows_model(model))
+    runner = RowsRunner(packed_rows_model(model))
     stays, leaves, joins = Row(), Row(), Row()
     runner.rows = [leaves, stays]
     runner.forward([TokenTree([5, 9, 3]), TokenTree([7, 8])])
@@ -159,7 +160,7 @@ def test_a_step_sends_no_padding() -> None:
     clone = packed_rows_model(model)
     sent: list[tuple[int, ...]] = []
     hook = clone.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: sent.append(inputs[0].shape))
-    runner = PackedRowsRunner(clone)
+    runner = RowsRunner(clone)
     runner.rows = [Row(), Row(), Row()]
     runner.forward([TokenTree([5] * length) for length in (1, 9, 3)])
     hook.remove()

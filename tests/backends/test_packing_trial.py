@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers import engine_model, findings, model_state, packing_trial
+from lookahead.backends.transformers.engine_model import packed_rows_model
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.packed_linear import PackedForSeveralRows, PackedLinear
-from lookahead.backends.transformers.packed_rows.model import packed_rows_model
 from lookahead.errors import UnsupportedArgumentError
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])

@@ -11,10 +11,11 @@ import torch
 
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers import PromptPass, equivalence
+from lookahead.backends.transformers.engine_model import packed_clone
 from lookahead.backends.transformers.model_state import draft_pace
 from lookahead.backends.transformers.noise import SamplingNoise
-from lookahead.backends.transformers.packed_rows import PackedRowsRunner, Row
-from lookahead.backends.transformers.packed_rows.model import packed_clone
+from lookahead.backends.transformers.rows import Row
+from lookahead.backends.transformers.runner import RowsRunner
 from lookahead.config import LookaheadConfig
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
@@ -196,7 +197,7 @@ class Call:
         self._steps.batch.times = None
 
 
-def _packed_runner(arguments: Arguments, config: LookaheadConfig) -> PackedRowsRunner | None:
+def _packed_runner(arguments: Arguments, config: LookaheadConfig) -> RowsRunner | None:
     """What runs the rows of a call as an `Engine` runs requests, packed into one row of tokens; `None` where they are
     padded.
 
@@ -210,4 +211,4 @@ def _packed_runner(arguments: Arguments, config: LookaheadConfig) -> PackedRowsR
     if config.engine != "dynamic" or config.invariant or config.pack_weights or model.device.type != "cpu":
         return None
     clone = packed_clone(model, pack_weights=False, invariant=False)
-    return None if isinstance(clone, str) else PackedRowsRunner(clone, equivalence(model).holds("positions_end"))
+    return None if isinstance(clone, str) else RowsRunner(clone, equivalence(model).holds("positions_end"))

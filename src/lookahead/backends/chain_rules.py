@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
 
@@ -22,13 +20,11 @@ def has_room(cached: int, pending: int) -> bool:
     return cached > 0 and pending <= _MOST_PENDING
 
 
-def only_chain(trees: Sequence[TokenTree]) -> TokenTree:
-    """The one tree of a step, in which each node follows the one before it.
+def check_chain(tree: TokenTree) -> None:
+    """Refuse a tree in which a node does not follow the one before it.
 
     Raises:
         InvalidArgumentError: The tree has branches.
     """
-    (tree,) = trees
     if tree.parents != list(range(-1, len(tree) - 1)):
         raise InvalidArgumentError("trees has one with branches; a model with running states runs chains alone")
-    return tree

@@ -13,7 +13,7 @@ from lookahead.backends.gguf.session import GGUFSession
 from lookahead.backends.llama_cpp.rows_runner import LlamaRowsRunner
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.transformers.model_watch import ModelWatch
-from lookahead.backends.transformers.packed_rows import RowsRunner
+from lookahead.backends.transformers.runner import RowsRunner
 from lookahead.backends.transformers.session import TransformersSession
 from lookahead.config import LookaheadConfig
 

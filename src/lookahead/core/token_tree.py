@@ -195,6 +195,11 @@ class Layout:
     _parent_slots: NDArray[np.int64]
     _pending: int
 
+    @property
+    def is_chain(self) -> bool:
+        """See `TokenTree.is_chain`."""
+        return len(self.order) == self._pending
+
     def ancestor_mask(self) -> NDArray[np.bool_]:
         """Which slots each slot may attend to: its ancestors and itself, `[nodes, nodes]` bool."""
         nodes, pending = len(self.order), self._pending
@@ -251,18 +256,6 @@ def lay_out(tree: TokenTree) -> Layout:
 
 _ONE_PLACE = np.zeros(1, dtype=np.int64)
 _ONE_PLACE.flags.writeable = False
-
-
-ONE_NODE = Layout(
-    _ONE_PLACE,
-    _ONE_PLACE,
-    tokens=_ONE_PLACE,
-    depths=_ONE_PLACE,
-    read_slots=_ONE_PLACE,
-    _parent_slots=_ONE_PLACE - 1,
-    _pending=1,
-)
-"""The layout of a tree that is its root alone, but for the token."""
 
 
 def _lay_out_chain(tree: TokenTree) -> Layout:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.backends.forward_result import OneNodeResult
 from lookahead.backends.transformers import ForwardResult, ModelRunner
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.errors import ParallelError
@@ -147,10 +146,9 @@ class ParallelRunner:
             self._places.append(_grow(own, tree, split, self.rank))
             own_trees.append(own)
         results = self._local.forward(own_trees, top_k)
-        found = [result.as_tree() if isinstance(result, OneNodeResult) else result for result in results]
         self._results = [
             _spread(result, tree, split, places, self.rank)
-            for result, tree, split, places in zip(found, trees, self._splits, self._places, strict=True)
+            for result, tree, split, places in zip(results, trees, self._splits, self._places, strict=True)
         ]
         return self._results
 
@@ -329,5 +327,5 @@ def _spread(result: ForwardResult, tree: TokenTree, split: Split, places: dict[i
     own = [places[node] for node in nodes.tolist()]
     predictions[nodes] = result.predictions[own]
     top_ids[nodes], chances[nodes] = result.top_ids[own], result.top_probabilities[own]
-    rows = {node: result._rows[place] for node, place in places.items() if place in result._rows}
-    return replace(result, predictions=predictions, top_ids=top_ids, top_probabilities=chances, _rows=rows)
+    rows = {node: result.rows[place] for node, place in places.items() if place in result.rows}
+    return ForwardResult(result.logits, rows, top_ids, chances, predictions, result.borrowed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from lookahead.backends.transformers.packed_rows import Row
+from lookahead.backends.transformers.rows import Row
 from lookahead.backends.transformers.tree_cache import whole_blocks
 from lookahead.errors import InvalidArgumentError
 from lookahead.serving.prefix_cache import LEAST, PrefixCache, TextRow, common_start

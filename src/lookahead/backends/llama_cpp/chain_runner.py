@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lookahead.backends.chain_rules import has_room, only_chain
+from lookahead.backends.chain_rules import check_chain, has_room
 from lookahead.backends.forward_result import ForwardResult
 from lookahead.backends.llama_cpp.context import LlamaContext
 from lookahead.backends.llama_cpp.runner import LlamaRunner
-from lookahead.backends.llama_cpp.token_result import TokenResult
 from lookahead.core.token_tree import TokenTree
 
 _TEXT, _SAVED = 0, 1
@@ -52,13 +51,15 @@ class LlamaChainRunner(LlamaRunner):
         """Drafters are always asked; where nothing may be drafted, `tree` has no room."""
         return True
 
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult | TokenResult]:
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
         """Run the model on one chain; what it does to the state waits for `commit`.
 
         Raises:
             InvalidArgumentError: The tree has branches.
         """
-        if not only_chain(trees).is_chain:
+        (tree,) = trees
+        check_chain(tree)
+        if not tree.is_chain:
             self._copy(_TEXT, _SAVED)
         return super().forward(trees, top_k)
 

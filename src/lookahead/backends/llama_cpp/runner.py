@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lookahead.backends.forward_result import ForwardResult, forward_result
+from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.llama_cpp.branches import Branches, branches
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES, LlamaContext
 from lookahead.backends.llama_cpp.rows import LlamaRow, SequenceIds
-from lookahead.backends.llama_cpp.token_result import TokenResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
 
@@ -110,7 +109,7 @@ class LlamaRunner:
     def complete(self, texts: Sequence[Sequence[int]]) -> None:
         """Nothing: what llama.cpp holds is not handed on."""
 
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult | TokenResult]:
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
         """Run the model on one tree for each row; their keys and values wait in the context for `commit`.
 
         Args:
@@ -128,14 +127,13 @@ class LlamaRunner:
                 self._place(row, *sent, count)
                 count += len(sent[0])
         logits = torch.from_numpy(self.llama_context.run(count))
-        results, used = [], 0
-        for tree, sent in zip(trees, self._sent, strict=True):
-            nodes = _NO_NODES if sent is None else sent[1].order[np.array(tree.needs_logits)[sent[1].order]]
-            results.append(forward_result(len(tree), nodes, logits[used : used + len(nodes)], top_k, borrowed=True))
-            used += len(nodes)
-        return results
+        nodes = [
+            _NO_NODES if sent is None else sent[1].order[np.array(tree.needs_logits)[sent[1].order]]
+            for tree, sent in zip(trees, self._sent, strict=True)
+        ]
+        return forward_results([len(tree) for tree in trees], nodes, logits, top_k, borrowed=True)
 
-    def _forward_token(self, tree: TokenTree, top_k: int) -> TokenResult:
+    def _forward_token(self, tree: TokenTree, top_k: int) -> ForwardResult:
         """A step of plain decoding, which is little work for a small model: with as little around it."""
         row = self.rows[0]
         self._plain_steps += 1
@@ -145,7 +143,8 @@ class LlamaRunner:
         elif self._plain_steps == RESTS and len(row.ids) > 1:
             self._ids.trim(row)
         self._sent = [(tree, _ONE_TOKEN)]
-        return TokenResult(self.llama_context.run_token(tree.tokens[0], row.length, row.ids), top_k)
+        logits = torch.from_numpy(self.llama_context.run_token(tree.tokens[0], row.length, row.ids))[None]
+        return forward_results([1], [_ONE_TOKEN.order], logits, top_k, borrowed=True)[0]
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Keep the keys and values of `kept`, for each row a path of nodes from its tree's first one downwards, and

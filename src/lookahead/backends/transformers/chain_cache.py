@@ -7,37 +7,137 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from lookahead.backends.transformers.forward_arguments import forward_arguments
-from lookahead.backends.transformers.saved_state import SavedState
-from lookahead.errors import UnsupportedArgumentError
+from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
 _NAMES = ("past_key_values", "cache_params", "state")
 """What models call their caches."""
 
+_RUNNING_STATES = ("conv_states", "recurrent_states")
+"""What layers of transformers write in place; everything else in them is replaced by new tensors."""
 
-class ChainCache:
-    """What plain decoding of a model would decode with, the tokens in it counted.
+
+class SavedState:
+    """What a cache holds when this is made, until `restore` puts it back.
+
+    Running states are written in place, so they are copied. Keys and values are not: a pass puts longer tensors in
+    their place, and keeping the old ones costs nothing. In caches that are not transformers' `Cache`, such as the list
+    of tensors of RWKV, everything is copied.
+
+    Args:
+        content: The cache.
+        buffers: Tensors of an earlier one of the same cache, to copy to; copies that fit none are added.
+
+    Attributes:
+        copied_bytes: Bytes of states that were copied.
+        held_bytes: Bytes of all that the cache holds.
+    """
+
+    def __init__(self, content: Any, buffers: list[torch.Tensor]) -> None:
+        self.copied_bytes = self.held_bytes = 0
+        self._containers: list[tuple[Any, Any]] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._buffers = buffers
+        self._visit(content, copies=not isinstance(content, Cache), opens=True)
+
+    def restore(self) -> None:
+        """Put the cache back.
+
+        Raises:
+            UnsupportedModelError: The model wrote into a tensor that was not copied.
+        """
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise UnsupportedModelError("the model writes into a part of its cache that transformers only replaces")
+        for container, content in self._containers:
+            if isinstance(container, dict):
+                container.clear()
+                container.update(content)
+            else:
+                container[:] = content
+        for tensor, copy in self._copies:
+            tensor.copy_(copy)
+
+    def _visit(self, value: Any, copies: bool, opens: bool = False) -> None:
+        if isinstance(value, torch.Tensor):
+            self.held_bytes += value.numel() * value.element_size()
+            if copies:
+                self._copy(value)
+            elif not value.is_inference():
+                self._versions.append((value, value._version))
+        elif isinstance(value, dict):
+            self._containers.append((value, dict(value)))
+            for item in value.values():
+                self._visit(item, copies)
+        elif isinstance(value, list):
+            self._containers.append((value, list(value)))
+            for item in value:
+                self._visit(item, copies)
+        elif isinstance(value, tuple):
+            for item in value:
+                self._visit(item, copies)
+        elif opens or isinstance(value, CacheLayerMixin | LinearAttentionCacheLayerMixin):
+            attributes = vars(value)
+            self._containers.append((attributes, dict(attributes)))
+            running = _RUNNING_STATES if isinstance(value, LinearAttentionCacheLayerMixin) else ()
+            for name, item in attributes.items():
+                self._visit(item, copies or name in running)
+
+    def _copy(self, tensor: torch.Tensor) -> None:
+        number = len(self._copies)
+        if number == len(self._buffers):
+            self._buffers.append(torch.empty_like(tensor))
+        elif not _fits(self._buffers[number], tensor):
+            self._buffers[number] = torch.empty_like(tensor)
+        self._copies.append((tensor, self._buffers[number].copy_(tensor)))
+        self.copied_bytes += tensor.numel() * tensor.element_size()
+
+
+def _fits(buffer: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return buffer.shape == tensor.shape and buffer.dtype == tensor.dtype and buffer.device == tensor.device
+
+
+class ChainRow:
+    """One text on a model that keeps running states: what plain decoding would decode with, the tokens in it counted.
 
     Args:
         model: The model that it belongs to.
         content: A cache that is filled already; an empty one if not given.
+        before: How many tokens of it come before the text that is decoded.
 
     Attributes:
         name: What the model calls its cache.
         content: The cache as the model takes it; `None` before the first pass of a model that makes its own.
         length: Tokens in it.
+        before: As above.
+        shift: What is added to places in the text to have positions.
+        most_pending: How many tokens of a text that is not cached yet the coming step sends at most; any number if
+            `None`.
         copied_bytes: Bytes of states that `save` copied so far.
     """
 
-    def __init__(self, model: PreTrainedModel, content: Cache | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, content: Cache | None = None, before: int = 0) -> None:
         self.name = cache_name(model)
         self.content: Any = empty_cache(model) if content is None else content
         self.length = 0 if content is None else content.get_seq_length()
+        self.before, self.shift = before, 0
+        self.most_pending: int | None = None
         self.copied_bytes = 0
         self._buffers: list[torch.Tensor] = []
         self._saved: SavedState | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return self.length
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that states, keys and values take."""
+        return SavedState(self.content, []).held_bytes
 
     def arguments(self) -> dict[str, Any]:
         """What a pass takes of it."""
@@ -48,16 +148,25 @@ class ChainCache:
         self._saved = SavedState(self.content, self._buffers)
         self.copied_bytes += self._saved.copied_bytes
 
-    def restore(self) -> None:
-        """Put back what the last `save` found, once."""
-        assert self._saved is not None
-        self._saved.restore()
-        self._saved = None
+    def settle(self, sent: int, kept: int) -> None:
+        """Keep what a pass over `sent` tokens did, if all of them are `kept`; else put back what the last `save` found.
+
+        Raises:
+            UnsupportedModelError: See `SavedState.restore`.
+        """
+        saved, self._saved = self._saved, None
+        if kept == sent:
+            self.length += sent
+        elif saved is not None:
+            saved.restore()
 
     def keep(self, outputs: Any) -> None:
         """Take the cache from what the first pass gave, if the model makes its own."""
         if self.content is None:
             self.content = outputs[self.name]
+
+    def set_apart(self) -> None:
+        """Nothing: no other row is compared with what this one holds."""
 
 
 def has_running_state(kind: type[PreTrainedModel], config: PreTrainedConfig) -> bool:

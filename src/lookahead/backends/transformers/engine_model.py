@@ -9,9 +9,16 @@ from importlib.util import find_spec
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers import folded_attention, tree_attention
-from lookahead.backends.transformers.checks.clones import computes_the_same, is_invariant
-from lookahead.backends.transformers.checks.models import check_model, check_trees, what_is_in_the_way
+from lookahead.backends.transformers import folded_attention, packed_attention, tree_attention
+from lookahead.backends.transformers.checks.clones import computes_the_same, is_invariant, reads_rows_alike
+from lookahead.backends.transformers.checks.kinds import equivalence
+from lookahead.backends.transformers.checks.models import (
+    FORWARD_IS_REPLACED,
+    check_model,
+    check_trees,
+    checked_setting,
+    what_is_in_the_way,
+)
 from lookahead.backends.transformers.folded_attention import FOLDED_SDPA
 from lookahead.backends.transformers.invariant import attention as invariant_attention
 from lookahead.backends.transformers.invariant.attention import LEAST_NODES, PACKED_ROWS
@@ -20,6 +27,7 @@ from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import chosen_packing, state_of
 from lookahead.backends.transformers.packed_linear import check_packing
 from lookahead.backends.transformers.preserved_state import preserved_state
+from lookahead.backends.transformers.runner import RowsRunner
 from lookahead.backends.transformers.shared_clone import SharedClone, all_modules, can_be_cloned, structure
 from lookahead.backends.transformers.static_engine import fixed_runner
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
@@ -149,7 +157,7 @@ def _check_invariant(model: PreTrainedModel) -> None:
 def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bool | str) -> SharedClone | str:
     """A clone that does what the model does; a reason in its place if there is none."""
     if not can_be_cloned(model):
-        return "it was compiled, or a hook stands in for the forward pass of one of its modules"
+        return FORWARD_IS_REPLACED
     if attention is not None:
         _REGISTER[attention]()
     clone = SharedClone(model, attention, pack_weights)
@@ -180,3 +188,101 @@ _REGISTER = {
     tree_attention.NAME: tree_attention.register,
     tree_attention.BY_POSITION: tree_attention.register_by_position,
 }
+
+
+def rows_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> RowsRunner:
+    """What runs rows of `model` that come and go: packed into one row of tokens, or padded where that cannot be.
+
+    Args:
+        model: A causal language model of transformers.
+        pack_weights: See `LookaheadConfig.pack_weights`.
+        invariant: See `LookaheadConfig.invariant`.
+
+    Raises:
+        UnsupportedArgumentError: Passes of the model cannot be invariant.
+        UnsupportedModelError: The model cannot be run on token trees, or its rows give other logits together.
+    """
+    clone = packed_clone(model, pack_weights, invariant)
+    ends = equivalence(model).holds("positions_end")
+    if not isinstance(clone, str):
+        return RowsRunner(clone, ends)
+    if invariant:
+        raise _unsupported(model, clone)
+    engine = engine_model(model, pack_weights)
+    runner = RowsRunner(engine, ends, packed=False, together=equivalence(model).holds("batches"))
+    state, setting = state_of(model), ("padded rows", *checked_setting(model))
+    with state.lock:
+        if setting not in state.checked:
+            with preserved_state(model):
+                same = reads_rows_alike(runner, engine, exactly=False)
+            if not same:
+                raise _unsupported(model, f"{clone}, and padded ones gave other logits together than each alone")
+            state.checked.add(setting)
+    return runner
+
+
+def packed_rows_model(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> PreTrainedModel:
+    """A clone of `model` for `RowsRunner`, with the model's own weights. Made and tried once per model object.
+
+    Arguments as for `rows_runner`.
+
+    Raises:
+        UnsupportedArgumentError: Passes of the model cannot be invariant.
+        UnsupportedModelError: The model cannot be run on token trees, or not with packed rows.
+    """
+    clone = packed_clone(model, pack_weights, invariant)
+    if isinstance(clone, str):
+        raise _unsupported(model, clone)
+    return clone
+
+
+def packed_clone(model: PreTrainedModel, pack_weights: bool, invariant: bool) -> PreTrainedModel | str:
+    """What `packed_rows_model` gives, or why there is none.
+
+    Raises:
+        UnsupportedArgumentError: Passes of the model cannot be invariant.
+        UnsupportedModelError: The model cannot be run on token trees.
+    """
+    check_model(model)
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    if implementation != "sdpa" or not getattr(model, "_supports_attention_backend", False):
+        return (
+            f"its attention, {implementation!r}, is not called through transformers' AttentionInterface as 'sdpa'; "
+            "load it with attn_implementation='sdpa' if it has that"
+        )
+    if not can_be_cloned(model):
+        return FORWARD_IS_REPLACED
+    if not equivalence(model).holds("packed_rows"):
+        return "a small copy of it gave other logits for rows that share a pass than for each alone"
+    if invariant and model.device.type != "cpu":
+        raise UnsupportedArgumentError(
+            f"invariant=True is not possible for rows that share a pass on {model.device}, but on CPUs only; use "
+            "lookahead.generate, or invariant=False"
+        )
+    if invariant:  # refused where passes of one text cannot be
+        engine_model(model, pack_weights, invariant=True)
+    clone = clone_for(model, PACKED_ROWS if invariant else packed_attention.NAME, pack_weights, _tried_rows)
+    return clone.module if isinstance(clone, SharedClone) else str(clone)
+
+
+def _tried_rows(model: PreTrainedModel, name: str | None, pack_weights: bool | str) -> SharedClone | str:
+    packed_attention.register()
+    clone = SharedClone(model, name, pack_weights)
+    packed = RowsRunner(clone.module)
+    invariant = name == PACKED_ROWS
+    with preserved_state(model):
+        try:
+            alone = engine_model(model, bool(pack_weights), invariant=True) if invariant else model
+            same = reads_rows_alike(packed, alone, exactly=invariant)
+        except UnsupportedModelError as error:
+            return str(error)
+    if not same or clone.keeps_state(model):
+        return "its rows gave other logits together than each alone"
+    return clone
+
+
+def _unsupported(model: PreTrainedModel, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"model={type(model).__name__} cannot be run with the rows of many requests in one: {why}. Use "
+        "lookahead.generate"
+    )

@@ -25,7 +25,6 @@ from lookahead.errors import InvalidArgumentError, LookaheadWarning
 
 if TYPE_CHECKING:
     from lookahead.backends.transformers.checks.kinds import Equivalence
-    from lookahead.backends.transformers.masks import MaskBuilder
     from lookahead.backends.transformers.position_limit import PositionLimit
     from lookahead.backends.transformers.shared_clone import SharedClone
     from lookahead.backends.transformers.slot_limit import SlotLimit
@@ -58,7 +57,7 @@ class ModelState:
         spare: The n-gram memory of a call that has ended, for the next one to begin anew.
         files: Open memory files, by path.
         layer_weights: How many weights there are beside the embeddings of tokens, once that was asked for.
-        limits: What its configuration says of masks, positions and places, and the values that it had.
+        limits: What its configuration says of positions and places, and the values that it had.
         equivalence: What was found of its kind lately, and the attention and the configuration that it is about.
     """
 
@@ -74,9 +73,7 @@ class ModelState:
     spare: NGramMemory | None = None
     files: dict[str, MemoryFile] = field(default_factory=dict)
     layer_weights: int | None = None
-    limits: dict[bool, tuple[dict[str, object], tuple[MaskBuilder, PositionLimit, SlotLimit]]] = field(
-        default_factory=dict
-    )
+    limits: dict[bool, tuple[dict[str, object], tuple[PositionLimit, SlotLimit]]] = field(default_factory=dict)
     equivalence: tuple[str | None, dict[str, object], ReferenceType[Equivalence]] | None = None
 
 

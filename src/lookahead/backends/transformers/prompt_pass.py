@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from lookahead.backends.forward_result import ForwardResult, forward_result
+from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.transformers.chain_cache import cache_name
 from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.model_state import state_of
@@ -29,7 +29,7 @@ class PromptReader(Protocol):
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree: ...
 
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> list[ForwardResult]: ...
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]: ...
 
     @property
     def prompt_cache(self) -> Any:
@@ -93,12 +93,10 @@ class PromptPass:
         outputs = self._read(keep)
         logits = outputs.logits.float()
         self._go_on(outputs)
-        return [
-            forward_result(
-                len(layout.order), layout.order[layout.read_slots], logits[row], top_k, places + logits.shape[1]
-            )
-            for row, (layout, places) in enumerate(zip(layouts, columns, strict=True))
-        ]
+        width = logits.shape[1]
+        rows = [(row + 1) * width + places for row, places in enumerate(columns)]
+        nodes = [layout.order[layout.read_slots] for layout in layouts]
+        return forward_results([len(layout.order) for layout in layouts], nodes, logits.flatten(0, 1), top_k, rows)
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """All of the prompts was kept when it was read."""

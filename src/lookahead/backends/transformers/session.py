@@ -11,18 +11,14 @@ from transformers.cache_utils import Cache
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.step_clock import step_clock
 from lookahead.backends.transformers.cache_exchange import adopt_cache, return_cache
-from lookahead.backends.transformers.chain_cache import ChainCache, check_states
+from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, check_states
 from lookahead.backends.transformers.chain_engine import chain_engine
-from lookahead.backends.transformers.chain_runner import ChainRunner
 from lookahead.backends.transformers.checks.kinds import equivalence
 from lookahead.backends.transformers.checks.models import runs_on_chains
-from lookahead.backends.transformers.engine_model import engine_model, runs_static
+from lookahead.backends.transformers.engine_model import engine_model, rows_runner, runs_static
 from lookahead.backends.transformers.invariant.modules import least_rows
-from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.backends.transformers.model_watch import ModelWatch
-from lookahead.backends.transformers.packed_rows import RowsRunner
-from lookahead.backends.transformers.packed_rows.model import rows_runner
-from lookahead.backends.transformers.saved_state import SavedState
+from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
 from lookahead.backends.transformers.static_engine import StaticBuffers
 from lookahead.backends.transformers.static_steps import FIXED_ROWS
 from lookahead.backends.transformers.text_limits import check_chain_text, check_text
@@ -142,13 +138,12 @@ class TreeCall:
             engine,
             prompts.rows,
             cache,
-            prompts.before,
-            prompts.padding,
             prompts.input_ids.device,
             steps,
-            most_nodes=config.max_nodes,
-            positions_end=kind.holds("positions_end"),
+            config.max_nodes,
+            kind.holds("positions_end"),
         )
+        self.runner.before, self.runner.padding = list(prompts.before), prompts.padding
         self._cache = self.runner.prompt_cache
         self._lengths, self._saved = self._cache.lengths(prompts.rows), self._cache.saved()
         self.clock = step_clock(model.device) if steps is None else steps.clock
@@ -217,18 +212,17 @@ class ChainCall:
         _check_settings(model, config)
         if prompts.cache is not None:
             check_states(model, prompts.cache)
-        self._cache = ChainCache(model, prompts.cache)
+        self._rows = [ChainRow(model, prompts.cache, before) for before in prompts.before]
         self._before = None if prompts.cache is None else SavedState(prompts.cache, [])
         ends = equivalence(model).holds("positions_end")
-        device, engine = prompts.input_ids.device, chain_engine(model)
-        self.runner = ChainRunner(model, self._cache, prompts.before[0], device, ends, engine)
+        self.runner = ChainRunner(model, self._rows, prompts.input_ids.device, ends, chain_engine(model))
         self.clock = step_clock(model.device)
         check_chain_text(model, self.runner, prompts, generation_config)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of states that were copied."""
-        return self._cache.copied_bytes
+        return sum(row.copied_bytes for row in self._rows)
 
     def restore(self) -> None:
         """Leave the caller's cache as it was before the call, which failed."""
@@ -237,7 +231,7 @@ class ChainCall:
 
     def release(self, keep_cache: bool) -> Cache | None:
         """The cache that the caller gets, if it is to be kept: the one that was passed, if one was."""
-        return self._cache.content if keep_cache else None
+        return self._rows[0].content if keep_cache else None
 
 
 def _check_settings(model: PreTrainedModel, config: LookaheadConfig) -> None:

@@ -7,9 +7,9 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.checks.clones import CHECK_LENGTH, agree, check_logits
 from lookahead.backends.transformers.graph_recorder import recorder_for
-from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.position_limit import PositionLimit
+from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import can_be_cloned
 from lookahead.backends.transformers.slot_limit import SlotLimit
 from lookahead.backends.transformers.static_cache import LayerShape, layer_shapes

@@ -272,5 +272,5 @@ def _result(layout: Layout, logits: torch.Tensor, results: NDArray[np.int32]) ->
     if top_k:
         top_ids[nodes] = results[slots, 1 : 1 + top_k]
         top_probabilities[nodes] = results[slots, 1 + top_k :].view(np.float32)
-    by_node = dict(zip(nodes.tolist(), slots.tolist(), strict=True))
-    return ForwardResult(logits, predictions, top_ids, top_probabilities, by_node, _borrowed=True)
+    rows = dict(zip(nodes.tolist(), slots.tolist(), strict=True))
+    return ForwardResult(logits, rows, top_ids, top_probabilities, predictions, borrowed=True)

@@ -9,9 +9,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.transformers.chain_cache import has_running_state
-from lookahead.backends.transformers.chain_runner import ChainRunner
 from lookahead.backends.transformers.checks.kinds import Equivalence
-from lookahead.backends.transformers.model_runner import ModelRunner
+from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
 

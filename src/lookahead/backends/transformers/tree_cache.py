@@ -341,15 +341,19 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     def commit(self, slots: Sequence[Sequence[int]]) -> None:
         """Keep the states of `slots[row]` in every layer; see `TreeLayer.commit`."""
+        filled = self._filled
+        if not filled:
+            return
+        before, scratch = filled[0].lengths, filled[0].longest
+        rows = list(zip(before, slots, strict=True))
+        if all(not kept or scratch - length == len(kept) - 1 - kept[-1] == -kept[0] for length, kept in rows):
+            lengths = [length + len(kept) for length, kept in rows]  # all of them lie in place
+            for layer in filled:
+                layer.lengths = lengths.copy()
+            return
         uploads: dict[tuple[object, ...], torch.Tensor] = {}
-        for layer in self._filled:
+        for layer in filled:
             layer.commit(slots, uploads)
-
-    def commit_one(self) -> None:
-        """Keep the only state that the last pass wrote, of the only row."""
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.lengths = [layer.lengths[0] + 1]
 
     def settle(self) -> None:
         """Bring all layers to the same lengths, in case an interruption came between two of them."""

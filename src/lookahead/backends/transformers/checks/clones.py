@@ -10,11 +10,10 @@ from itertools import pairwise
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.chain_runner import ChainRunner
 from lookahead.backends.transformers.findings import architecture, recall, remember
 from lookahead.backends.transformers.invariant.modules import foreign_product
-from lookahead.backends.transformers.model_runner import ModelRunner
-from lookahead.backends.transformers.packed_rows import Row, RowsRunner
+from lookahead.backends.transformers.rows import Row
+from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
 from lookahead.backends.trials import among_decoys, chains, difference, follow, nothing, rounding
 from lookahead.errors import UnsupportedModelError
 

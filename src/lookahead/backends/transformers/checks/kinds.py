@@ -18,14 +18,13 @@ from weakref import ref
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.backends.transformers import packed_attention
 from lookahead.backends.transformers.chain_cache import has_running_state
-from lookahead.backends.transformers.chain_runner import ChainRunner
 from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet
-from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.backends.transformers.model_state import same_values, state_of
-from lookahead.backends.transformers.packed_rows import PackedRowsRunner, Row, RowsRunner
-from lookahead.backends.transformers.packed_rows import attention as packed_attention
 from lookahead.backends.transformers.position_limit import PositionLimit
+from lookahead.backends.transformers.rows import Row
+from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
 from lookahead.backends.transformers.shared_clone import SharedClone
 from lookahead.backends.trials import chains, difference, follow
 from lookahead.core.token_tree import TokenTree
@@ -101,7 +100,7 @@ class _Comparison:
         """Two texts of different lengths in one row of tokens, and each alone."""
         packed_attention.register()
         clone = SharedClone(self._model, packed_attention.NAME, pack_weights=False)
-        runner = PackedRowsRunner(clone.module, self._ends)
+        runner = RowsRunner(clone.module, self._ends)
         runner.rows = [Row(), Row()]
         return self._side_by_side(runner)
 
@@ -129,7 +128,9 @@ class _Comparison:
         return self._same([own[:, :_PROMPT]], [plain[:, padding : padding + _PROMPT]])
 
     def _runner(self, rows: int = 1, padding: Sequence[int] | None = None) -> ModelRunner:
-        return ModelRunner(self._model, rows, padding=padding, most_nodes=_NODES, positions_end=self._ends)
+        runner = ModelRunner(self._model, rows, most_nodes=_NODES, positions_end=self._ends)
+        runner.padding = list(padding or runner.padding)
+        return runner
 
     def _side_by_side(self, runner: ModelRunner | RowsRunner) -> bool:
         # Where rows may not be at different places, batches are refused.

@@ -28,16 +28,16 @@ from lookahead.backends.transformers.checks.clones import goes_on_rightly, vocab
 from lookahead.backends.transformers.checks.kinds import equivalence
 from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.masks import MaskBuilder
-from lookahead.backends.transformers.model_runner import ModelRunner
 from lookahead.backends.transformers.model_state import Setting, state_of
 from lookahead.backends.transformers.preserved_state import preserved_state
+from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import can_be_cloned
 from lookahead.backends.trials import difference
 from lookahead.core.compiled import IS_COMPILED
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import UnsupportedModelError
 
-_FORWARD_IS_REPLACED = "it was compiled, or a hook stands in for the forward pass of one of its modules"
+FORWARD_IS_REPLACED = "it was compiled, or a hook stands in for the forward pass of one of its modules"
 
 ADAPTERS: tuple[tuple[Callable[[Any], object], str], ...] = (
     (
@@ -96,7 +96,7 @@ IN_THE_WAY: tuple[tuple[Callable[[PreTrainedModel], object], str], ...] = (
         lambda model: model.config._attn_implementation not in ("sdpa", "eager"),
         "attn_implementation={model.config._attn_implementation!r} was chosen for it, neither 'sdpa' nor 'eager'",
     ),
-    (lambda model: not can_be_cloned(model), _FORWARD_IS_REPLACED),
+    (lambda model: not can_be_cloned(model), FORWARD_IS_REPLACED),
 )
 """What is known without a pass to keep passes from being invariant, and how to say it."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,36 +11,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from lookahead.backends.transformers.folded_attention import folded_sdpa
 from lookahead.backends.transformers.invariant.attention import PACKED_ROWS as INVARIANT
 from lookahead.backends.transformers.invariant.attention import invariant_attention
-from lookahead.backends.transformers.packed_rows.cache import PackedCache
+from lookahead.backends.transformers.layouts import PackedStep
 from lookahead.errors import UnsupportedModelError
 
 NAME = "lookahead_packed_rows"
 """The name under which transformers finds this function."""
-
-
-@dataclass(frozen=True)
-class PackedStep:
-    """What the attention function has to know of a step; models hand it through as the argument `packed_rows`.
-
-    Attributes:
-        bounds: Where the nodes of each row begin and end.
-        masks: For each kind of layer what to add to the scores of each row, `[1, 1, nodes, keys]`, or `None` for
-            nodes of which each sees all that is before it. Packed masks in invariant passes.
-        kinds: The kind of each layer; one kind stands for all.
-        cache: The cache of the step.
-    """
-
-    bounds: Sequence[tuple[int, int]]
-    masks: Mapping[str, Sequence[torch.Tensor | None]]
-    kinds: Sequence[str]
-    cache: PackedCache
-
-    def masks_of(self, module: torch.nn.Module) -> Sequence[torch.Tensor | None]:
-        """The masks of a layer."""
-        if len(self.masks) == 1:
-            return self.masks[self.kinds[0]]
-        layer: Any = module.layer_idx
-        return self.masks[self.kinds[layer]]
 
 
 def packed_rows_attention(

@@ -1,0 +1,248 @@
+"""How the trees of one pass lie beside or behind one another, and what the model takes of them: tokens, positions,
+masks, and which logits are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from lookahead.backends.transformers.forward_arguments import forward_arguments
+from lookahead.backends.transformers.invariant.attention import LEAST_NODES
+from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
+from lookahead.backends.transformers.invariant.attention import PACKED_ROWS as INVARIANT_ROWS
+from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.rows import PackedCache
+from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
+from lookahead.backends.transformers.tree_attention.interface import NAME as TREE_ATTENTION
+from lookahead.core.token_tree import Layout
+
+Integers = NDArray[np.int64]
+
+PACKED_MASKS = (TREE_ATTENTION, INVARIANT, BY_POSITION)
+"""Attention that reads packed masks, or what is made of them."""
+
+
+@dataclass
+class Step:
+    """What a pass is to run.
+
+    Attributes:
+        layouts: The trees.
+        lengths: Tokens that are kept of each text.
+        starts: Place in the text of the first node of each; 0 for an idle tree, which has none.
+        shifts: What is added to places in the text to have positions, if anything is.
+        dropped: How many of the first tokens layers with a window have forgotten.
+    """
+
+    layouts: Sequence[Layout]
+    lengths: Sequence[int]
+    starts: Sequence[int]
+    shifts: Sequence[int] | None = None
+    dropped: int = 0
+
+    @property
+    def counts(self) -> list[int]:
+        """Nodes of each tree."""
+        return [len(layout.order) for layout in self.layouts]
+
+
+@dataclass
+class Inputs:
+    """What the model takes.
+
+    Attributes:
+        tokens, positions: `[rows, nodes]` int64, where the model is.
+        keep: Which nodes of each row are read, ascending, `[keep]`.
+        rows: Where the reads of each tree are in the logits of all rows, one behind another, of which `keep` were kept;
+            `None` if there is nothing else in them.
+        arguments: What else: masks, and which logits to keep.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    keep: Integers
+    rows: list[Integers] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+class Padded:
+    """Trees beside one another, each padded to the largest; the keys of all lie in columns, nodes behind the longest.
+
+    Args:
+        model: What runs.
+        masks: What masks it takes; `None` for chains, which are read in their order.
+        device: Where inputs go.
+
+    Attributes:
+        is_invariant: Whether the bits of a node depend on its own text alone; see `LookaheadConfig.invariant`.
+    """
+
+    def __init__(self, model: PreTrainedModel, masks: MaskBuilder | None, device: torch.device) -> None:
+        self._model, self._masks, self._device = model, masks, device
+        self._attention = model.config._attn_implementation
+        self.is_invariant = self._attention in (INVARIANT, BY_POSITION)
+        self._least_nodes: int = getattr(model, LEAST_NODES, 1)
+        self._keeps_logits = "logits_to_keep" in forward_arguments(model)
+        # Places would have to be on the device of the last layer, where hooks do not bring them.
+        self._is_spread = hasattr(model, "hf_device_map")
+
+    def inputs(self, step: Step) -> Inputs:
+        """What the model takes of a step."""
+        layouts, counts = step.layouts, step.counts
+        rows = len(layouts)
+        if rows == 1 and counts[0] >= self._least_nodes and step.shifts is None:
+            return self._unpadded(step, layouts[0])
+        nodes = max(*counts, -(-self._least_nodes // rows))
+        tokens = np.zeros((rows, nodes), dtype=np.int64)
+        positions = np.zeros_like(tokens)
+        for row, (layout, count, start) in enumerate(zip(layouts, counts, step.starts, strict=True)):
+            tokens[row, :count] = layout.tokens
+            positions[row, :count] = start + layout.depths
+        reads = [layout.read_slots for layout in layouts]
+        keep = reads[0] if rows == 1 else np.unique(np.concatenate(reads))
+        placed = positions
+        if step.shifts is not None:
+            placed = positions + np.array(step.shifts)[:, None]
+        found = Inputs(*_brought(tokens, placed, self._device), keep)
+        if rows > 1:
+            found.rows = [row * len(keep) + np.searchsorted(keep, own) for row, own in enumerate(reads)]
+        if rows > 1 or not layouts[0].is_chain or self.is_invariant:
+            self._add_mask(found, step, positions)
+        self._add_keep(found, nodes)
+        return found
+
+    def _unpadded(self, step: Step, layout: Layout) -> Inputs:
+        """The same of one tree, which in a step of plain decoding has little time for anything beside the pass."""
+        positions = step.starts[0] + layout.depths
+        found = Inputs(*_brought(layout.tokens[None], positions[None], self._device), layout.read_slots)
+        # Plain decoding of one sequence needs no mask of ours: transformers' own fast path applies.
+        if not layout.is_chain or self.is_invariant:
+            self._add_mask(found, step, positions[None])
+        self._add_keep(found, len(positions))
+        return found
+
+    def _add_keep(self, found: Inputs, nodes: int) -> None:
+        if not self._keeps_logits:
+            return
+        keep = found.keep
+        # A number keeps the last ones, without the copy that picking them takes.
+        if len(keep) > 0 and nodes - int(keep[0]) == len(keep):
+            found.arguments["logits_to_keep"] = len(keep)
+        elif not self._is_spread:
+            found.arguments["logits_to_keep"] = torch.from_numpy(keep.copy()).to(self._device)
+
+    def _add_mask(self, found: Inputs, step: Step, positions: Integers) -> None:
+        if self._masks is not None:
+            found.arguments["attention_mask"] = self._mask(self._masks, step, positions)
+
+    def _mask(self, masks: MaskBuilder, step: Step, positions: Integers) -> Any:
+        batch, nodes = positions.shape
+        if self._attention in PACKED_MASKS:
+            ancestors = np.zeros((batch, nodes, nodes), dtype=np.bool_)
+            for row, (layout, count) in enumerate(zip(step.layouts, step.counts, strict=True)):
+                ancestors[row, :count, :count] = layout.ancestor_mask()
+            return masks.pack(ancestors, step.lengths, positions, self._device, paths=self._attention == BY_POSITION)
+        scratch = max(step.lengths)
+        visible = np.zeros((batch, nodes, scratch + nodes), dtype=np.bool_)
+        # A padding node sees itself alone, so that no row of the softmax is empty.
+        visible[:, np.arange(nodes), scratch + np.arange(nodes)] = True
+        for row, (layout, count, length) in enumerate(zip(step.layouts, step.counts, step.lengths, strict=True)):
+            visible[row, :count, :length] = True  # all that is cached, and no scratch of longer rows
+            visible[row, :count, scratch : scratch + count] = layout.ancestor_mask()
+        cached = np.broadcast_to(np.arange(scratch), (batch, scratch))
+        keys = np.concatenate([cached, positions], axis=1)
+        return masks.build(visible, positions, keys, self._model.dtype, self._device, step.dropped)
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """What the attention function has to know of a step; models hand it through as the argument `packed_rows`.
+
+    Attributes:
+        bounds: Where the nodes of each row begin and end.
+        masks: For each kind of layer what to add to the scores of each row, `[1, 1, nodes, keys]`, or `None` for
+            nodes of which each sees all that is before it. Packed masks in invariant passes.
+        kinds: The kind of each layer; one kind stands for all.
+        cache: The cache of the step.
+    """
+
+    bounds: Sequence[tuple[int, int]]
+    masks: Mapping[str, Sequence[torch.Tensor | None]]
+    kinds: Sequence[str]
+    cache: PackedCache
+
+    def masks_of(self, module: torch.nn.Module) -> Sequence[torch.Tensor | None]:
+        """The masks of a layer."""
+        if len(self.masks) == 1:
+            return self.masks[self.kinds[0]]
+        layer: Any = module.layer_idx
+        return self.masks[self.kinds[layer]]
+
+
+class Packed:
+    """Trees one behind another in one row of tokens, `[1, nodes of all rows]`, without padding.
+
+    Args:
+        model: What runs; its attention is that of `packed_attention`.
+        masks: Which kinds of layers it has.
+        device: Where inputs go.
+    """
+
+    def __init__(self, model: PreTrainedModel, masks: MaskBuilder, device: torch.device) -> None:
+        self._model, self._masks, self._device = model, masks, device
+        self._keeps_logits = "logits_to_keep" in forward_arguments(model)
+        self._is_invariant = model.config._attn_implementation == INVARIANT_ROWS
+        self._reach = masks.shortest_reach
+
+    def inputs(self, step: Step, cache: PackedCache) -> Inputs:
+        """What the model takes of a step."""
+        layouts = step.layouts
+        ends = np.cumsum(step.counts).tolist()
+        firsts = [0, *ends[:-1]]
+        positions = [start + layout.depths for start, layout in zip(step.starts, layouts, strict=True)]
+        keep = np.concatenate([first + layout.read_slots for first, layout in zip(firsts, layouts, strict=True)])
+        masks = {kind: self._row_masks(kind, step, positions) for kind in self._masks.kinds}
+        tokens = np.concatenate([layout.tokens for layout in layouts])
+        found = Inputs(*_brought(tokens[None], np.concatenate(positions)[None], self._device), keep)
+        found.arguments["packed_rows"] = PackedStep(
+            list(zip(firsts, ends, strict=True)), masks, self._masks.layers, cache
+        )
+        if self._keeps_logits:
+            alone = len(keep) == 1 == ends[-1]  # a number keeps it without a copy
+            found.arguments["logits_to_keep"] = 1 if alone else torch.from_numpy(keep).to(self._device)
+        return found
+
+    def _row_masks(self, kind: str, step: Step, positions: Sequence[Integers]) -> list[torch.Tensor | None]:
+        """What layers of a kind add to the scores of each row, see `PackedStep.masks`."""
+        masks: list[torch.Tensor | None] = []
+        for length, layout, own in zip(step.lengths, step.layouts, positions, strict=True):
+            if self._is_invariant:
+                masks.append(self._masks.packed(kind, layout.ancestor_mask()[None], [length], own[None]))
+                continue
+            if len(own) == 1 and (self._reach is None or length + 1 <= self._reach):  # each layer sees all of the text
+                masks.append(None)
+                continue
+            keys = np.concatenate([np.arange(length), own])
+            visible = np.ones((len(own), len(keys)), dtype=np.bool_)
+            visible[:, length:] = layout.ancestor_mask()
+            seen = self._masks.seen(kind, visible[None], own[None], keys[None])
+            plain = len(own) == 1 or length == 0  # where no mask says that each sees all before it
+            if plain and np.array_equal(seen[0], np.tri(len(own), len(keys), len(keys) - len(own), dtype=np.bool_)):
+                masks.append(None)
+            else:
+                masks.append(self._masks.additive(seen, self._model.dtype, self._device))
+        return masks
+
+
+def _brought(tokens: Integers, positions: Integers, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both where the model is, by one copy, as each makes the host wait."""
+    if device.type == "cpu":
+        return torch.from_numpy(tokens), torch.from_numpy(positions)
+    both = torch.from_numpy(np.stack([tokens, positions])).to(device)
+    return both[0], both[1]

@@ -1,0 +1,592 @@
+"""Runs an unmodified transformers model on the trees of some texts: lay out, inputs, pass, results; then commit.
+
+Three kinds of runners differ in what they keep of the texts: `ModelRunner` has the rows of one call in one cache,
+`RowsRunner` has a cache for each of rows that come and go, and `ChainRunner` has running states, which cannot take back
+a token.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lookahead.backends.chain_rules import check_chain, has_room
+from lookahead.backends.forward_result import ForwardResult, forward_results, nothing_listed
+from lookahead.backends.transformers.cache_exchange import leave_out_hidden
+from lookahead.backends.transformers.chain_cache import ChainRow, SavedState
+from lookahead.backends.transformers.forward_arguments import forward_arguments
+from lookahead.backends.transformers.invariant.attention import PACKED_ROWS
+from lookahead.backends.transformers.layouts import PACKED_MASKS, Inputs, Packed, Padded, Step
+from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.model_state import same_values, state_of
+from lookahead.backends.transformers.position_limit import PositionLimit
+from lookahead.backends.transformers.rows import PackedCache, PaddedCache, Row
+from lookahead.backends.transformers.slot_limit import SlotLimit
+from lookahead.backends.transformers.static_steps import StaticSteps
+from lookahead.backends.transformers.tree_cache import TreeCache
+from lookahead.config import MAX_NODES_PER_STEP, MOST_CHOSEN_NODES
+from lookahead.core.token_tree import Layout, TokenTree, lay_out
+
+LONGEST_DRAFTED_PREFILL = 1024
+"""Pending tokens up to which a step may also draft. A longer prompt is sent alone, with no mask of ours, as
+transformers sends it: a dense mask grows with the square of its length."""
+
+LARGE = 64
+"""A tree of more nodes, such as a part of a prompt, has a pass of its own where rows are padded to the largest."""
+
+SHORT = 64
+"""Tokens up to which a chain is a draft rather than a prompt."""
+
+
+def _limits(model: PreTrainedModel, positions_end: bool) -> tuple[PositionLimit, SlotLimit]:
+    """What the configuration says of positions and places; kept for the next call."""
+    values, state = vars(model.config), state_of(model)
+    kept = state.limits.get(positions_end)
+    if kept is None or not same_values(kept[0], values):
+        limits = PositionLimit(model.config, positions_end), SlotLimit(model.config)
+        kept = state.limits[positions_end] = (copy.deepcopy(values), limits)
+    return kept[1]
+
+
+class Runner:
+    """Texts on one model, and the way in and out of what is kept of them.
+
+    Args:
+        model: What runs the trees.
+        positions_end: See `PositionLimit`.
+        device: Where inputs go if the model cannot say, because its weights are loaded when they are needed.
+
+    Attributes:
+        model: As above.
+        context, last_length, broken_after: See `PositionLimit`.
+        changes_after: Longest text of which rows of a pass may be at different places, if longer ones are read
+            otherwise.
+        most_nodes: Nodes that the tree of each row may have.
+        keeps_apart: Whether finished texts take memory of their own, so that running rows cannot use it.
+    """
+
+    most_nodes = MAX_NODES_PER_STEP
+    keeps_apart = False
+
+    def __init__(self, model: PreTrainedModel, positions_end: bool = True, device: torch.device | None = None) -> None:
+        self.model = model
+        on_meta = model.device.type == "meta"
+        self._device = (device or torch.device("cpu")) if on_meta else model.device
+        self._limit, self._slots = limit, slots = _limits(model, positions_end)
+        self.context, self.last_length, self.broken_after = limit.context, limit.last_length, limit.broken_after
+        self.changes_after = min(
+            (text for text in (limit.changes_after, slots.first) if text is not None), default=None
+        )
+        self._takes_positions = True
+        self._layouts: list[Layout] = []
+
+    def idle_tree(self) -> TokenTree:
+        """What a row that is finished sends while others go on: a token that nobody reads, at position 0.
+
+        Behind its text it might stand where the model has no position, or has other ones.
+        """
+        tree = TokenTree([0])
+        tree.needs_logits[tree.root] = False
+        return tree
+
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
+        """Run the model on one tree for each sequence; what it computed of their nodes waits for `commit`.
+
+        Args:
+            trees: One for each sequence.
+            top_k: How many of the likeliest tokens after each node that is read are wanted, with probabilities.
+        """
+        self._layouts = [lay_out(tree) for tree in trees]
+        groups = self._groups(trees)
+        if len(groups[0]) == len(trees):
+            return self._pass(groups[0], trees, top_k)
+        found: dict[int, ForwardResult] = {}
+        for places in groups:
+            found.update(zip(places, self._pass(places, [trees[place] for place in places], top_k), strict=True))
+        return [found[place] for place in range(len(trees))]
+
+    def _pass(self, places: Sequence[int], trees: Sequence[TokenTree], top_k: int) -> Sequence[ForwardResult]:
+        """One forward pass over the trees of some rows."""
+        step = self._step(places, trees)
+        logits, inputs = self._run(places, step)
+        if "logits_to_keep" not in inputs.arguments:
+            logits = logits[:, torch.from_numpy(inputs.keep.copy()).to(logits.device)]
+        # transformers chooses tokens from float32 logits whatever the model's own type
+        logits = (logits[0] if len(logits) == 1 else logits.flatten(0, 1)).float()
+        nodes = [layout.order[layout.read_slots] for layout in step.layouts]
+        return forward_results(step.counts, nodes, logits, top_k, inputs.rows)
+
+    def _call(self, model: PreTrainedModel, inputs: Inputs, cache: dict[str, Any]) -> Any:
+        """What `model` gives."""
+        positions = {"position_ids": inputs.positions} if self._takes_positions else {}
+        return model(
+            input_ids=inputs.tokens, **positions, **cache, **inputs.arguments, use_cache=True, return_dict=True
+        )
+
+    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+        """Keep what the last step computed of `kept`, for each sequence a path of nodes from its tree's first one
+        downwards, and forget the other nodes."""
+        raise NotImplementedError
+
+    def _slots_of(self, kept: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Where the nodes of each path were sent."""
+        rows = zip(kept, self._layouts, strict=True)
+        return [layout.slots[list(nodes)].tolist() if nodes else [] for nodes, layout in rows]
+
+    def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
+        """The rows that share each pass."""
+        return [list(range(len(trees)))]
+
+    def _step(self, places: Sequence[int], trees: Sequence[TokenTree]) -> Step:
+        raise NotImplementedError
+
+    def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
+        """The logits of a pass, `[rows, nodes or those that are kept, vocabulary]`, and what the model took."""
+        raise NotImplementedError
+
+    def _tree(self, pending: Sequence[int], place: int, cached: int, shift: int = 0) -> TokenTree:
+        """A tree of pending tokens, the last of which is at `place`, behind `cached` tokens."""
+        deepest = self._limit.deepest(place + shift)
+        return TokenTree(pending, None if deepest is None else deepest - shift - cached)
+
+    def _send(self, trees: Sequence[TokenTree], keep: Sequence[bool]) -> None:
+        """Run chains of tokens, and keep those of rows that say so."""
+        self.forward(trees)
+        self.commit([range(len(tree) if kept else 0) for tree, kept in zip(trees, keep, strict=True)])
+
+
+class ModelRunner(Runner):
+    """The sequences of one call: rows of one cache, padded to the largest tree.
+
+    Args:
+        model: Any transformers causal language model that `check_model` accepts.
+        batch_size: Sequences that run together.
+        cache: Keys and values of the beginning of each text; an empty cache if not given, whose sliding layers forget
+            what no later token sees.
+        device: See `Runner`.
+        steps: Runs trees of up to a certain size over fixed buffers; `cache` is copied into its own. Larger trees,
+            such as a prompt, are run as they are without it, unless its passes are of one size only.
+        most_nodes: Nodes, the root included, that a draft makes of a tree at most.
+        positions_end: See `PositionLimit`.
+
+    Attributes:
+        cache: Keys and values.
+        before: Per sequence, how many tokens of the cache come before the text that `begin_tree` will be given.
+        padding: Per sequence, how many padding tokens its prompt had; they count where transformers counts them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch_size: int,
+        cache: TreeCache | None = None,
+        device: torch.device | None = None,
+        steps: StaticSteps | None = None,
+        most_nodes: int = MOST_CHOSEN_NODES,
+        positions_end: bool = True,
+    ) -> None:
+        super().__init__(model, positions_end, device)
+        self._masks = MaskBuilder(model.config)
+        if cache is None:
+            cache = TreeCache(self._masks.windows)
+        if steps is not None or model.config._attn_implementation in PACKED_MASKS:
+            cache.keep_all()  # packed masks and static buffers are of all columns
+        self.prompt_cache = self.cache = cache
+        self._steps = steps
+        if steps is not None:
+            steps.begin(cache)
+            self.cache = steps.cache
+        self._chunk = (steps.chunk if steps is not None else None) or LONGEST_DRAFTED_PREFILL
+        self._batch_size = batch_size
+        self.before, self.padding, self._shifts = [0] * batch_size, [0] * batch_size, [0] * batch_size
+        self._drafted = most_nodes
+        self._layout = Padded(model, self._masks, self._device)
+        self._forgets = any(self._masks.windows)
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether the bits of a node depend on its own text alone; see `LookaheadConfig.invariant`."""
+        return self._layout.is_invariant
+
+    def counts_hidden_after(self, between: bool) -> int | None:
+        """Longest text, hidden tokens included, in which the model counts no hidden token; `None` for any.
+
+        Args:
+            between: Whether some are hidden between others, and not only before the first that counts.
+        """
+        reach = self._masks.shortest_reach if between else None
+        return min((length for length in (self._slots.first, reach) if length is not None), default=None)
+
+    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
+        """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens."""
+        cached, before = self.cache.lengths(self._batch_size)[row], self.before[row]
+        if self._limit.recompute_at is not None and not before:
+            recompute_at = self._limit.recompute_at - self.padding[row]
+            if cached < recompute_at <= len(text):
+                self.cache.forget(row)
+                cached = 0
+        return self._tree(text[cached - before :], before + len(text) - 1, cached, self._shifts[row])
+
+    def wants_draft(self, tree: TokenTree) -> bool:
+        """Whether anything should be drafted onto `tree`.
+
+        Not if it is a prompt too long to be sent with a mask, or the model would go by the draft's places in the cache.
+        """
+        start = max(self.cache.lengths(self._batch_size))
+        return tree.root < LONGEST_DRAFTED_PREFILL and self._slots.allows(start, tree.root + self._drafted)
+
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
+        """See `Runner`; in a static pass, if there is one of that size."""
+        if self._steps is not None:
+            self._layouts = [lay_out(tree) for tree in trees]
+            results = self._steps.forward(self.model, self._layouts, top_k, self._shifts)
+            if results is not None:
+                return results
+        return super().forward(trees, top_k)
+
+    def _step(self, places: Sequence[int], trees: Sequence[TokenTree]) -> Step:
+        self.cache.drop()  # before the masks are made
+        lengths = self.cache.lengths(self._batch_size)
+        # An idle row has no position.
+        reads = [len(layout.read_slots) > 0 for layout in self._layouts]
+        starts = [length if read else 0 for read, length in zip(reads, lengths, strict=True)]
+        shifts = None
+        if any(self._shifts):
+            shifts = [shift if read else 0 for read, shift in zip(reads, self._shifts, strict=True)]
+        return Step(self._layouts, lengths, starts, shifts, self.cache.dropped if self._forgets else 0)
+
+    def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
+        inputs = self._layout.inputs(step)
+        alone = inputs.tokens.numel() == 1 and step.shifts is None and self._device.type == "cpu"
+        with self.cache.scratch(inputs.positions[0] if alone else None):
+            return self._call(self.model, inputs, {"past_key_values": self.cache}).logits, inputs
+
+    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+        """See `Runner`."""
+        self.cache.commit(self._slots_of(kept))
+
+    def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
+        """Send long texts ahead in chunks, so that the first step has few pending tokens.
+
+        Args:
+            texts: The text of each sequence.
+            chunk_size: Tokens of each text in one pass. `None` for what the engine finds right: a single text
+                goes in one pass, which needs no mask of ours; a batch in chunks, as its mask grows with them.
+
+        Returns:
+            The number of forward passes it took.
+        """
+        size = chunk_size or (None if len(texts) == 1 and not self.is_invariant else self._chunk)
+        passes = 0
+        while size is not None:
+            trees = [self.begin_tree(row, text) for row, text in enumerate(texts)]
+            if max(len(tree) for tree in trees) <= size:
+                break
+            # A text that is through, but for its last token, sends that and keeps nothing of it.
+            chunks = [TokenTree(tree.tokens[: min(size, max(len(tree) - 1, 1))]) for tree in trees]
+            self._send(chunks, [len(tree) > 1 for tree in trees])
+            passes += 1
+        return passes
+
+    def complete(self, texts: Sequence[Sequence[int]]) -> None:
+        """Send all of each text but its last token, so that the cache holds what plain decoding leaves there."""
+        ends = [before + len(text) - 1 for before, text in zip(self.before, texts, strict=True)]
+        while True:
+            lengths = self.cache.lengths(self._batch_size)
+            behind = [cached < end for cached, end in zip(lengths, ends, strict=True)]
+            if not any(behind):
+                return
+            chunks = [
+                TokenTree(self.begin_tree(row, text[:-1]).tokens[: self._chunk]) if behind[row] else self.idle_tree()
+                for row, text in enumerate(texts)
+            ]
+            self._send(chunks, behind)
+
+    def plain_step(self, model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
+        """See `PromptReader`."""
+        logits: torch.Tensor = model(**inputs, return_dict=True).logits[:, -1].float()
+        self.prompt_cache.crop(-1)
+        return logits
+
+    def try_step(self, tokens: Sequence[int]) -> torch.Tensor:
+        """See `PromptReader`."""
+        results = self.forward([TokenTree([token]) for token in tokens])
+        return torch.cat([result.logits_after(0) for result in results])
+
+    def take_prompt(self, outputs: object, mask: torch.Tensor, shifts: Sequence[int]) -> None:
+        """See `PromptReader`."""
+        leave_out_hidden(self.prompt_cache, mask)
+        if self._steps is not None:
+            self._steps.begin(self.prompt_cache)
+        self._shifts = list(shifts)
+
+
+class RowsRunner(Runner):
+    """Rows that come and go, each of which has keys and values of its own.
+
+    Packed, one that joins or leaves moves nothing of the others. Padded, which any model that runs trees can do,
+    padding is computed for nothing, and the keys and values of all rows are copied for each pass.
+
+    Args:
+        model: What runs; see `rows_runner`.
+        positions_end: See `PositionLimit`.
+        packed: Whether its attention is that of packed rows.
+        together: Whether rows of different lengths may share a padded pass; else each has its own.
+
+    Attributes:
+        rows: The rows of the coming step, one for each sequence of the batch. Between two steps they may become others.
+        is_invariant: Whether the bits of a node depend on its own text alone; see `LookaheadConfig.invariant`.
+        packed: As above.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, positions_end: bool = True, packed: bool = True, together: bool = True
+    ) -> None:
+        super().__init__(model, positions_end)
+        masks = MaskBuilder(model.config)
+        self.rows: list[Row] = []
+        self.is_invariant = model.config._attn_implementation == PACKED_ROWS
+        self.packed, self._together = packed, together
+        self._padded_layout = Padded(model, masks, self._device)
+        self._packed_layout = Packed(model, masks, self._device)
+        self._idle = super().idle_tree()
+
+    def new_row(self, block: int | None = None) -> Row:
+        """An empty row, whose room grows by `block` tokens."""
+        return Row(block)
+
+    def token_bytes(self) -> int:
+        """Bytes that keys and values of a token take, found by running one."""
+        self.rows = [Row(1)]
+        self.forward([TokenTree([0])])
+        return self.rows.pop().cache.token_bytes
+
+    def idle_tree(self) -> TokenTree:
+        """See `Runner`."""
+        return self._idle
+
+    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
+        """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens.
+
+        Where these are more than `Row.most_pending`, it is so many of them, and nothing is read after them.
+        """
+        cached = self.rows[row].length
+        part = part_of_prompt(text[cached:], self.rows[row].most_pending)
+        return part or self._tree(text[cached:], len(text) - 1, cached)
+
+    def wants_draft(self, tree: TokenTree) -> bool:
+        """Whether anything should be drafted onto `tree`: not if it is a part of a text, nor where the model would go
+        by the draft's places in a padded cache."""
+        if self.packed or not tree.needs_logits[tree.root]:
+            return tree.needs_logits[tree.root]
+        longest = max(row.length for row in self.rows)
+        return self._slots.allows(longest, tree.root + MAX_NODES_PER_STEP)
+
+    @torch.no_grad()
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
+        """See `Runner`."""
+        return super().forward(trees, top_k)
+
+    def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
+        if self.packed:
+            return super()._groups(trees)
+        together = [place for place, tree in enumerate(trees) if self._together and len(tree) <= LARGE]
+        alone = [[place] for place in range(len(trees)) if place not in together]
+        return [together, *alone] if together else alone
+
+    def _step(self, places: Sequence[int], trees: Sequence[TokenTree]) -> Step:
+        lengths = [self.rows[place].length for place in places]
+        starts = [0 if tree is self._idle else length for tree, length in zip(trees, lengths, strict=True)]
+        return Step([self._layouts[place] for place in places], lengths, starts)
+
+    def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
+        rows = [self.rows[place] for place in places]
+        cache: Any
+        if self.packed:
+            cache = PackedCache(rows, step.counts)
+            inputs = self._packed_layout.inputs(step, cache)
+        else:
+            cache = rows[0].cache if len(rows) == 1 else PaddedCache(rows, step.counts)
+            inputs = self._padded_layout.inputs(step)
+        # The position of a single node is where its keys and values go.
+        with cache.scratch(inputs.positions[0] if inputs.tokens.numel() == 1 and step.starts == step.lengths else None):
+            return self._call(self.model, inputs, {"past_key_values": cache}).logits, inputs
+
+    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+        """See `Runner`."""
+        for row, slots in zip(self.rows, self._slots_of(kept), strict=True):
+            if slots:
+                row.cache.commit([slots])
+
+
+def part_of_prompt(pending: Sequence[int], most: int | None) -> TokenTree | None:
+    """A tree of the first `most` pending tokens, of which nothing is read; `None` if there are no more than that."""
+    if most is None or len(pending) <= most:
+        return None
+    part = TokenTree(pending[:most])
+    part.needs_logits[part.root] = False
+    return part
+
+
+class ChainRunner(Runner):
+    """Rows on a model whose states cannot take back a token. A state is in one place for all rows of a pass, so that
+    each row has a pass of its own.
+
+    The pass over a draft goes on from the states as they are. If all of the draft is accepted they stay; if not, the
+    states of before the pass are put back, and the accepted tokens are sent again in front of the next draft, as
+    pending tokens.
+
+    Args:
+        model: A causal language model of transformers that `runs_on_chains`.
+        rows: The states of the beginning of each text; those of one empty text if not given.
+        device: See `Runner`.
+        positions_end: See `PositionLimit`.
+        engine: Runs chains of at most `SHORT` tokens; the model itself if not given.
+
+    Attributes:
+        rows: The rows of the coming step. Between two steps others may take their place, or they may become more or
+            fewer.
+    """
+
+    is_invariant = False
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: Sequence[ChainRow] | None = None,
+        device: torch.device | None = None,
+        positions_end: bool = True,
+        engine: PreTrainedModel | None = None,
+    ) -> None:
+        super().__init__(model, positions_end, device)
+        self.changes_after = self._limit.changes_after  # a chain is read as plain decoding reads it wherever it lies
+        self._takes_positions = "position_ids" in forward_arguments(model)
+        self._engine = model if engine is None else engine
+        self.rows = [ChainRow(model)] if rows is None else list(rows)
+        self._layout = Padded(model, None, self._device)
+        self._idle = super().idle_tree()
+
+    def new_row(self, block: int | None = None) -> ChainRow:
+        """An empty row."""
+        return ChainRow(self.model)
+
+    def token_bytes(self) -> int:
+        """Bytes that keys and values of a token take beside running states, found by running some."""
+        self.rows, sizes = [row := self.new_row()], []
+        for count in (2, 1):
+            self._send([TokenTree([0] * count)], [True])
+            sizes.append(row.bytes)
+        self.rows = []
+        return max(sizes[1] - sizes[0], 1)
+
+    def idle_tree(self) -> TokenTree:
+        """What a row that is finished stands with in a step: nothing is run of it."""
+        return self._idle
+
+    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
+        """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens.
+
+        There is no room below a prompt, whose states would have to be computed again, nor below many pending tokens.
+        """
+        kept = self.rows[row]
+        pending = text[kept.length - kept.before :]
+        part = part_of_prompt(pending, kept.most_pending)
+        if part is not None:
+            return part
+        if not has_room(kept.length, len(pending)):
+            return TokenTree(pending, len(pending) - 1)
+        return self._tree(pending, kept.before + len(text) - 1, kept.length, kept.shift)
+
+    def wants_draft(self, tree: TokenTree) -> bool:
+        """Drafters are always asked of a whole text; where nothing may be drafted, `tree` has no room."""
+        return tree.needs_logits[tree.root]
+
+    @torch.no_grad()
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
+        """See `Runner`.
+
+        Raises:
+            InvalidArgumentError: A tree has branches.
+        """
+        for row, tree in zip(self.rows, trees, strict=True):
+            check_chain(tree)
+            if not tree.is_chain:
+                row.save()
+        return super().forward(trees, top_k)
+
+    def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
+        return [[place] for place in range(len(trees))]
+
+    def _pass(self, places: Sequence[int], trees: Sequence[TokenTree], top_k: int) -> Sequence[ForwardResult]:
+        if trees[0] is self._idle:
+            return [ForwardResult(torch.empty(0), {}, *nothing_listed(1))]
+        return super()._pass(places, trees, top_k)
+
+    def _step(self, places: Sequence[int], trees: Sequence[TokenTree]) -> Step:
+        (place,) = places
+        row = self.rows[place]
+        return Step([self._layouts[place]], [row.length], [row.length], [row.shift] if row.shift else None)
+
+    def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
+        inputs, row = self._layout.inputs(step), self.rows[places[0]]
+        module = self._engine if inputs.tokens.shape[1] <= SHORT else self.model
+        outputs = self._call(module, inputs, row.arguments())
+        row.keep(outputs)
+        return outputs.logits, inputs
+
+    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+        """Keep the states of rows all nodes of whose trees are `kept`; the others go back to those of before."""
+        for row, layout, nodes in zip(self.rows, self._layouts, kept, strict=True):
+            row.settle(len(layout.order), len(nodes))
+
+    @property
+    def prompt_cache(self) -> Any:
+        """See `PromptReader`."""
+        return self.rows[0].content
+
+    def plain_step(self, model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
+        """See `PromptReader`."""
+        saved = SavedState(inputs[self.rows[0].name], [])
+        logits: torch.Tensor = model(**inputs, return_dict=True).logits[:, -1].float()
+        saved.restore()
+        return logits
+
+    def try_step(self, tokens: Sequence[int]) -> torch.Tensor:
+        """See `PromptReader`."""
+        self.rows[0].save()
+        result = self.forward([TokenTree(tokens)])[0]
+        self.commit([[]])
+        return result.logits_after(0)
+
+    def take_prompt(self, outputs: object, mask: torch.Tensor, shifts: Sequence[int]) -> None:
+        """See `PromptReader`."""
+        (row,) = self.rows
+        row.keep(outputs)
+        row.length = mask.shape[1]
+        (row.shift,) = shifts
+
+    def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
+        """Send long texts ahead in chunks of `chunk_size` tokens, if given; returns how many passes that took."""
+        return self._settle(texts, chunk_size) if chunk_size is not None else 0
+
+    def complete(self, texts: Sequence[Sequence[int]]) -> None:
+        """Send all of each text but its last token, so that the states are those that plain decoding leaves."""
+        self._settle([text[:-1] for text in texts], None)
+
+    def _settle(self, texts: Sequence[Sequence[int]], size: int | None) -> int:
+        """Send pending tokens of texts that have more than `size`, so many at a time; all of them if it is `None`."""
+        passes = 0
+        while True:
+            pending = [text[row.length - row.before :] for row, text in zip(self.rows, texts, strict=True)]
+            sends = [len(tokens) > (size or 0) for tokens in pending]
+            if not any(sends):
+                return passes
+            chunks = [
+                TokenTree(tokens[:size]) if sent else self._idle for tokens, sent in zip(pending, sends, strict=True)
+            ]
+            self._send(chunks, sends)
+            passes += 1
