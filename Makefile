@@ -206,13 +206,13 @@ worth: $(VENV)/installed  ## Compare this checkout with BASE=COMMIT in pairs, in
 tables: $(VENV)/installed  ## Say which tables of README.md and docs/ are not those of benchmarks/results; RECORD=1 makes them anew
 	$(BIN)/python benchmarks tables benchmarks/tables.toml README.md $(wildcard docs/*.md) $(if $(RECORD),,--check)
 
-PLOTS := demo-S.svg demo-accepted.svg demo-speed.svg stories260k-S.svg stories260k-accepted.svg
-PAPER_PLOTS := stories260k-stories-law.svg demo-accepted.svg
+PLOTS := demo-speed.svg stories260k-S.svg
+PAPER_PLOTS := stories260k-stories-law.svg
 plots: $(VENV)/installed  ## Draw the plots of docs/ from benchmarks/results
 	$(BIN)/python benchmarks report $(addprefix benchmarks/results/bench/,demo.jsonl stories.jsonl) --plots build/plots
 	mkdir -p $(addprefix $(OUT)/docs/images/,bench paper)
 	cp $(addprefix build/plots/,$(PLOTS)) $(OUT)/docs/images/bench
-	$(BIN)/python benchmarks report $(addprefix benchmarks/results/bench/,paper-grid.jsonl paper-tasks.jsonl) --plots build/plots/paper
+	$(BIN)/python benchmarks report benchmarks/results/bench/paper-grid.jsonl --plots build/plots/paper
 	cp $(addprefix build/plots/paper/,$(PAPER_PLOTS)) $(OUT)/docs/images/paper
 	$(BIN)/python benchmarks plots $(OUT)/docs/images
 

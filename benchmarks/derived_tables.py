@@ -19,7 +19,7 @@ def best_published(rows: Sequence[Row]) -> Table:
     That is the one with the highest S among those that ran on the same prompts, never send more nodes in a step, draft
     without a second model and keep nothing from prompt to prompt.
     """
-    titles = ["task", "method", "nodes at most", "memory", "S", "best published method", "its S", "ratio"]
+    titles = ["task", "method", "nodes at most", "in cycles", "S", "best published method", "its S", "ratio"]
     return titles, [cells for runs in summarise(rows) for cells in _beside_best(runs)]
 
 
@@ -35,7 +35,8 @@ def _beside_best(runs: RunSet) -> Iterator[list[str]]:
             if _is_published(other) and other.most_nodes <= budget and other.prompts == method.prompts
         ]
         best = max(rivals, key=lambda rival: rival.step_compression, default=None)
-        own = [runs.task, method.method, str(budget), str(config["memory"]), f"{method.step_compression:.2f}"]
+        cycles, compression = f"{method.cycle_share:.0%}", f"{method.step_compression:.2f}"
+        own = [runs.task, method.method, str(budget), cycles, compression]
         if best is None or not best.step_compression:
             yield [*own, "–", "–", "–"]
         else:
@@ -54,10 +55,8 @@ DERIVED: dict[str, Callable[[Sequence[Row]], Table]] = {
     "best published": best_published,
     "law fit": law_fit,
     "replay S": replay.compressions,
-    "replay drafts": replay.drafts,
     "replay ratios": replay.ratios,
     "replay equal drafts": replay.equal_drafts,
-    "replay speeds": replay.speeds,
     "replay texts": replay.texts,
 }
 """Tables by the name that a declaration calls them."""

@@ -17,7 +17,7 @@ from lookahead.bench.comparison import MOST_SHOWN, differences
 from lookahead.bench.results_file import named, read_files
 from lookahead.cli import process
 from lookahead.errors import InvalidArgumentError
-from plots import load, replayed, serving, suites
+from plots import load, replayed, suites
 from report import report
 from tables import TableFile
 
@@ -81,13 +81,12 @@ def fill_tables(given: Sequence[str], notes: Console) -> int:
 
 
 def draw_plots(given: Sequence[str], notes: Console) -> int:
-    """Draw the plots of replay, serving and the server from the rows of this repository; returns the exit status."""
+    """Draw the plots of replay and the server from the rows of this repository; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python benchmarks plots", description=draw_plots.__doc__)
-    parser.add_argument("folder", type=Path, help="where the folders replay, serving and server are made")
+    parser.add_argument("folder", type=Path, help="where the folders replay and server are made")
     folder = parser.parse_args(given).folder
     suites.check_plots(folder)
     replayed.draw(RESULTS / "replay.jsonl", folder / "replay")
-    serving.draw(sorted(RESULTS.glob("serving*.jsonl")), folder / "serving")
     load.draw(RESULTS / "load.jsonl", folder / "server" / "load.svg")
     notes.print(f"plots written into {folder}", soft_wrap=True)
     return process.OK

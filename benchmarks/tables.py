@@ -28,18 +28,13 @@ else:
 
 NOTHING = "–"
 _PATTERN = "~"
-_DECLARED = ("named", "ratio", "change", "inside", "share", "fewer_and_more")
+_DECLARED = ("named", "ratio")
 
 COLUMNS: dict[str, tuple[str, str]] = {
     "nodes": ("nodes per step", "{mean_nodes:.1f}"),
     "S": ("S", "{step_compression:.2f}"),
-    "bold S": ("S", "**{step_compression:.2f}**"),
     "range": ("S of a single prompt", "{lowest:.2f} to {highest:.2f}"),
     "before": ("before cycles", "{before_cycles:.2f}"),
-    "little": (
-        "S, little repeated prompts (how many)",
-        "{little_repeated.step_compression:.2f} ({little_repeated.size})",
-    ),
     "cpu": ("CPU ms per token", "{cpu_per_token:.2f}"),
     "wall": ("wall ms per token", "{wall_per_token:.2f}"),
     "speed": ("speed over transformers", "{over_reference}"),
@@ -72,7 +67,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
 """Columns with a name: title and format."""
 
 _MARKED = re.compile(r"(?ms)^<!-- table: (\S+) -->$\n.*?^<!-- end -->$")
-_SPEC = ("rows", "where", "by", "lines", "head", "names", "across", "columns", "unnest", "derived")
+_SPEC = ("rows", "where", "by", "lines", "head", "names", "across", "columns", "derived")
 _STATISTICS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "median": median,
     "mean": mean,
@@ -136,7 +131,6 @@ class TableFile:
 
 def build(spec: Row, rows: Sequence[Row]) -> Table:
     """A table as its declaration has it, from these rows."""
-    rows = list(_unnested(rows, spec.get("unnest")))
     limits = spec.get("where", {})
     chosen = [row for row in rows if _matches(row, limits)]
     if "derived" in spec:
@@ -211,29 +205,6 @@ class Figures(string.Formatter):
         base = Figures(self._column, self._base, runs=self._runs).named if self._base else None
         return None if own is None or not base else own / base
 
-    @property
-    def change(self) -> float | None:
-        """How far the value lies above that of the base."""
-        return None if self.ratio is None else self.ratio - 1
-
-    @property
-    def inside(self) -> int:
-        """How many values lie within the column's limits."""
-        low, high = self._column["inside"]
-        return sum(low <= value < high for value in self._values(self._column["value"]))
-
-    @property
-    def share(self) -> float:
-        """Which share of the values that is."""
-        return self.inside / len(self._values(self._column["value"]))
-
-    @property
-    def fewer_and_more(self) -> list[int]:
-        """On how many prompts there were fewer steps than in the base, and on how many more."""
-        steps = {row["prompt"]: row["steps"] for row in self._base}
-        pairs = [(row["steps"], steps[row["prompt"]]) for row in self._rows if row["prompt"] in steps]
-        return [sum(own < other for own, other in pairs), sum(own > other for own, other in pairs)]
-
     def value(self, name: str) -> Any:
         """A figure by its name; `None` where there is none."""
         first, *rest = name.split(".")
@@ -270,12 +241,6 @@ def field(row: Row, name: str) -> Any:
 @cache
 def _read(path: Path) -> list[Row]:
     return read_lines(path)
-
-
-def _unnested(rows: Sequence[Row], name: str | None) -> Iterator[Row]:
-    for row in rows:
-        values = row.get(name) if name is not None else None
-        yield from [row] if not isinstance(values, list) else ({**row, name: value} for value in values)
 
 
 def _matches(row: Row, where: Where) -> bool:

@@ -1,4 +1,4 @@
-"""Tables of replays: S, what was drafted, how methods compare, and what speed-ups may be expected."""
+"""Tables of replays: S, and how methods compare at equal limits and at equal numbers of drafted tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from lookahead.bench.rows import Row
 
 Table = tuple[list[str], list[list[str]]]
 
-_CONTEXT = 512
 _RIVALS = ("n-gram (vLLM)", "suffix decoding", "suffix decoding, factor 4")
 _OWN = "auto, text only"
 _LIKELY = "auto, text only, likely tokens"
@@ -60,9 +59,9 @@ def _limited(found: Totals) -> Totals:
 
 
 def _lines(found: Totals) -> Iterator[tuple[list[str], dict[str, Total]]]:
-    tasks = len({task for task, _, _ in found})
-    for (task, method, across), sizes in found.items():
-        yield [*([task] if tasks > 1 else []), method, "file" if across else "request"], sizes
+    tasks = list(dict.fromkeys(task for task, _, _ in found))
+    for (task, method, across), sizes in sorted(found.items(), key=lambda item: tasks.index(item[0][0])):
+        yield [*([task] if len(tasks) > 1 else []), method, "file" if across else "request"], sizes
 
 
 def _titles(found: Totals) -> list[str]:
@@ -75,17 +74,6 @@ def compressions(rows: Sequence[Row]) -> Table:
     found = _limited(totals(rows))
     lines = [[*names, *(f"{total.compression:.2f}" for total in sizes.values())] for names, sizes in _lines(found)]
     return _titles(found), lines
-
-
-def drafts(rows: Sequence[Row]) -> Table:
-    """Tokens drafted in a step, and the share of them that was accepted."""
-    found = _limited(totals(rows))
-
-    def cell(total: Total) -> str:
-        accepted = (total.tokens - total.steps) / max(total.drafted, 1)
-        return f"{total.drafts:.1f} ({accepted:.0%})"
-
-    return _titles(found), [[*names, *map(cell, sizes.values())] for names, sizes in _lines(found)]
 
 
 def ratios(rows: Sequence[Row]) -> Table:
@@ -126,20 +114,6 @@ def equal_drafts(rows: Sequence[Row]) -> Table:
             cells.append(f"{own:.2f} / {total.compression:.2f} ({own / total.compression:.2f})" if is_known else "–")
         lines.append([task, "file" if across else "request", method, *cells])
     return ["file", "memory", "beside", *next(iter(_limited(found).values()))], lines
-
-
-def speeds(rows: Sequence[Row]) -> Table:
-    """What S is worth by the measured time of a step of as many nodes: a prediction, no measurement of a text."""
-    costs = [row for row in rows if row["kind"] == "step" and row["method"] == "default" and row["context"] == _CONTEXT]
-    curve = sorted((row["nodes"], row["seconds"]) for row in costs)
-    nodes, seconds = np.array([each[0] for each in curve]), np.array([each[1] for each in curve])
-
-    def cell(total: Total) -> str:
-        time = float(np.interp(1 + total.drafts, nodes, seconds))
-        return f"{total.compression * seconds[0] / time:.2f}x"
-
-    found = _limited(totals(rows))
-    return _titles(found), [[*names, *map(cell, sizes.values())] for names, sizes in _lines(found)]
 
 
 def texts(rows: Sequence[Row]) -> Table:

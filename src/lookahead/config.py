@@ -171,7 +171,7 @@ class LookaheadConfig:
             which the processor multiplies them, where that is faster: a few products are timed once for a kind of
             model, a processor and a number of threads, and steps of several tokens, or all, or none use the copy. It
             takes as much memory again as the weights; it is made at the first call and kept as long as the model. With
-            `invariant=True` it is always used, as no time is to choose bits. See `docs/engine.md`.
+            `invariant=True` it is always used, as no time is to choose bits. See `docs/options.md`.
         invariant: Make every pass in a way in which the bits of a token's logits depend on its own text alone: not on
             the drafts, the nodes of a step, the other rows of a batch, or how a prompt was split. So the text is that
             of `preset="autoregressive"` with the same settings in every number type, bfloat16 and float16 included,

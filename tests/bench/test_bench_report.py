@@ -113,7 +113,6 @@ def test_summary() -> None:
     assert auto.cpu_per_token == pytest.approx(1000 * (0.6 + 0.4) / 2 / 12)
     assert auto.time_over_reference == pytest.approx((0.6 + 0.4) / (1.2 + 1.2))
     assert auto.shares == {"1": 0, "2": 0, "3": 2 / 5, "4": 1 / 5, "more": 2 / 5}
-    assert auto.little_repeated is None, "a quarter lies in a cycle, and twelve tokens are too few"
     assert auto.over_reference is not None
     assert auto.over_reference.median == pytest.approx((2 + 3) / 2)
     assert auto.over_reference.lower == pytest.approx(2.25)
@@ -153,10 +152,10 @@ def test_tables() -> None:
     assert "| words | words.jsonl | 2 | 1 | 12 | – | – | – |" in tables
     figures = "8.0 | 4.80 | 3.33 | 41.67 | 83.33 | 2.50x [2.25, 2.75] | 2.33x [2.00, 2.67] | 25% | yes |"
     assert f"| auto | {figures}" in tables
-    assert "| words | auto | 8 | process | 4.80 | lookup | 6.00 | 0.80x |" in tables, "the matches send 9 nodes"
+    assert "| words | auto | 8 | 25% | 4.80 | lookup | 6.00 | 0.80x |" in tables, "the matches send 9 nodes"
     assert "Outputs that differ" not in tables
     fewer = [row for row in ROWS if (row["method"], row["prompt"]) != ("lookup", "b")]
-    assert "| words | auto | 8 | process | 4.80 | – | – | – |" in report(fewer), "other prompts are no comparison"
+    assert "| words | auto | 8 | 25% | 4.80 | – | – | – |" in report(fewer), "other prompts are no comparison"
     drawn = {"task": "drawn", "sampling": {"temperature": 0.8, "top_k": 5, "top_p": 0.9}}
     sampled = [row("plain", "a", [1], 1.0, **drawn), row("plain", "a", [1], 1.0, repeat=1, **drawn), *ROWS]
     assert "| drawn | words.jsonl | 1 | 2 | 12 | 0.8 | 5 | 0.9 |" in report(sampled)

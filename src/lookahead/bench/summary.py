@@ -16,12 +16,6 @@ from lookahead.bench.repetition import final_cycle_share, tokens_before_cycles
 from lookahead.bench.rows import Row
 from lookahead.config import LookaheadConfig
 
-LITTLE_REPETITION = 0.2
-"""An output with a smaller share of repeated cycles than this counts as little repeated."""
-
-SHORTEST_JUDGED = 32
-"""Outputs of fewer tokens have no room for cycles: they are not judged."""
-
 LONGEST_SHOWN = 5
 """Steps that added this many tokens or more are counted together."""
 
@@ -168,13 +162,6 @@ class MethodSummary:
     def final_cycle_share(self) -> float:
         """Share of all tokens that lie in a repeated cycle which lasts to the end of the text."""
         return self._share_of_tokens(final_cycle_share(row["output"]) for row in self.rows)
-
-    @property
-    def little_repeated(self) -> MethodSummary | None:
-        """It on the runs whose output is long enough to be judged and has little of repeated cycles."""
-        judged = [row for row in self.rows if row["tokens"] >= SHORTEST_JUDGED]
-        rows = [row for row in judged if row["cycle_share"] < LITTLE_REPETITION]
-        return MethodSummary(rows, self._all) if rows else None
 
     @property
     def mean_nodes(self) -> float:
