@@ -140,6 +140,7 @@ def test_metrics_and_log_say_what_was_done(server: ServerProcess, client: OpenAI
         "steps": "lookahead:steps_total",
         "drafts": "vllm:spec_decode_num_drafts_total",
         "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+        "sent": "vllm:spec_decode_num_draft_tokens_total",
         "first": "vllm:spec_decode_num_accepted_tokens_per_pos_total",
         "requests": "vllm:e2e_request_latency_seconds_count",
         "queued": "vllm:request_queue_time_seconds_count",
@@ -161,6 +162,13 @@ def test_metrics_and_log_say_what_was_done(server: ServerProcess, client: OpenAI
     assert grown["requests"] == grown["queued"] == 1
     assert grown["accepted"] >= grown["first"] > 0
     assert 0 < grown["drafts"] <= steps
+    drafted = answer.parse().metrics["speculative_decoding"]  # type: ignore[attr-defined]
+    names_there = {"drafts": "num_spec_steps", "accepted": "num_accepted_draft_tokens", "sent": "num_draft_tokens"}
+    assert {key: drafted[name] for key, name in names_there.items()} == {key: grown[key] for key in names_there}
+    assert sum(drafted["acceptance_histogram"]) == grown["drafts"]
+    assert sum(count * steps for count, steps in enumerate(drafted["acceptance_histogram"])) == grown["accepted"]
+    assert drafted["mean_acceptance_length"] == pytest.approx(1 + grown["accepted"] / grown["drafts"])
+    assert drafted["draft_acceptance_rate"] == pytest.approx(grown["accepted"] / grown["sent"])
     number = answer.headers["x-request-id"]
     wait_for(lambda: any(number in line for line in server.lines))
     (line,) = [json.loads(line) for line in server.lines if number in line]

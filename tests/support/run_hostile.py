@@ -28,7 +28,14 @@ from server_process import ServerProcess
 MOST_GROWTH = 400 * 2**20
 """Bytes that a server may grow by; a body of 100 MB that was taken in would be a part of it."""
 
-WEIGHTS = {"/v1/chat/completions": 8, "/v1/completions": 8, "/v1/responses": 8, "/tokenize": 4, "/v1/models/{name}": 1}
+WEIGHTS = {
+    "/v1/chat/completions": 8,
+    "/v1/completions": 8,
+    "/v1/responses": 8,
+    "/tokenize": 4,
+    "/detokenize": 2,
+    "/v1/models/{name}": 1,
+}
 """Shares of the random requests. What takes no input is asked for once."""
 
 ASKED = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 4, "temperature": 0}
