@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from lookahead.config import PRESETS
 from lookahead.server.errors import of_validation
 from lookahead.server.fields import ANY, UNUSED
-from lookahead.server.requests import ChatRequest, CompletionRequest, ResponsesRequest
+from lookahead.server.requests import ChatRequest, CompletionRequest, Message, ResponsesRequest
 from lookahead.version import __version__
 
 MODEL = "chatty"
@@ -284,6 +284,16 @@ def test_fields_that_ask_for_nothing_are_left_out_and_others_named(place: str) -
             error = of_validation([{**raised.value.errors()[0], "loc": ("body", unused.name)}])
             assert (error.param, error.status) == (unused.name, 400)
             assert unused.reason in error.message
+
+
+def test_what_libraries_add_to_earlier_answers_is_left_out() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": "x", "tool_calls": [call]}
+    added = {"index": 0, "provider_specific_fields": {"a": 1}}
+    noted = {"refusal": "", "annotations": [], "audio": None, "function_call": None, "provider_specific_fields": None}
+    assert Message.model_validate(message | noted | {"tool_calls": [call | added]}) == Message.model_validate(message)
+    with pytest.raises(ValidationError, match="made_up"):
+        Message.model_validate(message | {"tool_calls": [call | {"made_up": 1}]})
 
 
 def test_requests_of_agents_are_answered(client: OpenAI, demo: Any) -> None:

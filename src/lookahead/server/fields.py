@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 CHAT, COMPLETIONS, RESPONSES = "chat", "completions", "responses"
-MESSAGE, PART, TOOL, FORMAT, STREAM = "message", "part", "tool", "format", "stream options"
+MESSAGE, PART, CALL, TOOL = "message", "part", "call", "tool"
+FORMAT, STREAM = "format", "stream options"
 
 ANY = object()
 """Whatever the value is, it asks for nothing."""
@@ -83,6 +84,8 @@ UNUSED = (
     Unused("refusal", (MESSAGE,), ANY, "of an earlier answer"),
     Unused("annotations", (MESSAGE, PART), ANY, "of an earlier answer"),
     Unused("logprobs", (PART,), ANY, "of an earlier answer"),
+    Unused("provider_specific_fields", (MESSAGE, CALL), ANY, "of an earlier answer"),
+    Unused("index", (CALL,), ANY, "of an earlier answer"),
     Unused("cache_control", (MESSAGE, PART, TOOL), ANY, "prompts that begin alike share their beginning anyway"),
     Unused("include_obfuscation", (STREAM,), ANY, "chunks are not padded"),
 )

@@ -10,6 +10,7 @@ from pydantic_core import to_json
 
 from lookahead.config import MAX_NODES_PER_STEP
 from lookahead.server.fields import (
+    CALL,
     CHAT,
     COMPLETIONS,
     FORMAT,
@@ -200,6 +201,7 @@ class FunctionCall(Fields):
 class ToolCall(Fields):
     """A call in an earlier answer."""
 
+    place: ClassVar[str] = CALL
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
     function: FunctionCall
