@@ -232,3 +232,22 @@ def test_long_texts_are_searched_beside_short_ones() -> None:
     paths = Texts([1, 2, 3, 1, 2], [*long, *long[500:520]])
     short = Texts([1, 2, 3, 1, 2]).propose()[0]
     assert paths.propose() == [short, long[520 : 520 + LONGEST]]
+
+
+def probabilities_of_a_match(comes_true: bool) -> list[float]:
+    """How likely a token is taken to be that followed two tokens before, each time that they come again."""
+    paths, likely = Texts([1, 2, 3, 1, 2]), []
+    for time in range(12):
+        draft = paths.propose()[0]
+        likely.append(float(paths.batch.nodes["probability"][0, 1]))
+        paths.learn([[draft[0] if comes_true else 10 + time]], [None])
+        paths.batch.extend(0, [50 + time, 1, 2])
+        paths.texts[0] += [50 + time, 1, 2]
+    return likely
+
+
+def test_a_kind_of_evidence_counts_as_far_as_it_came_true_lately() -> None:
+    right, wrong = probabilities_of_a_match(True), probabilities_of_a_match(False)
+    assert right[0] == wrong[0]
+    assert right[-1] > wrong[1] > wrong[-1]
+    assert wrong[-1] < 0.75 * wrong[0]

@@ -307,6 +307,11 @@ def test_a_small_memory_is_read(path: Path) -> None:
     assert known(DraftMemory.load(path, MODEL), 3) == 3
 
 
+def test_an_older_file_without_a_record_of_evidence_is_read(path: Path) -> None:
+    path.write_bytes(content(ngram_evidence=None))
+    assert known(DraftMemory.load(path, MODEL), 3) == 3
+
+
 def test_what_older_files_have_besides_is_left_out(path: Path) -> None:
     path.write_bytes(content(acceptance_weights=np.ones((3, 4)), acceptance_names=np.array(["nothing"])))
     memory = DraftMemory.load(path, MODEL)
@@ -353,7 +358,8 @@ def test_other_content_is_refused(path: Path) -> None:
 @pytest.mark.parametrize("name", [*np.load(io.BytesIO(content())).files])
 def test_an_array_that_is_missing_or_another_is_refused(path: Path, name: str) -> None:
     array = np.load(io.BytesIO(content()))[name]
-    for other in (None, array[None], array.astype(np.complex64) if array.dtype.kind != "U" else np.array(3.5)):
+    missing = [] if name == "ngram_evidence" else [None]  # files of before have none
+    for other in (*missing, array[None], array.astype(np.complex64) if array.dtype.kind != "U" else np.array(3.5)):
         check_refused(path, content(**{name: other}))
     if array.ndim:
         check_refused(path, content(**{name: np.concatenate([array, array])}))

@@ -10,7 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.drafting.warm_up import compile_loops
+from lookahead.drafting.warm_up import compile_loops, compile_memory_loops, compile_source_loops
 from model_zoo import build
 
 
@@ -30,6 +30,7 @@ def compiled_signatures() -> dict[str, int]:
 )
 def test_decoding_compiles_nothing_more(fields: dict[str, object]) -> None:
     compile_loops()
+    compile_memory_loops()
     before = compiled_signatures()
     assert before
     prompt = torch.tensor([[3, 4, 5, 3, 4, 5, 3, 4]])
@@ -48,6 +49,7 @@ class Forces(LogitsProcessor):  # type: ignore[misc]
 
 def test_forced_and_expected_texts_compile_nothing_more() -> None:
     compile_loops()
+    compile_source_loops()
     before = compiled_signatures()
     model, prompt = build("llama"), torch.tensor([[3, 4, 5, 3, 4, 5, 3, 4]])
     lookahead.generate(model, prompt, logits_processor=LogitsProcessorList([Forces()]), max_new_tokens=48)

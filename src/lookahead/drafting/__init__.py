@@ -21,7 +21,7 @@ from lookahead.drafting.jacobi import JacobiBlockDrafter
 from lookahead.drafting.paper import PaperDrafter
 from lookahead.drafting.pool import NGramPool
 from lookahead.drafting.token_recycling import TokenRecyclingDrafter
-from lookahead.drafting.warm_up import compile_loops
+from lookahead.drafting.warm_up import compile_loops, compile_memory_loops, compile_source_loops
 from lookahead.drafting.window import JacobiWindow
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
@@ -80,6 +80,7 @@ def build_drafter(
     if config.preset in BUDGETED:
         fixed = min(config.step_budget or FIXED_BUDGET, most)
         if config.preset == "token_recycling":
+            compile_memory_loops()
             return TokenRecyclingDrafter(fixed)
         compile_loops()  # now: a step that compiled would say nothing of what steps cost
         if config.preset == "context_matches":
@@ -127,6 +128,7 @@ def build_chain_drafter(
         return ChainDrafter(CheckedDrafter(config.drafter, config.max_nodes, vocabulary), fixed)
     sketched = max(SKETCHED_NODES, fixed)
     if config.preset == "token_recycling":
+        compile_memory_loops()
         return ChainDrafter(TokenRecyclingDrafter(sketched), fixed)
     compile_loops()
     if config.preset == "context_matches":
@@ -153,4 +155,9 @@ def _sources(
             raise InvalidArgumentError(f"sources have two called {source.name!r}; give each a name of its own")
         names.append(source.name)
         sources.append(source)
-    return (sources, ()) if predicted is None else ([*sources, predicted], predicted.tokens)
+    before: Sequence[int] = ()
+    if predicted is not None:
+        sources, before = [*sources, predicted], predicted.tokens
+    if sources:
+        compile_source_loops()
+    return sources, before

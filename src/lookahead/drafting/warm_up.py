@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -19,21 +22,52 @@ _NODES = 8
 _STEPS = 2
 
 
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """No cyclic garbage is looked for: numba makes many objects, and each search goes through all of torch's, a fifth
+    of the time that compiling takes."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 @cache
 def compile_loops() -> None:
-    """Run each compiled loop once, on arrays of the types that decoding has.
+    """Run each compiled loop of `preset="auto"` once, on arrays of the types that decoding has.
 
     Takes seconds where numba finds no cache of what it compiled before. Later calls return at once.
     """
-    _list_a_row()
-    compile_shared_pace()
-    memory = DraftMemory(NGramMemory(16, 2, 4))
-    _draft(AutoDrafter(memory, _NODES))
-    _draft(AutoDrafter(memory, _NODES, sources=[PredictedText([0, 1])]))
-    # As where a processor forces a text of which the model predicts nothing, and as token recycling does.
-    contexts = np.zeros((1, 4), dtype=np.int64)
-    memory.ngrams.insert(contexts, contexts[:, :1], np.ones((1, 1), dtype=np.float32))
-    memory.ngrams.lookup(contexts)
+    with _without_collecting():
+        _list_a_row()
+        compile_shared_pace()
+        memory = DraftMemory(NGramMemory(16, 2, 4))
+        _draft(AutoDrafter(memory, _NODES))
+        _insert(memory.ngrams)  # as where a processor forces a text of which the model predicts nothing
+
+
+@cache
+def compile_source_loops() -> None:
+    """The same for those of texts with sources."""
+    with _without_collecting():
+        _draft(AutoDrafter(DraftMemory(NGramMemory(16, 2, 4)), _NODES, sources=[PredictedText([0, 1])]))
+
+
+@cache
+def compile_memory_loops() -> None:
+    """The same for those of a `NGramMemory` alone."""
+    with _without_collecting():
+        memory = NGramMemory(1, 2, 4)
+        _insert(memory)
+        memory.lookup(np.zeros((1, 1), dtype=np.int64))
+
+
+def _insert(memory: NGramMemory) -> None:
+    contexts = np.zeros((1, 1), dtype=np.int64)
+    memory.insert(contexts, contexts, np.ones((1, 1), dtype=np.float32))
 
 
 def _draft(drafter: AutoDrafter) -> None:
@@ -50,8 +84,9 @@ def _draft(drafter: AutoDrafter) -> None:
 @cache
 def compile_chain_loops() -> None:
     """The same for the loops of a `DraftBatch` of chains alone."""
-    _list_a_row()
-    _draft(AutoDrafter(DraftMemory(NGramMemory(16, 2, 4)), _NODES, chains=True))
+    with _without_collecting():
+        _list_a_row()
+        _draft(AutoDrafter(DraftMemory(NGramMemory(16, 2, 4)), _NODES, chains=True))
 
 
 def _list_a_row() -> None:

@@ -18,8 +18,7 @@ from lookahead.drafting.auto.learning import (
     UNTRUSTED,
     Step,
     allocate_desk,
-    begin,
-    extend,
+    go_on,
     learn,
 )
 from lookahead.drafting.auto.proposals import MOST_LISTED, NODE, allocate_proposals
@@ -89,7 +88,7 @@ class DraftBatch:
         explores = explores and self.reads and not chains
         self._settings = np.array((surest, chains, explores, ngrams.observed, rejected), dtype=SETTINGS)[()]
         self._find, self._learn = TypedLoop(find), TypedLoop(learn)
-        self._begin, self._extend = TypedLoop(begin), TypedLoop(extend)
+        self._go_on = TypedLoop(go_on)
         self._owners: list[weakref.ref[Any] | None] = [None] * places
 
     def take_place(self, owner: Any) -> int:
@@ -112,7 +111,7 @@ class DraftBatch:
         new = np.array([*before, *tokens], dtype=np.int64) if len(before) else np.array(tokens, dtype=np.int64)
         with self.memory.lock:
             self.texts = with_room(self.texts, 0, len(new))
-            self._begin(place, len(before), new, self.texts, self.heard, self._settings)
+            self._go_on(place, len(before), new, self.texts, self.heard, self._settings)
             self.counts[place], self._recalled[place] = -1, False
             if not self.reads:
                 self._remember(new[len(before) :])
@@ -121,7 +120,7 @@ class DraftBatch:
         """The text in a place goes on with tokens of which nothing else is known."""
         with self.memory.lock:
             self.make_room(len(tokens))
-            self._extend(place, np.array(tokens, dtype=np.int64), self.texts, self.heard)
+            self._go_on(place, -1, np.array(tokens, dtype=np.int64), self.texts, self.heard, self._settings)
 
     def find(self, wanted: Wanted) -> None:
         """Draft after some texts; `nodes` and `counts` say what was found."""

@@ -151,9 +151,9 @@ class AutoDrafter:
         places, limits, levels, least = zip(*wanted, strict=True)
         rows = np.array((places, limits, levels), dtype=np.int64)
         batch.find(Wanted(rows[0], rows[1], rows[2], np.array(least, dtype=np.float64)))
-        for drafter, _ in group:
-            place = drafter._place
-            drafter._likely = batch.nodes["probability"][place, 1 : 1 + batch.counts[place]].copy()
+        likely = batch.nodes["probability"][rows[0], 1:]  # copied: others may search after the same texts
+        for row, count in enumerate(batch.counts[rows[0]].tolist()):
+            group[row][0]._likely = likely[row, :count]
 
     def _begins(self, tree: TokenTree) -> bool:
         """Add what is certain; whether there is something to search."""
@@ -293,15 +293,15 @@ class AutoDrafter:
         """What a step showed."""
         self._catch_up(batch)
         result = result.beyond(self._certain)
-        root = result.tree.root
+        root, count = result.tree.root, len(self._rows) + result.tree.root
         nodes = self._rows if root == 0 else np.concatenate([np.arange(-root, 0), self._rows])
-        if not batch.reads:
-            ids = np.full((len(nodes), 1), -1, dtype=np.int64)
+        if batch.reads and result.top_ids.shape[1]:
+            ids, probabilities = result.top_ids[:count], result.top_probabilities[:count]
+        elif not batch.reads:
+            ids = np.full((count, 1), -1, dtype=np.int64)
             probabilities = np.zeros(ids.shape, dtype=np.float32)
-        elif result.top_ids.shape[1]:
-            ids, probabilities = result.top_ids[: len(nodes)], result.top_probabilities[: len(nodes)]
         else:
-            ids = result.predictions[: len(nodes), None]
+            ids = result.predictions[:count, None]
             probabilities = np.ones(ids.shape, dtype=np.float32)
         return _Shown(self._place, nodes, result.tokens, result.samples, ids, probabilities)
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import FIRST, compiled, inner
-from lookahead.drafting.auto.ngrams import Entries, Writing, write_entry
+from lookahead.drafting.auto.ngrams import EVIDENCE_PRIOR, Entries, Writing, write_entry
 from lookahead.drafting.auto.proposals import MOST_LISTED
 from lookahead.drafting.auto.texts import TextArrays, append, begin_text, read_context
 
@@ -25,6 +25,9 @@ _KEPT, _KEPT_SAMPLED = 0.9, 0.98
 
 _SURE = 0.5
 """Share from which predictions are believed in full when sampling: that it is not 1 may be chance."""
+
+_EVIDENCE_KEPT = 0.995
+"""What is left of the record of a kind of evidence after each step of a text."""
 
 _READ, MOST_TRIED = 512, 64
 """Tokens at the end of a prompt that are looked at, and recent predictions that are kept to be tried."""
@@ -110,28 +113,26 @@ def allocate_desk(nodes: int, orders: int) -> Desk:
 
 
 @compiled
-def begin(
+def go_on(
     place: int, before: int, tokens: NDArray[np.int64], texts: TextArrays, heard: NDArray[Any], settings: Any
 ) -> None:
-    """Begin the text in a place, which is `tokens` from `before` on; those before that are searched with it."""
-    begin_text(place, texts)
-    texts.dropped[place] = -before
-    append(place, tokens, FIRST, len(tokens), texts)
+    """The text in a place goes on with these tokens, of which nothing else is known.
+
+    Where `before` is not below 0 they begin a new text there, which is those from `before` on; those in front are
+    searched with it.
+    """
     of_text = heard[place]
-    of_text["agreed"] = of_text["expected"] = of_text["share"] = 1.0
-    of_text["count"] = of_text["listed"] = 0
-    if settings["explores"]:
+    of_text["listed"] = 0
+    if before >= 0:
+        begin_text(place, texts)
+        texts.dropped[place] = -before
+        of_text["agreed"] = of_text["expected"] = of_text["share"] = 1.0
+        of_text["count"] = 0
         at = len(tokens) - 1
-        while at >= max(before, len(tokens) - _READ):
+        while settings["explores"] and at >= max(before, len(tokens) - _READ):
             of_text["count"] = _add_recent(tokens[at], of_text["count"], of_text["recent"])
             at -= 1
-
-
-@compiled
-def extend(place: int, tokens: NDArray[np.int64], texts: TextArrays, heard: NDArray[Any]) -> None:
-    """The text in a place goes on with these tokens, of which nothing else is known."""
     append(place, tokens, FIRST, len(tokens), texts)
-    heard[place]["listed"] = 0
 
 
 @compiled
@@ -166,6 +167,7 @@ def learn(
                 said, likely, selected = ids[begin:end], probabilities[begin:end], following[begin:end]
                 if not is_text:
                     accepted += _follow(of_row, tokens[first:last], nodes, said, selected)
+                    _weigh_evidence(of_row, nodes, selected, entries.evidence)
                     if not settings["observes"]:
                         _compare(samples[row], said, likely, selected, of_text)
                     if settings["observes"] or of_text["share"] < UNTRUSTED:
@@ -214,12 +216,33 @@ def _follow(
                 child = other
         if child < 0:
             if count + 1 < len(tokens):
-                selected[:] = -1
-                said[:, 0] = -1
+                for index in range(len(of_row)):
+                    selected[index] = said[index, 0] = -1
                 return 0
             return count
         at = child
     return len(tokens)
+
+
+@inner
+def _weigh_evidence(
+    of_row: NDArray[np.int64], nodes: NDArray[Any], selected: NDArray[np.int64], evidence: NDArray[np.float64]
+) -> None:
+    """Note how often drafted tokens came true, by kind of evidence; of those before, a little is forgotten."""
+    for match in range(evidence.shape[0]):
+        for order in range(evidence.shape[1]):
+            for count in range(2):
+                evidence[match, order, count] -= (1 - _EVIDENCE_KEPT) * (evidence[match, order, count] - EVIDENCE_PRIOR)
+    for at in range(1, len(of_row)):
+        node = nodes[max(of_row[at], 0)]
+        parent = at - 1
+        while of_row[at] > 0 and of_row[parent] != node["parent"]:
+            parent -= 1
+        if of_row[at] > 0 and selected[parent] >= 0 and node["weighed"]:
+            record = evidence[1 + node["match"], node["order"]]
+            record[0] += 1.0 if selected[parent] == node["token"] else 0.0
+            corrected = node["probability"] / nodes[node["parent"]]["probability"]
+            record[1] += min(corrected, 1.0) * record[1] / record[0]
 
 
 @inner
@@ -249,9 +272,9 @@ def _compare(
 def _believe(said: NDArray[np.int64], likely: NDArray[np.float32], selected: NDArray[np.int64]) -> None:
     """Write what was selected over predictions that account for too little of it, or are not known; then nothing is
     known about nodes that are not on the path."""
-    said[:, :] = -1
-    likely[:, :] = 0.0
     for at in range(len(selected)):
+        for rank in range(said.shape[1]):
+            said[at, rank], likely[at, rank] = -1, 0.0
         said[at, 0], likely[at, 0] = selected[at], 1.0
 
 

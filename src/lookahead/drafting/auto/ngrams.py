@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import compiled, inner
+from lookahead.core.compiled import FIRST, compiled, inner
 from lookahead.drafting.auto.proposals import Proposals, proposal_of, set_default
+from lookahead.drafting.auto.texts import MATCH_CLASSES
 from lookahead.drafting.stored_arrays import MOST_BYTES, DamagedFileError, expect
 from lookahead.errors import InvalidArgumentError
 
@@ -31,6 +32,9 @@ LEAST_PROBABILITY = 1e-30
 
 _UNLISTED = 0.3
 """What a token that is not listed is taken to have of the probability of the last one that is."""
+
+EVIDENCE_PRIOR = 20.0
+"""Tokens of each kind of evidence that are counted beforehand, as accepted as often as they should be."""
 
 FIRST_PRIME, SECOND_PRIME = 2147483647, 2147483629
 FIRST_FACTOR, SECOND_FACTOR = 1103515245, 1664525
@@ -55,11 +59,15 @@ class Entries(NamedTuple):
         heads: `ENTRY`s, `[orders * sets * WAYS]`.
         followers: The next tokens of each, likeliest first, `FOLLOWER`s, `[orders * sets * WAYS, top_k]`.
         lookups: How often contexts of each length were looked up, and how often they were there, `[orders, 2]`.
+        evidence: How many drafted tokens were accepted lately, and how many should have been by their probabilities, by
+            kind of evidence: the class of the match that they followed, from 1, and the length of the longest context
+            after which the memory named them; 0 for none, `[9, orders + 1, 2]`.
     """
 
     heads: NDArray[Any]
     followers: NDArray[Any]
     lookups: NDArray[np.int64]
+    evidence: NDArray[np.float64]
 
 
 class Writing(NamedTuple):
@@ -97,7 +105,9 @@ def entry_of(first: int, second: int, order: int, entries: Entries) -> int:
 @inner
 def entry_after(token: int, entries: Entries) -> int:
     """Where the context of this token alone is kept; -1 if it is not."""
-    return entry_of((FIRST_FACTOR + token + 1) % FIRST_PRIME, (SECOND_FACTOR + token + 1) % SECOND_PRIME, 0, entries)
+    return entry_of(
+        (FIRST_FACTOR + token + 1) % FIRST_PRIME, (SECOND_FACTOR + token + 1) % SECOND_PRIME, FIRST, entries
+    )
 
 
 @inner
@@ -114,7 +124,7 @@ def propose_known(node: int, context: NDArray[np.int64], size: int, proposals: P
     Returns:
         Length of the longest context that is known; 0 if none is.
     """
-    heads, followers, lookups = entries
+    heads, followers, lookups, _ = entries
     first = second = 1
     longest = 0
     for order in range(min(len(lookups), size)):
@@ -132,7 +142,9 @@ def propose_known(node: int, context: NDArray[np.int64], size: int, proposals: P
             follower = followers[slot, rank]
             if follower["token"] < 0:
                 break
-            row = proposal_of(int(follower["token"]), node, proposals)
+            row = proposal_of(
+                np.int64(follower["token"]), node, proposals
+            )  # one type for all tokens: it is compiled once
             proposals.logs[row, order] = max(float(follower["log"]), LEAST_LOG_PROBABILITY)
             proposals.rows[row]["order"] = order + 1
     return longest
@@ -212,7 +224,7 @@ def write_entry(
         entries: The memory.
         writing: See there.
     """
-    heads, followers, lookups = entries
+    heads, followers, lookups, _ = entries
     sets, top_k, wide = len(heads) // (len(lookups) * WAYS), followers.shape[1], 0
     while wide < min(top_k, len(ids)) and ids[wide] >= 0:
         wide += 1
@@ -356,7 +368,8 @@ class NGramMemory:
         self.sets = 1 << max((capacity - 1).bit_length() - (WAYS - 1).bit_length(), 0)
         slots = orders * self.sets * WAYS
         heads, followers = np.zeros(slots, dtype=ENTRY), np.zeros((slots, top_k), dtype=FOLLOWER)
-        self.entries = Entries(heads, followers, np.zeros((orders, 2), dtype=np.int64))
+        evidence = np.full((1 + len(MATCH_CLASSES), orders + 1, 2), EVIDENCE_PRIOR)
+        self.entries = Entries(heads, followers, np.zeros((orders, 2), dtype=np.int64), evidence)
         self._clock = 0
         tokens, shares = np.zeros(2 * top_k, dtype=np.int64), np.zeros(2 * top_k)
         blended, first_log = (orders, log(1 - old_share)) if observed else (1, 0.0)
@@ -368,6 +381,7 @@ class NGramMemory:
             self.entries.heads.fill(0)
             self._clock = 0
         self.entries.lookups.fill(0)
+        self.entries.evidence.fill(EVIDENCE_PRIOR)
 
     def occupy(self) -> None:
         """Have the system fill all pages now, rather than one by one when they are first written to."""
@@ -419,7 +433,7 @@ class NGramMemory:
 
     def statistics(self) -> MemoryStatistics:
         """What the memory holds and how it was used."""
-        heads, followers, lookups = self.entries
+        heads, followers, lookups, _ = self.entries
         used = heads["tag"] != 0
         return MemoryStatistics(
             entries=used.reshape(self.orders, -1).sum(axis=1).tolist(),
@@ -443,6 +457,7 @@ class NGramMemory:
             "ngram_ids": followers["token"],
             "ngram_logs": followers["log"],
             "ngram_floors": heads["floor"],
+            "ngram_evidence": self.entries.evidence.copy(),
         }
 
     @classmethod
@@ -476,6 +491,11 @@ class NGramMemory:
         followers["token"] = expect(arrays, "ngram_ids", np.int32, (count, top_k))
         followers["log"] = expect(arrays, "ngram_logs", np.float32, (count, top_k))
         memory.entries.heads[slots], memory.entries.followers[slots] = heads, followers
+        if "ngram_evidence" in [*arrays]:  # older files have none
+            evidence = expect(arrays, "ngram_evidence", np.float64, memory.entries.evidence.shape)
+            if not (np.isfinite(evidence) & (evidence >= EVIDENCE_PRIOR / 2)).all():
+                raise DamagedFileError("its record of what came true is none")
+            memory.entries.evidence[:] = evidence
         return memory
 
     def merge(self, other: NGramMemory, since: int) -> None:
@@ -517,6 +537,7 @@ class NGramMemory:
         new["stamp"] = np.maximum(ages, 0)
         rows, slots = np.arange(len(sets))[:, None], sets[:, None] * WAYS + np.arange(WAYS)
         heads[slots] = new[rows, kept]
+        self.entries.evidence[:] = (self.entries.evidence + other.entries.evidence) / 2
         self.entries.followers[slots] = _side_by_side(self.entries.followers, other.entries.followers, sets)[rows, kept]
 
     def _could_hold(self, slots: NDArray[np.int64], tags: NDArray[np.int64]) -> bool:

@@ -26,6 +26,7 @@ NODE = np.dtype(
         ("depth", np.int64),  # levels below the root
         ("order", np.int64),  # length of the longest context after which the memory names it; 0 if it does not
         ("match", np.int64),  # class of the longest context match that it follows, -1 if it follows none
+        ("weighed", np.int64),  # 1 where its probability came of weighed evidence, which it is a test of
         ("sibling", np.int64),  # 1 where the model said it after a token that was rejected in its place
         ("known", np.int64),  # length of the longest context that ends with it and that the memory knows
         ("matches", np.int64),  # how many earlier occurrences the path to it follows
@@ -41,7 +42,10 @@ PROPOSAL = np.dtype(
         ("node", np.int64),  # which it may follow
         ("order", np.int64),  # as of a node
         ("match", np.int64),  # as of a node
-        ("listed", np.int64),  # 1 where no source names it but those that list paths
+        (
+            "listed",
+            np.int64,
+        ),  # 1 where no source names it but those that list paths; then, where it is as likely as these
         ("estimate", np.float64),  # estimated probability that it follows; then that of the whole path
         ("least", np.float64),  # how likely it is at least, as the record of a source that lists it has it
     ]
@@ -137,24 +141,29 @@ def set_default(column: int, value: float, proposals: Proposals) -> None:
 @inner
 def begin_tree(proposals: Proposals) -> None:
     """Nothing is proposed yet."""
-    proposals.search["count"] = 0
-    proposals.table[:, 1] = -1
-    let_none_wait(proposals.search)
+    table, search = proposals.table, proposals.search
+    search["count"] = 0
+    for place in range(len(table)):
+        table[place, 1] = -1
+    let_none_wait(search)
 
 
 @inner
 def begin_node(proposals: Proposals) -> int:
     """Make way for the proposals of the next node; returns the number of the first one."""
-    search = proposals.search
+    search, defaults = proposals.search, proposals.defaults
     search["begin"] = search["count"]
-    proposals.defaults[:] = 0.0
+    for column in range(len(defaults)):
+        defaults[column] = 0.0
     return int(search["count"])
 
 
 @inner
 def let_none_wait(search: Any) -> None:
     """Empty the heap."""
-    search["powers"][:] = 0
+    powers = search["powers"]
+    for power in range(_POWERS):
+        powers[power] = 0
     search["waiting"] = search["counted"] = 0
     search["power"] = _POWERS - 1
 

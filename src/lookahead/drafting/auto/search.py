@@ -132,7 +132,7 @@ def _find(place: int, most: int, levels: int, least: float, sources: Sources, ro
                 _propose_siblings(proposals, of_text)
             propose_listed(node, nodes, proposals, listed)
             nodes[node]["known"] = known
-            estimate(begin, search["count"], known, weights, proposals)
+            estimate(begin, search["count"], known, weights, proposals, entries.evidence)
             for found in range(begin, search["count"]):
                 probability = nodes[node]["probability"] * min(rows[found]["estimate"], settings["surest"])
                 rows[found]["estimate"] = probability
@@ -179,8 +179,8 @@ def _try_recent(most: int, least: float, proposals: Proposals, of_text: Any, ent
             row = len(rows) - 1 - index
             proposal = rows[row]
             proposal["token"], proposal["node"], proposal["estimate"] = token, 0, probability
-            proposal["order"], proposal["match"] = 0, -1
-            proposals.logs[row, :] = 0.0
+            proposal["order"], proposal["match"], proposal["listed"] = 0, -1, 1
+            proposals.logs[row, proposals.logs.shape[1] - 1] = 0.0
             push(row, proposals)
 
 
@@ -191,4 +191,5 @@ def _add(node: Any, nodes: NDArray[Any], row: int, proposals: Proposals) -> None
     node["token"], node["parent"], node["probability"] = proposal["token"], proposal["node"], proposal["estimate"]
     node["depth"] = nodes[proposal["node"]]["depth"] + 1
     node["order"], node["match"] = proposal["order"], proposal["match"]
+    node["weighed"] = 1 - proposal["listed"]
     node["sibling"] = 1 if proposal["node"] == 0 and UNLISTED_LOG < sibling < 0 else 0

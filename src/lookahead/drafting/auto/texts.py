@@ -197,6 +197,14 @@ def propose_matches(
 
 
 @inner
+def _forget_runs(newest: NDArray[np.int32]) -> None:
+    """No bucket of a text has a place."""
+    for run in range(newest.shape[0]):
+        for bucket in range(newest.shape[1]):
+            newest[run, bucket] = -1
+
+
+@inner
 def _chain_runs(place: int, begin: int, texts: TextArrays) -> None:
     """Chain the places of a text after `begin`, each of which follows a run of each length."""
     tokens, newest, earlier = texts.tokens[place], texts.newest[place], texts.earlier[place]
@@ -222,7 +230,7 @@ def append(place: int, tokens: NDArray[np.integer], begin: int, end: int, texts:
             texts.tokens[place, at] = texts.tokens[place, surplus + at]
         begin = end - texts.reach + length
         texts.dropped[place] += surplus
-        texts.newest[place, :, :] = -1
+        _forget_runs(texts.newest[place])
     for at in range(begin, end):
         texts.tokens[place, length + at - begin] = tokens[at]
     texts.lengths[place] = length + end - begin
@@ -232,7 +240,7 @@ def append(place: int, tokens: NDArray[np.integer], begin: int, end: int, texts:
 @inner
 def begin_text(place: int, texts: TextArrays) -> None:
     """A new text in a place, without a token yet."""
-    texts.newest[place, :, :] = -1
+    _forget_runs(texts.newest[place])
     texts.lengths[place] = texts.dropped[place] = 0
 
 

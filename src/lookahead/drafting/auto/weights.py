@@ -28,20 +28,20 @@ MATCHES = tuple(f"match of {length} tokens" for length in MATCH_CLASSES)
 SIBLINGS = "rejected siblings"
 
 MODEL_WEIGHTS: dict[str, tuple[float, ...]] = {
-    "nothing": (1.20, -1.04, -2.86, -3.36, -3.52),
-    "after 1 token": (0.00, 0.86, 0.56, 0.42, 0.33),
-    "after 2 tokens": (0.00, 0.00, 0.50, 0.24, 0.12),
-    "after 3 tokens": (0.00, 0.00, 0.00, 0.44, 0.11),
-    "after 4 tokens": (0.00, 0.00, 0.00, 0.00, 0.51),
-    "match of 2 tokens": (2.62, 2.50, 1.18, 1.23, 1.45),
-    "match of 3 tokens": (2.39, 2.78, 2.53, 1.56, 1.72),
-    "match of 4 tokens": (3.71, 3.38, 3.30, 2.56, 1.66),
-    "match of 6 tokens": (4.21, 3.23, 3.33, 3.47, 2.05),
-    "match of 9 tokens": (3.31, 4.94, 4.69, 4.51, 2.42),
-    "match of 16 tokens": (2.74, 5.78, 5.62, 5.73, 3.69),
-    "match of 24 tokens": (1.43, 4.85, 4.88, 4.81, 4.30),
-    "match of 32 tokens": (6.59, 6.59, 6.59, 6.59, 5.76),
-    "rejected siblings": (0.70, 0.10, 0.11, 0.05, 0.07),
+    "nothing": (0.99, -0.47, -2.31, -3.17, -3.89),
+    "after 1 token": (0.00, 0.71, 0.42, 0.34, 0.31),
+    "after 2 tokens": (0.00, 0.00, 0.47, 0.21, 0.13),
+    "after 3 tokens": (0.00, 0.00, 0.00, 0.46, 0.12),
+    "after 4 tokens": (0.00, 0.00, 0.00, 0.00, 0.56),
+    "match of 2 tokens": (3.11, 2.50, 1.12, 1.02, 1.24),
+    "match of 3 tokens": (3.01, 2.79, 2.53, 1.36, 1.30),
+    "match of 4 tokens": (3.96, 3.40, 3.30, 2.56, 1.21),
+    "match of 6 tokens": (4.25, 3.23, 3.33, 3.47, 1.65),
+    "match of 9 tokens": (3.47, 4.94, 4.69, 4.51, 2.20),
+    "match of 16 tokens": (3.05, 5.78, 5.62, 5.73, 3.46),
+    "match of 24 tokens": (1.43, 4.85, 4.88, 4.81, 4.14),
+    "match of 32 tokens": (6.59, 6.59, 6.59, 6.59, 5.54),
+    "rejected siblings": (0.72, 0.01, 0.04, 0.04, 0.03),
 }
 """Where the memory holds a model's predictions: by feature, for each length of the longest known context, 0 to 4."""
 
@@ -96,11 +96,13 @@ def build_weights(orders: int, table: Mapping[str, Sequence[float]] = MODEL_WEIG
 
 
 @inner
-def estimate(begin: int, end: int, known: int, weights: NDArray[np.float64], proposals: Proposals) -> None:
+def estimate(
+    begin: int, end: int, known: int, weights: NDArray[np.float64], proposals: Proposals, evidence: NDArray[np.float64]
+) -> None:
     """Write the probabilities of the proposals of one node, from `begin` to before `end`.
 
     A token that a source lists is at least as likely as the source's record has it (`proposals.least`). `known` is the
-    length of the longest context of the node that the memory knows.
+    length of the longest context of the node that the memory knows. `evidence` corrects them; see `Entries`.
     """
     rows, logs = proposals.rows, proposals.logs
     siblings, of_siblings = logs.shape[1] - 1, weights.shape[1] - 1
@@ -121,4 +123,7 @@ def estimate(begin: int, end: int, known: int, weights: NDArray[np.float64], pro
         rows[row]["estimate"] = share
         mass += share
     for row in range(begin, end):
-        rows[row]["estimate"] = max(rows[row]["estimate"] / mass, rows[row]["least"])
+        record = evidence[1 + rows[row]["match"], rows[row]["order"]]
+        weighed = rows[row]["estimate"] / mass * record[0] / record[1]
+        rows[row]["estimate"] = max(weighed, rows[row]["least"])
+        rows[row]["listed"] = 1 if weighed < rows[row]["least"] else 0
