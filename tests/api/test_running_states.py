@@ -141,10 +141,24 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was() -> None:
     assert torch.equal(plain(model, text, past_key_values=cache, max_new_tokens=10).sequences, expected)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+@pytest.mark.parametrize("sample", [False, True])
+def test_rows_of_one_call(family: str, sample: bool) -> None:
+    """Rows accept different numbers of tokens, and end at different places."""
+    model, ids = tiny(family), torch.cat([prompt(seed=seed) for seed in range(3)])
+    texts = [model.generate(row[None], max_new_tokens=24, do_sample=False)[0] for row in ids]
+    options: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": int(texts[0][-8]), "pad_token_id": 0}
+    torch.manual_seed(0)
+    expected = model.generate(ids, do_sample=sample, **options)
+    torch.manual_seed(0)
+    output = decode(model, ids, LookaheadConfig(step_budget=8), do_sample=sample, **options)
+    assert torch.equal(output.sequences, expected)
+    assert output.past_key_values is None
+
+
 @pytest.mark.parametrize(
     ("config", "options", "words"),
     [
-        ({}, {"input_ids": prompt().repeat(2, 1)}, "2 rows"),
         ({}, {"attention_mask": torch.tensor([[0] * 3 + [1] * 25])}, "hides tokens"),
         ({}, {"past_key_values": DynamicCache()}, "past_key_values=DynamicCache"),
         ({"preset": "paper"}, {}, "preset='paper'"),

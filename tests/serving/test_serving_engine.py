@@ -28,6 +28,20 @@ def test_random_schedules(seed: int) -> None:
     run_schedule(seed)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_random_schedules_of_hybrids(seed: int) -> None:
+    """Rows with running states, each of which has a pass of its own."""
+    run_schedule(seed, hybrids=True)
+
+
+@pytest.mark.exact
+def test_500_random_schedules_of_hybrids() -> None:
+    seen = Counter[str]()
+    for seed in range(500):
+        seen.update(run_schedule(1000 + seed, hybrids=True))
+    assert seen["cancelled"] > 50, seen
+
+
 @pytest.mark.exact
 def test_500_random_schedules() -> None:
     seen = Counter[str]()

@@ -13,6 +13,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerFast
 
+from fuzz.families import build as build_family
+from fuzz.variant import Variant
 from lookahead import Engine, LookaheadConfig, RequestHandle
 from model_zoo import VOCAB_SIZE, build
 
@@ -95,10 +97,17 @@ def token_bytes(model: PreTrainedModel) -> int:
     return Engine(model)._memory.token_bytes
 
 
-def run_schedule(seed: int) -> dict[str, int]:
+HYBRIDS = ("qwen3_next", "granitemoehybrid", "mamba2", "lfm2", "minimax", "falcon_h1")
+"""Families with running states, whose rows are chains."""
+
+
+def run_schedule(seed: int, hybrids: bool = False) -> dict[str, int]:
     """Run the schedule of a seed, and compare every text; returns what happened, counted."""
     random = Random(seed)
-    model = build(["llama", "mistral_sliding", "gpt2"][seed % 3])
+    if hybrids:
+        model = build_family(HYBRIDS[seed % len(HYBRIDS)], Variant(), "sdpa")
+    else:
+        model = build(["llama", "mistral_sliding", "gpt2"][seed % 3])
     shared = [random.randrange(1, VOCAB_SIZE) for _ in range(random.choice([0, 18, 30]))]
     wanted = [draw(random, shared) for _ in range(random.randrange(2, 7))]
     for each in wanted:

@@ -13,11 +13,11 @@ from lookahead.backends.gguf.session import GGUFSession
 from lookahead.backends.llama_cpp.rows_runner import LlamaRowsRunner
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.transformers.model_watch import ModelWatch
-from lookahead.backends.transformers.runner import RowsRunner
+from lookahead.backends.transformers.runner import ChainRunner, RowsRunner
 from lookahead.backends.transformers.session import TransformersSession
 from lookahead.config import LookaheadConfig
 
-EngineRunner = RowsRunner | LlamaRowsRunner
+EngineRunner = RowsRunner | ChainRunner | LlamaRowsRunner
 """What runs rows that come and go."""
 
 

@@ -106,7 +106,7 @@ def build_drafter(
 def build_chain_drafter(
     config: LookaheadConfig,
     memory: DraftMemory | None = None,
-    pace: Pace | None = None,
+    pace: Pace | StepBudget | None = None,
     warm_up: int = 0,
     vocabulary: int | None = None,
     predicted: PredictedText | None = None,
@@ -133,7 +133,11 @@ def build_chain_drafter(
     compile_loops()
     if config.preset == "context_matches":
         return ChainDrafter(AutoDrafter(None, sketched), fixed)
-    budget = fixed if pace is None or config.step_budget is not None else PacedRow(pace, resends=True)
+    budget: int | StepBudget = fixed
+    if pace is not None and not isinstance(pace, Pace):  # of rows that share steps
+        budget = pace
+    elif pace is not None and config.step_budget is None:
+        budget = PacedRow(pace, resends=True)
     sources, before = _sources(config, vocabulary, predicted)
     parts = (memory or DraftMemory(), sketched)
     return ChainDrafter(AutoDrafter(*parts, warm_up=warm_up, explore=False, sources=sources, before=before), budget)

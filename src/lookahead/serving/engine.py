@@ -92,6 +92,7 @@ class Engine:
             self._config, max_rows, kv_bytes, prefix_bytes if prefix_cache else 0
         )
         _check_nodes(self._runner, self._config)
+        prefix_cache = prefix_cache and self._runner.shares_beginnings
         self._compares_bits = prefix_cache or bool(self._config.pack_weights)
         self._watch = self._session.watch(self._runner, self._compares_bits)
         self._shared = SharedPace(self._pace, self._config.step_budget)
@@ -161,7 +162,8 @@ class Engine:
         _check_nodes(self._runner, config)
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
         expected = predicted_texts(prediction, config, 1, self._model.get_input_embeddings().num_embeddings)[0]
-        drafting = Drafting(self._model, config, self._shared, most_nodes=self._runner.most_nodes)
+        runner = self._runner
+        drafting = Drafting(self._model, config, self._shared, most_nodes=runner.most_nodes, chains=runner.chains)
         check_room(arguments, self._runner, self._memory, drafting.most_nodes)
         noise = SamplingNoise(generator=torch.Generator(ids.device).manual_seed(seed)).row()
         request = Request(arguments, drafting, noise, self._runner.last_length, predicted=expected, logprobs=logprobs)
@@ -359,7 +361,7 @@ class Engine:
 
     def _pace(self, rows: int, temperature: float) -> Pace:
         """What is learned of drafting for so many rows; of the model that runs."""
-        return draft_pace(self._runner.model, self._config, rows, temperature)
+        return draft_pace(self._runner.model, self._config, rows, temperature, self._runner.chains)
 
     def _leave_all(self, requests: list[Request], error: BaseException | None = None) -> None:
         for request in requests:

@@ -23,7 +23,7 @@ class LlamaRowsRunner(LlamaRunner):
 
     Attributes:
         model: As given.
-        keeps_apart: See `RowsRunner`.
+        chains, shares_beginnings, keeps_apart: See `RowsRunner`.
         most_nodes: Nodes that the tree of each row may have, so that there are sequence ids for all leaves.
         cells: Tokens whose keys and values are held at most.
 
@@ -31,8 +31,8 @@ class LlamaRowsRunner(LlamaRunner):
         InvalidArgumentError: There are not enough sequence ids for the rows, or no memory for the cells.
     """
 
-    is_invariant = False
-    keeps_apart = True
+    is_invariant = chains = False
+    keeps_apart = shares_beginnings = True
     broken_after = changes_after = None
 
     def __init__(self, llama: LlamaModel, model: Any, cells: int, max_rows: int) -> None:

@@ -165,6 +165,14 @@ class ChainRow:
         if self.content is None:
             self.content = outputs[self.name]
 
+    def copy_start(self, other: ChainRow, tokens: int) -> None:
+        """Not possible: of a text there is the state after its end alone. See `Runner.shares_beginnings`."""
+        raise NotImplementedError
+
+    def crop(self, tokens: int) -> None:
+        """Not possible; see `copy_start`."""
+        raise NotImplementedError
+
     def set_apart(self) -> None:
         """Nothing: no other row is compared with what this one holds."""
 

@@ -67,10 +67,13 @@ class Runner:
             otherwise.
         most_nodes: Nodes that the tree of each row may have.
         keeps_apart: Whether finished texts take memory of their own, so that running rows cannot use it.
+        chains: Whether it runs chains alone.
+        shares_beginnings: Whether a row may begin with what another one has of its text.
     """
 
     most_nodes = MAX_NODES_PER_STEP
-    keeps_apart = False
+    keeps_apart = chains = False
+    shares_beginnings = True
 
     def __init__(self, model: PreTrainedModel, positions_end: bool = True, device: torch.device | None = None) -> None:
         self.model = model
@@ -452,7 +455,8 @@ class ChainRunner(Runner):
             fewer.
     """
 
-    is_invariant = False
+    chains = True
+    is_invariant = shares_beginnings = False
 
     def __init__(
         self,

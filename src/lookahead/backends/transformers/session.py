@@ -72,11 +72,15 @@ class TransformersSession:
 
     def open_rows(
         self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
-    ) -> tuple[RowsRunner, int | None, int]:
+    ) -> tuple[RowsRunner | ChainRunner, int | None, int]:
         """What runs rows that come and go, any number of them."""
+        if runs_on_chains(self._model):
+            _check_settings(self._model, config)
+            ends = equivalence(self._model).holds("positions_end")
+            return ChainRunner(self._model, (), None, ends, chain_engine(self._model)), kv_bytes, 0
         return rows_runner(self._model, config.pack_weights, config.invariant), kv_bytes, prefix_bytes
 
-    def watch(self, runner: RowsRunner, compares_bits: bool) -> ModelWatch:
+    def watch(self, runner: RowsRunner | ChainRunner, compares_bits: bool) -> ModelWatch:
         """Notices changes of the model."""
         return ModelWatch(self._model, runner.model, compares_bits)
 
@@ -196,13 +200,13 @@ class ChainCall:
     Attributes:
         runner: Runs the chains.
         clock: The clock for its steps.
+        keeps_cache: Whether the cache that a call leaves can be handed on.
 
     Raises:
         LookaheadError: The model or its settings cannot do what is asked for.
     """
 
     chains, packs = True, False
-    keeps_cache = True
     most_nodes = MAX_NODES_PER_STEP
     invariant_rows = 0
 
@@ -217,6 +221,7 @@ class ChainCall:
         ends = equivalence(model).holds("positions_end")
         self.runner = ChainRunner(model, self._rows, prompts.input_ids.device, ends, chain_engine(model))
         self.clock = step_clock(model.device)
+        self.keeps_cache = prompts.rows == 1  # each row has a cache of its own
         check_chain_text(model, self.runner, prompts, generation_config)
 
     @property

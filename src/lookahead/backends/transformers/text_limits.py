@@ -60,11 +60,11 @@ def check_chain_text(
             f"use_cache=False is not supported for {name}, which keeps a running state: plain "
             "decoding would compute it anew from the whole text at each step; pass use_cache=True"
         )
-    if prompts.rows > 1:
+    if prompts.rows > 1 and (prompts.inputs or prompts.cache is not None):
+        what = "past_key_values" if prompts.cache is not None else "more than tokens"
         raise UnsupportedArgumentError(
-            f"input_ids has {prompts.rows} rows, but {name} is run on chains of tokens: its state is in one place for "
-            "all rows of a pass, while lookahead decoding accepts different numbers of tokens in each; call generate "
-            "once for each row"
+            f"input_ids has {prompts.rows} rows with {what}, but {name} is run on chains of tokens, whose states are "
+            "kept for each row apart; call generate once for each row"
         )
     if not prompts.all_count:
         raise UnsupportedArgumentError(
