@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lookahead.backends.session import open_session
+from lookahead.backends.session import CallSession, open_session
 from lookahead.backends.transformers import PromptPass, equivalence
 from lookahead.backends.transformers.engine_model import packed_clone
 from lookahead.backends.transformers.model_state import draft_pace
@@ -21,7 +21,6 @@ from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
 from lookahead.drafting import NGramPool
-from lookahead.parallel.alone import Alone
 from lookahead.serving.arguments import check_own_prefill
 from lookahead.serving.drafting import Drafting
 from lookahead.serving.output import LookaheadOutput, make_output, padded_texts
@@ -47,13 +46,12 @@ def decode_call(
     parallel: ParallelGroup | None = None,
 ) -> torch.Tensor | LookaheadOutput:
     """What `lookahead.generate` returns, which was called at `start` by `perf_counter`, with its arguments."""
-    ranks = parallel or Alone()
+    session = open_session(arguments.model) if parallel is None else parallel.open_session(arguments.model)
     if arguments.prompts.inputs:
-        check_own_prefill(arguments.model, arguments.prompts, config, arguments.config, parallel is not None)
-    config = ranks.drafting(config)
-    if ranks.rank > 0:  # one rank speaks for all
+        check_own_prefill(arguments.prompts, config, arguments.config, session.refuses_inputs)
+    if not session.speaks:
         arguments, on_step = replace(arguments, streamer=None), None
-    call = Call(arguments, config, ranks, ngram_pool, prediction)
+    call = Call(arguments, session.settle(config), session, ngram_pool, prediction)
     return call.run(start, on_step)
 
 
@@ -63,7 +61,7 @@ class Call:
     Args:
         arguments: What it asks for.
         config: How to draft.
-        ranks: Who decodes; they agree here on what they do.
+        session: How the model is run.
         pool: A pool for all rows.
         prediction: What is expected of them.
 
@@ -75,18 +73,16 @@ class Call:
         self,
         arguments: Arguments,
         config: LookaheadConfig,
-        ranks: ParallelGroup | Alone,
+        session: CallSession,
         pool: NGramPool | None,
         prediction: Prediction | None,
     ) -> None:
         model, prompts, asked = arguments.model, arguments.prompts, arguments.config
-        self._arguments, self._ranks = arguments, ranks
-        self._call = call = open_session(model).begin(prompts, config, asked)
-        ranks.check(model, call.runner)
-        ranks.begin(model, config, asked, (prompts.input_ids, prompts.mask))
+        self._arguments = arguments
+        self._call = call = session.begin(prompts, config, asked)
         vocabulary = model.get_input_embeddings().num_embeddings if prediction is not None else 0
         predicted = predicted_texts(prediction, config, prompts.rows, vocabulary)
-        packed = _packed_runner(arguments, config) if isinstance(ranks, Alone) and call.packs else None
+        packed = _packed_runner(arguments, config) if call.packs else None
         pace: Pace | SharedPace | None = None
         if config.chooses_nodes and packed is not None:
             pace = SharedPace(partial(draft_pace, packed.model, config))
@@ -105,7 +101,7 @@ class Call:
         self._steps = steps = Steps(packed or call.runner, call.clock, pace, come_and_go=packed is not None)
         if packed is None:
             steps.batch.sequences = [request.sequence for request in self._requests]
-            steps.backend = ranks.backend(call.runner, steps.batch, self._requests[0].rule.asks_others)
+            steps.backend = call.backend(steps.batch, self._requests[0].rule.asks_others)
         else:
             for request in self._requests:
                 request.row = Row()
@@ -124,8 +120,7 @@ class Call:
                 feeder.start(self._arguments.prompts.input_ids)
             self._decode(keeps_cache)
         except Exception as error:
-            self._call.restore()
-            self._ranks.fail(error)
+            self._call.restore(error)
             raise
         finally:
             self._drafting.keep()

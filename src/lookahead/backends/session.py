@@ -16,6 +16,7 @@ from lookahead.backends.transformers.model_watch import ModelWatch
 from lookahead.backends.transformers.runner import ChainRunner, RowsRunner
 from lookahead.backends.transformers.session import TransformersSession
 from lookahead.config import LookaheadConfig
+from lookahead.core.decoder import Batch
 
 EngineRunner = RowsRunner | ChainRunner | LlamaRowsRunner
 """What runs rows that come and go."""
@@ -47,25 +48,53 @@ class Call(Protocol):
         """Bytes of running states that were copied so far."""
         ...
 
-    def restore(self) -> None:
-        """Put back what a call that failed has changed."""
+    def backend(self, batch: Batch, asks_others: bool) -> Any:
+        """What runs the trees of `batch`, all rows of the call; `asks_others` if there are criteria that may depend on
+        time or other state."""
+
+    def restore(self, error: BaseException) -> None:
+        """Put back what a call that failed, with `error`, has changed."""
 
     def release(self, keep_cache: bool) -> Cache | None:
         """Release the buffers; returns the caller's cache, if it is to be kept."""
 
 
-class Session(Protocol):
+class CallSession(Protocol):
+    """What `generate` asks of a session: of one process, or of several ranks.
+
+    Attributes:
+        refuses_inputs: Why prompts that are more than tokens, such as images, are refused; `None` if they are not.
+        speaks: Whether streamers and listeners of a call are told here.
+    """
+
+    refuses_inputs: str | None
+    speaks: bool
+
+    def settle(self, config: LookaheadConfig) -> LookaheadConfig:
+        """`config` as it can be run.
+
+        Raises:
+            UnsupportedArgumentError: It cannot.
+        """
+
+    def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> Call:
+        """Acquire what a call needs.
+
+        Raises:
+            LookaheadError: The model or its settings cannot do what is asked for.
+        """
+
+
+class Session(CallSession, Protocol):
     """What can be asked of a model, whatever runs it.
 
     Attributes:
         clock: The clock for its steps, in seconds.
-        reads_tokens_alone: Whether prompts are tokens and nothing else.
         number_type: Name of the type of the weights, or of their types.
         parameters: How many numbers the weights are.
     """
 
     clock: Callable[[], float]
-    reads_tokens_alone: bool
 
     @property
     def number_type(self) -> str: ...
@@ -85,13 +114,6 @@ class Session(Protocol):
 
         Raises:
             LookaheadError: The model cannot be run as `config` has it.
-        """
-
-    def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> Call:
-        """Acquire what a call needs.
-
-        Raises:
-            LookaheadError: The model or its settings cannot do what is asked for.
         """
 
     def open_rows(

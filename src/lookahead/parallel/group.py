@@ -26,6 +26,7 @@ from lookahead.parallel.exchange import Exchange
 from lookahead.parallel.monitor import Monitor
 from lookahead.parallel.runner import ParallelRunner, Traffic
 from lookahead.parallel.scaling import check_memory
+from lookahead.parallel.session import RanksSession
 from lookahead.parallel.verification import SharedVerification, walks_alone
 
 TIMEOUT = 60.0
@@ -80,6 +81,10 @@ class ParallelGroup:
     def failure(self) -> ParallelError | None:
         """What ended the group, if something has."""
         return self._exchange.failure
+
+    def open_session(self, model: PreTrainedModel) -> RanksSession:
+        """How `generate` runs `model` on all ranks."""
+        return RanksSession(self, model)
 
     def drafting(self, config: LookaheadConfig) -> LookaheadConfig:
         """`config` with everything fixed that each rank would choose for itself.

@@ -11,7 +11,6 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from lookahead.backends.prompts import Prompts
-from lookahead.backends.session import open_session
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import NGramPool
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
@@ -209,29 +208,22 @@ def check_model_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any], use
 
 
 def check_own_prefill(
-    model: PreTrainedModel,
-    prompts: Prompts,
-    config: LookaheadConfig,
-    generation_config: GenerationConfig,
-    on_ranks: bool,
+    prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig, refused: str | None
 ) -> None:
     """Refuse what does not go with a prompt that the model's own prefill reads.
 
     Args:
-        model: The model.
         prompts: The prompts, with `inputs`.
         config: How to draft.
         generation_config: The configuration of the call.
-        on_ranks: Whether several processes decode.
+        refused: Why it is refused in any case, if it is.
 
     Raises:
         UnsupportedArgumentError: Something else is asked for; the message names it.
     """
     names = ", ".join(inputs_beside_tokens(prompts.inputs)) or "positions that follow an image"
-    if open_session(model).reads_tokens_alone:
-        reason = "a GGUF model reads token ids alone; leave it out"
-    elif on_ranks:
-        reason = "one process has to read it; leave parallel out"
+    if refused is not None:
+        reason = refused
     elif config.invariant:
         reason = "the model's own prefill reads it, whose bits depend on what is sent together; use invariant=False"
     elif generation_config.prefill_chunk_size is not None:

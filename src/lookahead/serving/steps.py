@@ -80,14 +80,13 @@ class Steps:
 
     def _verify(self, batch: Batch, trees: Sequence[TokenTree], outputs: Sequence[Any]) -> list[Walk | None]:
         """Walks the tree of each request by itself."""
-        walks: list[Walk | None] = []
-        for request, tree, output in zip(self._requests, trees, outputs, strict=True):
+        walks: list[Walk | None] = [None] * len(trees)
+        for row, request in enumerate(self._requests):
             try:
-                walks.append(verify_row(request.sequence, tree, output))
+                walks[row] = verify_row(request.sequence, trees[row], outputs[row])
             except Exception as error:
                 request.error = error
                 request.sequence.finished = True
-                walks.append(None)
         return walks
 
     @torch.no_grad()

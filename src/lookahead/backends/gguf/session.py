@@ -16,6 +16,7 @@ from lookahead.backends.llama_cpp.runner import LlamaRunner
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.step_clock import step_clock
 from lookahead.config import LookaheadConfig
+from lookahead.core.decoder import Batch
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 
 _LEAVES_ON_CPU = 64
@@ -39,7 +40,8 @@ class GGUFSession:
         clock: That of the calling thread, if all layers are run on the CPU.
     """
 
-    reads_tokens_alone = True
+    refuses_inputs: str | None = "a GGUF model reads token ids alone; leave it out"
+    speaks = True
 
     def __init__(self, model: GGUFModel) -> None:
         self._model = model
@@ -60,6 +62,10 @@ class GGUFSession:
 
     def prepare(self, config: LookaheadConfig) -> None:
         """Nothing is made before a call."""
+
+    def settle(self, config: LookaheadConfig) -> LookaheadConfig:
+        """`config` itself: one process may go by its own clock and memory."""
+        return config
 
     def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> GGUFCall:
         """Acquire what a call needs."""
@@ -148,7 +154,11 @@ class GGUFCall:
         )
         model.reused_tokens = self.runner.resume(prompts.tokens[0]) if self._keeps else 0
 
-    def restore(self) -> None:
+    def backend(self, batch: Batch, asks_others: bool) -> LlamaChainRunner | LlamaRunner:
+        """The runner, which has all rows."""
+        return self.runner
+
+    def restore(self, error: BaseException) -> None:
         """Give back what was taken by the call, which failed."""
         self._model.release(self._context)
 

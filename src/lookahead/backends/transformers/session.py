@@ -24,6 +24,7 @@ from lookahead.backends.transformers.static_steps import FIXED_ROWS
 from lookahead.backends.transformers.text_limits import check_chain_text, check_text
 from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
+from lookahead.core.decoder import Batch
 from lookahead.errors import UnsupportedArgumentError
 
 
@@ -37,7 +38,8 @@ class TransformersSession:
         clock: The clock for its steps, in seconds.
     """
 
-    reads_tokens_alone = False
+    refuses_inputs: str | None = None
+    speaks = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -62,6 +64,10 @@ class TransformersSession:
         if not runs_on_chains(self._model):
             static = runs_static(self._model, config.engine, config.invariant)
             engine_model(self._model, config.pack_weights, static, config.invariant)
+
+    def settle(self, config: LookaheadConfig) -> LookaheadConfig:
+        """`config` itself: one process may go by its own clock and memory."""
+        return config
 
     def begin(
         self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
@@ -154,7 +160,11 @@ class TreeCall:
         self.keeps_cache = prompts.all_count or kind.holds("padded_caches")
         check_text(self.runner, kind, type(model).__name__, prompts, generation_config)
 
-    def restore(self) -> None:
+    def backend(self, batch: Batch, asks_others: bool) -> ModelRunner:
+        """The runner, which has all rows."""
+        return self.runner
+
+    def restore(self, error: BaseException) -> None:
         """Leave the caller's cache as it was before the call, which failed."""
         self._cache.restore(self._lengths, self._saved)
 
@@ -229,7 +239,11 @@ class ChainCall:
         """Bytes of states that were copied."""
         return sum(row.copied_bytes for row in self._rows)
 
-    def restore(self) -> None:
+    def backend(self, batch: Batch, asks_others: bool) -> ChainRunner:
+        """The runner, which has all rows."""
+        return self.runner
+
+    def restore(self, error: BaseException) -> None:
         """Leave the caller's cache as it was before the call, which failed."""
         if self._before is not None:
             self._before.restore()
