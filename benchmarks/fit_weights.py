@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 import lookahead
 from lookahead.config import LookaheadConfig
-from lookahead.core.outputs import StepResult
+from lookahead.core.protocols import StepResult
 from lookahead.drafting import AutoDrafter, DraftMemory
 from lookahead.drafting.auto.weights import MATCHES, feature_names
 from lookahead.drafting.text_only import text_memory

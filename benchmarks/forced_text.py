@@ -32,7 +32,7 @@ from lookahead.backends.transformers import ChainRunner, chain_engine, runs_on_c
 from lookahead.bench.method_runner import ForwardCounter
 from lookahead.bench.models import BenchModel, sharing_weights
 from lookahead.bench.rows import Row
-from lookahead.core.outputs import StepResult
+from lookahead.core.protocols import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.sources import TokenPaths
 from lookahead.drafting.text_only import build_text_drafter

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.outputs import StepResult
+from lookahead.core.protocols import StepResult
 from lookahead.core.token_tree import TokenTree, lay_out
 from lookahead.drafting.text_only import build_text_drafter, text_memory
 

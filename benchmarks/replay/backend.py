@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.outputs import NodeOutputs
+from lookahead.core.protocols import NodeOutputs
 from lookahead.core.sequence import SequenceState
 from lookahead.core.shaping import Shaping
 from lookahead.core.token_tree import TokenTree

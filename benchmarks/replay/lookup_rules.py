@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.outputs import StepResult
+from lookahead.core.protocols import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.best_first import grow
 

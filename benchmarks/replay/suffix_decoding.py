@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import compiled
-from lookahead.core.outputs import StepResult
+from lookahead.core.protocols import StepResult
 from lookahead.core.token_tree import TokenTree
 
 _END = -1

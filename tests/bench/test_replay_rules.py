@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from lookahead.core.outputs import StepResult
+from lookahead.core.protocols import StepResult
 from lookahead.core.token_tree import TokenTree
 from replay.lookup_rules import BestCopy, FirstOccurrence, RecycledText, TextRule
 from replay.suffix_decoding import SuffixDecoding, SuffixText, speculate

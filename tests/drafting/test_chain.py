@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lookahead import LookaheadConfig, UnsupportedArgumentError
-from lookahead.core.outputs import StepResult
 from lookahead.core.pace import Pace, PacedRow
+from lookahead.core.protocols import StepResult
 from lookahead.core.shared_pace import SharedPace, SharedRow
 from lookahead.core.step_costs import GRID, StepCosts
 from lookahead.core.step_time import StepTime

@@ -12,7 +12,7 @@ import fuzz.families
 import lookahead
 from fuzz.variant import Variant
 from lookahead import Engine, LookaheadConfig
-from lookahead.core.outputs import StepResult
+from lookahead.core.protocols import StepResult
 from lookahead.core.token_tree import TokenTree
 from model_zoo import build
 

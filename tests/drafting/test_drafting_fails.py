@@ -11,7 +11,7 @@ import torch
 
 import lookahead
 from lookahead import Engine, LookaheadConfig, LookaheadWarning, Trace
-from lookahead.core.outputs import StepResult
+from lookahead.core.protocols import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import TokenPaths, TokenRecyclingDrafter
 from model_zoo import build, greedy

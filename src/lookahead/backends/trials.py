@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lookahead.core.backend import Backend
+from lookahead.core.protocols import Backend
 from lookahead.core.token_tree import TokenTree
 
 Draft = Callable[[TokenTree, Sequence[int]], list[int]]

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
-from lookahead.core.backend import Backend
-from lookahead.core.drafter import Drafter, RowsDrafter
-from lookahead.core.outputs import NodeOutputs, StepResult
+from lookahead.core.protocols import Backend, Drafter, NodeOutputs, RowsDrafter, StepResult
 from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Statistics, StepRecord
 from lookahead.core.step_time import StepTime

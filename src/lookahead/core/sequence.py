@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from traceback import extract_tb
 from typing import Any, TypeVar
 
-from lookahead.core.drafter import Drafter, NoDrafter
-from lookahead.core.sampler import Sampler
+from lookahead.core.protocols import Drafter, NoDrafter, Sampler
 from lookahead.core.statistics import OnStep
 from lookahead.core.watching import StepWatcher
 from lookahead.errors import LookaheadWarning

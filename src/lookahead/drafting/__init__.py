@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from lookahead.config import BUDGETED, MAX_NODES_PER_STEP, MOST_CHOSEN_NODES, OWN, LookaheadConfig
 from lookahead.core.budget import StepBudget
-from lookahead.core.drafter import Drafter, NoDrafter
-from lookahead.core.outputs import StepResult
 from lookahead.core.pace import Pace, PacedRow
+from lookahead.core.protocols import Drafter, NoDrafter, StepResult
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.ngrams import NGramMemory

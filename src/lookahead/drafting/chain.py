@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.budget import StepBudget
-from lookahead.core.drafter import Drafter
-from lookahead.core.outputs import StepResult
+from lookahead.core.protocols import Drafter, StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Explanation, explain
 from lookahead.drafting.auto.drafter import AutoDrafter

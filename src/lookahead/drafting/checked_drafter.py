@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lookahead.core.drafter import Drafter
-from lookahead.core.outputs import StepResult
+from lookahead.core.protocols import Drafter, StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Explanation, explain
 from lookahead.errors import InvalidArgumentError

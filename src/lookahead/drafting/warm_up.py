@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from lookahead.core.outputs import StepResult
+from lookahead.core.protocols import StepResult
 from lookahead.core.shared_pace import compile_shared_pace
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.draft_memory import DraftMemory

@@ -14,7 +14,7 @@ from llguidance import numpy as llguidance_numpy
 from numpy.typing import NDArray
 from transformers import LogitsProcessor
 
-from lookahead.core.outputs import StepResult
+from lookahead.core.protocols import StepResult
 from lookahead.drafting.auto.sources import TokenPaths
 from lookahead.server.errors import refused
 from lookahead.server.token_bytes import token_bytes

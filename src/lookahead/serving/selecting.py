@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 from lookahead.backends.transformers.noise import RowNoise
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
-from lookahead.core.outputs import NodeOutputs
+from lookahead.core.protocols import NodeOutputs
 from lookahead.errors import UnsupportedArgumentError
 from lookahead.serving.handle import TokenEvent
 

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 
 from lookahead.backends.transformers.noise import RowNoise
 from lookahead.backends.transformers.text_sequence import TextSequence
-from lookahead.core.outputs import NodeOutputs
+from lookahead.core.protocols import NodeOutputs
 from lookahead.core.shaping import Shaping
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

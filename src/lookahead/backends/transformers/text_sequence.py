@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lookahead.core.drafter import Drafter
+from lookahead.core.protocols import Drafter
 from lookahead.core.sequence import SequenceState, Stop
 
 if TYPE_CHECKING:

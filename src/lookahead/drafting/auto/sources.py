@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lookahead.core.compiled import compiled, inner
-from lookahead.core.outputs import StepResult
+from lookahead.core.protocols import StepResult
 from lookahead.drafting.auto.proposals import MOST_LISTED, Proposals, proposal_of
 from lookahead.errors import InvalidArgumentError
 

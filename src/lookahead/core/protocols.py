@@ -1,0 +1,195 @@
+"""What meets in a step: what a pass gives, what a step shows, and the protocols of those who take part.
+
+A `Backend` runs trees on a model, a `Sampler` selects tokens after nodes, a `Drafter` proposes what a tree has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.core.shaping import Shaping
+from lookahead.core.token_tree import TokenTree
+
+
+class NodeOutputs(Protocol):
+    """What a forward pass gave for the tree of one sequence."""
+
+    @property
+    def predictions(self) -> NDArray[np.int64]:
+        """The likeliest token after each node, `[nodes]`; -1 where nothing was read."""
+
+    @property
+    def top_ids(self) -> NDArray[np.int64]:
+        """The likeliest tokens after each node, likeliest first, `[nodes, top_k]`; -1 where nothing was read."""
+
+    @property
+    def top_probabilities(self) -> NDArray[np.float32]:
+        """Their probabilities, `[nodes, top_k]`; 0 where nothing was read."""
+
+    def logits_after(self, node: int) -> Any:
+        """Logits of the token after `node`, `[1, vocabulary]` float32, in the backend's own kind of array."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step showed about one sequence.
+
+    Attributes:
+        tree: The tree that was sent.
+        predicted: `predictions`, or a function that finds them: a drafter that rests has no use for them.
+        path: The accepted candidate nodes, from below the root downwards.
+        tokens: The tokens the step added to the text: those of `path`, and the one selected after it.
+        top_ids: For each node the model's likeliest next tokens, likeliest first, `[nodes, top_k]` int64; -1 where
+            the prediction was not read. `top_k` is the largest of the drafters of the batch.
+        top_probabilities: Their probabilities (softmax of the unprocessed logits), `[nodes, top_k]` float32; 0
+            where the prediction was not read.
+        shaping: What sampling makes of these probabilities; `None` where the likeliest tokens are selected.
+    """
+
+    tree: TokenTree
+    predicted: NDArray[np.int64] | Callable[[], NDArray[np.int64]]
+    path: list[int]
+    tokens: list[int]
+    top_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
+    top_probabilities: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), dtype=np.float32))
+    shaping: Shaping | None = None
+
+    @property
+    def predictions(self) -> NDArray[np.int64]:
+        """For each node of the tree the model's likeliest next token after it (greedy, from the unprocessed logits),
+        `[nodes]` int64; -1 where the prediction was not read."""
+        return self.predicted() if callable(self.predicted) else self.predicted
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are sampled, instead of selecting the likeliest."""
+        return self.shaping is not None
+
+    def shaped(self) -> StepResult:
+        """The same with the probabilities that tokens are sampled with; -1 and 0 for those that are not sampled."""
+        if self.shaping is None or not self.shaping.changes:
+            return self
+        ids, probabilities = self.shaping.apply(self.top_ids, self.top_probabilities)
+        return replace(self, top_ids=ids, top_probabilities=probabilities)
+
+    @property
+    def certain_tokens(self) -> int:
+        """How many of `tokens` were accepted of what the tree has from `TokenTree.add_certain`."""
+        return sum(node <= self.tree.root + self.tree.certain for node in self.path)
+
+    def beyond(self, certain: int) -> StepResult:
+        """The same step, with its first `certain` tokens taken as decided before it; see `TokenTree.beyond`."""
+        if not certain:
+            return self
+        return replace(self, tree=self.tree.beyond(certain), path=self.path[certain:], tokens=self.tokens[certain:])
+
+    @property
+    def selected_after(self) -> list[int]:
+        """The nodes after which `tokens` were selected: the root, and those of the path."""
+        return [self.tree.root, *self.path][: len(self.tokens)]
+
+
+class Backend(Protocol):
+    """Runs the trees of a batch on a model, and keeps the keys and values of each row's text."""
+
+    def idle_tree(self) -> TokenTree:
+        """What a finished row sends while others continue: a token whose output is not used."""
+
+    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
+        """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens.
+
+        Of many it may be the first ones alone; the last of these is then not read.
+        """
+
+    def wants_draft(self, tree: TokenTree) -> bool:
+        """Whether anything should be drafted onto `tree`."""
+
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[NodeOutputs]:
+        """Run the model on one tree for each sequence; what it computed of their nodes waits for `commit`.
+
+        Args:
+            trees: One for each sequence.
+            top_k: How many of the likeliest tokens after each node that is read are wanted, with probabilities.
+        """
+
+    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+        """Keep `kept`, for each sequence a path of nodes from its tree's first one downwards; forget the others."""
+
+
+class Sampler(Protocol):
+    """Selects each next token as plain decoding would: one after another, each once and in order."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are sampled, instead of taking the likeliest ones."""
+
+    @property
+    def shaping(self) -> Shaping:
+        """What sampling makes of the model's distribution, as far as it is known without the text."""
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether more is wanted than the likeliest token of the raw logits."""
+
+    def select(self, sequence: Any, outputs: NodeOutputs, node: int) -> int:
+        """The token after `node`, to follow the text of `sequence`, a `SequenceState` of the sampler's own kind."""
+
+
+class Drafter(Protocol):
+    """Proposes tokens for one sequence. Proposals change the number of steps, never the text."""
+
+    @property
+    def top_k(self) -> int:
+        """How many of the likeliest next tokens `observe` wants of each node; 0 if the likeliest alone will do."""
+
+    def start(self, prompt: Sequence[int]) -> None:
+        """Begin a sequence that follows `prompt`, the token ids of the text so far."""
+
+    def propose(self, tree: TokenTree) -> None:
+        """Add candidate and window nodes to the tree of the coming step, likeliest path first."""
+
+    def observe(self, result: StepResult) -> None:
+        """Learn from the step. Called after every step, also after one without `propose` (a long prefill)."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Sizes and hit counts of what the drafter holds, as plain numbers and lists."""
+
+
+class RowsDrafter(Drafter, Protocol):
+    """A drafter that drafts and learns for several sequences in one call, each of which has a drafter of its own."""
+
+    @property
+    def drafts_together(self) -> bool:
+        """Whether it does so now. What is raised then ends the drafts of all sequences of the call."""
+
+    @classmethod
+    def propose_rows(cls, drafters: Sequence[Any], trees: Sequence[TokenTree]) -> None:
+        """`propose` of several drafters of this class."""
+
+    @classmethod
+    def observe_rows(cls, drafters: Sequence[Any], results: Sequence[StepResult]) -> None:
+        """`observe` of several drafters of this class."""
+
+
+class NoDrafter:
+    """Proposes nothing: plain autoregressive decoding, one token a step."""
+
+    top_k = 0
+
+    def start(self, prompt: Sequence[int]) -> None:
+        """Nothing to begin."""
+
+    def propose(self, tree: TokenTree) -> None:
+        """The tree stays as it is."""
+
+    def observe(self, result: StepResult) -> None:
+        """Nothing to learn."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Nothing is kept."""
+        return {}
