@@ -15,7 +15,7 @@ from lookahead.server.fields import CHAT, COMPLETIONS, RESPONSES, unused_rows
 from lookahead.server.requests import ChatRequest, CompletionRequest, ResponsesRequest
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/server.md"
-_TABLE = re.compile(r"(?s)(<!-- fields, by tools/field_table.py -->\n).*?(\n<!-- end of fields -->)")
+_TABLE = re.compile(r"(?s)(<!-- table: fields, by tools/field_table.py -->\n).*?(\n<!-- end -->)")
 _BODIES = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest, RESPONSES: ResponsesRequest}
 
 
