@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -98,3 +99,13 @@ def test_half_of_a_surrogate_pair_comes_back_as_it_was(tmp_path: Path) -> None:
         file.append(row)
     assert read_lines(path) == [row]
     assert json.loads(path.read_text(encoding="utf-8")) == row
+
+
+def test_compressed_rows_are_read_and_gone_on_with_under_the_name_without_the_ending(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"id":1}\n'))
+    assert read_lines(path) == [{"id": 1}]
+    with open_rows(path, kept_lines(path)) as file:
+        file.append({"id": 2})
+    assert read_lines(path) == [{"id": 1}, {"id": 2}]  # the file itself goes before what is compressed beside it
+    assert kept_lines(path, restart=True) == []

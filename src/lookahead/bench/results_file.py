@@ -136,17 +136,24 @@ def kept_lines(path: Path, *, restart: bool = False) -> list[Row]:
         InvalidArgumentError: It is no regular file, cannot be read, or holds something else.
     """
     _check_regular(path)  # a device may never come to an end
-    return read_lines(path) if path.exists() and not restart else []
+    return read_lines(path) if stored(path).exists() and not restart else []
+
+
+def stored(path: Path) -> Path:
+    """Where the rows of a file are: there, or compressed beside it under the same name with `.gz`."""
+    compressed = path.with_name(f"{path.name}.gz")
+    return compressed if compressed.exists() and not path.exists() else path
 
 
 def read_lines(path: Path) -> list[Row]:
-    """The objects of a file of JSON lines, also of one that was compressed with gzip.
+    """The objects of a file of JSON lines; compressed ones are read as well, under their own name or without `.gz`.
 
     A last line without an end was being written when the power went, and does not count.
 
     Raises:
         InvalidArgumentError: The file cannot be read, or holds something else.
     """
+    path = stored(path)
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         lines = content.decode("utf-8").split("\n")
