@@ -1,8 +1,8 @@
-"""Fit the weights of the sources of `preset="auto"`, and print the table for `drafting/auto/weights.py`.
+r"""Fit the weights of the sources of `preset="auto"`, and print the table for `drafting/auto/weights.py`.
 
-    python benchmarks/fit_weights.py --run demo humaneval.jsonl --run demo gsm8k.jsonl --run demo spec_bench.jsonl \\
-        --run ../shared/models/pycode-6m humaneval.jsonl --skip 40 --limit 10 \\
-        --run ../shared/models/stories260k benchmarks/prompts/story_beginnings.jsonl \\
+    python benchmarks/fit_weights.py --run demo humaneval.jsonl --run demo gsm8k.jsonl --run demo spec_bench.jsonl \
+        --run ../shared/models/pycode-6m humaneval.jsonl --skip 40 --limit 10 \
+        --run ../shared/models/stories260k benchmarks/prompts/story_beginnings.jsonl \
         --kept ../shared/models/stories260k   # MODEL_WEIGHTS
     python benchmarks/fit_weights.py --recordings agent_traces.jsonl code_edits.jsonl answers.jsonl   # TEXT_WEIGHTS
 

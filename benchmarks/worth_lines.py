@@ -94,6 +94,7 @@ class Forced(LogitsProcessor):  # type: ignore[misc]
         self._case = case
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Logits that leave the recorded token alone."""
         forced = torch.full_like(scores, -torch.inf)
         forced[:, self._case.answer[input_ids.shape[1] - len(self._case.prompt)]] = 0
         return forced

@@ -62,6 +62,7 @@ def read_checkpoint(path: Path, settings: TrainingSettings) -> dict[str, Any] | 
 
 
 def restore_checkpoint(run: TrainingRun, state: dict[str, Any]) -> None:
+    """Continue a run from what `checkpoint` kept."""
     run.model.load_state_dict(state["model"])
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)

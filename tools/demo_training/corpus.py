@@ -27,6 +27,7 @@ class SourceFile:
     size: int
 
     def text(self) -> str:
+        """What the file says."""
         return self.path.read_text(encoding="utf-8")
 
 

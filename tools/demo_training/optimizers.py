@@ -53,6 +53,7 @@ def learning_rate_factor(step: int, settings: TrainingSettings) -> float:
 
 
 def set_learning_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+    """Set each rate to this part of its full value."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("full_lr", group["lr"]) * factor

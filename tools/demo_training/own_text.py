@@ -27,7 +27,7 @@ LONGEST_PERIOD = 64
 def own_text_loss(
     model: LlamaForCausalLM, text: torch.Tensor, prompt_length: int, settings: TrainingSettings
 ) -> torch.Tensor:
-    """Mean of -log(1 - p) over the model's own tokens, where only those in a cycle count. text: [R, P + N]"""
+    """Mean of -log(1 - p) over the model's own tokens, where only those in a cycle count; `text` is [R, P + N]."""
     inside = in_repeated_cycle(text)[:, prompt_length:]  # [R, N]
     with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=settings.dtype == "bfloat16"):
         logits = model(input_ids=text[:, :-1], use_cache=False).logits[:, prompt_length - 1 :]  # [R, N, V]

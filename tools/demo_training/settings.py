@@ -94,10 +94,12 @@ class TrainingSettings:
 
     @property
     def steps(self) -> int:
+        """Optimizer steps until all tokens were read."""
         return -(-self.tokens // self.batch_tokens)
 
     @property
     def batch_size(self) -> int:
+        """Sequences of a step."""
         return self.batch_tokens // self.sequence_length
 
     def as_dict(self) -> dict[str, Any]:

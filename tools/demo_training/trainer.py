@@ -42,10 +42,12 @@ class TrainingRun:
 
     @property
     def step(self) -> int:
+        """Steps so far."""
         return len(self.losses)
 
     @property
     def recent_loss(self) -> float:
+        """Mean loss of the latest steps."""
         return sum(self.losses[-RECENT_STEPS:]) / len(self.losses[-RECENT_STEPS:])
 
 

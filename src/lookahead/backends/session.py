@@ -90,17 +90,17 @@ class Session(CallSession, Protocol):
 
     Attributes:
         clock: The clock for its steps, in seconds.
-        number_type: Name of the type of the weights, or of their types.
-        parameters: How many numbers the weights are.
     """
 
     clock: Callable[[], float]
 
     @property
-    def number_type(self) -> str: ...
+    def number_type(self) -> str:
+        """Name of the type of the weights, or of their types."""
 
     @property
-    def parameters(self) -> int: ...
+    def parameters(self) -> int:
+        """How many numbers the weights are."""
 
     def check(self) -> None:
         """Refuse a model that cannot be run.

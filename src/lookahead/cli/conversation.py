@@ -227,6 +227,7 @@ class Interruption(StoppingCriteria):  # type: ignore[misc]
         self.asked = False
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Whether each row ends here, `[rows]`."""
         return torch.full((len(input_ids),), self.asked, dtype=torch.bool)  # on the CPU: nobody waits for a device
 
 

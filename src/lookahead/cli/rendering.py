@@ -86,7 +86,8 @@ def starting(no_color: bool) -> AbstractContextManager[None]:
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that turns tokens back into text."""
 
-    def decode(self, token_ids: Any, /, **options: Any) -> Any: ...
+    def decode(self, token_ids: Any, /, **options: Any) -> Any:
+        """The text of these tokens."""
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

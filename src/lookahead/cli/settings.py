@@ -100,6 +100,7 @@ def _trace() -> Any:
 
 
 def no_color_option() -> Any:
+    """The option `--no-color`."""
     return option("--no-color", OUTPUT, "Print without colours.", default=False)
 
 

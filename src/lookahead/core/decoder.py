@@ -33,7 +33,8 @@ class StepTimes(Protocol):
 class Verify(Protocol):
     """Walks the trees of a step; `verify` does."""
 
-    def __call__(self, batch: Batch, trees: Sequence[TokenTree], outputs: Sequence[Any]) -> list[Walk | None]: ...
+    def __call__(self, batch: Batch, trees: Sequence[TokenTree], outputs: Sequence[Any]) -> list[Walk | None]:
+        """Walk the tree of each sequence; `None` where there is nothing to walk."""
 
 
 def verify(batch: Batch, trees: Sequence[TokenTree], outputs: Sequence[NodeOutputs]) -> list[Walk | None]:

@@ -49,7 +49,7 @@ FIXED_BUDGET = 64
 """Nodes of a step, the root included, where neither a number nor costs are given."""
 
 
-def build_drafter(
+def build_drafter(  # noqa: PLR0913
     config: LookaheadConfig,
     pool: NGramPool | None = None,
     memory: DraftMemory | None = None,

@@ -199,6 +199,7 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
         self._state, self._prompt_length = state, prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Logits `[1, vocabulary]`, minus infinity where the grammar forbids a token."""
         self._state.take(input_ids[0, self._prompt_length + self._state.tokens :].tolist())
         allowed = self._state.allowed(scores.shape[1])
         return scores.masked_fill(~allowed.to(scores.device), -torch.inf)

@@ -40,6 +40,7 @@ class Server(uvicorn.Server):
         self._signals = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Let answers finish at the first signal, break them off at the second, stop at the third."""
         self._signals += 1
         self.should_exit = True
         if self._signals > 2:

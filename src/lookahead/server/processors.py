@@ -23,6 +23,7 @@ class OccurrencePenalty(LogitsProcessor):  # type: ignore[misc]
         self._counts: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Logits `[1, vocabulary]` less the penalties of tokens that the answer has."""
         if self._counts is None:
             self._counts = torch.zeros_like(scores[0])
         new = input_ids[0, self._seen :]
@@ -43,6 +44,7 @@ class LogitBias(LogitsProcessor):  # type: ignore[misc]
         self._values = torch.tensor(list(bias.values()))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Logits `[1, vocabulary]` with the bias added."""
         biased = scores.clone()
         biased[0, self._tokens.to(scores.device)] += self._values.to(scores.device, scores.dtype)
         return biased

@@ -17,7 +17,8 @@ _MOST_INCOMPLETE = 32
 class Tokenizer(Protocol):
     """What decoding needs of a tokenizer."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        """The text of these tokens."""
 
 
 class TextBuilder:

@@ -16,21 +16,21 @@ class Schedulable(Protocol):
 
     Attributes:
         urgency: The smaller, the sooner; see `urgency`.
-        length: Tokens of its text so far.
-        cached: How many of them have keys and values.
-        reach: Tokens that it may come to with the coming step.
     """
 
     urgency: tuple[int, int]
 
     @property
-    def length(self) -> int: ...
+    def length(self) -> int:
+        """Tokens of its text so far."""
 
     @property
-    def cached(self) -> int: ...
+    def cached(self) -> int:
+        """How many of them have keys and values."""
 
     @property
-    def reach(self) -> int: ...
+    def reach(self) -> int:
+        """Tokens that it may come to with the coming step."""
 
     def send(self, tokens: int) -> None:
         """Send so many of the tokens that are not cached with the coming step."""

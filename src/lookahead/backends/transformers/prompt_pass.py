@@ -27,9 +27,11 @@ _TRIALS = 3
 class PromptReader(Protocol):
     """What a runner must have so that a prompt can be read for it: `ModelRunner` and `ChainRunner` do."""
 
-    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree: ...
+    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
+        """A tree of the tokens of `text` that are not cached."""
 
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]: ...
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
+        """Run the trees, one for each row."""
 
     @property
     def prompt_cache(self) -> Any:

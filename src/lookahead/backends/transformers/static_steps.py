@@ -78,7 +78,7 @@ class StaticSteps:
         recordings: Passes that were recorded so far, over all sizes.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: PreTrainedModel,
         shapes: Sequence[LayerShape | None],

@@ -18,13 +18,16 @@ class Positions(Protocol):
     """What limits the texts of a runner; see `PositionLimit`."""
 
     @property
-    def context(self) -> int | None: ...
+    def context(self) -> int | None:
+        """Length of the model's context, if it has one."""
 
     @property
-    def last_length(self) -> int | None: ...
+    def last_length(self) -> int | None:
+        """Length at which the model can read no further token; `None` for any."""
 
     @property
-    def broken_after(self) -> int | None: ...
+    def broken_after(self) -> int | None:
+        """Longest text that plain decoding reads as a whole; `None` for any."""
 
 
 def check_text(
