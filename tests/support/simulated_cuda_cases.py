@@ -22,6 +22,7 @@ from fuzz.families import build as build_family
 from fuzz.images import image_prompt
 from fuzz.variant import Variant
 from lookahead import Engine, LookaheadConfig
+from lookahead.core.statistics import StepRecord
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 from model_zoo import ARCHITECTURES, build
 from quick import quickly
@@ -152,7 +153,7 @@ def test_a_buffer_overwritten_while_it_is_copied_is_an_error(device: Simulation)
 def of_steps(steps: list[tuple[int, list[Event]]], nodes: range) -> tuple[float, float]:
     """Waits and operations of ours in a step whose tree has so many nodes, on the average."""
     found = [events for count, events in steps if count in nodes]
-    assert len(found) > 1, [count for count, _ in steps]
+    assert found, [count for count, _ in steps]
     waits = sum(event.kind == WAIT for events in found for event in events)
     operations = sum(event.kind == OPERATION and not event.in_model for events in found for event in events)
     assert not any(event.kind == PAGEABLE for events in found for event in events)
@@ -162,14 +163,17 @@ def of_steps(steps: list[tuple[int, list[Event]]], nodes: range) -> tuple[float,
 MOST_OF_A_STEP = {
     "plain": (PLAIN, GREEDY, 1, 2, 1),
     "tree": (EAGER, GREEDY, 1, 4.7, 26),
-    "sampled": (EAGER, SAMPLED, 1, 10.5, 64),
+    "sampled": (EAGER, SAMPLED, 1, 4.7, 64),
     "batch": (EAGER, GREEDY, 2, 6.7, 57),
     "graphs, plain": (LookaheadConfig(preset="autoregressive", engine="static"), GREEDY, 1, 1, 0),
     "graphs, tree": (GRAPHS, GREEDY, 1, 1, 1.4),
-    "graphs, sampled": (GRAPHS, SAMPLED, 1, 7.2, 51),
+    "graphs, sampled": (GRAPHS, SAMPLED, 1, 1, 51),
     "graphs, batch": (GRAPHS, GREEDY, 2, 1, 2),
 }
 """How to decode how many rows: most waits and most operations of ours in a step. They may fall, and not rise."""
+
+WAITS_OF_A_SAMPLED_TOKEN = 3
+"""Beside those of its step: a step that accepts more tokens waits more often."""
 
 
 @pytest.mark.parametrize("kind", MOST_OF_A_STEP)
@@ -181,19 +185,25 @@ def test_steps_wait_for_the_device_as_often_as_they_must(
     inputs = {"input_ids": torch.cat([prompt[:, row : row + 180] for row in range(rows)])}
     options = {"max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0, **how}
     steps: list[tuple[int, list[Event]]] = []
+    tokens: list[int] = []
+
+    def note(record: StepRecord) -> None:
+        steps.append((record.nodes, device.take()))
+        tokens.append(len(record.tokens))
+
     if config.engine == "static":  # captures
         generated(there, inputs, config, **options)
     device.take()
-    got = generated(
-        there, inputs, config, on_step=lambda record: steps.append((record.nodes, device.take())), **options
-    )
+    got = generated(there, inputs, config, on_step=note, **options)
     assert torch.equal(got, expected(demo, inputs, **options))
-    steps = steps[2 * rows :]
+    steps, tokens = steps[2 * rows :], tokens[2 * rows :]
     if rows > 1:  # called for each row, one after another
         steps = [(nodes, events) for nodes, events in steps if events]
     drafted = range(1, 2) if config.preset == "autoregressive" else range(2, 100)
     waits, operations = of_steps(steps, drafted)
     print(f"{kind}: {waits:.2f} waits, {operations:.1f} operations")
+    if how is SAMPLED:
+        most_waits += WAITS_OF_A_SAMPLED_TOKEN * sum(tokens) / len(tokens)
     assert waits <= most_waits
     assert operations <= most_operations
     kinds = {event.kind for _, events in steps for event in events}
@@ -214,7 +224,7 @@ def test_engine_steps_wait_as_often_as_they_must(
     engine = Engine(
         on_cuda(copy.deepcopy(demo)), LookaheadConfig(memory="process", step_budget=8 * rows), max_rows=rows
     )
-    options = {"max_new_tokens": 16, "eos_token_id": None, **GREEDY}
+    options = {"max_new_tokens": 32, "eos_token_id": None, **GREEDY}
     handles = [engine.submit(ids.to("cuda"), **options) for ids in prompts]
     totals, steps = [0], []
     while engine.step() == rows:
