@@ -11,8 +11,9 @@ from pathlib import Path
 from threading import Lock
 from uuid import uuid4
 
+from filelock import FileLock
+
 from lookahead.drafting import DraftMemory
-from lookahead.drafting.file_lock import exclusive
 from lookahead.errors import InvalidArgumentError
 
 _KINDS = {
@@ -22,6 +23,9 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+_PATIENCE = 30.0
+"""Seconds to wait for others who write the same file."""
 
 _Version = tuple[int, int, int, int]
 """Identifies one content of a file; each content is written to a new file."""
@@ -73,12 +77,11 @@ class MemoryFile:
                 return  # another thread's save included it
             target = Path(os.path.realpath(self._path))
             name = f".lookahead-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}"
-            with exclusive(target.with_name(f"{name}.lock")) as alone:
+            with FileLock(target.with_name(f"{name}.lock"), timeout=_PATIENCE):
                 self._merge_others(target, model)
-                if alone:  # whoever else began to write is dead
-                    for part in target.parent.glob(f"{name}-*.part"):
-                        with suppress(OSError):
-                            part.unlink()
+                for part in target.parent.glob(f"{name}-*.part"):  # whoever began to write it is dead
+                    with suppress(OSError):
+                        part.unlink()
                 saved = self.memory.copy()
                 self._known = _replace(target, target.with_name(f"{name}-{uuid4().hex}.part"), saved, model)
             self._saved_clock = self._base_clock = saved.ngrams.clock
