@@ -12,14 +12,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory
 from model_zoo import VOCAB_SIZE, build
 from word_model import save_word_tokenizer
 
 command, probe = (importlib.import_module(name) for name in ("command", "probe"))
-cost, engine, parallel, precision = (
-    importlib.import_module(name) for name in ("drafting_cost", "engine", "parallel", "precision")
-)
+engine, parallel = (importlib.import_module(name) for name in ("engine", "parallel"))
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
 
@@ -148,7 +145,6 @@ def test_rows_of_another_model_are_kept_apart(
     [
         (["engine", "--nodes", "0"], "whole number of at least 1"),
         (["engine", "--variants", "none"], "--variants none"),
-        (["drafting_cost", "--vocabulary", "9"], "multiple of 8"),
         (["nothing"], "invalid choice"),
     ],
 )
@@ -183,50 +179,6 @@ def test_random_model_has_half_a_billion_weights() -> None:
     assert 450e6 < sum(parameter.numel() for parameter in model.parameters()) < 500e6
 
 
-def test_precision(measure: Measure, model_folder: Path, prompts: Path, tmp_path: Path) -> None:
-    arguments = ["--model", model_folder, "--prompts", prompts, "--max-new-tokens", 8]
-    assert measure("precision", *arguments, "--limit", 1) == 0
-    early = rows_in(tmp_path)
-    assert measure("precision", *arguments) == 0, "the rest is measured, and the early rows stay"
-    header, single, *rows = rows_in(tmp_path)
-    assert [header, single, *rows][: len(early)] == early
-    assert 0 <= single["linear"] <= 1
-    assert 0 <= single["attention"] <= 1
-    references = {row["prompt"]: row for row in rows if row["kind"] == "reference"}
-    measured = [row for row in rows if row["kind"] == "measurement"]
-    methods = [*precision.CONFIGS, "copies", "batch", "float32"]
-    assert [(row["prompt"], row["method"]) for row in measured] == [(id, one) for id in "14" for one in methods]
-    for row in measured:
-        reference = references[row["prompt"]]
-        assert len(reference["gaps"]) == reference["tokens"]
-        place = row["first_difference"]
-        assert (row["differs"], row["compared"]) == ((0, row["tokens"]) if place is None else (1, place + 1))
-        assert place is None or row["gap"] == reference["gaps"][place]
-    assert not any(row["differs"] for row in measured if row["method"] == "autoregressive")
-
-
-def test_until() -> None:
-    assert precision.until([4, 7, 2, 2, 2], {2}) == [4, 7, 2]
-    assert precision.until([4, 7], {None}) == [4, 7]
-
-
-def test_single_operations_differ_only_where_something_rounds() -> None:
-    layer = torch.nn.Linear(8, 8, dtype=torch.float64)
-    layer.weight.data.fill_(0.5)
-    assert not precision.linear_changes(layer, torch.ones(5, 8, dtype=torch.float64)).any()
-
-
-def test_drafting_cost(measure: Measure, tmp_path: Path) -> None:
-    assert measure("drafting_cost", "--texts", 1, "--requests", 10, "--vocabulary", 4000) == 0
-    rows = rows_in(tmp_path)[1:]
-    assert [row["unit"] for row in rows] == [
-        *("steps, 32, fixed", "steps, 64, fixed", "steps, 32, chosen", "steps, 64, chosen"),
-        *("requests", "requests"),
-    ]
-    assert all(set(row["parts"]) == set(cost.PARTS) for row in rows[:4])
-    assert [row["requests"] for row in rows if row["kind"] == "requests"] == [1, 10]
-
-
 def test_forced_texts_are_written_by_each_method(measure: Measure, tmp_path: Path) -> None:
     edit = {
         "id": 1,
@@ -243,31 +195,6 @@ def test_forced_texts_are_written_by_each_method(measure: Measure, tmp_path: Pat
     assert [row["method"] for row in rows if row["task"] == "edits"] == list(header["methods"])
     assert all(row["equal"] and row["steps"] <= row["tokens"] for row in rows)
     assert measure("forced_text", *files, "--layers", 1, "--hidden-size", 32, "--methods", "guessing", "--restart") == 2
-
-
-def drafts(memory: DraftMemory) -> list[tuple[list[int], list[int]]]:
-    """Tokens and parents of the trees that a memory leads to on a new text; it learns from them."""
-    text = cost.Text(cost.HashedModel(8000), AutoDrafter(memory, 64), 0)
-    trees = []
-    for _ in range(50):
-        trees.append(text.propose())
-        text.drafter.observe(text.result(trees[-1]))
-    return [(tree.tokens, tree.parents) for tree in trees]
-
-
-def test_what_is_kept_stays_the_same_size_over_1000_requests(tmp_path: Path) -> None:
-    memory = DraftMemory(NGramMemory(4, 1 << 11))
-    marks = (1, 100, 500, 1000)
-    rows = list(cost.serve(memory, 1000, 8000, marks, steps=5))
-    assert [row["requests"] for row in rows] == list(marks)
-    assert len({row["memory_bytes"] for row in rows}) == 1
-    assert len({row["request_bytes"] for row in rows}) == 1
-    assert max(rows[-1]["entries"]) == rows[-1]["capacity"], "it was full, and contexts made room for others"
-    memory.save(tmp_path / "memory.npz", "hashed")
-    assert drafts(DraftMemory.load(tmp_path / "memory.npz", "hashed")) == drafts(memory)
-
-
-PROMPT = [5, 8, 2, 5, 8, 2, 5]
 
 
 def test_predictions_follow_the_law() -> None:
