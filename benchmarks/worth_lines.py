@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Logits
 
 import lookahead
 from lookahead import Engine, LookaheadConfig
-from lookahead.core.decoder import Batch, decode
+from lookahead.core.step import Batch, decode
 from lookahead.demo import demo_model_path
 from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter
 from lookahead.integrations.vllm import LookaheadProposer

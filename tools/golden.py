@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 
 from golden_record import Arrays, NotRecordedError, Recording, load, pack, save, unpack
 from lookahead import LookaheadConfig
-from lookahead.core.decoder import Batch, step
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace, SharedRow
+from lookahead.core.step import Batch, step
 from lookahead.core.step_costs import StepCosts
+from lookahead.core.step_time import StepTimer
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.drafting import DraftMemory, PredictedText, TokenPaths, build_chain_drafter, build_drafter
 from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
@@ -172,10 +173,17 @@ def run_priced(recording: Recording, prices: str, chains: bool, notes: Notes) ->
     drafter = build(LookaheadConfig(), pace=pace, warm_up=WARM_UP)
     backend = NotingBackend(notes, chains, PRICES[prices])
     sequence = played_sequence(recording.prompt, recording.answer, drafter, recording.shaping)
-    batch = Batch([sequence], times=pace, clock=lambda: backend.now)
+    batch = Batch([sequence])
     backend.rows = [PlayedRow(recording)]
     while not batch.finished:
-        step(backend, batch)
+        _paced_step(backend, batch, pace)
+
+
+def _paced_step(backend: NotingBackend, batch: Batch, pace: Pace | SharedPace) -> None:
+    timer = StepTimer(lambda: backend.now, lambda: backend.now, packed=isinstance(pace, SharedPace))
+    timer.begin(batch)
+    if done := timer.end(batch, step(backend, batch)):
+        pace.book(done)
 
 
 def run_engine(recordings: Sequence[Recording], nodes: int | None, prices: str, notes: Notes) -> None:
@@ -195,9 +203,8 @@ def run_engine(recordings: Sequence[Recording], nodes: int | None, prices: str, 
         heats = [heat for _, _, heat in running]
         shared.begin(len(running), sum(heats) / len(heats))
         backend.rows = [row for _, row, _ in running]
-        batch = Batch([sequence for sequence, _, _ in running], times=shared, clock=lambda: backend.now, packed=True)
-        batch.share_out = shared.share_out
-        step(backend, batch)
+        batch = Batch([sequence for sequence, _, _ in running], share_out=shared.share_out)
+        _paced_step(backend, batch, shared)
         running = [each for each in running if not each[0].finished]
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lookahead.bench.repetition import repeated_cycle_share
 from lookahead.bench.rows import Row
-from lookahead.core.decoder import Batch, decode
 from lookahead.core.statistics import Statistics
+from lookahead.core.step import Batch, decode
 from replay.backend import ReplayBackend, replayed_sequence
 from replay.methods import METHODS, MakeDrafter, Method
 from replay.recordings import Recording

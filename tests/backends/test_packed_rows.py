@@ -15,7 +15,7 @@ from lookahead.backends.transformers.rows import Row
 from lookahead.backends.transformers.runner import RowsRunner
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
-from lookahead.core.decoder import Batch, decode, step
+from lookahead.core.step import Batch, decode, step
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import build_drafter
 from model_zoo import SLIDING_WINDOW, VOCAB_SIZE, build

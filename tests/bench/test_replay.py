@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from command import main
-from lookahead.core.decoder import Batch, decode
+from lookahead.core.step import Batch, decode
 from lookahead.core.token_tree import TokenTree
 from lookahead.demo import demo_model_path
 from lookahead.drafting import NoDrafter

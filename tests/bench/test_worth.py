@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lookahead.core.decoder import Batch, decode
+from lookahead.core.step import Batch, decode
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import NoDrafter
 from playback import PlayedBackend, PlayedRow, TextScript, VLLMLoop, played_sequence

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lookahead.backends.transformers import ModelRunner
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
-from lookahead.core.decoder import Batch, decode
+from lookahead.core.step import Batch, decode
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import follow
 from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory, StepResult

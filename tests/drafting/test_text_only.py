@@ -7,8 +7,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from lookahead.core.decoder import Batch, decode
 from lookahead.core.statistics import Statistics
+from lookahead.core.step import Batch, decode
 from lookahead.drafting import NGramMemory, PredictedText
 from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
 from replay.backend import ReplayBackend, replayed_sequence

@@ -113,7 +113,7 @@ class Call:
         streamer, statistics = self._arguments.streamer, self._statistics
         feeder = None if streamer is None else StreamFeeder(streamer, len(self._requests), self._pad_token)
         self._listen(on_step, feeder)
-        statistics.seconds.add("prepare", start)
+        statistics.seconds.prepare += perf_counter() - start
         keeps_cache = self._returns_cache or self._arguments.prompts.cache is not None
         try:
             if feeder is not None:
@@ -165,7 +165,7 @@ class Call:
         else:
             start = perf_counter()
             statistics.prefill_passes = steps.prefill(self._requests, chunk_size)
-            statistics.seconds.add("prepare", start)
+            statistics.seconds.prepare += perf_counter() - start
         self._run_steps()
         if not self._fills:
             self._lengthen()
@@ -189,7 +189,6 @@ class Call:
             sequence.stop = lambda sequence: sequence.length >= longest
             sequence.most_tokens = len(sequence.tokens) + longest - sequence.length
             sequence.finished = sequence.stop(sequence)
-        self._steps.batch.times = None
 
 
 def _packed_runner(arguments: Arguments, config: LookaheadConfig) -> RowsRunner | None:

@@ -16,7 +16,7 @@ from lookahead.backends.transformers.model_watch import ModelWatch
 from lookahead.backends.transformers.runner import ChainRunner, RowsRunner
 from lookahead.backends.transformers.session import TransformersSession
 from lookahead.config import LookaheadConfig
-from lookahead.core.decoder import Batch
+from lookahead.core.step import Batch
 
 EngineRunner = RowsRunner | ChainRunner | LlamaRowsRunner
 """What runs rows that come and go."""

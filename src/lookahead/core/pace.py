@@ -56,8 +56,8 @@ lost. First rests of 64 steps cost texts of 128 tokens a fifth of their speed wh
 MOST_SURPRISE = 1.3
 """A step counts no longer than so many times what is usual for its size: others use the machine, too."""
 
-TIMED, FIRST_INTERVAL, INTERVAL = 8, 2, 256
-"""One of so many steps of a rest is timed; drafted steps before the first plain one, and the most between two."""
+FIRST_INTERVAL, INTERVAL = 2, 256
+"""Drafted steps before the first plain one, and the most between two."""
 
 SETTLED_PLAIN = 2
 """Of plain steps in a row so many are run and the last one is timed: the first after a draft took a third longer than
@@ -145,11 +145,6 @@ class Pace:
     def rests(self) -> bool:
         """Whether the coming step is plain: because drafts do not pay, or to time it."""
         return self.credit.rest > 0 or self._since >= self._interval
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether the seconds of the coming step are wanted, should it have no draft: in a rest, of some."""
-        return self.credit.rest % TIMED == 0
 
     @property
     def room(self) -> int:

@@ -39,8 +39,6 @@ class SharedPace:
         InvalidArgumentError: `nodes` is out of range.
     """
 
-    is_timed = True
-
     def __init__(self, first: Callable[[int, float], Pace], nodes: int | None = None) -> None:
         if nodes is not None and nodes < 1:
             raise InvalidArgumentError(f"nodes={nodes} is out of range; a step has at least a root")

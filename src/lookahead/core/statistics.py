@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
-from time import perf_counter
 from typing import Any
 
 
@@ -61,12 +60,6 @@ class Seconds:
         """What was added since these were `before`."""
         names = [each.name for each in fields(self)]
         return Seconds(*(getattr(self, name) - getattr(before, name) for name in names))
-
-    def add(self, part: str, start: float) -> float:
-        """Add the time since `start`, a `perf_counter` time, to `part`; returns the time it is now."""
-        now = perf_counter()
-        setattr(self, part, getattr(self, part) + now - start)
-        return now
 
 
 @dataclass

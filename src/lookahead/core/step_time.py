@@ -1,8 +1,12 @@
-"""What a step took and brought, for those who book it."""
+"""What a step took and brought, for a pace to go by."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from lookahead.core.statistics import Seconds
+from lookahead.core.step import Batch, DoneStep, Phase
 
 
 @dataclass(frozen=True)
@@ -12,13 +16,11 @@ class StepTime:
     Attributes:
         nodes: Its nodes over all rows.
         context: The longest text before it, in tokens.
-        seconds: How long it took; not a number for a plain step that was not timed.
+        seconds: How long it took.
         tokens: Tokens that it added, over all rows.
         rows: Rows that were not finished.
         drafted: Whether a draft was looked for; without one it was a plain step.
         prompts: Whether it carried tokens of prompts as well.
-        looking: Seconds of these for looking for drafts and learning from them, where they are told apart: whatever is
-            sent, they are spent, and with many rows they are more than some nodes take.
         certain_nodes, certain_tokens: How many of its nodes were sent because one way through them is accepted whatever
             the model says, and how many tokens that way had. They are sent whether or not drafting pays, and say
             nothing of it.
@@ -31,6 +33,61 @@ class StepTime:
     rows: int
     drafted: bool
     prompts: bool = False
-    looking: float = 0.0
     certain_nodes: int = 0
     certain_tokens: int = 0
+
+
+class StepTimer:
+    """Times the steps of a batch: its `mark`.
+
+    Args:
+        clock: What a pace goes by, in seconds.
+        wall: What is counted as time of each part of a step, likewise.
+        packed: Whether the backend sends the trees one after another, instead of padding them to the same size.
+    """
+
+    def __init__(self, clock: Callable[[], float], wall: Callable[[], float], packed: bool = False) -> None:
+        self._clock, self._wall, self._packed = clock, wall, packed
+        self._seconds = Seconds()
+        self._start = self._since = 0.0
+        self._context = 0
+        self._completes = False
+
+    def begin(self, batch: Batch) -> None:
+        """A step begins."""
+        sequences, self._seconds = batch.sequences, batch.statistics.seconds
+        self._context = max(len(sequence.tokens) for sequence in sequences)
+        self._completes = all(sequence.finished or sequence.is_last_token for sequence in sequences)
+        self._start, self._since = self._clock(), self._wall()
+
+    def mark(self, phase: Phase) -> None:
+        """A part of it is over."""
+        now = self._wall()
+        if phase == "watch":
+            self._start += now - self._since  # no part of the step
+        else:
+            part = "draft" if phase == "learn" else phase
+            setattr(self._seconds, part, getattr(self._seconds, part) + now - self._since)
+        self._since = now
+
+    def end(self, batch: Batch, done: DoneStep) -> StepTime | None:
+        """What it took and brought; `None` if that says nothing of drafts: it completed all texts, so that there was
+        nothing to draft, or added to none, or rows were padded to a prompt."""
+        trees, outcomes = done.trees, done.outcomes
+        steps = zip(batch.sequences, trees, strict=True)
+        prompts = any(tree.root > 0 and (self._packed or sequence.steps <= 1) for sequence, tree in steps)
+        if not outcomes or self._completes or (prompts and not self._packed):
+            return None
+        seconds = self._clock() - self._start
+        return StepTime(
+            nodes=sum(map(len, trees)) if self._packed else max(map(len, trees)) * len(trees),
+            context=self._context,
+            seconds=seconds,
+            tokens=sum(len(outcome.result.tokens) for outcome in outcomes),
+            rows=len(outcomes),
+            # A drafter that has lost its trust in predictions wants none listed.
+            drafted=done.lists or any(len(tree) > tree.root + 1 + tree.certain for tree in trees),
+            prompts=prompts,
+            certain_nodes=sum(tree.certain for tree in trees),
+            certain_tokens=sum(outcome.result.certain_tokens for outcome in outcomes),
+        )

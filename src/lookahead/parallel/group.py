@@ -19,7 +19,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from lookahead.backends.transformers import ModelRunner
 from lookahead.backends.transformers.identity import model_identity
 from lookahead.config import BUDGETED, LookaheadConfig
-from lookahead.core.decoder import Batch
+from lookahead.core.step import Batch
 from lookahead.errors import InvalidArgumentError, ParallelError, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.parallel.agreement import agree, settings, share_random_state, versions
 from lookahead.parallel.exchange import Exchange

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.session import Call, open_session
 from lookahead.config import LookaheadConfig
-from lookahead.core.decoder import Batch
+from lookahead.core.step import Batch
 from lookahead.parallel.runner import ParallelRunner
 
 if TYPE_CHECKING:

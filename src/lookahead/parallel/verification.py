@@ -18,7 +18,7 @@ import torch
 
 from lookahead.backends.transformers import ForwardResult
 from lookahead.backends.transformers.text_sequence import TextSequence
-from lookahead.core.decoder import Batch, select_token, verify
+from lookahead.core.step import Batch, select_token, verify
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.core.walk import Walk
 from lookahead.parallel.exchange import Exchange
@@ -50,7 +50,7 @@ def walks_alone(batch: Batch, asks_others: bool) -> bool:
 
 
 class SharedVerification:
-    """Verification on several ranks, as a `lookahead.core.decoder.Verify`.
+    """Verification on several ranks, as a `lookahead.core.step.Verify`.
 
     Tokens are selected row after row, as in one process, since all rows sample from one random state. A rank
     continues from row to row while the walks stay in its own branches. So one sequence takes at most two exchanges,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
 
-from lookahead.core.decoder import Batch, step, verify_row
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import Statistics
+from lookahead.core.step import Batch, step, verify_row
+from lookahead.core.step_time import StepTimer
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import Walk
 from lookahead.serving.request import Request
@@ -44,7 +46,8 @@ class Steps:
         self.backend = backend
         self.come_and_go = come_and_go
         self._pace = pace
-        self.batch = Batch((), clock=clock, times=pace, packed=come_and_go)
+        self._timer = StepTimer(clock, perf_counter, packed=come_and_go)
+        self.batch = Batch((), mark=self._timer.mark)
         self._requests: Sequence[Request] = ()
         if come_and_go:
             self.batch.verify = self._verify
@@ -62,21 +65,24 @@ class Steps:
         if self.come_and_go:
             self._requests = requests
             self.backend.rows = [request.row for request in requests]
-            self._share(requests)
+        pace = self._pace_of(requests)
+        batch.share_out = pace.share_out if isinstance(pace, SharedPace) else None
         try:
-            step(self.backend, batch)
+            self._timer.begin(batch)
+            done = self._timer.end(batch, step(self.backend, batch))
+            if pace is not None and done is not None:
+                pace.book(done)
         finally:  # an error keeps this object, which is not to keep requests
             batch.sequences = self._requests = ()
 
-    def _share(self, requests: Sequence[Request]) -> None:
-        shared = self._pace if isinstance(self._pace, SharedPace) else None
-        if shared is not None and not any(request.drafting.shares for request in requests):
-            shared = None
-        if shared is not None:
-            temperature = sum(request.arguments.temperature for request in requests) / len(requests)
-            shared.begin(len(requests), temperature)
-        self.batch.times = shared
-        self.batch.share_out = None if shared is None else shared.share_out
+    def _pace_of(self, requests: Sequence[Request]) -> Pace | SharedPace | None:
+        """What chooses the nodes of the coming step, by its time; one that is shared is told who shares it."""
+        pace = self._pace
+        if isinstance(pace, SharedPace):
+            if not any(request.drafting.shares for request in requests):
+                return None
+            pace.begin(len(requests), sum(request.arguments.temperature for request in requests) / len(requests))
+        return pace
 
     def _verify(self, batch: Batch, trees: Sequence[TokenTree], outputs: Sequence[Any]) -> list[Walk | None]:
         """Walks the tree of each request by itself."""

@@ -16,7 +16,7 @@ from lookahead.backends.llama_cpp.runner import LlamaRunner
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.step_clock import step_clock
 from lookahead.config import LookaheadConfig
-from lookahead.core.decoder import Batch
+from lookahead.core.step import Batch
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 
 _LEAVES_ON_CPU = 64

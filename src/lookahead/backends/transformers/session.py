@@ -24,7 +24,7 @@ from lookahead.backends.transformers.static_steps import FIXED_ROWS
 from lookahead.backends.transformers.text_limits import check_chain_text, check_text
 from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
-from lookahead.core.decoder import Batch
+from lookahead.core.step import Batch
 from lookahead.errors import UnsupportedArgumentError
 
 

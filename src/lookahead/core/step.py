@@ -1,33 +1,26 @@
-"""The decoding step, and the loop over it: draft a tree, run it, walk it, keep what was accepted."""
+"""The decoding step: draft a tree for each text, run them in one pass, walk them, keep what was accepted, learn.
+
+Nothing here knows a clock or a price. How many nodes are sent, drafters decide (`lookahead.core.pace`). Who owns the
+batch may time its steps by what `step` marks, and tells the pace what they did.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from lookahead.core.protocols import Backend, Drafter, NodeOutputs, RowsDrafter, StepResult
 from lookahead.core.sequence import SequenceState
 from lookahead.core.statistics import Statistics, StepRecord
-from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import Walk, follow
 from lookahead.core.watching import Watch
 
 T = TypeVar("T")
 
-
-class StepTimes(Protocol):
-    """Learns what steps cost and bring; `lookahead.core.pace.Pace` does."""
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether the seconds of the coming step are wanted, should it have no draft."""
-
-    def book(self, step: StepTime) -> None:
-        """Note a step."""
+Phase = Literal["draft", "forward", "verify", "commit", "watch", "learn"]
+"""The parts of a step, in order. Nobody watches most of the time."""
 
 
 class Verify(Protocol):
@@ -38,8 +31,8 @@ class Verify(Protocol):
 
 
 def verify(batch: Batch, trees: Sequence[TokenTree], outputs: Sequence[NodeOutputs]) -> list[Walk | None]:
-    """Walk the tree of each sequence, which grows by the tokens selected; `None` for one that is finished, or of which
-    the step carried a part of the text alone."""
+    """Walk the tree of each sequence, which grows by the tokens selected; `None` for one that is finished, or of whose
+    prompt the step carried a part alone."""
     return [verify_row(*row) for row in zip(batch.sequences, trees, outputs, strict=True)]
 
 
@@ -57,26 +50,53 @@ class Batch:
     Attributes:
         sequences: One for each row of the backend. Between two steps others may take their place, or they may become
             more or fewer, as the backend's rows do.
-        statistics: Counts and times are added to it.
-        times: Told of each step; of those that carried prompts only if these are packed.
-        clock: Says by what seconds `times` goes.
+        statistics: Counts are added to it.
         verify: Walks the trees of a step.
         share_out: Called with the trees when each drafter has proposed, to send what waits for the proposals of others.
-        packed: Whether the backend sends the trees one after another, instead of padding them to the same size.
+        mark: Called with each part of a step when it is over.
     """
 
     sequences: Sequence[SequenceState]
     statistics: Statistics = field(default_factory=Statistics)
-    times: StepTimes | None = None
-    clock: Callable[[], float] = perf_counter
     verify: Verify = verify
     share_out: Callable[[Sequence[TokenTree]], None] | None = None
-    packed: bool = False
+    mark: Callable[[Phase], None] = lambda phase: None
 
     @property
     def finished(self) -> bool:
         """Whether all texts are complete."""
         return all(sequence.finished for sequence in self.sequences)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step came to for one sequence.
+
+    Attributes:
+        row: Its place in the batch.
+        result: What its drafter learns from.
+        record: What its listeners are told.
+    """
+
+    row: int
+    result: StepResult
+    record: StepRecord
+
+
+@dataclass(frozen=True)
+class DoneStep:
+    """What a step did.
+
+    Attributes:
+        trees: What was sent, for each sequence.
+        outcomes: Of each sequence whose text went on: none of one that is finished, or of which a part of the prompt
+            was sent.
+        lists: Whether some drafter wanted predictions listed.
+    """
+
+    trees: Sequence[TokenTree]
+    outcomes: Sequence[Outcome]
+    lists: bool
 
 
 def decode(backend: Backend, batch: Batch) -> None:
@@ -85,73 +105,39 @@ def decode(backend: Backend, batch: Batch) -> None:
         step(backend, batch)
 
 
-def step(backend: Backend, batch: Batch) -> None:
+def step(backend: Backend, batch: Batch) -> DoneStep:
     """One forward pass for all sequences, and all that follows from it."""
-    is_timed = batch.times is None or batch.times.is_timed  # asking the clock takes a tiny model's time
-    start = batch.clock() if is_timed else 0.0
-    context = max(len(sequence.tokens) for sequence in batch.sequences)
-    seconds, now = batch.statistics.seconds, perf_counter()
-    watch = Watch.of(batch.sequences, seconds)
-    completes = all(sequence.finished or sequence.is_last_token for sequence in batch.sequences)
+    sequences, mark = batch.sequences, batch.mark
+    watch = Watch.of(sequences, batch.statistics.seconds)
     trees = _draft(backend, batch)
-    looking = 0.0
-    if batch.share_out is not None:
-        trees = _share_out(batch, batch.share_out, trees)
-        looking = batch.clock() - start
-    now = seconds.add("draft", now)
-    top_k = max(sequence.ask_drafter(lambda drafter: drafter.top_k, 0) for sequence in batch.sequences)
+    mark("draft")
+
+    top_k = max(sequence.ask_drafter(lambda drafter: drafter.top_k, 0) for sequence in sequences)
     outputs = backend.forward(trees, top_k)
-    now = seconds.add("forward", now)
+    mark("forward")
+    # A device still computes here. What drafters need not know before they draft again could be learned meanwhile.
     walks = batch.verify(batch, trees, outputs)
-    now = seconds.add("verify", now)
-    backend.commit([_kept(*row) for row in zip(batch.sequences, trees, walks, strict=True)])
-    now = seconds.add("commit", now)
+    mark("verify")
+
+    backend.commit([_kept(*row) for row in zip(sequences, trees, walks, strict=True)])
     batch.statistics.steps += 1
+    mark("commit")
+
     if watch is not None:
-        paused = batch.clock()
-        watch.ask(batch.sequences, trees)
-        start, now = start + batch.clock() - paused, perf_counter()  # what it took is no part of the step
-    learning = 0.0 if batch.share_out is None else batch.clock()
-    settled = [
-        (row, *_settle(batch.sequences[row], outputs[row], walk)) for row, walk in enumerate(walks) if walk is not None
-    ]
-    ask_drafters(
-        [(batch.sequences[row], result) for row, result, _ in settled],
-        lambda drafter, result: drafter.observe(result),
-        lambda kind, drafters, results: kind.observe_rows(drafters, results),
-    )
-    seconds.add("draft", now)
-    # A step that completes the text has no draft; padded prompts say nothing of nodes.
-    prompts = _carries_prompts(batch, trees)
-    if batch.times is not None and settled and not completes and (batch.packed or not prompts):
-        nodes = sum(map(len, trees)) if batch.packed else max(map(len, trees)) * len(trees)
-        tokens = sum(len(record.tokens) for _, _, record in settled)
-        # A drafter that has lost its trust in predictions wants none listed.
-        drafted = top_k > 0 or any(len(tree) > tree.root + 1 + tree.certain for tree in trees)
-        if is_timed or not drafted:
-            end = batch.clock() if is_timed else math.nan
-            apart = looking + end - learning if drafted and batch.share_out is not None else 0.0
-            certain = sum(tree.certain for tree in trees), sum(result.certain_tokens for _, result, _ in settled)
-            batch.times.book(
-                StepTime(nodes, context, end - start, tokens, len(settled), drafted, prompts, apart, *certain)
-            )
-    for row, result, record in settled:
-        sequence = batch.sequences[row]
-        batch.statistics.record(record)
-        if watch is not None and sequence.watcher is not None:
-            sequence.watcher(watch.step(row, result, record, seconds))
-        if sequence.on_step is not None:
-            sequence.on_step(record)
+        watch.ask(sequences, trees)
+        mark("watch")
 
+    outcomes = [_settle(row, sequences[row], outputs[row], walk) for row, walk in enumerate(walks) if walk is not None]
+    _learn(batch, outcomes)
+    mark("learn")
 
-def _carries_prompts(batch: Batch, trees: Sequence[TokenTree]) -> bool:
-    """Whether some tree has tokens of a prompt, or of a text whose keys and values were dropped; these are no draft."""
-    rows = zip(batch.sequences, trees, strict=True)
-    return any(tree.root > 0 and (batch.packed or sequence.steps <= 1) for sequence, tree in rows)
+    for outcome in outcomes:
+        _tell(batch, outcome, watch)
+    return DoneStep(trees, outcomes, top_k > 0)
 
 
 def _draft(backend: Backend, batch: Batch) -> list[TokenTree]:
-    """The tree of each row, with what its drafter proposes."""
+    """The tree of each row, with what is sent of what its drafter proposes."""
     trees, asked = [], []
     for row, sequence in enumerate(batch.sequences):
         tree = backend.idle_tree() if sequence.finished else backend.begin_tree(row, sequence.tokens)
@@ -167,7 +153,7 @@ def _draft(backend: Backend, batch: Batch) -> list[TokenTree]:
     for (row, _, tree), has_stopped in zip(asked, stopped, strict=True):
         if has_stopped:
             trees[row] = _without_draft(tree)
-    return trees
+    return trees if batch.share_out is None else _share_out(batch, batch.share_out, trees)
 
 
 def ask_drafters(
@@ -241,7 +227,7 @@ def _kept(sequence: SequenceState, tree: TokenTree, walk: Walk | None) -> list[i
     return [*range(tree.root + 1), *walk.path]
 
 
-def _settle(sequence: SequenceState, outputs: NodeOutputs, walk: Walk) -> tuple[StepResult, StepRecord]:
+def _settle(row: int, sequence: SequenceState, outputs: NodeOutputs, walk: Walk) -> Outcome:
     """What the step came to; the sequence is told, its drafter not yet."""
     tree = walk.tree
     sequence.steps += 1
@@ -249,4 +235,24 @@ def _settle(sequence: SequenceState, outputs: NodeOutputs, walk: Walk) -> tuple[
     shaping = sequence.sampler.shaping if sequence.sampler.samples else None
     listed = outputs.top_ids, outputs.top_probabilities
     result = StepResult(tree, lambda: outputs.predictions, walk.path, walk.tokens, *listed, shaping)
-    return result, StepRecord(sequence.index, sequence.steps, walk.tokens, len(tree) - tree.root, sequence.finished)
+    record = StepRecord(sequence.index, sequence.steps, walk.tokens, len(tree) - tree.root, sequence.finished)
+    return Outcome(row, result, record)
+
+
+def _learn(batch: Batch, outcomes: Sequence[Outcome]) -> None:
+    """Let drafters learn from the step."""
+    ask_drafters(
+        [(batch.sequences[outcome.row], outcome.result) for outcome in outcomes],
+        lambda drafter, result: drafter.observe(result),
+        lambda kind, drafters, results: kind.observe_rows(drafters, results),
+    )
+
+
+def _tell(batch: Batch, outcome: Outcome, watch: Watch | None) -> None:
+    """Count the step of one sequence, and tell those who watch or listen."""
+    sequence, record = batch.sequences[outcome.row], outcome.record
+    batch.statistics.record(record)
+    if watch is not None and sequence.watcher is not None:
+        sequence.watcher(watch.step(outcome.row, outcome.result, record, batch.statistics.seconds))
+    if sequence.on_step is not None:
+        sequence.on_step(record)

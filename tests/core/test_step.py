@@ -11,7 +11,7 @@ from lookahead.backends.transformers import ForwardResult, ModelRunner
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
-from lookahead.core.decoder import Batch, step
+from lookahead.core.step import Batch, step
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import build_drafter
 from model_zoo import VOCAB_SIZE, build
