@@ -29,8 +29,6 @@ from lookahead.cli.rendering import measuring_progress
 from lookahead.errors import InvalidArgumentError, LookaheadError
 from pages import draw_plots, fill_tables, make_report
 from probe import Probe, instruction_sets
-from replay.command import main as replay
-from whole_numbers import positive
 
 PROBES = {
     "engine": "what a step costs, beside transformers' own step and the memory limit",
@@ -41,11 +39,11 @@ PROBES = {
     "load": "a public load generator against the server, with drafts and without, and transformers serve",
     "same_bits": "whether every logit of invariant texts has the bits of plain decoding",
     "vllm_drafts": "drafts in vLLM: steps and CPU time beside its own ngram and suffix",
+    "replay": "drafts against recorded answers, as if a model wrote them",
     "parallel": "what several ranks run and send; start it with torchrun, and once without",
 }
 
 COMMANDS: dict[str, Callable[[Sequence[str], Console], int]] = {
-    "replay": replay,
     "report": make_report,
     "tables": fill_tables,
     "plots": draw_plots,
@@ -110,7 +108,13 @@ def run(name: str, probe: Probe, own: Any, options: argparse.Namespace, console:
 
 def named(options: Any) -> Row:
     """The options of a probe; of files only the names, which mean something elsewhere."""
-    return {key: Path(value).name if isinstance(value, str) else value for key, value in asdict(options).items()}
+
+    def name(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [name(one) for one in value]
+        return Path(value).name if isinstance(value, str) else value
+
+    return {key: name(value) for key, value in asdict(options).items()}
 
 
 def check_header(path: Path, kept: Sequence[Row], header: Row) -> None:
@@ -156,3 +160,10 @@ def parse(given: Sequence[str], name: str | None, module: Any) -> argparse.Names
             help=f"{key.metadata['help']} ({' '.join(map(str, default)) if many else default})",
         )
     return parser.parse_args(given)
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)

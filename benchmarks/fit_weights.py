@@ -36,8 +36,8 @@ from lookahead.drafting import AutoDrafter, DraftMemory
 from lookahead.drafting.auto.weights import MATCHES, feature_names
 from lookahead.drafting.text_only import text_memory
 from probe import load_model, prompts_of, token_ids
-from replay.recordings import read_recordings, tokenizer_of
-from replay.replay import replay
+from recordings import read_recordings, tokenizer_of
+from replay import replay
 
 OFF_PATH = 0.3
 """What a node beside the accepted path counts: the model says what comes after it, but the text never goes there."""

@@ -15,13 +15,42 @@ from rich.console import Console
 
 from lookahead.bench.comparison import MOST_SHOWN, differences
 from lookahead.bench.results_file import named, read_files
+from lookahead.bench.rows import Row
+from lookahead.bench.summary import grouped
 from lookahead.cli import process
 from lookahead.errors import InvalidArgumentError
-from plots import load, replayed, suites
-from report import report
-from tables import TableFile
+from plots import check_plots, draw, draw_kinds_of_work, draw_load
+from tables import TableFile, best_published, build, markdown
 
 RESULTS = Path(__file__).parent / "results"
+
+MOST_DIFFERENCES = 20
+"""Differences that a report lists one by one for a model."""
+
+_MODEL = ("architecture", "parameters", "weights", "type", "device", "threads", "versions")
+_TASKS = ("data", "prompts", "passes", "new tokens", "temperature", "top-k", "top-p")
+_METHODS = ("nodes", "S", "before", "cpu", "wall", "speed", "engine speed", "cycles", "identical")
+
+
+def report(rows: Sequence[Row]) -> str:
+    """All tables of a suite, and the outputs that differ although they must not."""
+    lines = []
+    for model, of_model in grouped(rows, lambda row: row["model"]).items():
+        tables = {
+            f"## {model}": build({"by": ["model"], "columns": _MODEL}, of_model),
+            "### Tasks": build({"by": ["task"], "columns": _TASKS}, of_model),
+        }
+        for task, of_task in grouped(of_model, lambda row: row["task"]).items():
+            tables[f"### {task}"] = build({"by": ["method"], "columns": _METHODS}, of_task)
+        tables["### S at equal numbers of nodes"] = best_published(of_model)
+        for title, table in tables.items():
+            lines += [title, "", *markdown(*table), ""] if table[1] else []
+        errors = [found for found in differences(rows) if found.is_error and found.row["model"] == model]
+        if errors:
+            lines += [f"**Outputs that differ although they must not: {len(errors)}.**", ""]
+            lines += [f"- {difference}" for difference in errors[:MOST_DIFFERENCES]]
+            lines += [*[f"- and {len(errors) - MOST_DIFFERENCES} more"] * (len(errors) > MOST_DIFFERENCES), ""]
+    return "\n".join(lines)
 
 
 def make_report(given: Sequence[str], notes: Console) -> int:
@@ -35,7 +64,7 @@ def make_report(given: Sequence[str], notes: Console) -> int:
     parser.add_argument("--plots", type=Path, help="draw plots as SVG files into this folder (none)")
     options = parser.parse_args(given)
     if options.plots is not None:
-        suites.check_plots(options.plots)
+        check_plots(options.plots)
     rows = read_files(options.results)
     if not rows:
         names = ", ".join(map(str, options.results))
@@ -48,7 +77,7 @@ def make_report(given: Sequence[str], notes: Console) -> int:
         notes.print(f"tables written into {options.markdown}", soft_wrap=True)
     elif options.plots is None:
         print(tables, end="")
-    for path in () if options.plots is None else suites.draw(rows, options.plots):
+    for path in () if options.plots is None else draw(rows, options.plots):
         notes.print(f"plot written to {path}", soft_wrap=True)
     errors = [difference for difference in differences(rows) if difference.is_error]
     for difference in errors[:MOST_SHOWN]:
@@ -85,8 +114,8 @@ def draw_plots(given: Sequence[str], notes: Console) -> int:
     parser = argparse.ArgumentParser(prog="python benchmarks plots", description=draw_plots.__doc__)
     parser.add_argument("folder", type=Path, help="where the folders replay and server are made")
     folder = parser.parse_args(given).folder
-    suites.check_plots(folder)
-    replayed.draw(RESULTS / "replay.jsonl", folder / "replay")
-    load.draw(RESULTS / "load.jsonl", folder / "server" / "load.svg")
+    check_plots(folder)
+    draw_kinds_of_work(RESULTS / "replay.jsonl", folder / "replay" / "kinds-of-work.svg")
+    draw_load(RESULTS / "load.jsonl", folder / "server" / "load.svg")
     notes.print(f"plots written into {folder}", soft_wrap=True)
     return process.OK

@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from derived_tables import DERIVED
 from lookahead.bench.results_file import read_lines
 from lookahead.bench.rows import Row
-from lookahead.bench.summary import MethodSummary, RunSet
+from lookahead.bench.scaling_law import law_fit
+from lookahead.bench.summary import MethodSummary, RunSet, summarise
 from lookahead.errors import InvalidArgumentError
 
 if sys.version_info >= (3, 11):
@@ -206,7 +206,10 @@ class Figures(string.Formatter):
         return None if own is None or not base else own / base
 
     def value(self, name: str) -> Any:
-        """A figure by its name; `None` where there is none."""
+        """A figure by its name, or one over another; `None` where there is none."""
+        if "/" in name:
+            upper, lower = map(self.value, name.split("/"))
+            return None if upper is None or not lower else upper / lower
         first, *rest = name.split(".")
         if self._runs is not None and hasattr(MethodSummary, first):
             found = getattr(MethodSummary(self._rows, self._runs), first)
@@ -299,3 +302,37 @@ def _cells(rows: Sequence[Row], line: Row, columns: Sequence[Row], limits: Where
             kept = [{key: where[key] for key in where.keys() - over} for where in (limits, own_where, column["where"])]
             base = [row for row in rows if all(_matches(row, where) for where in (over, *kept))]
         yield Figures(cell, own, base, runs).cell() if own else NOTHING
+
+
+def best_published(rows: Sequence[Row]) -> Table:
+    """A line for each `"auto"` with a fixed number of nodes, beside the best of the methods that it is made of.
+
+    That is the one with the highest S among those that ran on the same prompts, never send more nodes in a step, draft
+    without a second model and keep nothing from prompt to prompt.
+    """
+    lines = []
+    for runs in summarise(rows):
+        for method in runs.methods:
+            budget = method.method_settings.get("lookahead", {}).get("step_budget")
+            if method.preset == "auto" and budget is not None:
+                equal = [other for other in runs.methods if other.most_nodes <= budget]
+                rivals = [other for other in equal if other.prompts == method.prompts and _is_published(other)]
+                best = max(rivals, key=lambda rival: rival.step_compression, default=None)
+                beside = [NOTHING] * 3
+                if best is not None and best.step_compression:
+                    ratio = method.step_compression / best.step_compression
+                    beside = [best.method, f"{best.step_compression:.2f}", f"{ratio:.2f}x"]
+                own = [f"{method.cycle_share:.0%}", f"{method.step_compression:.2f}"]
+                lines.append([runs.task, method.method, str(budget), *own, *beside])
+    return ["task", "method", "nodes at most", "in cycles", "S", "best published method", "its S", "ratio"], lines
+
+
+def _is_published(method: MethodSummary) -> bool:
+    config = method.method_settings.get("lookahead")
+    if config is None:
+        return bool(method.method_settings["transformers"]) and method.method_settings["assistant"] is None
+    return config["preset"] not in ("auto", "autoregressive") and config["memory"] == "request"
+
+
+DERIVED: dict[str, Callable[[Sequence[Row]], Table]] = {"best published": best_published, "law fit": law_fit}
+"""Tables that are more than figures of rows, by the name that a declaration calls them."""

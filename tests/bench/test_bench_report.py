@@ -17,8 +17,8 @@ from lookahead.bench.results_file import read_files, read_rows
 from lookahead.bench.rows import steps_within
 from lookahead.bench.suite import MethodSpec
 from lookahead.bench.summary import RunSet, summarise
-from plots.suites import _best, draw
-from report import report
+from pages import report
+from plots import best_of_families, draw
 
 
 def _options(config: LookaheadConfig) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert out == ""
     assert page.read_text() == report([*ROWS, *more])
-    assert {path.name for path in plots.iterdir()} == {"tiny-S.svg", "tiny-accepted.svg", "tiny-speed.svg"}
+    assert {path.name for path in plots.iterdir()} == {"tiny-S.svg", "tiny-speed.svg"}
     for path in plots.iterdir():
         assert "prefers-color-scheme: dark" in path.read_text()
         assert f"plot written to {path}" in err
@@ -246,7 +246,7 @@ def test_plots_need_matplotlib_and_a_folder(
     file.write_text(json.dumps(ROWS[0]) + "\n")
     assert main(["report", str(file), "--plots", str(file)]) == 2
     assert "is a file" in capsys.readouterr().err
-    monkeypatch.setattr("plots.suites.find_spec", lambda name: None)
+    monkeypatch.setattr("plots.find_spec", lambda name: None)
     assert main(["report", str(file), "--plots", str(tmp_path / "plots")]) == 2
     assert "pip install 'lookahead-decoding[plot]'" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none.jsonl")]) == 2
@@ -262,5 +262,5 @@ def test_plots_have_one_message_each(tmp_path: Path) -> None:
         first, again = (draw(each, tmp_path / f"{index}{time}") for time in "ab")
         assert [path.read_text() for path in first] == [path.read_text() for path in again]
     runs = RunSet(rows)
-    best = _best(runs, lambda method: method.step_compression)
+    best = best_of_families(runs, lambda method: method.step_compression)
     assert [method.method for method in best] == [f"method {number}" for number in range(11, 3, -1)]

@@ -1,4 +1,4 @@
-"""Replays: what the backend says, what the command writes, and what it refuses."""
+"""Replays: what recordings are, what the probe writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import base64
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from command import main
-from lookahead.core.step import Batch, decode
-from lookahead.core.token_tree import TokenTree
 from lookahead.demo import demo_model_path
 from lookahead.drafting import NoDrafter
-from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
-from replay.backend import ReplayBackend, replayed_sequence
-from replay.recordings import read_recordings, tokenizer_of
+from lookahead.errors import InvalidArgumentError
+from recordings import Recording, read_recordings, tokenizer_of
+from replay import replay
 
 EDIT = {
     "id": "e",
@@ -30,30 +27,8 @@ def letters(text: str) -> list[int]:
     return [ord(letter) for letter in text]
 
 
-def test_the_recorded_token_is_said_on_the_true_path_and_nothing_elsewhere() -> None:
-    backend = ReplayBackend([[1, 2, 3, 4, 5]])
-    tree = backend.begin_tree(0, [1, 2])
-    right = tree.add_candidates([3, 4])
-    wrong = tree.add_candidates([9, 4])
-    (outputs,) = backend.forward([tree], top_k=3)
-    expected = np.full(len(tree), -1)
-    expected[[tree.root, *right]] = [3, 4, 5]
-    assert outputs.predictions.tolist() == expected.tolist()
-    assert outputs.top_ids[right[0]].tolist() == [4, -1, -1]
-    assert outputs.top_probabilities.sum(axis=1).tolist() == (expected >= 0).tolist()
-    assert not (outputs.top_ids[wrong] >= 0).any()
-    backend.commit([[0, 1, *right]])
-    assert backend.begin_tree(0, [1, 2, 3, 4, 5]).tokens == [5]
-    with pytest.raises(UnsupportedArgumentError):
-        outputs.logits_after(0)
-
-
 def test_without_a_draft_each_token_is_a_step() -> None:
-    batch = Batch([replayed_sequence([1, 2], [3, 4, 5], NoDrafter())])
-    decode(ReplayBackend([[1, 2, 3, 4, 5]]), batch)
-    assert batch.statistics.steps == 3
-    assert batch.sequences[0].tokens == [1, 2, 3, 4, 5]
-    assert isinstance(ReplayBackend([[1]]).idle_tree(), TokenTree)
+    assert replay(Recording("r", [1, 2], [3, 4, 5], []), lambda _: NoDrafter()).steps == 3
 
 
 def test_an_edit_expects_its_input(tmp_path: Path) -> None:
@@ -90,15 +65,15 @@ def test_a_tekken_file_is_read(tmp_path: Path) -> None:
     assert (name, encode("abb")) == ("tekken.json", [266, 108])
 
 
-def test_the_command_writes_rows_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_rows_once(tmp_path: Path) -> None:
     path, output = tmp_path / "edits.jsonl", tmp_path / "rows.jsonl"
     path.write_text(json.dumps(EDIT) + "\n", encoding="utf-8")
-    command = ["replay", str(path), "--output", str(output), "--tokenizer", str(demo_model_path())]
+    command = ["replay", "--recordings", str(path), "--output", str(output), "--tokenizer", str(demo_model_path())]
     assert main(command) == 0
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    assert [row["kind"] for row in rows] == ["header", "text", *["replay"] * 15]
-    assert all(0 < draft["steps"] <= row["tokens"] for row in rows[2:] for draft in row["drafts"])
-    assert "S on edits" in capsys.readouterr().out
+    assert [row["kind"] for row in rows] == ["header", "text", *["replay"] * 5 * 6]
+    assert all(0 < row["steps"] <= row["tokens"] for row in rows[2:])
+    assert any(row["steps"] < row["tokens"] for row in rows[2:]), "matches in the prompt are accepted"
     before = output.read_bytes()
     assert main(command) == 0
     assert output.read_bytes() == before

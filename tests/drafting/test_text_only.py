@@ -6,12 +6,12 @@ from random import Random
 
 import numpy as np
 import pytest
+from replay.backend import ReplayBackend, replayed_sequence
 
 from lookahead.core.statistics import Statistics
 from lookahead.core.step import Batch, decode
 from lookahead.drafting import NGramMemory, PredictedText
 from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
-from replay.backend import ReplayBackend, replayed_sequence
 
 LINE = [5, 6, 7, 8, 9, 10, 11, 12]
 

@@ -1,1 +1,0 @@
-"""Plots of the pages, drawn from rows."""

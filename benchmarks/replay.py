@@ -1,0 +1,107 @@
+"""Draft against recorded answers, as if a model wrote them: S on texts of models that are too large for this machine.
+
+No model runs. The recorded token is what "the model" says, and nothing is known of other tokens, so these are the
+drafts of engines that show no logits. Recordings are JSON lines with `id`, `output`, and `prompt` or `instruction` and
+`input`; an input is what is expected. Each method drafts chains and trees of several sizes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from lookahead.bench.repetition import repeated_cycle_share
+from lookahead.bench.rows import Row
+from lookahead.config import LookaheadConfig
+from lookahead.core.statistics import Statistics
+from lookahead.core.step import Batch, decode
+from lookahead.drafting import PredictedText, build_chain_drafter, build_drafter
+from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
+from probe import Probe, Unit, option
+from recordings import Recording, read_recordings, tokenizer_of
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+from playback import PlayedBackend, PlayedRow, TextScript, played_sequence
+
+MakeDrafter = Callable[[Recording], Any]
+
+SIZES = {f"chain of {tokens}": (tokens + 1, False) for tokens in (4, 8, 16)}
+SIZES |= {f"tree of {nodes}": (nodes, True) for nodes in (16, 32, 64)}
+"""Nodes of a step by the size's name, the root among them, and whether they may branch."""
+
+METHODS = {
+    "context matches": (False, False),
+    "auto, text only": (True, False),
+    "auto, predicted text": (True, True),
+}
+"""Whether requests may draft from those before them in the file, and whether the method is told what to expect."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to replay."""
+
+    recordings: tuple[str, ...] = option((), "files of recorded answers")
+    tokenizer: str = option("", "a tekken file, or the folder of a tokenizer; without, mistral-common's file")
+    limit: int = option(1000, "take the first so many recordings of each file")
+
+
+def begin(name: str, nodes: int, branches: bool, across: bool) -> MakeDrafter:
+    """What makes the drafter of each request, in the order of the file."""
+    if name == "context matches":
+        config = LookaheadConfig(preset="context_matches", step_budget=nodes)
+        build: Callable[..., Any] = build_drafter if branches else build_chain_drafter
+        return lambda recording: build(config)
+    memory, build = text_memory() if across else None, build_text_drafter if branches else build_text_chain_drafter
+    expects = METHODS[name][1]
+    return lambda recording: build(nodes, memory, PredictedText(recording.expected) if expects else None)
+
+
+def replay(recording: Recording, make: MakeDrafter) -> Statistics:
+    """Draft for one recorded answer; what it took."""
+    text = [*recording.prompt, *recording.answer]
+    sequence = played_sequence(recording.prompt, recording.answer, make(recording))
+    batch = Batch([sequence])
+    decode(PlayedBackend([PlayedRow(TextScript(text))]), batch)
+    assert sequence.tokens == text
+    return batch.statistics
+
+
+def replayed(task: str, recordings: Sequence[Recording], name: str, across: bool) -> Iterator[Row]:
+    """A row for each size of draft and recording."""
+    for size, (nodes, branches) in SIZES.items():
+        make = begin(name, nodes, branches, across)
+        for number, recording in enumerate(recordings):
+            sent = replay(recording, make).nodes_per_step
+            row: Row = {"kind": "replay", "task": task, "id": recording.id, "part": number % 2, "method": name}
+            row |= {"across": across, "tokens": len(recording.answer), "size": size}
+            yield {**row, "steps": len(sent), "drafted": sum(sent) - len(sent)}
+
+
+def texts(task: str, recordings: Sequence[Recording]) -> Iterator[Row]:
+    """A row for each recording: lengths, and how much of the answer lies in a repeated cycle."""
+    for recording in recordings:
+        tokens, share = len(recording.answer), round(repeated_cycle_share(recording.answer), 3)
+        row: Row = {"kind": "text", "task": task, "id": recording.id, "prompt_tokens": len(recording.prompt)}
+        yield {**row, "tokens": tokens, "cycle_share": share, "cycle_tokens": round(tokens * share, 3)}
+
+
+def probe(options: Options) -> Probe:
+    """The units: each method on each file."""
+    name, encode = tokenizer_of(Path(options.tokenizer) if options.tokenizer else None)
+    units, files = list[Unit](), {}
+    for path in map(Path, options.recordings):
+        recordings = read_recordings(path, encode, options.limit)
+        files[path.stem] = sha256(path.read_bytes()).hexdigest()[:16]
+        units.append(Unit(f"{path.stem}, texts", partial(texts, path.stem, recordings)))
+        for method, (remembers, expects) in METHODS.items():
+            if not expects or all(recording.expected for recording in recordings):
+                for across in (False, True) if remembers else (False,):
+                    of_unit = f"{path.stem}, {method}, {'file' if across else 'request'}"
+                    units.append(Unit(of_unit, partial(replayed, path.stem, recordings, method, across)))
+    return Probe(units, {"tokenizer": name, "files": files})
