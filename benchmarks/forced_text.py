@@ -10,34 +10,31 @@ processor forbids, and with the unchanged code as the text that is expected, whe
 with the recorded one. Times are CPU times of a call, the pass over the prompt included.
 
 S hardly depends on the size of the model: for that alone, `--layers 1 --hidden-size 64` will do. `--family granite` is
-a hybrid, which runs on chains; before its cases stands what copies of its states take.
+a hybrid, which runs on chains.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from time import process_time
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import ChainRunner, chain_engine, runs_on_chains
 from lookahead.bench.method_runner import ForwardCounter
 from lookahead.bench.models import BenchModel, sharing_weights
 from lookahead.bench.rows import Row
 from lookahead.core.protocols import StepResult
-from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.sources import TokenPaths
 from lookahead.drafting.text_only import build_text_drafter
 from lookahead.errors import InvalidArgumentError
 from probe import FAMILIES, Probe, Unit, generate, option, random_model
+from recordings import Recording, read_recordings
 
 PLAIN, LOOKUP = "transformers", "prompt lookup"
 UNASKED = "prompt lookup, unasked"
@@ -48,8 +45,6 @@ LEAST = 0.2
 
 TASKS = ("edits", "traces", "talks")
 WARM_UP_TOKENS = 8
-COPIES = 5
-"""How often copies of states are timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +72,6 @@ class Options:
     repeats: int = option(1, "runs of each method on each case")
 
 
-@dataclass(frozen=True)
-class Case:
-    """A prompt and the answer to be written, in tokens, and what is expected, if there is such a text."""
-
-    id: str
-    prompt: list[int]
-    answer: list[int]
-    expected: list[int] = field(default_factory=list)
-
-
 class Forced(LogitsProcessor):
     """Leaves only the recorded token at each place after the prompt.
 
@@ -96,7 +81,7 @@ class Forced(LogitsProcessor):
             logits that are all the same.
     """
 
-    def __init__(self, case: Case, answers: bool = True) -> None:
+    def __init__(self, case: Recording, answers: bool = True) -> None:
         self._case = case
         self._answers = answers
 
@@ -118,7 +103,7 @@ class Told:
 
     name = "forced text"
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Recording) -> None:
         self._answer = case.answer
         self._tokens = 0
 
@@ -168,24 +153,11 @@ def methods_of(options: Options) -> dict[str, LookaheadConfig | None]:
     return {name: config and replace(config, pack_weights=True) for name, config in chosen.items()}
 
 
-def read_cases(path: Path, tokenizer: PreTrainedTokenizerBase, count: int, options: Options) -> list[Case]:
-    """The first cases of a file; an edit's prompt is its instruction and the code to be changed.
-
-    Raises:
-        InvalidArgumentError: A line holds something else.
-    """
-    cases = []
-    for line in path.read_text(encoding="utf-8").splitlines()[:count]:
-        row = json.loads(line)
-        if "id" not in row or "output" not in row or not ("prompt" in row or {"instruction", "input"} <= row.keys()):
-            raise InvalidArgumentError(f"{path.name} needs `id`, `output`, and `prompt` or `instruction` and `input`")
-        prompt = row["prompt"] if "prompt" in row else f"{row['instruction']}\n\n{row['input']}\n\n"
-        text, answer = tokenizer(prompt).input_ids, tokenizer(row["output"]).input_ids
-        expected = tokenizer(row["input"]).input_ids if "input" in row else []
-        cases.append(
-            Case(str(row["id"]), text[-options.max_prompt_tokens :], answer[: options.max_new_tokens], expected)
-        )
-    return cases
+def read_cases(path: Path, tokenizer: Any, count: int, options: Options) -> list[Recording]:
+    """The first recordings of a file: the ends of their prompts, and the beginnings of their answers."""
+    prompt, answer = slice(-options.max_prompt_tokens, None), slice(options.max_new_tokens)
+    recordings = read_recordings(path, lambda text: list(tokenizer(text).input_ids), count)
+    return [replace(case, prompt=case.prompt[prompt], answer=case.answer[answer]) for case in recordings]
 
 
 class Bench:
@@ -197,7 +169,7 @@ class Bench:
         self._loaded = loaded
         self._repeats = repeats
 
-    def rows(self, task: str, case: Case) -> Iterator[Row]:
+    def rows(self, task: str, case: Recording) -> Iterator[Row]:
         """A row for each method and repeat."""
         for repeat in range(self._repeats):
             for name in self._methods:
@@ -211,7 +183,7 @@ class Bench:
                     row["error"] = f"{name} on {case.id}: another text than the recorded one"
                 yield row
 
-    def _run(self, name: str, case: Case) -> tuple[list[int], list[int], list[int], float]:
+    def _run(self, name: str, case: Recording) -> tuple[list[int], list[int], list[int], float]:
         config = self._methods[name]
         if self._models[name] is None:  # what is done once for a model is not measured
             self._models[name] = sharing_weights(self._loaded.model)
@@ -222,7 +194,7 @@ class Bench:
             output, _, _, seconds = self._call(name, case)
         return output, *counter.steps(len(output)), seconds
 
-    def _call(self, name: str, case: Case) -> tuple[list[int], list[int], list[int], float]:
+    def _call(self, name: str, case: Recording) -> tuple[list[int], list[int], list[int], float]:
         config, ids = self._methods[name], torch.tensor([case.prompt])
         more: dict[str, Any] = {"prompt_lookup_num_tokens": 10} if name in (LOOKUP, UNASKED) else {}
         if name == PREDICTED:
@@ -240,45 +212,19 @@ class Bench:
         return text, output.statistics.nodes_per_step, output.statistics.accepted_lengths, seconds
 
 
-@torch.no_grad()
-def copies(model: PreTrainedModel, nodes: int) -> Iterator[Row]:
-    """What steps with a draft that is rejected take, and the copies of states in them; CPU time, medians."""
-    runner = ChainRunner(model, engine=chain_engine(model))
-    runner.forward([TokenTree([3])])
-    runner.commit([[0]])
-    for length in (2, nodes):
-        tree = TokenTree([5])
-        tree.add_candidates(range(7, 6 + length))
-        taken: dict[str, list[float]] = {"step": [], "copies": []}
-        for turn in range(COPIES + 1):
-            begin, before = process_time(), runner.cache.copied_bytes
-            runner.cache.save()
-            runner.cache.restore()
-            copied, size = process_time(), runner.cache.copied_bytes - before
-            runner.forward([tree])
-            runner.commit([[]])  # all of it is rejected
-            if turn:  # the first makes the buffers
-                taken["copies"].append(copied - begin)
-                taken["step"].append(process_time() - copied)
-        row: Row = {"kind": "copies", "nodes": length, "repeats": COPIES, "bytes": size}
-        row |= {f"{name}_ms": 1000 * median(times) for name, times in taken.items()}
-        yield {**row, "share": row["copies_ms"] / row["step_ms"]}
-
-
 def probe(options: Options) -> Probe:
     """The units: each case."""
     loaded = random_model(options.family, options.layers, options.hidden_size, options.dtype)
     bench = Bench(loaded, methods_of(options), options.repeats)
-    files: Sequence[tuple[str, str, int]] = (
-        ("edits", options.edits, options.edit_count),
-        ("traces", options.traces, options.trace_count),
-        ("talks", options.talks, options.talk_count),
-    )
+    files = {
+        "edits": (options.edits, options.edit_count),
+        "traces": (options.traces, options.trace_count),
+        "talks": (options.talks, options.talk_count),
+    }
     units = []
-    if runs_on_chains(loaded.model):
-        units.append(Unit("copies of states", partial(copies, loaded.model, options.nodes)))
-    for task, path, count in files:
-        for case in () if task not in options.tasks else read_cases(Path(path), loaded.tokenizer, count, options):
+    for task in options.tasks:
+        path, count = files[task]
+        for case in read_cases(Path(path), loaded.tokenizer, count, options):
             units.append(Unit(f"{task}, {case.id}", partial(bench.rows, task, case)))
     lengths = {"max_prompt_tokens": options.max_prompt_tokens, "max_new_tokens": options.max_new_tokens}
     settings = {**lengths, "pack_weights": options.pack_weights, "methods": list(methods_of(options))}

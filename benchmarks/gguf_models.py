@@ -5,20 +5,17 @@ The model is converted to each of `--types`. Each prompt is continued greedily, 
 - `llama_cpp.Llama`, once as the other methods compute (float32 keys and values, no flash attention), once as it does by
   default, and once with another `n_ubatch`, which changes nothing but how many tokens of the prompt go together;
 - `Llama` with `LlamaPromptLookupDecoding`, the binding's own drafts;
-- llama.cpp's lookahead example, if `--example` names the program;
 - this library: without drafts, with as many nodes as pay, both with `fast_kv` as well, and with fixed numbers of nodes;
 - for float32 files transformers in float32.
 
-They take turns, prompt by prompt, in one process; the example has processes of its own, of which the CPU time of one
-that generates a single token is taken off. `speed` is over `Llama` with keys and values of the same type, and `differs`
-is about the first method. Sampled texts are compared with transformers' and with those without drafts, under the same
-seed.
+They take turns, prompt by prompt, in one process. `speed` is over `Llama` with keys and values of the same type, and
+`differs` is about the first method. Sampled texts are compared with transformers' and with those without drafts, under
+the same seed.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +24,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from resource import RUSAGE_CHILDREN, getrusage
 from time import process_time
 from typing import Any
 
@@ -46,16 +42,11 @@ from probe import Probe, Unit, generate, load_model, option, prompts_of, token_i
 
 EXACT = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32, "flash_attn": False}
 SMALL_BATCH = 16
-FEW = 10
-"""Prompts that llama.cpp's example is run on: it loads the file for each."""
-
 RANDOM = "random"
 RANDOM_SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
 RANDOM_SIZES |= {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64}
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
 _PLAIN = LookaheadConfig(preset="autoregressive")
-_COUNT = re.compile(r"(n_predict|n_accept) += (\d+)")
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _TOOL = Path(__file__).parent.parent / "tools" / "convert_to_gguf.py"
 
 Measured = tuple[list[int], int]
@@ -72,7 +63,6 @@ class Options:
     limit: int = option(10, "take the first so many prompts")
     max_new_tokens: int = option(128, "tokens to generate")
     nodes: tuple[int, ...] = option((8, 32), "fixed numbers of nodes")
-    example: str = option("", "llama.cpp's program llama-lookahead")
 
 
 class Bench:
@@ -87,7 +77,6 @@ class Bench:
 
     def __init__(self, options: Options, kind: str, folder: Path, path: Path) -> None:
         self._length, self._kind = options.max_new_tokens, kind
-        self._example = Example(Path(options.example), path, self._length) if options.example else None
         self._model: Any = lookahead.load_gguf(path)
         self._fast: Any = lookahead.load_gguf(path, fast_kv=True)
         self._model.generation_config.eos_token_id = self._fast.generation_config.eos_token_id = None
@@ -136,11 +125,6 @@ class Bench:
             row = {**named, "method": name, "cache": "float16" if fast else "float32", "tokens": len(tokens)}
             row |= {"steps": steps, "tokens_per_step": len(tokens) / steps, "cpu_ms": cpu, "speed": plain[fast] / cpu}
             yield {**row, **compared(tokens, expected)}
-        found = None
-        if self._example is not None and prompt.number < FEW:
-            found = self._example.row(prompt.text, self._model.tokenizer.decode(expected))
-        if found is not None:
-            yield {**named, "method": "llama.cpp, lookahead example", **found, "speed": plain[False] / found["cpu_ms"]}
         configs = LookaheadConfig(), _PLAIN
         sampled, drawn = (self._sampled(self._model, ids, prompt.number, config) for config in configs)
         yield {**named, "method": "sampled, no drafts", **compared(sampled, drawn)}
@@ -177,44 +161,6 @@ class Bench:
     def _sampled(self, model: Any, ids: list[int], seed: int, config: LookaheadConfig | None) -> list[int]:
         torch.manual_seed(seed)
         return generate(model, torch.tensor([ids]), config, max_new_tokens=self._length, **SAMPLING)[0]
-
-
-class Example:
-    """llama.cpp's lookahead example, a program of its own.
-
-    Args:
-        program: The program.
-        path: The GGUF file.
-        length: New tokens.
-    """
-
-    def __init__(self, program: Path, path: Path, length: int) -> None:
-        options = {"-m": path, "-t": 1, "-tb": 1, "-c": 2048, "-ctk": "f32", "-ctv": "f32", "-fa": "off", "--temp": 0}
-        self._command = [str(program), "--ignore-eos", *(str(part) for pair in options.items() for part in pair)]
-        self._length = length
-
-    def row(self, prompt: str, expected: str) -> Row | None:
-        """What it took for a prompt, and whether its text begins as `expected`, or the other way round.
-
-        `None` where it ended without a word.
-        """
-        _, alone, _ = self._run(prompt, 1)
-        told, cpu, text = self._run(prompt, self._length)
-        if "n_predict" not in told or "n_accept" not in told:
-            return None
-        tokens, steps = told["n_predict"], told["n_predict"] - told["n_accept"]
-        new = _COLOURS.sub("", text).strip().removeprefix(prompt.strip()).strip()
-        equal = bool(new) and (new.startswith(expected.strip()) or expected.strip().startswith(new))
-        counts = {"tokens": tokens, "steps": steps, "tokens_per_step": tokens / steps}
-        return {**counts, "cache": "float32", "cpu_ms": 1000 * (cpu - alone) / (tokens - 2), "equal": int(equal)}
-
-    def _run(self, prompt: str, length: int) -> tuple[dict[str, int], float, str]:
-        before = getrusage(RUSAGE_CHILDREN)
-        command = [*self._command, "-p", prompt, "-n", str(length)]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        after = getrusage(RUSAGE_CHILDREN)
-        told = {name: int(value) for name, value in _COUNT.findall(done.stdout + done.stderr)}
-        return told, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
 
 
 def compared(tokens: list[int], expected: list[int]) -> Row:

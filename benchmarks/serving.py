@@ -11,9 +11,8 @@ level changes from repeat to repeat, for the first to use some memory pays for i
   sampled rows share one generator, so that only greedy texts can be compared.
 
 Before the first repeat of a load the engines run once unmeasured, as an engine learns what steps cost from the first
-ones. Beside them `generate`, each prompt by itself, with whose texts all are compared, and once for each of
-`--batch-loads` `generate_batch`, transformers' continuous batching. Time is CPU time of the process; an engine's clock
-runs while it is its turn. With `--answers` the texts are recorded ones, forced by a logits processor.
+ones. Beside them `generate`, each prompt by itself, with whose texts all are compared. Time is CPU time of the process;
+an engine's clock runs while it is its turn. With `--answers` the texts are recorded ones, forced by a logits processor.
 """
 
 from __future__ import annotations
@@ -26,16 +25,17 @@ from time import process_time
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 import lookahead
-from forced_text import Case, Forced, read_cases
+from forced_text import Forced, read_cases
 from forced_text import Options as ForcedOptions
 from lookahead import Engine, LookaheadConfig, RequestHandle
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.bench.rows import Row
 from lookahead.drafting import DraftMemory, build_drafter
 from probe import Probe, Unit, generate, load_model, option, prompts_of, token_ids
+from recordings import Recording
 
 Texts = list[list[int]]
 
@@ -52,7 +52,6 @@ class Options:
     max_new_tokens: int = option(64, "tokens to generate at most")
     temperature: float = option(0.0, "of sampling with a seed; 0 for greedy decoding")
     methods: tuple[str, ...] = option(("drafts", "plain", "4 drafts", "8 drafts"), "what is measured")
-    batch_loads: tuple[int, ...] = option((4,), "requests at once of generate_batch")
     least_requests: int = option(8, "requests of a run, at least; at small loads they follow each other")
     compared: int = option(64, "compare the first so many texts with those of generate")
     prompt_tokens: int = option(0, "cut prompts to so many tokens; 0 for whole ones")
@@ -120,11 +119,10 @@ class Serving:
         loaded = load_model(options.model, options.dtype)
         self._model: Any = loaded.model
         most = max([options.least_requests, *options.loads])
-        self._cases: list[Case] = []
+        self._cases: list[Recording] = []
         if options.answers:
-            limits = ForcedOptions(
-                max_new_tokens=options.max_new_tokens, max_prompt_tokens=options.prompt_tokens or 4096
-            )
+            prompt = options.prompt_tokens or 4096
+            limits = ForcedOptions(max_new_tokens=options.max_new_tokens, max_prompt_tokens=prompt)
             self._cases = read_cases(Path(options.answers), loaded.tokenizer, most, limits)
             self._ids = [torch.tensor(case.prompt) for case in self._cases]
         else:
@@ -178,12 +176,6 @@ class Serving:
     def _submit(self, load: int, engine: Engine) -> list[RequestHandle]:
         numbers = range(self._requests(load))
         return [engine.submit(self._ids[number], seed=number, **self._arguments(number)) for number in numbers]
-
-    def continuous_batching(self, load: int) -> Iterator[Row]:
-        """`generate_batch` at a load."""
-        begin = process_time()
-        texts = self._generate_batch(load)
-        yield self._row("generate_batch", load, texts, process_time() - begin)
 
     def _row(self, name: str, load: int, texts: Texts, seconds: float) -> Row:
         expected = [self._reference(number)[0] for number in range(min(len(texts), self._options.compared))]
@@ -244,16 +236,6 @@ class Serving:
                 texts.append(row[: end + 1])
         return texts
 
-    def _generate_batch(self, load: int) -> Texts:
-        settings = GenerationConfig.from_dict({**self._model.generation_config.to_dict(), **self._arguments(0)})
-        texts: Texts = []
-        chosen: Sequence[torch.Tensor] = self._ids[: self._requests(load)]
-        for begin in range(0, len(chosen), load):
-            part = [ids.tolist() for ids in chosen[begin : begin + load]]
-            found = self._model.generate_batch(inputs=part, generation_config=settings, progress_bar=False)
-            texts += [found[f"req_{number}"].generated_tokens for number in range(len(part))]
-        return texts
-
 
 def probe(options: Options) -> Probe:
     """A unit for each load and repeat."""
@@ -262,6 +244,4 @@ def probe(options: Options) -> Probe:
     for repeat in range(options.repeats):
         for load in options.loads:
             units.append(Unit(f"{load} requests, run {repeat + 1}", partial(serving.rows, load, repeat)))
-    for load in options.batch_loads:
-        units.append(Unit(f"generate_batch, {load} requests", partial(serving.continuous_batching, load)))
     return Probe(units, {"model": Path(options.model).name, "dtype": options.dtype, "temperature": options.temperature})

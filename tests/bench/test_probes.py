@@ -16,7 +16,7 @@ from model_zoo import VOCAB_SIZE, build
 from word_model import save_word_tokenizer
 
 command, probe = (importlib.import_module(name) for name in ("command", "probe"))
-engine, parallel = (importlib.import_module(name) for name in ("engine", "parallel"))
+engine = importlib.import_module("engine")
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
 
@@ -98,12 +98,11 @@ def test_rows_are_of_units_below_a_header(steps: Callable[..., int], tmp_path: P
     assert (header["kind"], header["benchmark"], header["model"]["name"]) == ("header", "engine", "tiny")
     assert header["options"]["model"] == "tiny"
     assert str(tmp_path) not in (tmp_path / "rows.jsonl").read_text(), "no path of this machine may be in the rows"
-    assert list(dict.fromkeys(row["unit"] for row in rows)) == ["context 8", "context 12", "parts, default"]
+    assert list(dict.fromkeys(row["unit"] for row in rows)) == ["context 8", "context 12"]
     of_steps = [(row["context"], row["method"], row["nodes"]) for row in rows if row["kind"] == "step"]
-    beside = [(name, 1) for name in ("transformers", "generate", "memory limit")]
+    beside = [(name, 1) for name in ("transformers", "memory limit")]
     assert of_steps == [(context, *one) for context in (8, 12) for one in [*beside, ("default", 1), ("default", 4)]]
-    assert all(row["seconds"] > 0 for row in rows if row["kind"] == "step" and row["method"] != "generate")
-    assert {"draft", "forward", "verify", "commit"} <= set(rows[-1]["seconds"])
+    assert all(row["seconds"] > 0 for row in rows)
 
 
 def test_an_interrupted_run_goes_on(
@@ -167,10 +166,9 @@ def test_plain_steps_leave_the_cache_as_it_was(model_folder: Path) -> None:
     model = probe.load_model(str(model_folder), "float32").model
     with torch.no_grad():
         plain = engine.PlainSteps(model, [1, 2, 3, 4, 5])
-        for work in (plain.forward, lambda: plain.generate(7)):
-            work()
-            plain.undo()
-            assert plain._cache.get_seq_length() == 4
+        plain.forward()
+        plain.undo()
+        assert plain._cache.get_seq_length() == 4
 
 
 def test_random_model_has_half_a_billion_weights() -> None:
@@ -197,21 +195,10 @@ def test_forced_texts_are_written_by_each_method(measure: Measure, tmp_path: Pat
     assert measure("forced_text", *files, "--layers", 1, "--hidden-size", 32, "--methods", "guessing", "--restart") == 2
 
 
-def test_predictions_follow_the_law() -> None:
-    points = [{"nodes": nodes, "context": parallel.CONTEXT, "seconds": 0.01} for nodes in (1, 8, 64, 256)]
-    rows = list(parallel.predictions(points))
-    on_cpu = [row for row in rows if "CPU" in row["curve"] and "in all" in row["choice"]]
-    assert [row["devices"] for row in on_cpu] == list(range(1, 9))
-    law = parallel.PAPER_LAW.step_compression(15, 5)
-    assert all(row["speed_up"] == pytest.approx(law, rel=0.02) for row in on_cpu), "where nodes cost nothing, S is all"
-    assert parallel.largest_load(1, 15, 5) == 121
-    assert parallel.largest_load(4, 15, 5) == 30 + 1 + 15 / 4
-
-
 def test_serving(measure: Measure, model_folder: Path, prompts: Path, tmp_path: Path) -> None:
     methods = ["drafts", "plain", "4 drafts", "batches", "drafted batches"]
     arguments = ["--model", model_folder, "--prompts", prompts, "--loads", 1, 2, "--repeats", 1, "--max-new-tokens", 6]
-    assert measure("serving", *arguments, "--methods", *methods, "--batch-loads") == 0
+    assert measure("serving", *arguments, "--methods", *methods) == 0
     rows = [row for row in rows_in(tmp_path) if "repeat" in row]
     assert [(row["load"], row["method"]) for row in rows] == [(load, name) for load in (1, 2) for name in methods]
     assert all(row["tokens"] == 12 and row["differ"] == 0 and row["over_plain"] > 0 for row in rows)
