@@ -20,6 +20,8 @@ OWN = "own"
 
 ENGINES = ("dynamic", "static", "compiled")
 
+FALLBACKS = ("refuse", "plain")
+
 MEMORY_SCOPES = ("request", "process")
 
 MAX_NODES_PER_STEP = 4096
@@ -184,6 +186,10 @@ class LookaheadConfig:
             `"compiled"` sends the static pass through `torch.compile` first, which takes a minute or more. What was
             made is kept for the next call with the model. Long prompts and models that cannot be run so (with
             hooks, adapters, or positions that change when a text becomes long) go the dynamic way.
+        fallback: What becomes of a model or an argument that is not supported. `"refuse"`: an error. `"plain"`: a
+            `LookaheadWarning` that says why, and transformers' own `generate` decodes, so that code for many models
+            needs no branch. An `Engine` runs such a model without drafts if that is exact. Not with `invariant=True`,
+            which plain decoding does not keep.
         trace: A `lookahead.Trace`, which keeps what every step sent, where it came from and what became of it; see
             `docs/trace.md`.
 
@@ -268,6 +274,13 @@ class LookaheadConfig:
         runs=True,
     )
     engine: str = _choice("dynamic", _one_of_choices, choices=ENGINES)
+    fallback: str = _choice(
+        *("refuse", _one_of_choices),
+        choices=FALLBACKS,
+        help="What becomes of a model that drafts cannot be exact for: plain decodes it without.",
+        metavar="|".join(FALLBACKS),
+        runs=True,
+    )
     trace: Any = _choice(None, _recorder)  # noqa: RUF009, it makes a field
 
     def __post_init__(self) -> None:
@@ -284,6 +297,8 @@ class LookaheadConfig:
             object.__setattr__(self, each.name, value)
         for each in fields(self):
             self._check_owner(each.name, each.metadata["presets"], each.metadata.get("chosen", each.default))
+        if self.invariant and self.fallback == "plain":
+            raise InvalidArgumentError("fallback='plain' does not keep what invariant=True promises; drop one of them")
         if self.max_nodes > MAX_NODES_PER_STEP:
             raise InvalidArgumentError(
                 f"preset={self.preset!r} with {self._sizes()} asks for up to {self.max_nodes} nodes in one step; "

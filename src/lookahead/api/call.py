@@ -111,13 +111,13 @@ class Call:
     def run(self, start: float, on_step: OnStep | None) -> torch.Tensor | LookaheadOutput:
         """Decode all rows, and give back what `lookahead.generate`, called at `start`, returns."""
         streamer, statistics = self._arguments.streamer, self._statistics
-        feeder = None if streamer is None else StreamFeeder(streamer, len(self._requests), self._pad_token)
+        feeder = (
+            None if streamer is None else StreamFeeder(streamer, self._arguments.prompts.input_ids, self._pad_token)
+        )
         self._listen(on_step, feeder)
         statistics.seconds.prepare += perf_counter() - start
         keeps_cache = self._returns_cache or self._arguments.prompts.cache is not None
         try:
-            if feeder is not None:
-                feeder.start(self._arguments.prompts.input_ids)
             self._decode(keeps_cache)
         except Exception as error:
             self._call.restore(error)

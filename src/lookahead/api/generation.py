@@ -16,9 +16,11 @@ from transformers import (
 )
 
 from lookahead.api.call import decode_call
+from lookahead.api.plain import FirstToken, decode_plainly, decode_prepared_plainly, warn_of
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep
 from lookahead.drafting import NGramPool
+from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 from lookahead.serving.arguments import check_config, check_pool
 from lookahead.serving.output import LookaheadOutput
 from lookahead.serving.prediction import Prediction
@@ -77,11 +79,23 @@ def generate(
     start = perf_counter()
     config = check_config(lookahead_config)
     check_pool(ngram_pool, config)
-    decode = partial(decode_call, config=config, on_step=on_step, ngram_pool=ngram_pool, parallel=parallel)
+    falls_back = config.fallback == "plain" and parallel is None  # which other ranks would not know of
+    first = FirstToken(on_step)
+    listener = first if falls_back else on_step
+    decode = partial(decode_call, config=config, on_step=listener, ngram_pool=ngram_pool, parallel=parallel)
     decode = partial(decode, prediction=prediction, start=start)
-    if input_ids is not None and _is_prepared(kwargs):
-        return decode(read_arguments(model, input_ids, **kwargs))
-    return hand_over(model, input_ids, kwargs, decode)  # type: ignore[no-any-return]
+    prepared = input_ids if _is_prepared(kwargs) else None
+    try:
+        if prepared is not None:
+            return decode(read_arguments(model, prepared, **kwargs))
+        return hand_over(model, input_ids, dict(kwargs), decode)  # type: ignore[no-any-return]
+    except (UnsupportedModelError, UnsupportedArgumentError) as refusal:
+        if not falls_back or first.came:
+            raise
+        warn_of(refusal)
+    if prepared is not None:
+        return decode_prepared_plainly(model, prepared, kwargs)  # type: ignore[no-any-return]
+    return decode_plainly(model, input_ids, kwargs)  # type: ignore[no-any-return]
 
 
 def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> None:
@@ -104,7 +118,13 @@ def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Non
         UnsupportedModelError: The model cannot be run on token trees.
     """
     attached = check_config(config)
-    model = language_model_or_wrapper(model)
+    try:
+        model = language_model_or_wrapper(model)
+    except UnsupportedModelError as refusal:
+        if attached.fallback != "plain":
+            raise
+        warn_of(refusal)
+        model = language_model(model)[0]
     # The way transformers binds the `generate` of a repository: an attribute of the object, over the class's method.
     model.generate = AttachedGenerate(model, attached)
 

@@ -156,7 +156,8 @@ class Engine:
         ids = torch.as_tensor(input_ids)
         ids = ids[None] if ids.dim() == 1 else ids
         check_prompt_ids(ids)
-        arguments: Arguments = hand_over(self._model, ids.to(self._model.device), dict(kwargs), lambda given: given)
+        ids = ids.to(self._model.device)
+        arguments: Arguments = hand_over(self._model, ids, dict(kwargs), lambda given: given, checked=True)
         check_request(arguments)
         config = self._config if lookahead_config is None else _check_engine_config(lookahead_config)
         _check_nodes(self._runner, config)

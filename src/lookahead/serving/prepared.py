@@ -88,7 +88,11 @@ def read_arguments(
 
 
 def hand_over(
-    model: PreTrainedModel, input_ids: torch.Tensor | None, kwargs: dict[str, Any], decode: Callable[[Arguments], Any]
+    model: PreTrainedModel,
+    input_ids: torch.Tensor | None,
+    kwargs: dict[str, Any],
+    decode: Callable[[Arguments], Any],
+    checked: bool = False,
 ) -> Any:
     """Have transformers check and prepare a call of `generate`.
 
@@ -97,11 +101,12 @@ def hand_over(
         input_ids: The prompts, if they are given by this name.
         kwargs: The other arguments of the call.
         decode: Called, inside of transformers' `generate`, with what that made of the arguments.
+        checked: Whether the model has been checked for what runs it.
 
     Returns:
         What `decode` returns.
     """
-    model = language_model_or_wrapper(model)
+    model = language_model(model)[0] if checked else language_model_or_wrapper(model)
     if "inputs" in kwargs:
         if input_ids is not None:
             raise InvalidArgumentError("input_ids and inputs are two names of the same prompt; pass one of them")
@@ -117,7 +122,8 @@ def hand_over(
     def decode_here(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> Any:
         return decode(read_arguments(model, input_ids, streamer=streamer, **prepared))
 
-    return type(model).generate(model, input_ids, custom_generate=decode_here, **kwargs)
+    prompt = () if input_ids is None else (input_ids,)  # which some models call otherwise
+    return type(model).generate(model, *prompt, custom_generate=decode_here, **kwargs)
 
 
 def language_model_or_wrapper(model: Any) -> Any:

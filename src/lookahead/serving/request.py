@@ -111,8 +111,8 @@ class Request:
         self.handle, self.urgency = handle, urgency
         listeners = [] if on_step is None else [on_step]
         if self.arguments.streamer is not None:
-            self._feeder = StreamFeeder(self.arguments.streamer, 1, None)
-            self._feeder.start(self.arguments.prompts.input_ids)
+            self._feeder = StreamFeeder(self.arguments.streamer, self.arguments.prompts.input_ids, None)
+            self._feeder.start()
             listeners.append(self._feeder.add)
 
         def tell(record: StepRecord) -> None:

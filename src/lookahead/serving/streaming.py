@@ -17,22 +17,29 @@ class StreamFeeder:
 
     Args:
         streamer: The caller's streamer.
-        rows: Sequences in the batch.
+        prompts: What it gets first, `[rows, tokens]`.
         pad_token: Stands for the tokens of a row that is finished; `None` if all rows go on to the end.
     """
 
-    def __init__(self, streamer: BaseStreamer, rows: int, pad_token: int | None) -> None:
+    def __init__(self, streamer: BaseStreamer, prompts: torch.Tensor, pad_token: int | None) -> None:
         self._streamer = streamer
-        self._waiting: list[deque[int]] = [deque() for _ in range(rows)]
-        self._finished = [False] * rows
+        self._prompts: torch.Tensor | None = prompts
+        self._waiting: list[deque[int]] = [deque() for _ in prompts]
+        self._finished = [False] * len(prompts)
         self._pad_token = pad_token
 
-    def start(self, prompts: torch.Tensor) -> None:
-        """Hand over the prompts, `[rows, tokens]`."""
-        self._streamer.put(prompts.cpu())
+    def start(self) -> None:
+        """Hand over the prompts, if that was not done."""
+        if self._prompts is not None:
+            self._streamer.put(self._prompts.cpu())
+            self._prompts = None
 
     def add(self, step: StepRecord) -> None:
-        """Take the tokens of a step, and hand over the positions that are complete with them."""
+        """Take the tokens of a step, and hand over the positions that are complete with them.
+
+        The prompts come with the first one: until then the call may be refused.
+        """
+        self.start()
         self._waiting[step.index].extend(step.tokens)
         self._finished[step.index] = step.finished and self._pad_token is not None
         while any(self._waiting) and all(

@@ -449,6 +449,7 @@ class ChainRunner(Runner):
         device: See `Runner`.
         positions_end: See `PositionLimit`.
         engine: Runs chains of at most `SHORT` tokens; the model itself if not given.
+        drafts: Whether it is exact for drafts. Else a text goes on one token at a time after its prompt, sent whole.
 
     Attributes:
         rows: The rows of the coming step. Between two steps others may take their place, or they may become more or
@@ -465,8 +466,10 @@ class ChainRunner(Runner):
         device: torch.device | None = None,
         positions_end: bool = True,
         engine: PreTrainedModel | None = None,
+        drafts: bool = True,
     ) -> None:
         super().__init__(model, positions_end, device)
+        self._drafts = drafts
         self.changes_after = self._limit.changes_after  # a chain is read as plain decoding reads it wherever it lies
         self._takes_positions = "position_ids" in forward_arguments(model)
         self._engine = model if engine is None else engine
@@ -498,16 +501,16 @@ class ChainRunner(Runner):
         """
         kept = self.rows[row]
         pending = text[kept.length - kept.before :]
-        part = part_of_prompt(pending, kept.most_pending)
+        part = part_of_prompt(pending, kept.most_pending if self._drafts else None)
         if part is not None:
             return part
-        if not has_room(kept.length, len(pending)):
+        if not self._drafts or not has_room(kept.length, len(pending)):
             return TokenTree(pending, len(pending) - 1)
         return self._tree(pending, kept.before + len(text) - 1, kept.length, kept.shift)
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """Drafters are always asked of a whole text; where nothing may be drafted, `tree` has no room."""
-        return tree.needs_logits[tree.root]
+        return self._drafts and tree.needs_logits[tree.root]
 
     @torch.no_grad()
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:

@@ -14,7 +14,7 @@ from lookahead.backends.transformers.cache_exchange import adopt_cache, return_c
 from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, check_states
 from lookahead.backends.transformers.chain_engine import chain_engine
 from lookahead.backends.transformers.checks.kinds import equivalence
-from lookahead.backends.transformers.checks.models import runs_on_chains
+from lookahead.backends.transformers.checks.models import check_plain, runs_on_chains
 from lookahead.backends.transformers.engine_model import engine_model, rows_runner, runs_static
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_watch import ModelWatch
@@ -25,7 +25,7 @@ from lookahead.backends.transformers.text_limits import check_chain_text, check_
 from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 from lookahead.core.step import Batch
-from lookahead.errors import UnsupportedArgumentError
+from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
 
 class TransformersSession:
@@ -80,10 +80,18 @@ class TransformersSession:
         self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
     ) -> tuple[RowsRunner | ChainRunner, int | None, int]:
         """What runs rows that come and go, any number of them."""
-        if runs_on_chains(self._model):
+        try:
+            on_chains, drafts = runs_on_chains(self._model), True
+        except UnsupportedModelError as refusal:
+            if config.fallback != "plain":
+                raise
+            check_plain(self._model, refusal)
+            on_chains, drafts = True, False
+        if on_chains:
             _check_settings(self._model, config)
             ends = equivalence(self._model).holds("positions_end")
-            return ChainRunner(self._model, (), None, ends, chain_engine(self._model)), kv_bytes, 0
+            engine = chain_engine(self._model) if drafts else None
+            return ChainRunner(self._model, (), None, ends, engine, drafts), kv_bytes, 0
         return rows_runner(self._model, config.pack_weights, config.invariant), kv_bytes, prefix_bytes
 
     def watch(self, runner: RowsRunner | ChainRunner, compares_bits: bool) -> ModelWatch:

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers import packed_attention
-from lookahead.backends.transformers.chain_cache import has_running_state
+from lookahead.backends.transformers.chain_cache import ChainRow, has_running_state
 from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet
 from lookahead.backends.transformers.model_state import same_values, state_of
 from lookahead.backends.transformers.position_limit import PositionLimit
@@ -92,6 +92,11 @@ class _Comparison:
         found = follow(ChainRunner(self._model), [self._text], _PROMPT, chains(self._draws))
         return self._same(found, [self._expected])
 
+    def plain(self) -> bool:
+        """Two texts, step by step in turn, one token at a time. A state that is in the model is that of one text."""
+        rows = [ChainRow(self._model), ChainRow(self._model)]
+        return self._is_alike and self._side_by_side(ChainRunner(self._model, rows, drafts=False))
+
     def batches(self) -> bool:
         """Two texts of different lengths beside one another, and each alone."""
         return self._side_by_side(self._runner(2))
@@ -132,7 +137,7 @@ class _Comparison:
         runner.padding = list(padding or runner.padding)
         return runner
 
-    def _side_by_side(self, runner: ModelRunner | RowsRunner) -> bool:
+    def _side_by_side(self, runner: ModelRunner | RowsRunner | ChainRunner) -> bool:
         # Where rows may not be at different places, batches are refused.
         texts = [text[: runner.changes_after] for text in (self._text, self._text[5:])]
         alone = [self._expected[: len(texts[0]) - _PROMPT], plain_logits(self._model, texts[1:], _PROMPT)[0]]
@@ -155,7 +160,7 @@ class _Comparison:
         return self._same(self._along(runner, [counted]), list(plain))
 
     def _along(
-        self, runner: ModelRunner | RowsRunner, texts: Sequence[Sequence[int]], prompt: int = _PROMPT
+        self, runner: ModelRunner | RowsRunner | ChainRunner, texts: Sequence[Sequence[int]], prompt: int = _PROMPT
     ) -> list[torch.Tensor]:
         return follow(runner, texts, prompt, self._draft)
 
@@ -193,6 +198,7 @@ QUESTIONS = {
     # Are rows read as plain decoding reads them ...
     "trees": Question(_Comparison.trees),  # one row? Else the model is refused, or runs chains.
     "chains": Question(_Comparison.chains, unknown=False),  # on chains? Else the model is refused.
+    "plain": Question(_Comparison.plain, unknown=False),  # without drafts? Else an Engine cannot fall back on that.
     "batches": Question(_Comparison.batches),  # several at different places? Else batches are refused.
     "packed_rows": Question(_Comparison.packed_rows),  # one after another? Else they are padded.
     "padding": Question(_Comparison.padding),  # behind hidden tokens? Else these are refused.

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -35,7 +36,7 @@ from lookahead.backends.transformers.shared_clone import can_be_cloned
 from lookahead.backends.trials import difference
 from lookahead.core.compiled import IS_COMPILED
 from lookahead.core.token_tree import TokenTree
-from lookahead.errors import UnsupportedModelError
+from lookahead.errors import LookaheadWarning, UnsupportedModelError
 
 FORWARD_IS_REPLACED = "it was compiled, or a hook stands in for the forward pass of one of its modules"
 
@@ -187,6 +188,21 @@ def runs_on_chains(model: PreTrainedModel) -> bool:
             raise refusal from None
         return True
     return False
+
+
+def check_plain(model: PreTrainedModel, refusal: UnsupportedModelError) -> None:
+    """Make sure that a model that is refused for drafts can be run without them by rows that come and go.
+
+    Raises:
+        UnsupportedModelError: It cannot; the message says why.
+    """
+    check_kind(model)
+    if not equivalence(model).holds("plain"):
+        raise UnsupportedModelError(
+            f"{refusal}. Nor can it be run without drafts (fallback='plain') here: passes over one token of a small "
+            "copy of it differ from generate"
+        ) from refusal
+    warnings.warn(f"decoded plainly, without drafts: {refusal}", LookaheadWarning, stacklevel=4)
 
 
 def checked_setting(model: PreTrainedModel) -> Setting:

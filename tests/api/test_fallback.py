@@ -1,0 +1,156 @@
+"""With fallback="plain" what is refused is decoded by transformers itself, with a warning that says why."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+import lookahead
+from fuzz.families import build
+from fuzz.variant import Variant
+from lookahead import Engine, InvalidArgumentError, LookaheadConfig, LookaheadWarning, UnsupportedModelError
+from model_zoo import build as zoo
+
+PLAIN = LookaheadConfig(fallback="plain")
+STATEFUL = ["mamba", "jamba", "zamba", "recurrent_gemma"]
+
+
+def ids(tokens: int = 14, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 70, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def refused() -> PreTrainedModel:
+    """A model that trees run on, refused for its kind."""
+    model = zoo("llama")
+    copy = type(model)(model.config).eval()
+    copy.load_state_dict(model.state_dict())
+    copy.generation_config = model.generation_config
+    copy.prepare_inputs_for_generation = partial(type(copy).prepare_inputs_for_generation, copy)
+    return copy
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_texts_are_those_of_generate(family: str) -> None:
+    model = build(family, Variant(), "sdpa")
+    with pytest.raises(UnsupportedModelError):
+        lookahead.generate(model, ids(), max_new_tokens=4)
+    for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}, {"num_beams": 2}):
+        torch.manual_seed(3)
+        expected = model.generate(ids(), max_new_tokens=20, **options)
+        torch.manual_seed(3)
+        with pytest.warns(LookaheadWarning, match="without drafts.*running state"):
+            found = lookahead.generate(model, ids(), lookahead_config=PLAIN, max_new_tokens=20, **options)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("family", STATEFUL[:3])
+def test_engines_run_them_without_drafts(family: str) -> None:
+    model = build(family, Variant(), "sdpa")
+    with pytest.warns(LookaheadWarning, match="without drafts"):
+        engine = Engine(model, PLAIN, prompt_tokens=3)
+    prompts = [ids(tokens, tokens) for tokens in (17, 5, 11)]
+    handles = [engine.submit(prompt, max_new_tokens=15, do_sample=False) for prompt in prompts]
+    engine.run()
+    for prompt, handle in zip(prompts, handles, strict=True):
+        assert torch.equal(handle.result(), model.generate(prompt, max_new_tokens=15, do_sample=False))
+
+
+def test_an_engine_says_why_it_cannot() -> None:
+    """The state of RecurrentGemma is in the model: rows that share steps would write over one another's."""
+    with pytest.raises(UnsupportedModelError, match="running state.*Nor.*fallback='plain'"):
+        Engine(build("recurrent_gemma", Variant(), "sdpa"), PLAIN)
+
+
+def test_attached_models_decode_plainly() -> None:
+    model = refused()
+    with pytest.warns(LookaheadWarning, match="another way to prepare its inputs"):
+        lookahead.attach(model, PLAIN)
+    expected = type(model).generate(model, ids(), max_new_tokens=9, do_sample=False)
+    with pytest.warns(LookaheadWarning):
+        output = model.generate(ids(), max_new_tokens=9, do_sample=False, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected)
+    assert (output.statistics.steps, output.statistics.tokens) == (9, 9)
+    lookahead.detach(model)
+
+
+def test_what_transformers_has_prepared_is_decoded() -> None:
+    model, custom = refused(), partial(lookahead.generate, lookahead_config=PLAIN)
+    torch.manual_seed(1)
+    expected = model.generate(ids(), max_new_tokens=9, do_sample=True)
+    torch.manual_seed(1)
+    with pytest.warns(LookaheadWarning):
+        assert torch.equal(model.generate(ids(), max_new_tokens=9, do_sample=True, custom_generate=custom), expected)
+
+
+def test_arguments_that_are_not_supported() -> None:
+    model = zoo("llama")
+    expected = model.generate(ids(), max_new_tokens=9, num_beams=3)
+    with pytest.warns(LookaheadWarning, match="num_beams=3"):
+        found = lookahead.generate(model, ids(), lookahead_config=PLAIN, max_new_tokens=9, num_beams=3)
+    assert torch.equal(found, expected)
+    with pytest.raises(InvalidArgumentError, match="empty prompt"):  # what cannot work is an error all the same
+        lookahead.generate(model, ids(0), lookahead_config=PLAIN, max_new_tokens=9)
+
+
+class Noting(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.values.append(value.tolist())
+
+    def end(self) -> None:
+        self.values.append("end")
+
+
+def test_streamers_get_every_value_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the refusal comes from the first pass, as of prompts with images that go on otherwise."""
+    model, plain, ours = zoo("llama"), Noting(), Noting()
+
+    def refuse(*given: object) -> None:
+        raise UnsupportedModelError("model=Llama cannot be run on this prompt")
+
+    expected = model.generate(ids(), max_new_tokens=9, do_sample=False, streamer=plain)
+    monkeypatch.setattr("lookahead.serving.steps.Steps.prefill", refuse)
+    with pytest.warns(LookaheadWarning, match="this prompt"):
+        found = lookahead.generate(
+            model, ids(), lookahead_config=PLAIN, max_new_tokens=9, do_sample=False, streamer=ours
+        )
+    assert torch.equal(found, expected)
+    assert ours.values == plain.values
+
+
+def test_a_refusal_after_the_first_token_stands() -> None:
+    """What is written cannot be taken back."""
+
+    def refuse(record: lookahead.StepRecord) -> None:
+        raise UnsupportedModelError("model=Llama cannot go on")
+
+    with pytest.raises(UnsupportedModelError, match="cannot go on"):
+        lookahead.generate(zoo("llama"), ids(), lookahead_config=PLAIN, max_new_tokens=9, on_step=refuse)
+
+
+def test_supported_models_draft_as_before() -> None:
+    output = lookahead.generate(
+        zoo("llama"),
+        ids().repeat(1, 3),
+        lookahead_config=LookaheadConfig(fallback="plain", step_budget=8),
+        max_new_tokens=20,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    assert max(output.statistics.nodes_per_step) > 1
+
+
+def test_invariant_passes_cannot_fall_back() -> None:
+    with pytest.raises(InvalidArgumentError, match="fallback='plain'.*invariant=True"):
+        LookaheadConfig(fallback="plain", invariant=True)
+    with pytest.raises(InvalidArgumentError, match="fallback='none'.*refuse, plain"):
+        LookaheadConfig(fallback="none")
