@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 RECORD ?=
 OUT := $(if $(RECORD),.,build/out)
 
-.PHONY: help demo test worth test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-versions
+.PHONY: help demo test worth test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-versions release-check
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -223,6 +223,16 @@ pictures: $(VENV)/installed  ## Draw the pictures of docs/method.md from a real 
 $(VENV)/docs-installed: pyproject.toml constraints.txt | $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
 	touch $@
+
+# In an environment of its own, and run outside of the checkout, so that nothing but the wheel is found.
+release-check:  ## Build wheel and sdist into build/dist, and try the wheel in an environment of its own (five minutes)
+	rm -rf build/dist
+	$(PYTHON) -m venv --clear build/release
+	build/release/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch build
+	build/release/bin/python -m build --outdir build/dist
+	test $$(stat -c %s build/dist/*.whl) -lt 14000000
+	build/release/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build/dist/*.whl
+	cd build/release && bin/lookahead --version && bin/lookahead compare --dtype float32
 
 docs: $(VENV)/docs-installed  ## Build the documentation into build/site; warnings and dead links are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
