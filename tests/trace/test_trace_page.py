@@ -192,6 +192,9 @@ def test_a_narrow_screen(opened: Any, pages: dict[str, Path]) -> None:
     page.set_viewport_size({"width": 360, "height": 900})
     show_a_full_step(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert (
+        page.evaluate("((e) => e.scrollWidth - e.clientWidth)(document.getElementById('sources').parentElement)") <= 0
+    )
     page.locator("#drafts").scroll_into_view_if_needed()
     page.screenshot(path=PICTURES / "narrow-dark.png")
 
