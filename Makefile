@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 RECORD ?=
 OUT := $(if $(RECORD),.,build/out)
 
-.PHONY: help demo test worth test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-versions release-check
+.PHONY: help demo test worth standard test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-versions release-check
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -202,6 +202,10 @@ ONLY ?=
 worth: $(VENV)/installed  ## Compare this checkout with BASE=COMMIT in pairs, in S and CPU time (an hour); QUICK=1 S alone at fixed numbers of nodes (minutes); TURNS=n turns in all; ONLY=text lines with that in their names
 	$(BIN)/python benchmarks/worth.py --base $(BASE) --shared $(SHARED) $(if $(QUICK),--quick) \
 		$(if $(TURNS),--turns $(TURNS)) $(if $(ONLY),--only '$(ONLY)')
+
+standard: $(VENV)/installed  ## Hold auto against the best of its parts (minutes a line); ONLY=text lines with that in their names; RECORD=1 adds to the rows of the repository
+	mkdir -p $(OUT)/benchmarks/results
+	$(BIN)/python benchmarks standard --output $(OUT)/benchmarks/results/standard.jsonl --shared $(SHARED) $(if $(ONLY),--only '$(ONLY)')
 
 tables: $(VENV)/installed  ## Say which tables of README.md and docs/ are not those of benchmarks/results; RECORD=1 makes them anew
 	$(BIN)/python benchmarks tables benchmarks/tables.toml README.md $(wildcard docs/*.md) $(if $(RECORD),,--check)

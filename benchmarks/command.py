@@ -34,6 +34,7 @@ PROBES = {
     "engine": "what a step costs, beside transformers' own step and the memory limit",
     "gpu": "the first half hour on a GPU: right, prices, speed, invariance, in three calls",
     "gguf_models": "texts, steps and CPU time of GGUF models, beside llama-cpp-python",
+    "standard": "`auto` beside the best of its parts, line by line, in CPU time",
     "serving": "many requests at once: tokens per second of CPU time at several loads",
     "forced_text": "texts that a processor forces: steps and CPU time beside prompt lookup",
     "load": "a public load generator against the server, with drafts and without, and transformers serve",

@@ -112,13 +112,18 @@ class Models:
 
     @cache  # noqa: B019, it lives as long as the process
     def load(self, name: str) -> Any:
-        """`demo`, `stories`, or a Llama with random weights: `hard`, `forced`, `tiny`."""
-        if name in ("demo", "stories"):
-            path = demo_model_path() if name == "demo" else self._shared / "models/stories260k"
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        """`demo`, `demo bfloat16`, `stories`; with random weights a Llama, `hard`, `forced`, `tiny`, or `hybrid`."""
+        if name in ("demo", "demo bfloat16", "stories"):
+            path = self._shared / "models/stories260k" if name == "stories" else demo_model_path()
+            dtype = torch.bfloat16 if name == "demo bfloat16" else torch.float32
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
             model.generation_config.eos_token_id = None  # every text has all its tokens
             model.generation_config.pad_token_id = 0
             return model.eval()
+        if name == "hybrid":
+            from probe import random_model  # of this checkout
+
+            return random_model("granite", 6, 256, "float32").model
         hidden, layers, heads = {"hard": (256, 4, 4), "forced": (512, 8, 8), "tiny": (32, 1, 1)}[name]
         config = AutoConfig.for_model(
             "llama", vocab_size=4096, hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers,
@@ -143,6 +148,11 @@ class Models:
         files = [self.read("humaneval")[32:], self.read("classeval"), self.read("gsm8k"), self.read("spec_bench")[::3]]
         rows = [row for rows in itertools.zip_longest(*files) for row in rows if row is not None]
         return [self._prompt("demo", row["id"], row.get("prompt") or row["turns"][0], most) for row in rows]
+
+    @cache  # noqa: B019
+    def task(self, name: str) -> list[Case]:
+        """All prompts of a task."""
+        return [self._prompt("demo", row["id"], row.get("prompt") or row["turns"][0], 320) for row in self.read(name)]
 
     def stories(self) -> list[Case]:
         """Beginnings of stories."""
@@ -174,10 +184,10 @@ class Runner:
         self._text_memory: Any = None
 
     def generate(
-        self, name: str, config: LookaheadConfig, new: int, case: Case, turn: int, sampled: float = 0.0,
+        self, name: str, config: LookaheadConfig | None, new: int, case: Case, turn: int, sampled: float = 0.0,
         expects: bool = False,
     ) -> Counts:  # fmt: skip
-        """A call of `generate`; forced where the case has an answer."""
+        """A call of `generate`, of transformers' without `config`; forced where the case has an answer."""
         model, ids = self._models.load(name), torch.tensor([case.prompt])
         more: dict[str, Any] = {"do_sample": sampled > 0, "max_new_tokens": new}
         if sampled:
@@ -187,12 +197,13 @@ class Runner:
         if expects:
             more["prediction"] = torch.tensor(case.expected)
         torch.manual_seed(1000 * turn + len(case.prompt))
+        call = model.generate if config is None else partial(lookahead.generate, model, lookahead_config=config)
         begin = process_time()
-        output = lookahead.generate(
-            model, ids, attention_mask=torch.ones_like(ids), lookahead_config=config, return_dict_in_generate=True,
-            **more,
-        )  # fmt: skip
+        output = call(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **more)
         seconds = process_time() - begin
+        if config is None:
+            added = output.sequences.shape[1] - len(case.prompt)
+            return Counts(added, added, seconds)
         assert not case.answer or output.sequences[0, len(case.prompt) :].tolist() == list(case.answer)
         return Counts(output.statistics.tokens, len(output.statistics.accepted_lengths), seconds)
 
