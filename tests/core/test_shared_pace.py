@@ -1,6 +1,8 @@
 """Rows of many requests that share a step: whose candidates are sent, and what drafting may lose."""
 
 import random
+from collections.abc import Iterator
+from itertools import chain, repeat
 
 import numpy as np
 import pytest
@@ -21,15 +23,12 @@ def shared_of(slope: float = 0.01, nodes: int | None = None) -> SharedPace:
     return SharedPace(lambda load, temperature: Pace(StepCosts(1 + slope * (GRID - 1)), load), nodes)
 
 
-def send(shared: SharedPace, offers: list[list[float]], rejects: bool = False) -> list[int]:
-    """How many candidates of each row are sent; `rejects` says that none is accepted."""
+def send(shared: SharedPace, offers: list[list[float]]) -> list[int]:
+    """How many candidates of each row are sent."""
     sent = [0] * len(offers)
-    rows = [SharedRow(shared) for _ in offers]
-    for place, (row, likely) in enumerate(zip(rows, offers, strict=True)):
-        row.offer(np.array(likely), lambda count, place=place: sent.__setitem__(place, count))
+    for place, likely in enumerate(offers):
+        SharedRow(shared).offer(np.array(likely), lambda count, place=place: sent.__setitem__(place, count))
     shared.share_out([TokenTree([0]) for _ in offers])
-    for row in rows if rejects else []:
-        row.learn([])
     return sent
 
 
@@ -88,15 +87,62 @@ def test_steps_that_carry_prompts_say_nothing() -> None:
     assert all(pace.is_new for pace in shared._paces.values())
 
 
+class Load:
+    """Requests that share steps, by a clock that is only a number."""
+
+    def __init__(self, rows: int, slope: float) -> None:
+        self.shared, self._rows, self._slope = shared_of(), rows, slope
+        self._plain = 1 + slope * (rows - 1)
+        self.seconds = self.tokens = 0.0  # in plain steps; of a row
+
+    def decode(self, drafts: Iterator[tuple[float, float]], tokens: int) -> None:
+        """Decode so many more tokens of each row; `drafts` says which part of each step's candidates is accepted, and
+        how much longer it takes than it should."""
+        end = self.tokens + tokens
+        while self.tokens < end:
+            self.shared.begin(self._rows)
+            rests = self.shared.backs_off
+            sent = 0 if rests else sum(send(self.shared, [[0.4] * 8] * self._rows))
+            share, longer = (0.0, 1.0) if rests else next(drafts)
+            accepted = round(share * sent)
+            self.shared.learn(0.4 * sent, accepted)
+            took = (1 + self._slope * (self._rows + sent - 1)) * longer
+            tokens = self._rows + accepted
+            self.shared.book(StepTime(self._rows + sent, 100, took, tokens, self._rows, not rests))
+            self.seconds += took / self._plain
+            self.tokens += tokens / self._rows
+
+    @property
+    def lost(self) -> float:
+        """Plain steps lost beyond the allowed part of the time."""
+        return self.seconds - 1.01 * self.tokens
+
+
 @pytest.mark.parametrize("rows", [2, 16])
 @pytest.mark.parametrize("slope", [0.001, 0.02, 0.5])
 def test_drafts_that_are_always_wrong_cost_one_percent_and_a_fixed_number_of_steps(rows: int, slope: float) -> None:
-    shared, seconds, plain = shared_of(), 0.0, 1 + slope * (rows - 1)
-    steps = 6000
-    for _ in range(steps):
-        shared.begin(rows)
-        sent = 0 if shared.backs_off else sum(send(shared, [[0.4] * 8] * rows, rejects=True))
-        took = 1 + slope * (rows + sent - 1)
-        shared.book(StepTime(rows + sent, 100, took, rows, rows, not shared.backs_off))
-        seconds += took
-    assert seconds / plain <= steps * 1.01 + FIXED_LOSS + MOST_CREDIT
+    load = Load(rows, slope)
+    load.decode(repeat((0.0, 1.0)), 6000)
+    assert load.lost <= FIXED_LOSS + MOST_CREDIT
+
+
+@pytest.mark.parametrize("rows", [2, 16])
+def test_drafts_that_were_right_and_never_are_again_lose_what_they_may_and_no_more(rows: int) -> None:
+    load = Load(rows, 0.01)
+    load.decode(chain(repeat((0.4, 1.0), 200), repeat((0.0, 1.0))), 500)
+    before = load.lost
+    load.decode(repeat((0.0, 1.0)), 10000)
+    assert load.lost - before <= FIXED_LOSS + MOST_CREDIT
+
+
+@pytest.mark.parametrize("rows", [2, 16])
+def test_costs_that_jump_are_noticed(rows: int) -> None:
+    load = Load(rows, 0.01)
+    load.decode(repeat((0.4, 1.0)), 1000)
+    before = load.lost
+    load.decode(repeat((0.4, 8.0)), 10000)
+    assert load.lost - before <= FIXED_LOSS + MOST_CREDIT + 8 * 8.0
+    load.decode(repeat((0.4, 1.0)), 4000)
+    seconds, tokens = load.seconds, load.tokens
+    load.decode(repeat((0.4, 1.0)), 1000)
+    assert load.seconds - seconds < 0.8 * (load.tokens - tokens), "drafts that pay again are not taken up again"

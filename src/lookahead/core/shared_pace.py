@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from math import log2
 
 import numpy as np
@@ -11,7 +10,6 @@ from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.budget import Send
-from lookahead.core.compiled import compiled
 from lookahead.core.pace import Pace, compile_pace
 from lookahead.core.step_costs import StepCosts
 from lookahead.core.step_time import StepTime
@@ -100,23 +98,31 @@ class SharedPace:
         Args:
             trees: Those of the step, with roots and pending tokens alone.
         """
-        if not self._offers:
-            return
-        likely = np.concatenate([offered for _, offered, _ in self._offers])
-        ends = np.array(list(accumulate(len(offered) for _, offered, _ in self._offers)))
-        owners, ordered = np.empty(len(likely), dtype=np.int64), np.empty(len(likely))
-        _line_up(likely, ends, np.concatenate([[0], ends[:-1]]), owners, ordered)
-        pending = sum(map(len, trees))
-        if self._nodes is not None or self._pace is None:
-            sent = min(max((self._nodes or 0) - pending, 0), len(ordered))
-        else:
-            room = max(self._pace.room - self.rows, self.rows)
-            sent = self._pace.choose(ordered[:room], pending, shared=True)
-        counts = np.bincount(owners[:sent], minlength=len(self._offers)).tolist()
-        for (row, offered, send), count in zip(self._offers, counts, strict=True):
-            row.expected = float(offered[:count].sum())
+        counts = self.share([likely for _, likely, _ in self._offers], sum(map(len, trees)))
+        for (row, likely, send), count in zip(self._offers, counts, strict=True):
+            row.expected = float(likely[:count].sum())
             send(count)
         self._offers.clear()
+
+    def share(self, offers: Sequence[NDArray[np.float64]], pending: int) -> list[int]:
+        """How many candidates of each row are sent.
+
+        Args:
+            offers: Of each row the probabilities that its candidates are accepted, descending.
+            pending: Nodes of the step without them.
+        """
+        if not offers:
+            return []
+        likely = np.concatenate(offers)
+        order = np.argsort(-likely, kind="stable")  # those of a row stay in their order
+        if self._pace is None:
+            sent = min(max((self._nodes or 0) - pending, 0), len(order))
+        else:
+            room = max(self._pace.room - self.rows, self.rows)
+            sent = self._pace.choose(likely[order[:room]], pending, shared=True)
+        owners = np.repeat(np.arange(len(offers)), [len(offered) for offered in offers])
+        counts: list[int] = np.bincount(owners[order[:sent]], minlength=len(offers)).tolist()
+        return counts
 
     def book(self, step: StepTime) -> None:
         """Note what a step took and brought; see `Pace.book`."""
@@ -167,27 +173,6 @@ class SharedRow:
         """See `StepBudget`."""
         if self.expected:
             self._shared.learn(self.expected, len(accepted))
-
-
-@compiled
-def _line_up(
-    likely: NDArray[np.float64],
-    ends: NDArray[np.int64],
-    heads: NDArray[np.int64],
-    owners: NDArray[np.int64],
-    ordered: NDArray[np.float64],
-) -> None:
-    """Put the candidates of several rows in one order, the likeliest first, with the row that each is of.
-
-    Those of each row descend, begin at its place of `heads`, which is changed, and end at that of `ends`.
-    """
-    for place in range(len(likely)):
-        owner, best = 0, -1.0
-        for row in range(len(ends)):
-            if heads[row] < ends[row] and likely[heads[row]] > best:
-                owner, best = row, likely[heads[row]]
-        owners[place], ordered[place] = owner, best
-        heads[owner] += 1
 
 
 def compile_shared_pace() -> None:

@@ -15,6 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from lookahead.backends.step_clock import step_clock
+from lookahead.core.pace import Pace
+from lookahead.core.shared_pace import SharedPace, compile_shared_pace
+from lookahead.core.step_costs import StepCosts
+from lookahead.core.step_time import StepTime
 from lookahead.drafting import text_only
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.draft_memory import DraftMemory
@@ -24,7 +28,6 @@ from lookahead.drafting.auto.search import Wanted
 from lookahead.drafting.memory_file import MemoryFile
 from lookahead.drafting.warm_up import compile_chain_loops
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
-from lookahead.integrations.vllm.chain_lengths import ChainLengths, VerifiedStep
 from lookahead.integrations.vllm.predictions import Predictions, TargetPredictions
 from lookahead.integrations.vllm.requests import Requests, Rows
 from lookahead.integrations.vllm.settings import Settings
@@ -92,15 +95,15 @@ class LookaheadProposer:
         self._batch: DraftBatch  # made with the memory, by `load_model`
         self._requests: Requests
         self._is_loaded = False
-        self._lengths = ChainLengths() if self._settings.adaptive else None
+        self._pace = SharedPace(lambda load, temperature: Pace(StepCosts(), load)) if self._settings.adaptive else None
         self._clock = step_clock(torch.device("cpu"))
         self._began: float | None = None  # when the last step was over
-        self._lost = 0.0  # by the drafts of the coming step
         self._saved = monotonic()
         self.statistics = ProposerStatistics()
         if self._file is not None:
             weakref.finalize(self, _save, self._file, self._model)  # when the process ends, if not before
         compile_chain_loops()
+        compile_shared_pace()
 
     def load_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM with the target model, whose logits are read along."""
@@ -146,7 +149,7 @@ class LookaheadProposer:
         lengths = np.asarray(num_tokens_no_spec[: len(added)], dtype=np.int64)
         tokens = np.ascontiguousarray(token_ids_cpu, dtype=np.int32)
         rows = self._requests.rows(tokens, lengths, added)
-        self._book(rows, added, now)
+        self._book(rows, lengths, added, now)
         self._learn(rows, tokens, lengths, added)
         places = self._draft(rows)
         if self._target is not None:
@@ -157,13 +160,15 @@ class LookaheadProposer:
         drafts = self._batch.nodes["token"][places, 1:].tolist()
         return [draft[:count] for draft, count in zip(drafts, counts.tolist(), strict=True)]
 
-    def _book(self, rows: Rows, added: NDArray[np.int64], now: float) -> None:
+    def _book(self, rows: Rows, lengths: NDArray[np.int64], added: NDArray[np.int64], now: float) -> None:
         """Note what the step took, if it was about the requests of the one before and no prompt."""
-        if self._lengths is None or self._began is None or not len(added) or not rows.verified.all():
+        if self._pace is None or self._began is None or not len(added) or not rows.verified.all():
             return
-        expected = float(self._likely(rows.places).sum())
-        sent, tokens = int(rows.counts.sum()) - len(added), int(added.sum())
-        self._lengths.book(VerifiedStep(len(added), sent, expected, self._lost, tokens, now - self._began))
+        nodes, tokens = int(rows.counts.sum()), int(added.sum())
+        if nodes > len(added):
+            self._pace.learn(float(self._likely(rows.places).sum()), tokens - len(added))
+        context = int((lengths - added).max())
+        self._pace.book(StepTime(nodes, context, now - self._began, tokens, len(added), not self._rests))
 
     def _learn(
         self, rows: Rows, tokens: NDArray[np.int32], lengths: NDArray[np.int64], added: NDArray[np.int64]
@@ -193,20 +198,21 @@ class LookaheadProposer:
 
     def _draft(self, rows: Rows) -> NDArray[np.int64]:
         """Find a draft for each request; returns the place of each, -1 where there is none."""
-        least = worth = 0.0
-        if self._lengths is not None:
-            self._lengths.begin(int(np.count_nonzero(rows.places >= 0)))
-            least, worth = self._lengths.least, self._lengths.worth
+        batch, pace, drafting = self._batch, self._pace, np.flatnonzero(rows.places >= 0)
+        if pace is not None and len(drafting):
+            pace.begin(len(drafting))
         places = np.full_like(rows.places, -1) if self._rests else rows.places
-        texts, batch = self._batch.texts, self._batch
-        levels = self._most_tokens - texts.dropped[places] - texts.lengths[places] - 1
+        levels = self._most_tokens - batch.texts.dropped[places] - batch.texts.lengths[places] - 1
         most = np.full_like(places, self._most_drafted)
+        least = np.full(len(places), 0.0 if pace is None else pace.least)
         with batch.memory.lock:
-            batch.find(Wanted(places, most, np.maximum(levels, 0), np.full(len(places), float(least))))
-        likely = self._likely(places[places >= 0])
-        self._lost = float(np.maximum(worth - likely, 0.0)[likely > 0].sum())
+            batch.find(Wanted(places, most, np.maximum(levels, 0), least))
+        if pace is not None and not self._rests:
+            found = rows.places[drafting]
+            offers = [batch.nodes["probability"][place, 1 : 1 + batch.counts[place]] for place in found]
+            batch.counts[found] = pace.share(offers, len(found))
         self.statistics.steps += 1
-        self.statistics.drafted += int(np.count_nonzero(likely))
+        self.statistics.drafted += int(np.maximum(batch.counts[places[places >= 0]], 0).sum())
         return places
 
     def _likely(self, places: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -217,7 +223,7 @@ class LookaheadProposer:
     @property
     def _rests(self) -> bool:
         """Whether the coming step goes without drafts; before they are made, the step that is over."""
-        return self._lengths is not None and self._lengths.rests
+        return self._pace is not None and self._pace.backs_off
 
     def _save_sometimes(self) -> None:
         """Save the memory when requests have ended, but not too often."""
