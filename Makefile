@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 RECORD ?=
 OUT := $(if $(RECORD),.,build/out)
 
-.PHONY: help demo test worth standard test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-versions release-check
+.PHONY: help demo test tests worth standard test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-versions release-check
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -27,7 +27,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed  ## Decode a built-in prompt plainly and with lookahead, side by side
 	$(BIN)/lookahead compare --dtype float32
 
-test: $(VENV)/installed lint test-quantized  ## Lint, types, and the tests (minutes)
+test: $(VENV)/installed build/torchao  ## Lint, types, and the tests (minutes); lint and types beside the tests where there are two cores
+	$(MAKE) --jobs=2 --no-print-directory lint tests test-quantized
+
+tests: $(VENV)/installed  ## The tests alone
 	$(BIN)/python -m pytest
 
 golden: $(VENV)/installed  ## What drafters send when recorded models say what they said, step by step (seconds)

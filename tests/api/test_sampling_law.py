@@ -256,7 +256,7 @@ def _draws_again_after_a_rejection(tree: TokenTree, choose: Choose, append: Appe
 def test_a_wrong_walk_is_noticed(wrong: Callable[..., Walk], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lookahead.core.step.follow", wrong)
     torch.manual_seed(0)
-    texts, _ = draw_with_lookahead(4_000, batch=500)
+    texts, _ = draw_with_lookahead(DRAWS // 10, batch=500)
     assert p_value(texts, exact_law(next_distributions())) < LEVEL
 
 

@@ -56,10 +56,9 @@ def assert_same_bits(output: Any, expected: Any, note: object = "") -> None:
         assert torch.equal(got, wanted), (note, place)
 
 
+# The two kinds of products: of all rows, and of the tokens of an expert.
 BFLOAT, HALF = TYPES
-QUICK = [
-    *(("llama", BFLOAT), ("demo", BFLOAT), ("gemma3", BFLOAT), ("mixtral", HALF)),
-]
+QUICK = [("llama", BFLOAT), ("mixtral", HALF)]
 
 
 @pytest.mark.parametrize(("name", "dtype"), QUICK, ids=str)

@@ -176,7 +176,7 @@ WAITS_OF_A_SAMPLED_TOKEN = 3
 """Beside those of its step: a step that accepts more tokens waits more often."""
 
 
-@pytest.mark.parametrize("kind", MOST_OF_A_STEP)
+@pytest.mark.parametrize("kind", quickly(MOST_OF_A_STEP, ["tree", "batch", "graphs, tree", "graphs, sampled"]))
 def test_steps_wait_for_the_device_as_often_as_they_must(
     kind: str, device: Simulation, demo: PreTrainedModel, there: PreTrainedModel, prompt: torch.Tensor
 ) -> None:
@@ -216,7 +216,7 @@ MOST_OF_AN_ENGINE_STEP = {1: (5, 10), 4: (8, 37), 16: (25, 240)}
 there is some room."""
 
 
-@pytest.mark.parametrize("rows", MOST_OF_AN_ENGINE_STEP)
+@pytest.mark.parametrize("rows", quickly(MOST_OF_AN_ENGINE_STEP, [4]))
 def test_engine_steps_wait_as_often_as_they_must(
     rows: int, device: Simulation, demo: PreTrainedModel, prompt: torch.Tensor
 ) -> None:
