@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WRITERS = (
-    *("bench", "bench-server", "models", "pictures", "plots", "ray-serve", "ray-serve-llm", "tables"),
+    *("bench", "bench-server", "models", "pictures", "plots", "ray-serve", "ray-serve-llm", "standard", "tables"),
     "test-page",
 )
 INSTALLED = (".venv/installed", "build/playwright", "build/ray", "build/vllm")
