@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 from lookahead.server.fields import CHAT, COMPLETIONS, RESPONSES, unused_rows
-from lookahead.server.requests import ChatRequest, CompletionRequest, ResponsesRequest
+from lookahead.server.requests import ChatRequest, CompletionRequest
+from lookahead.server.responses import ResponsesRequest
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/server.md"
 _TABLE = re.compile(r"(?s)(<!-- table: fields, by tools/field_table.py -->\n).*?(\n<!-- end -->)")

@@ -14,8 +14,8 @@ from openai import OpenAI
 
 from lookahead import Engine, LookaheadConfig
 from lookahead.server.app import create_app
+from lookahead.server.guard import ServerSettings
 from lookahead.server.served_model import ServedModel
-from lookahead.server.settings import ServerSettings
 
 ARGUMENTS = {
     "type": "object",

@@ -17,12 +17,11 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from lookahead import LookaheadConfig
 from lookahead.server.errors import ApiError
-from lookahead.server.reading import AnswerReader, Thinking
+from lookahead.server.grammar import grammar_of
 from lookahead.server.requests import ChatRequest, Message
 from lookahead.server.served_model import ServedModel
-from lookahead.server.structure import grammar_of
-from lookahead.server.text_builder import TextBuilder
-from lookahead.server.tools import FORMATS, HERMES, ToolFormat, format_of
+from lookahead.server.text import TextBuilder
+from lookahead.server.tools import FORMATS, HERMES, AnswerReader, Thinking, ToolFormat, format_of
 from random_schemas import random_schema
 
 TURN = [{"role": "user", "content": "def add(a, b):"}]

@@ -30,10 +30,9 @@ from lookahead.cli.inputs import read_api_keys
 from lookahead.errors import InvalidArgumentError
 from lookahead.server import process
 from lookahead.server.app import create_app
-from lookahead.server.log import write_line
+from lookahead.server.guard import ServerSettings, write_line
 from lookahead.server.process import Server, warning
 from lookahead.server.served_model import ServedModel
-from lookahead.server.settings import ServerSettings
 from server_process import ServerProcess
 
 PROMPT = "def add(a, b):"

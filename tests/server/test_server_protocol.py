@@ -17,7 +17,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from lookahead.config import PRESETS
 from lookahead.server.errors import of_validation
 from lookahead.server.fields import ANY, UNUSED
-from lookahead.server.requests import ChatRequest, CompletionRequest, Message, ResponsesRequest
+from lookahead.server.requests import ChatRequest, CompletionRequest, Message
+from lookahead.server.responses import ResponsesRequest
 from lookahead.version import __version__
 
 MODEL = "chatty"

@@ -16,15 +16,16 @@ import typer
 
 from lookahead.bench.suite_file import read_suite
 from lookahead.cli import process, remote
-from lookahead.cli.bench_settings import BenchSettings, LawSettings
 from lookahead.cli.inputs import model_folder, read_prompt, read_prompt_or
 from lookahead.cli.options import command
 from lookahead.cli.rendering import starting
 from lookahead.cli.settings import (
     BatchSettings,
+    BenchSettings,
     ChatSettings,
     CompareSettings,
     GenerateSettings,
+    LawSettings,
     ServeSettings,
     TraceSettings,
     TuneSettings,

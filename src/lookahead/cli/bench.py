@@ -17,9 +17,9 @@ from lookahead.bench.scaling_law import law_fit, law_points
 from lookahead.bench.suite import Suite
 from lookahead.bench.summary import RunSet, grouped, summarise
 from lookahead.cli import process
-from lookahead.cli.bench_settings import BenchSettings, LawSettings
 from lookahead.cli.loading import StartUp, check_device, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress
+from lookahead.cli.settings import BenchSettings, LawSettings
 from lookahead.errors import InvalidArgumentError
 
 NOTHING = "–"

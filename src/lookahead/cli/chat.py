@@ -9,12 +9,11 @@ from typing import Any
 
 from lookahead.cli import process
 from lookahead.cli.conversation import Answer, Conversation, choose_format, read_template
-from lookahead.cli.generate import Prompt, run_report, seed_draws
+from lookahead.cli.generate import Prompt, Tracing, run_report, seed_draws
 from lookahead.cli.inputs import checked, decoded
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.rendering import Consoles, StepPrinter, print_json
 from lookahead.cli.settings import ChatSettings
-from lookahead.cli.tracing import Tracing
 from lookahead.errors import InvalidArgumentError, LookaheadError
 
 MARKER = "> "

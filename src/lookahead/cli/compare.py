@@ -17,6 +17,7 @@ from lookahead.cli import process
 from lookahead.cli.generate import (
     Prompt,
     Recording,
+    Tracing,
     decode_plainly,
     decode_with_lookahead,
     encode_prompt,
@@ -29,7 +30,6 @@ from lookahead.cli.inputs import is_gguf
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.rendering import Consoles, StepPrinter, Tokenizer, decode, measuring_progress, print_json, visible
 from lookahead.cli.settings import CompareSettings
-from lookahead.cli.tracing import Tracing
 from lookahead.config import LookaheadConfig
 
 WARM_UP_TOKENS = 8

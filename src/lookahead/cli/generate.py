@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,10 +18,10 @@ from lookahead.cli.inputs import is_gguf
 from lookahead.cli.loading import LoadedModel, load_for_decoding, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, StepPrinter, Tokenizer, decode, print_json
 from lookahead.cli.settings import DecodingSettings, GenerateSettings, Sampling
-from lookahead.cli.tracing import Tracing
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import Statistics, StepRecord
 from lookahead.errors import InvalidArgumentError
+from lookahead.trace import Trace
 
 if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
@@ -307,3 +308,37 @@ def request_report(settings: DecodingSettings, loaded: LoadedModel, prompt: Prom
         "config": asdict(settings.config) | {"memory": str(settings.config.memory)},
         "versions": process.versions(),
     }
+
+
+class Tracing:
+    """Records what a command decodes, and writes it down.
+
+    Args:
+        path: Where to; nothing is recorded if it is not given.
+        loaded: The model.
+        notes: Where to say so.
+    """
+
+    def __init__(self, path: Path | None, loaded: LoadedModel, notes: Console) -> None:
+        self._notes = notes
+        facts = {"model": loaded.path.resolve().name, "type": loaded.dtype, "device": str(loaded.model.device)}
+        self._trace = None if path is None else Trace(path, loaded.tokenizer, facts=facts)
+
+    def config(self, config: LookaheadConfig) -> LookaheadConfig:
+        """A configuration that records, if anything is to be."""
+        if self._trace is None:
+            return config
+        self._trace.facts["preset"] = config.preset
+        return replace(config, trace=self._trace)
+
+    def write(self) -> None:
+        """Write the page of all that was recorded so far. A second Ctrl-C meanwhile leaves what was there.
+
+        Raises:
+            InvalidArgumentError: It cannot be written.
+        """
+        if self._trace is None or not self._trace.texts:
+            return
+        path = self._trace.write()
+        steps = sum(len(text.steps) for text in self._trace.texts)
+        self._notes.print(f"{path}: {steps} steps, {path.stat().st_size / 1000:.0f} kB", style="dim")

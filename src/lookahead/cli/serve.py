@@ -30,8 +30,8 @@ def run(settings: ServeSettings) -> int:
         raise InvalidArgumentError(
             f"serve needs {error.name}, which is not installed: pip install 'lookahead-decoding[serve]'"
         ) from error
+    from lookahead.server.guard import ServerSettings
     from lookahead.server.plan import Limits
-    from lookahead.server.settings import ServerSettings
 
     consoles = Consoles.create(no_color=settings.no_color)
     server = ServerSettings(

@@ -11,11 +11,11 @@ from typing import Any
 
 from lookahead.server.errors import ApiError
 from lookahead.server.generation import Answer, Generation, Piece
+from lookahead.server.grammar import callable_tools
 from lookahead.server.plan import Plan
-from lookahead.server.reading import AnswerReader
 from lookahead.server.requests import ChatRequest, ChoicesRequest, CompletionRequest
 from lookahead.server.served_model import ServedModel
-from lookahead.server.structure import callable_tools
+from lookahead.server.tools import AnswerReader
 from lookahead.serving.handle import TokenEvent
 from lookahead.version import __version__
 

@@ -19,22 +19,18 @@ from lookahead.errors import LookaheadError
 from lookahead.server import errors
 from lookahead.server.answers import ChatForm, CompletionForm
 from lookahead.server.errors import ApiError
-from lookahead.server.guard import Guard
-from lookahead.server.log import write_entry
+from lookahead.server.grammar import callable_tools
+from lookahead.server.guard import Guard, ServerSettings, write_entry
 from lookahead.server.metrics import Metrics
 from lookahead.server.requests import (
-    RESPONSES_NAMES,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ResponsesRequest,
     TokenizeRequest,
 )
-from lookahead.server.responses import ResponsesForm
+from lookahead.server.responses import RESPONSES_NAMES, ResponsesForm, ResponsesRequest
 from lookahead.server.served_model import ServedModel
 from lookahead.server.service import Service
-from lookahead.server.settings import ServerSettings
-from lookahead.server.structure import callable_tools
 from lookahead.serving import Engine
 from lookahead.version import __version__
 

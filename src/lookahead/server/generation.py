@@ -16,10 +16,9 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from lookahead.core.statistics import StepRecord
 from lookahead.server.errors import ApiError
 from lookahead.server.metrics import RequestClock
-from lookahead.server.plan import Plan
+from lookahead.server.plan import Plan, StepTree, TreeWatcher
 from lookahead.server.served_model import ServedModel
-from lookahead.server.step_watcher import StepTree, TreeWatcher
-from lookahead.server.text_builder import TextBuilder
+from lookahead.server.text import TextBuilder
 from lookahead.serving import RequestHandle
 from lookahead.serving.handle import TokenEvent
 

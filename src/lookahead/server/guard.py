@@ -1,14 +1,17 @@
-"""What stands before the application: keys, sizes and times of requests, and a line in the log for each."""
+"""What stands before the application: what a request may ask for, keys, sizes and times, idle connections, the log."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import hmac
+import json
 import secrets
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,9 +19,110 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lookahead.server.errors import CLOSE, ApiError
-from lookahead.server.settings import ServerSettings
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may ask for.
+
+    Attributes:
+        prompt_tokens: Most tokens of a prompt; the model's context if `None`.
+        new_tokens: Most tokens of an answer that names no number, and of one that names a larger one.
+    """
+
+    prompt_tokens: int | None = None
+    new_tokens: int = 16384
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings of a server.
+
+    Attributes:
+        host: Address to listen on.
+        port: Port to listen on; any free one if 0.
+        api_keys: Keys of which clients have to name one; none are asked for if there are none.
+        limits: What a request may ask for.
+        body_bytes: Most bytes of a request.
+        queue: Most answers that wait for their turn, beside those that run. More are refused with status 429.
+        timeout: Seconds after which a request is given up.
+        read_timeout: Seconds in which a request must have arrived.
+        rows: Answers that are made at once.
+        open_paths: What may be asked for without a key.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+    body_bytes: int = 8 * 2**20
+    queue: int = 128
+    timeout: float = 600.0
+    read_timeout: float = 30.0
+    rows: int = 16
+    open_paths: tuple[str, ...] = ("/health", "/", "/page/page.js", "/page/page.css")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether no other machine can reach it."""
+        return self.host in ("127.0.0.1", "::1", "localhost")
+
+
+def guarded_protocol(seconds: float) -> type[H11Protocol]:
+    """A protocol that closes connections on which no request has begun for a while.
+
+    Args:
+        seconds: In which the head of a request must have arrived.
+    """
+
+    class Guarded(H11Protocol):
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self._stop()
+
+        def _watch(self) -> None:
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop()
+            elif self._timer is None:
+                self._timer = self.loop.call_later(seconds, self._close)
+
+        def _stop(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _close(self) -> None:
+            self._timer = None
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.close()
+
+    return Guarded
+
+
+def write_line(text: str) -> None:
+    """Write a line, unless the disk is full, or whoever read the log has gone."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+
+
+def write_entry(fields: dict[str, Any]) -> None:
+    """Write one line of JSON, with the time."""
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    write_line(json.dumps({"time": stamp, **fields}, ensure_ascii=True))
 
 
 class Guard:

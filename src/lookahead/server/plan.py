@@ -1,20 +1,28 @@
-"""What a request asks of the engine: prompts, lengths, sampling, how to draft."""
+"""What a request asks of the engine: prompts, lengths, sampling, logits processors, how to draft."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from llguidance import LLTokenizer
-from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from lookahead.config import LookaheadConfig
+from lookahead.core.watching import StepWatcher, WatchedStep
 from lookahead.server.errors import refused
-from lookahead.server.grammar import GrammarProcessor, GrammarSource, GrammarState, check_grammar
-from lookahead.server.processors import LogitBias, OccurrencePenalty
-from lookahead.server.reading import Thinking
+from lookahead.server.grammar import (
+    GrammarProcessor,
+    GrammarSource,
+    GrammarState,
+    callable_tools,
+    check_grammar,
+    grammar_of,
+)
+from lookahead.server.guard import Limits
 from lookahead.server.requests import (
     ChatRequest,
     ChoicesRequest,
@@ -24,8 +32,7 @@ from lookahead.server.requests import (
     joined,
 )
 from lookahead.server.served_model import ServedModel, prompt_room
-from lookahead.server.step_watcher import TreeWatcher
-from lookahead.server.structure import callable_tools, grammar_of
+from lookahead.server.tools import Thinking
 
 _LEAST_TEMPERATURE = 0.01
 
@@ -34,19 +41,6 @@ _NO_TOKEN = -1
 
 Grammar = tuple[LLTokenizer, str]
 """The tokens of the model as grammars see them, and a grammar."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a request may ask for.
-
-    Attributes:
-        prompt_tokens: Most tokens of a prompt; the model's context if `None`.
-        new_tokens: Most tokens of an answer that names no number, and of one that names a larger one.
-    """
-
-    prompt_tokens: int | None = None
-    new_tokens: int = 16384
 
 
 @dataclass(frozen=True)
@@ -262,3 +256,83 @@ def _config(config: LookaheadConfig, options: LookaheadOptions) -> LookaheadConf
     if options.preset is None or options.preset == config.preset:
         return replace(config, **chosen)
     return LookaheadConfig(preset=options.preset, **chosen)
+
+
+class OccurrencePenalty(LogitsProcessor):  # type: ignore[misc]
+    """`presence_penalty` and `frequency_penalty` of OpenAI's API, by the tokens of the answer so far.
+
+    Args:
+        presence: Subtracted from the logit of each token that is in the answer.
+        frequency: Subtracted for each time that it is.
+        prompt_length: Tokens before the answer.
+    """
+
+    def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
+        self._presence, self._frequency = presence, frequency
+        self._seen = prompt_length
+        self._counts: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Logits `[1, vocabulary]` less the penalties of tokens that the answer has."""
+        if self._counts is None:
+            self._counts = torch.zeros_like(scores[0])
+        new = input_ids[0, self._seen :]
+        self._counts.index_add_(0, new, torch.ones_like(new, dtype=self._counts.dtype))
+        self._seen = input_ids.shape[1]
+        return scores - self._frequency * self._counts - self._presence * (self._counts > 0)
+
+
+class LogitBias(LogitsProcessor):  # type: ignore[misc]
+    """Adds a number to the logits of some tokens.
+
+    Args:
+        bias: The number for each token id.
+    """
+
+    def __init__(self, bias: Mapping[int, float]) -> None:
+        self._tokens = torch.tensor(list(bias), dtype=torch.long)
+        self._values = torch.tensor(list(bias.values()))
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Logits `[1, vocabulary]` with the bias added."""
+        biased = scores.clone()
+        biased[0, self._tokens.to(scores.device)] += self._values.to(scores.device, scores.dtype)
+        return biased
+
+
+@dataclass(frozen=True)
+class StepTree:
+    """What a step proposed, and what of it was accepted.
+
+    Attributes:
+        tokens: Token of each node; the first is the root.
+        parents: Parent of each node, -1 for the root.
+        path: The accepted nodes.
+        sources: Source of each node below the root.
+        probabilities: Of the path to each node below the root, as it was estimated; `None` where it was not.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    path: list[int]
+    sources: list[str]
+    probabilities: list[float | None]
+
+
+class TreeWatcher:
+    """A recorder (`lookahead.core.watching.Recorder`) that keeps the tree of the last step."""
+
+    def __init__(self) -> None:
+        self.tree: StepTree | None = None
+
+    def begin(self, prompt: Sequence[int]) -> StepWatcher:
+        """See `Recorder`."""
+        return self._keep
+
+    def _keep(self, step: WatchedStep) -> None:
+        result, origins = step.result, step.explanation.origins
+        tree, root = result.tree, result.tree.root
+        parents = [-1, *(parent - root for parent in tree.parents[root + 1 :])]
+        path = [node - root for node in result.path]
+        likely = [None if origin.probability is None else round(origin.probability, 4) for origin in origins]
+        self.tree = StepTree(tree.tokens[root:], parents, path, [origin.evidence[0] for origin in origins], likely)

@@ -12,10 +12,8 @@ import uvicorn
 
 from lookahead.errors import InvalidArgumentError
 from lookahead.server.app import create_app
-from lookahead.server.connection import guarded_protocol
-from lookahead.server.log import write_line
+from lookahead.server.guard import ServerSettings, guarded_protocol, write_line
 from lookahead.server.served_model import ServedModel
-from lookahead.server.settings import ServerSettings
 
 _BACKLOG = 2048
 """Connections that may wait to be taken, as many as uvicorn has by default."""

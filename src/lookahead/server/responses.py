@@ -1,20 +1,218 @@
-"""Answers in the form of `/v1/responses`: items of reasoning, text, and calls of functions."""
+"""`/v1/responses`: its requests as those of a chat, its answers as items of reasoning, text and calls."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from lookahead.server.answers import Form
 from lookahead.server.errors import ApiError
+from lookahead.server.fields import FORMAT, MESSAGE, RESPONSES, TOOL
 from lookahead.server.generation import Answer, Generation, Piece
+from lookahead.server.grammar import callable_tools
 from lookahead.server.plan import Plan
-from lookahead.server.reading import AnswerReader, Part
-from lookahead.server.requests import ChatRequest
+from lookahead.server.requests import (
+    ChatRequest,
+    Count,
+    Fields,
+    Function,
+    FunctionCall,
+    FunctionName,
+    FunctionTool,
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    Message,
+    NamedTool,
+    ResponseFormat,
+    TextFormat,
+    TextPart,
+    TextRequest,
+    ToolCall,
+    joined,
+)
 from lookahead.server.served_model import ServedModel
-from lookahead.server.structure import callable_tools
+from lookahead.server.tools import AnswerReader, Part
+
+
+class InputMessage(Fields):
+    """A message of the input of `/v1/responses`, which may be one of an earlier answer."""
+
+    place: ClassVar[str] = MESSAGE
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    id: str | None = Field(default=None, max_length=256)
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    phase: str | None = Field(default=None, max_length=64)
+
+
+class InputCall(Fields):
+    """A call of a function in an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str = Field(max_length=256)
+    name: str = Field(max_length=256)
+    arguments: str
+    id: str | None = Field(default=None, max_length=256)
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class InputResult(Fields):
+    """What a function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str = Field(max_length=256)
+    output: str | list[TextPart]
+    id: str | None = Field(default=None, max_length=256)
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class ReasoningPart(Fields):
+    """A piece of the reasoning of an earlier answer."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class InputReasoning(Fields):
+    """The reasoning of an earlier answer."""
+
+    type: Literal["reasoning"]
+    id: str | None = Field(default=None, max_length=256)
+    summary: list[ReasoningPart] = Field(default_factory=list)
+    content: list[ReasoningPart] = Field(default_factory=list)
+    encrypted_content: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+InputItem = InputMessage | InputCall | InputResult | InputReasoning
+
+
+class SchemaFormat(Fields):
+    """A JSON value that follows a schema, as `/v1/responses` asks for it."""
+
+    type: Literal["json_schema"]
+    name: str = Field(max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool = True
+
+
+class TextOptions(Fields):
+    """The form of the answer."""
+
+    place: ClassVar[str] = FORMAT
+    format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] = Field(
+        default_factory=lambda: TextFormat(type="text")
+    )
+
+
+class Reasoning(Fields):
+    """How much to reason."""
+
+    effort: str | None = Field(default=None, max_length=64)
+    summary: str | None = Field(default=None, description="reasoning is told whole")
+    generate_summary: str | None = None
+
+
+class FlatTool(Function):
+    """A function, as `/v1/responses` has it."""
+
+    place: ClassVar[str] = TOOL
+    type: Literal["function"]
+
+
+class FlatName(FunctionName):
+    """The function that has to be called, as `/v1/responses` has it."""
+
+    type: Literal["function"]
+
+
+RESPONSES_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+"""What fields of a chat are called in a request to `/v1/responses`."""
+
+
+class ResponsesRequest(TextRequest):
+    """`POST /v1/responses`."""
+
+    place: ClassVar[str] = RESPONSES
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=4095)] = Field(
+        description="a text, or messages, calls, what these returned, and reasoning"
+    )
+    instructions: str | None = Field(default=None, description="a system message before all others")
+    max_output_tokens: Count | None = Field(default=None, description="as many as fit if not given")
+    text: TextOptions = Field(default_factory=TextOptions, description="`format`, as `response_format` of a chat")
+    tools: list[FlatTool] = Field(default_factory=list, max_length=128, description="functions; see below")
+    tool_choice: Literal["none", "auto", "required"] | FlatName | None = Field(
+        default=None, description="`none`, `auto`, `required`, or a function"
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="whether there may be several calls")
+    reasoning: Reasoning = Field(
+        default_factory=Reasoning,
+        description="`effort`: an argument of the chat template; nothing where it has no such",
+    )
+
+    def as_chat(self) -> ChatRequest:
+        """The same request for a chat completion."""
+        messages = [Message(role="user", content=self.input)] if isinstance(self.input, str) else _messages(self.input)
+        if self.instructions is not None:
+            messages.insert(0, Message(role="system", content=self.instructions))
+        asked, choice = self.text.format, self.tool_choice
+        if isinstance(asked, SchemaFormat):
+            schema = JsonSchema(name=asked.name, schema=asked.schema_)
+            format_: ResponseFormat = JsonSchemaFormat(type="json_schema", json_schema=schema)
+        else:
+            format_ = asked
+        return ChatRequest(
+            messages=messages,
+            max_tokens=self.max_output_tokens,
+            response_format=format_,
+            tools=[FunctionTool(type="function", function=Function(**_told(tool))) for tool in self.tools],
+            tool_choice=NamedTool(type="function", function=choice) if isinstance(choice, FlatName) else choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=self.reasoning.effort,
+            **{name: getattr(self, name) for name in TextRequest.model_fields},
+        )
+
+
+def _told(tool: FlatTool) -> dict[str, Any]:
+    return tool.model_dump(exclude={"type"}, exclude_unset=True)
+
+
+def _messages(items: Sequence[InputItem]) -> list[Message]:
+    """Items of `/v1/responses` as messages: reasoning, text and calls of one answer are one message."""
+    messages: list[Message] = []
+    for item in items:
+        if isinstance(item, InputResult):
+            messages.append(Message(role="tool", tool_call_id=item.call_id, content=joined(item.output)))
+        elif isinstance(item, InputMessage) and item.role != "assistant":
+            messages.append(Message(role=item.role, content=joined(item.content)))
+        else:
+            if not messages or messages[-1].role != "assistant" or not _may_follow(messages[-1], item):
+                messages.append(Message(role="assistant"))
+            _extend(messages[-1], item)
+    return messages
+
+
+def _may_follow(message: Message, item: InputItem) -> bool:
+    """Whether an item is a part of the same answer as what the message holds."""
+    return isinstance(item, InputCall) or not (message.content or message.tool_calls)
+
+
+def _extend(message: Message, item: InputItem) -> None:
+    if isinstance(item, InputMessage):
+        message.content = joined(item.content)
+    elif isinstance(item, InputReasoning):
+        message.reasoning_content = "".join(part.text for part in item.content or item.summary)
+    elif isinstance(item, InputCall):
+        function = FunctionCall(name=item.name, arguments=item.arguments)
+        message.tool_calls = [*(message.tool_calls or []), ToolCall(id=item.call_id, function=function)]
+
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}

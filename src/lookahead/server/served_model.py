@@ -16,10 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import ApiError, refused
 from lookahead.server.grammar import grammar_tokenizer
-from lookahead.server.reading import THINK, THOUGHT, Thinking, thinking_of
 from lookahead.server.requests import FunctionTool, Message, ToolCall
-from lookahead.server.token_bytes import token_bytes
-from lookahead.server.tools import ToolFormat, format_of
+from lookahead.server.text import token_bytes
+from lookahead.server.tools import THINK, THOUGHT, Thinking, ToolFormat, format_of, thinking_of
 from lookahead.serving import Engine
 
 _TAIL = 8

@@ -1,26 +1,27 @@
-"""Answers requests: from a checked request to the response, on the engine of a served model."""
+"""Answers requests: from a checked request to the response, whole or as server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
+from lookahead.errors import LookaheadError
 from lookahead.server import errors
 from lookahead.server.answers import CompletionForm, Form
-from lookahead.server.delivery import deliver
-from lookahead.server.errors import CLOSE, ApiError
-from lookahead.server.generation import Generation
-from lookahead.server.load import Load
+from lookahead.server.errors import CLOSE, ApiError, of_library
+from lookahead.server.generation import Generation, Piece
+from lookahead.server.guard import ServerSettings
 from lookahead.server.metrics import Metrics, RequestClock
 from lookahead.server.plan import Plan, make_plan
 from lookahead.server.requests import ChoicesRequest, CompletionRequest
 from lookahead.server.served_model import ServedModel
-from lookahead.server.settings import ServerSettings
 
 COMPLETION_TOKENS = 16
 """Most tokens of an answer of `/v1/completions` that names no number, as in OpenAI's API."""
@@ -120,3 +121,116 @@ def _check(request: ChoicesRequest) -> None:
         raise errors.refused("stream_options", "stream_options needs stream=true")
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         raise errors.refused("echo", "echo does not go with logprobs: only answers have log-probabilities here")
+
+
+_RETRY_AFTER = 2
+"""Seconds after which a client that was sent away may try again."""
+
+
+class Load:
+    """Counts answers, and refuses those for which there is no room.
+
+    Args:
+        most: Most answers at once, those that wait included.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.answers = 0
+
+    def take(self, count: int) -> None:
+        """Take further answers.
+
+        Raises:
+            ApiError: There is no room for them.
+        """
+        if count > self._most:
+            raise ApiError(400, f"{count} answers are more than the {self._most} that this server makes at once", "n")
+        if self.answers + count > self._most:
+            raise ApiError(
+                429,
+                f"{self.answers} answers are being made or wait; try again later",
+                code="overloaded",
+                headers={"Retry-After": str(_RETRY_AFTER)},
+            )
+        self.answers += count
+
+    def give_back(self, count: int) -> None:
+        """Answers have ended."""
+        self.answers -= count
+
+
+CLIENT_LEFT = 499
+
+
+async def deliver(http: Request, form: Form, generation: Generation, stream: bool) -> Response:
+    """The response to a request whose answers are being made. A client that goes away ends them."""
+    if stream:
+        return EventStream(form, generation)
+    whole = asyncio.create_task(_whole(form, generation))
+    left = asyncio.create_task(_disconnected(http))
+    try:
+        await asyncio.wait((whole, left), return_when=asyncio.FIRST_COMPLETED)
+        return JSONResponse(await whole) if whole.done() else Response(status_code=CLIENT_LEFT)
+    finally:
+        whole.cancel()
+        left.cancel()
+        generation.close()
+
+
+class EventStream(StreamingResponse):
+    """Answers as server-sent events."""
+
+    def __init__(self, form: Form, generation: Generation) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(_events(form, generation), media_type="text/event-stream", headers=headers)
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:  # also where the client left before the first event
+            self._generation.close()
+
+
+async def _whole(form: Form, generation: Generation) -> dict[str, Any]:
+    pieces: list[list[Piece]] = [[] for _ in generation.answers]
+    async for answer, piece in generation:
+        if piece is not None:
+            pieces[answer.index].append(piece)
+    return form.whole(generation, pieces)
+
+
+async def _events(form: Form, generation: Generation) -> AsyncIterator[bytes]:
+    try:
+        for chunk in form.opening(generation):
+            yield _event(chunk)
+        async for answer, piece in generation:
+            for chunk in form.chunks(answer, piece):
+                yield _event(chunk)
+        for chunk in form.closing(generation):
+            yield _event(chunk)
+    except Exception as error:  # the status is sent already, so that it can only be told here
+        yield _event(form.failure(as_api_error(error)))
+    yield form.last_event
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Any error in the form that clients know."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, LookaheadError):
+        return of_library(error)
+    return ApiError(500, "the server failed; its log says why")
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    name = f"event: {data['type']}\n".encode() if "type" in data else b""
+    return name + b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def _disconnected(http: Request) -> None:
+    """Wait until the client has gone."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
