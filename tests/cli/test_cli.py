@@ -357,7 +357,7 @@ def test_a_server_keeps_finished_texts_unless_told_not_to(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Any, options: list[str], reuses: bool
 ) -> None:
     engines = []
-    monkeypatch.setattr("lookahead.server.process.serve", lambda served, *others: engines.append(served.engine))
+    monkeypatch.setattr("lookahead.server.process.serve", lambda models, *others: engines.append(models[0].engine))
     assert main(["serve", "--port", "0", *CPU, *options]) == 0
     ids = tokenizer(DEMO_PROMPT).input_ids
     handles = []

@@ -107,7 +107,7 @@ def special(demo: Any) -> Iterator[tuple[TestClient, Any]]:
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     tokenizer.chat_template = TEMPLATE
     served = ServedModel("x", model, tokenizer, Engine(model, kv_bytes=2**28), LookaheadConfig(), context_length=2048)
-    with TestClient(create_app(served, ServerSettings()), base_url="http://localhost") as made:
+    with TestClient(create_app([served], ServerSettings()), base_url="http://localhost") as made:
         yield made, tokenizer
 
 

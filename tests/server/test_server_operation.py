@@ -194,7 +194,7 @@ def test_memory_for_keys_and_values_is_bounded_and_told(http: httpx.Client) -> N
 
 
 def test_a_request_that_takes_too_long_is_given_up(served: ServedModel) -> None:
-    with TestClient(create_app(served, ServerSettings(timeout=0.3)), base_url="http://localhost") as client:
+    with TestClient(create_app([served], ServerSettings(timeout=0.3)), base_url="http://localhost") as client:
         answer = client.post("/v1/completions", json={**LONG, "model": "demo", "n": 4})
         assert (answer.status_code, answer.json()["error"]["type"]) == (504, "timeout_error")
         streamed = client.post("/v1/completions", json={**LONG, "model": "demo", "stream": True})
@@ -237,7 +237,7 @@ class Running:
 
 def test_the_second_signal_leaves_nobody_without_an_answer(demo: Any) -> None:
     served = ServedModel("demo", *demo, Engine(demo[0], kv_bytes=2**28), LookaheadConfig(), context_length=2048)
-    running = Running(create_app(served, ServerSettings()))
+    running = Running(create_app([served], ServerSettings()))
     asked = LONG | {"model": "demo", "n": 4}
     with ThreadPoolExecutor() as threads, httpx.Client(base_url=running.url, timeout=60) as client:
         whole = threads.submit(client.post, "/v1/completions", json=asked)
@@ -261,7 +261,7 @@ def test_the_second_signal_leaves_nobody_without_an_answer(demo: Any) -> None:
 
 def test_what_comes_while_answers_are_broken_off_is_told_so(demo: Any) -> None:
     served = ServedModel("demo", *demo, Engine(demo[0], kv_bytes=2**28), LookaheadConfig(), context_length=2048)
-    app = create_app(served, ServerSettings())
+    app = create_app([served], ServerSettings())
     with TestClient(app, base_url="http://localhost") as client:
         app.state.service.stop()
         answer = client.post("/v1/completions", json={"model": "demo", "prompt": "x"})
@@ -299,7 +299,7 @@ def test_the_third_signal_stops_at_once() -> None:
 def test_a_web_page_cannot_reach_a_local_server_under_its_own_name(
     served: ServedModel, host: str, settings: dict[str, Any], status: int
 ) -> None:
-    client = TestClient(create_app(served, ServerSettings(**settings)))
+    client = TestClient(create_app([served], ServerSettings(**settings)))
     answer = client.get("/health", headers={"Host": host})
     assert answer.status_code == status
     if status == 403:

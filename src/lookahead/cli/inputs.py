@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -165,6 +166,27 @@ def _check_config(path: Path) -> None:
         ) from error
     if not isinstance(config, dict):
         raise InvalidArgumentError(f"--model {path}: its config.json holds no JSON object; copy the model again")
+
+
+def adapter_folders(given: Sequence[str] | None) -> dict[str, Path]:
+    """The folders of LoRA adapters, by the names that `NAME=PATH` gives them.
+
+    Raises:
+        InvalidArgumentError: There is no adapter in one, or two have one name.
+    """
+    found: dict[str, Path] = {}
+    for text in given or ():
+        name, separator, path = text.partition("=")
+        if not (name and separator and path):
+            raise InvalidArgumentError(f"--lora {text}: give NAME=PATH, the name that clients ask for and the folder")
+        if name in found:
+            raise InvalidArgumentError(f"--lora {text}: there is another adapter of this name; choose another one")
+        if not (Path(path) / "adapter_config.json").is_file():
+            raise InvalidArgumentError(
+                f"--lora {text}: {path} is no folder with an adapter_config.json, as peft saves it"
+            )
+        found[name] = Path(path)
+    return found
 
 
 def read_api_keys(path: Path | None) -> tuple[str, ...]:

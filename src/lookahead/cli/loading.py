@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -165,6 +166,28 @@ def _check_options(path: Path, settings: DecodingSettings | ServeSettings) -> No
             raise InvalidArgumentError(
                 f"{option}{value} is about GGUF models, but --model {path} is a folder; leave {option} out"
             )
+
+
+def with_adapter(loaded: LoadedModel, path: Path) -> LoadedModel:
+    """A model with a LoRA adapter: an object of its own that shares the weights of `loaded`.
+
+    Raises:
+        InvalidArgumentError: The adapter cannot be loaded.
+        UnsupportedModelError: The model cannot be run with it.
+    """
+    if find_spec("peft") is None:
+        raise InvalidArgumentError(f"--lora {path} needs peft, which is not installed: pip install peft")
+    if is_gguf(loaded.path):
+        raise InvalidArgumentError(
+            f"--lora {path} is about models of transformers; --model {loaded.path} is a GGUF file"
+        )
+    model = open_session(loaded.model).sharing_weights()
+    try:
+        model.load_adapter(str(path))
+    except Exception as error:  # whatever a broken or foreign adapter makes peft raise
+        raise InvalidArgumentError(f"--lora {path}: cannot be loaded: {summary(error)}") from error
+    loaded.start_up.check(model)
+    return replace(loaded, model=model)
 
 
 def load_for_decoding(settings: DecodingSettings | ServeSettings, notes: Console) -> LoadedModel:

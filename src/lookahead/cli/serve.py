@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from lookahead.backends.free_memory import free_bytes
 from lookahead.cli import process
-from lookahead.cli.inputs import is_gguf, read_api_keys
-from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
+from lookahead.cli.inputs import adapter_folders, is_gguf, read_api_keys
+from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries, with_adapter
 from lookahead.cli.rendering import Consoles
 from lookahead.cli.settings import ServeSettings
+from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError
 from lookahead.serving import Engine
 from lookahead.serving.kv_memory import PREFIX_BYTES
@@ -45,35 +49,44 @@ def run(settings: ServeSettings) -> int:
         read_timeout=settings.read_timeout,
         rows=settings.max_rows,
     )
+    adapters = adapter_folders(settings.lora)
     with quiet_libraries(), bind(server) as listener:
         loaded = load_for_decoding(settings, consoles.notes)
+        name = settings.name or (DEMO_NAME if settings.model is None else loaded.path.resolve().name)
+        if name in adapters:
+            raise InvalidArgumentError(f"--lora {name}={adapters[name]}: the model has this name; choose another one")
+        all_loaded = {name: loaded} | {name: with_adapter(loaded, path) for name, path in adapters.items()}
+        room = settings.kv_bytes
+        if room is None and not is_gguf(loaded.path):  # llama.cpp takes its room at once, no more than can be used
+            room = free_bytes(loaded.model.device) // _SHARE
+        room = None if room is None else room // len(all_loaded)
+        models = []
         with loaded.start_up.engine(settings.config):
-            engine = _engine(settings, loaded)
+            for name, each in all_loaded.items():
+                config = settings.config if each is loaded else _of_adapter(settings.config, name)
+                engine = _engine(settings, config, each, room)
+                context = min(most for most in (each.context_length, _longest_text(engine)) if most is not None)
+                models.append(ServedModel(name, each.model, each.tokenizer, engine, config, each.sampling, context))
         loaded.start_up.tell()
-        context = min(most for most in (loaded.context_length, _longest_text(engine)) if most is not None)
-        served = ServedModel(
-            name=settings.name or (DEMO_NAME if settings.model is None else loaded.path.resolve().name),
-            model=loaded.model,
-            tokenizer=loaded.tokenizer,
-            engine=engine,
-            config=settings.config,
-            sampling=loaded.sampling,
-            context_length=context,
-        )
-        serve(served, server, listener)
+        serve(models, server, listener)
     return process.OK
 
 
-def _engine(settings: ServeSettings, loaded: LoadedModel) -> Engine:
-    given = most = settings.kv_bytes
-    if given is None and not is_gguf(loaded.path):  # llama.cpp takes its room at once, no more than can be used
-        most = free_bytes(loaded.model.device) // _SHARE
+def _of_adapter(config: LookaheadConfig, name: str) -> LookaheadConfig:
+    """With a memory file of the adapter's own, if there is one: what the model predicts is another thing with it."""
+    if config.memory in ("request", "process"):
+        return config
+    path = Path(config.memory)
+    return replace(config, memory=path.with_name(f"{path.stem}-{name}{path.suffix}"))
+
+
+def _engine(settings: ServeSettings, config: LookaheadConfig, loaded: LoadedModel, room: int | None) -> Engine:
     return Engine(
         loaded.model,
-        settings.config,
+        config,
         max_rows=settings.max_rows,
-        kv_bytes=most,
-        prefix_bytes=PREFIX_BYTES if given is None else None,
+        kv_bytes=room,
+        prefix_bytes=PREFIX_BYTES if settings.kv_bytes is None else None,
         prompt_tokens=settings.prompt_tokens,
         prefix_cache=settings.prefix_cache,
     )

@@ -318,6 +318,12 @@ class ServeSettings(Settings):
     model: Path | None = _model()
     allow_missing: bool = _allow_missing()
     name: str | None = option("--name TEXT", SOURCE, "What clients call the model.", shown="the name of its folder")
+    lora: list[str] | None = option(
+        "--lora NAME=PATH",
+        SOURCE,
+        "Serve the model with this LoRA adapter as well, as model NAME; give it several times for several.",
+        shown=False,
+    )
     host: str = option("--host ADDRESS", NETWORK, "Address to listen on; 0.0.0.0 for all.", default="127.0.0.1")
     port: int = option("--port", NETWORK, "Port to listen on, 0 for any that is free.", port, 8000)
     api_key_file: Path | None = option(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,26 +46,29 @@ PAGE = Path(__file__).parent / "page"
 PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'"}
 
 
-def create_app(served: ServedModel, settings: ServerSettings) -> FastAPI:
-    """The application that serves a model. Its engine is started with it, and closed."""
+def create_app(models: Sequence[ServedModel], settings: ServerSettings) -> FastAPI:
+    """The application that serves models. Their engines are started with it, and closed."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        served.engine.start()
+        for served in models:
+            served.engine.start()
         try:
             yield
         finally:
-            await asyncio.to_thread(served.engine.close, True)
+            for served in models:
+                await asyncio.to_thread(served.engine.close, True)
             service.close()
 
     app = FastAPI(title="lookahead", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     _add_errors(app)
-    metrics = Metrics(served.name)
-    service = app.state.service = Service(served, settings, metrics)
-    _add_gauges(metrics, served.engine)
+    service = app.state.service = Service(models, settings)
+    metrics = service.metrics[models[0].name]
+    for served in models:
+        _add_gauges(service.metrics[served.name], served.engine)
     app.add_middleware(Guard, settings=settings, refused=metrics.refused, log=write_entry)
-    _add_state(app, served, metrics)
-    _add_texts(app, served, service)
+    _add_state(app, service, metrics)
+    _add_texts(app, service)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -75,8 +79,8 @@ def create_app(served: ServedModel, settings: ServerSettings) -> FastAPI:
     return app
 
 
-def _add_state(app: FastAPI, served: ServedModel, metrics: Metrics) -> None:
-    """What is asked about the server and its model."""
+def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
+    """What is asked about the server and its models."""
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -91,10 +95,11 @@ def _add_state(app: FastAPI, served: ServedModel, metrics: Metrics) -> None:
     @app.get("/load")
     async def told_load() -> dict[str, int]:
         """How much there is to do at the moment."""
-        now = served.engine.load
-        counts = {"server_load": now.running + now.waiting, "running": now.running, "waiting": now.waiting}
-        sizes = {"kv_bytes": now.kv_bytes, "prefix_bytes": now.prefix_bytes}
-        return {**counts, **sizes, **({} if now.most_kv_bytes is None else {"kv_limit_bytes": now.most_kv_bytes})}
+        loads = [asdict(served.engine.load) for served in service.models.values()]
+        now = {name: sum(load[name] or 0 for load in loads) for name in loads[0]}
+        limit = now.pop("most_kv_bytes")
+        now["server_load"] = now["running"] + now["waiting"]
+        return now | ({"kv_limit_bytes": limit} if limit else {})
 
     @app.get("/metrics")
     async def told_metrics() -> Response:
@@ -103,44 +108,43 @@ def _add_state(app: FastAPI, served: ServedModel, metrics: Metrics) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The model that is served."""
-        return {"object": "list", "data": [_card(served)]}
+        """The models that are served."""
+        return {"object": "list", "data": [_card(served) for served in service.models.values()]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         """One model."""
-        served.check_name(name)
-        return _card(served)
+        return _card(service.model(name))
 
 
-def _add_texts(app: FastAPI, served: ServedModel, service: Service) -> None:
+def _add_texts(app: FastAPI, service: Service) -> None:
     """What makes texts, or reads them."""
 
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest, http: Request) -> Response:
         """Continue texts."""
         return await service.answer(
-            request, http, CompletionForm, lambda: _prompts(served, request), len(request.prompts)
+            request, http, CompletionForm, lambda served: _prompts(served, request), len(request.prompts)
         )
 
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, http: Request) -> Response:
         """Continue a conversation."""
-        return await service.answer(request, http, ChatForm, lambda: [_chat_prompt(served, request)], 1)
+        return await service.answer(request, http, ChatForm, lambda served: [_chat_prompt(served, request)], 1)
 
     @app.post("/v1/responses")
     async def responses(request: ResponsesRequest, http: Request) -> Response:
         """Answer a text or a conversation."""
         chat = request.as_chat()
         try:
-            return await service.answer(chat, http, ResponsesForm, lambda: [_chat_prompt(served, chat)], 1)
+            return await service.answer(chat, http, ResponsesForm, lambda served: [_chat_prompt(served, chat)], 1)
         except ApiError as error:
             raise error.renamed(RESPONSES_NAMES) from error
 
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a text, or of a conversation."""
-        served.check_name(request.model)
+        served = service.model(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise ApiError(400, "give prompt or messages, one of them", "prompt", "invalid_value")
         prompt, messages = request.prompt, request.messages
@@ -153,7 +157,7 @@ def _add_texts(app: FastAPI, served: ServedModel, service: Service) -> None:
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
         """The text of tokens."""
-        served.check_name(request.model)
+        served = service.model(request.model)
         served.check_tokens(request.tokens, "tokens")
         return {"prompt": await service.prepared(lambda: served.tokenizer.decode(request.tokens))}
 

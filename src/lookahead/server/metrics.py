@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter as Counts
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
@@ -19,11 +19,18 @@ WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 
 
 class Metrics:
-    """Counts of one server, labelled with the name of its model."""
+    """Counts of one served model, labelled with its name.
 
-    def __init__(self, model: str) -> None:
-        self._registry = CollectorRegistry()
-        ProcessCollector(registry=self._registry)  # memory, time, open files of this process
+    Args:
+        model: Its name.
+        others: Of another model of the same server; all are told together.
+    """
+
+    def __init__(self, model: str, others: Metrics | None = None) -> None:
+        self._registry = CollectorRegistry() if others is None else others._registry
+        self._families: dict[str, Any] = {} if others is None else others._families
+        if others is None:
+            ProcessCollector(registry=self._registry)  # memory, time, open files of this process
         self._model = model
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests.")
         self.generated_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
@@ -46,8 +53,7 @@ class Metrics:
 
     def gauge(self, name: str, about: str, value: Callable[[], float]) -> None:
         """Add a number that is asked for when it is told."""
-        made = Gauge(name, about, ["model_name"], registry=self._registry)
-        made.labels(self._model).set_function(value)
+        self._family(Gauge, name, about).labels(self._model).set_function(value)
 
     def step(self, tokens: int, nodes: int) -> None:
         """Count a step of one request."""
@@ -83,13 +89,19 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _counter(self, name: str, about: str) -> Counter:
-        return Counter(name, about, ["model_name"], registry=self._registry).labels(self._model)
+        return self._family(Counter, name, about).labels(self._model)
 
     def _labelled_counter(self, name: str, about: str, label: str) -> Counter:
-        return Counter(name, about, ["model_name", label], registry=self._registry)
+        return self._family(Counter, name, about, label)
 
     def _histogram(self, name: str, about: str, bounds: tuple[float, ...]) -> Histogram:
-        return Histogram(name, about, ["model_name"], registry=self._registry, buckets=bounds).labels(self._model)
+        return self._family(Histogram, name, about, buckets=bounds).labels(self._model)
+
+    def _family(self, kind: type[Any], name: str, about: str, *labels: str, **more: Any) -> Any:
+        """The numbers of one name, of all models."""
+        if name not in self._families:
+            self._families[name] = kind(name, about, ["model_name", *labels], registry=self._registry, **more)
+        return self._families[name]
 
 
 class RequestClock:

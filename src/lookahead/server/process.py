@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import uvicorn
@@ -63,14 +63,14 @@ class Server(uvicorn.Server):
         logging.getLogger("uvicorn.error").disabled = True  # what is broken off is no error to be told
 
 
-def serve(served: ServedModel, settings: ServerSettings, listener: socket.socket) -> None:
-    """Serve a model until a signal ends it.
+def serve(models: Sequence[ServedModel], settings: ServerSettings, listener: socket.socket) -> None:
+    """Serve models until a signal ends it.
 
     SIGTERM and SIGINT let running requests finish and take no further ones; a second signal breaks them off, see
     `Server`.
 
     Args:
-        served: The model.
+        models: Each with its engine.
         settings: Settings of the server.
         listener: Bound to its address; see `bind`.
     """
@@ -80,10 +80,10 @@ def serve(served: ServedModel, settings: ServerSettings, listener: socket.socket
     _raise_file_limit()
     if (warned := warning(settings)) is not None:
         write_line(f"warning: {warned}")
-    if (most := served.engine.load.most_kv_bytes) is not None:
+    if most := sum(served.engine.load.most_kv_bytes or 0 for served in models):
         write_line(f"keys and values take {most / 2**30:.2f} GiB at most")
-    write_line(f"serving {served.name} at http://{shown}:{port}")
-    app = create_app(served, settings)
+    write_line(f"serving {', '.join(served.name for served in models)} at http://{shown}:{port}")
+    app = create_app(models, settings)
     config = uvicorn.Config(
         app,
         log_config=None,

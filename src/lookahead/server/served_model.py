@@ -60,13 +60,6 @@ class ServedModel:
         """How many tokens the model knows."""
         return int(self.model.get_input_embeddings().num_embeddings)
 
-    def check_name(self, name: str | None) -> None:
-        """Refuse another model's name."""
-        if name is not None and name != self.name:
-            raise ApiError(
-                404, f"model {name!r} is not served here; the model is {self.name!r}", "model", "model_not_found"
-            )
-
     def check_tokens(self, tokens: Sequence[int], field: str) -> None:
         """Refuse token ids that the model does not know, which `field` of a request brought."""
         outside = next((token for token in tokens if not 0 <= token < self.vocabulary), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,15 +31,19 @@ class Service:
     """Makes the answers of a server.
 
     Args:
-        served: The model, its tokenizer and its engine.
+        models: Each with its tokenizer and its engine.
         settings: Limits of the server.
-        metrics: What is told to Prometheus.
+
+    Attributes:
+        models: By the names that clients call them.
+        metrics: What is told to Prometheus of each.
     """
 
-    def __init__(self, served: ServedModel, settings: ServerSettings, metrics: Metrics) -> None:
-        self._served = served
+    def __init__(self, models: Sequence[ServedModel], settings: ServerSettings) -> None:
+        self.models = {served.name: served for served in models}
+        self.metrics = {models[0].name: (first := Metrics(models[0].name))}
+        self.metrics |= {served.name: Metrics(served.name, first) for served in models[1:]}
         self._settings = settings
-        self._metrics = metrics
         self._load = Load(settings.rows + settings.queue)
         self._running: set[Generation] = set()
         self._stopped: ApiError | None = None
@@ -55,6 +59,20 @@ class Service:
         for generation in self._running:
             generation.fail(self._stopped)
 
+    def model(self, name: str | None) -> ServedModel:
+        """The model of a name; the first one for none.
+
+        Raises:
+            ApiError: There is none of that name.
+        """
+        found = next(iter(self.models.values())) if name is None else self.models.get(name)
+        if found is None:
+            served = f"the model is {next(iter(self.models))!r}"
+            if len(self.models) > 1:
+                served = f"the models are {', '.join(map(repr, self.models))}"
+            raise ApiError(404, f"model {name!r} is not served here; {served}", "model", "model_not_found")
+        return found
+
     async def prepared(self, make: Callable[[], Any]) -> Any:
         """What `make` returns, called in a thread of its own."""
         return await asyncio.get_running_loop().run_in_executor(self._preparing, make)
@@ -64,7 +82,7 @@ class Service:
         request: ChoicesRequest,
         http: Request,
         form: type[Form],
-        prompts: Callable[[], list[list[int]]],
+        prompts: Callable[[ServedModel], list[list[int]]],
         count: int,
     ) -> Response:
         """Decode `request.n` answers to each of `count` prompts, and write them in the form of the route.
@@ -72,10 +90,9 @@ class Service:
         Raises:
             ApiError: The request asks for what the server cannot do, or there are too many at the moment.
         """
-        served, metrics = self._served, self._metrics
         if self._stopped is not None:
             raise self._stopped
-        served.check_name(request.model)
+        served, metrics = self.model(request.model), self.metrics[request.model]
         _check(request)
         loop, count = asyncio.get_running_loop(), count * request.n
         default = COMPLETION_TOKENS if form is CompletionForm else None
@@ -91,7 +108,7 @@ class Service:
         self._running.add(generation)
 
         def prepare() -> list[Plan]:
-            plans = [make_plan(served, request, prompt, self._settings.limits, default) for prompt in prompts()]
+            plans = [make_plan(served, request, prompt, self._settings.limits, default) for prompt in prompts(served)]
             generation.submit(plans, request.n, loop)
             return plans
 
