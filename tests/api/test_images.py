@@ -25,7 +25,6 @@ from fuzz.images import IMAGE_TOKEN, image_prompt
 from fuzz.variant import Variant
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.backends.transformers.miniature.sizes import VOCABULARY
-from lookahead.serving import Engine
 from quick import quickly
 
 TREES = ["gemma3", "mistral3/multimodal", "qwen2_5_vl/multimodal", "qwen3_vl/multimodal", "llava/multimodal"]
@@ -175,13 +174,6 @@ def test_what_does_not_go_with_images_is_refused(options: dict[str, Any], messag
     model = tiny("llava/multimodal")
     with pytest.raises(UnsupportedArgumentError, match=message):
         lookahead.generate(model, **image_prompt(model, [TEXT], 0), max_new_tokens=4, **options)
-
-
-def test_an_engine_refuses_images() -> None:
-    model = tiny("llava/multimodal")
-    inputs = image_prompt(model, [TEXT], 0)
-    with Engine(model) as engine, pytest.raises(UnsupportedArgumentError, match="Engine"):
-        engine.submit(inputs.pop("input_ids"), **inputs, max_new_tokens=4)
 
 
 class Biased(LlamaForCausalLM):  # type: ignore[misc]

@@ -16,6 +16,7 @@ from lookahead.backends.session import EngineRunner, open_session
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import draft_pace
 from lookahead.backends.transformers.noise import SamplingNoise
+from lookahead.backends.transformers.prompt_pass import PromptPass
 from lookahead.config import LookaheadConfig
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
@@ -158,7 +159,7 @@ class Engine:
         check_prompt_ids(ids)
         ids = ids.to(self._model.device)
         arguments: Arguments = hand_over(self._model, ids, dict(kwargs), lambda given: given, checked=True)
-        check_request(arguments)
+        check_request(arguments, self._config, self._session, self._runner)
         config = self._config if lookahead_config is None else _check_engine_config(lookahead_config)
         _check_nodes(self._runner, config)
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
@@ -318,7 +319,8 @@ class Engine:
             for request in requests:
                 request.handle.serve()
             counts = Statistics()
-            self._steps.run(requests, counts)
+            self._read_inputs(requests)
+            self._steps.run([request for request in requests if request.error is None], counts)
             if self._watch is not None:
                 self._watch.settle()
             self.statistics.count(len(requests), sum(counts.nodes_per_step), counts.tokens)
@@ -329,6 +331,18 @@ class Engine:
             self._leave_all([one for one in requests if one.sequence.finished or one.error is not None])
         finally:
             requests.clear()
+
+    def _read_inputs(self, requests: Sequence[Request]) -> None:
+        """Let the model read prompts with images; all but the last token, which the step sends. What it refuses is an
+        error of its own request."""
+        for request in requests:
+            if request.reads_inputs and not request.cached:
+                prompts, self._runner.rows = request.arguments.prompts, [request.row]
+                try:
+                    PromptPass(self._runner, self._model, prompts.input_ids, prompts.mask, prompts.inputs).read()
+                    request.row.crop(request.cached - 1)
+                except Exception as error:
+                    request.error = error
 
     def _follow_model(self) -> None:
         """If the model is not what it was, begin anew with what it is: nothing of before may go into a text.

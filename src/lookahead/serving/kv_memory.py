@@ -97,7 +97,7 @@ class KVMemory:
 
     def keep(self, request: Request, running: Sequence[Request]) -> None:
         """Keep the text of a request that does not run any more."""
-        if self._prefixes is not None:
+        if self._prefixes is not None and not request.reads_inputs:
             self._prefixes.keep(request.sequence.tokens, request.row, self._room(running))
 
     def begin(self, request: Request, running: Sequence[Request]) -> bool:
@@ -111,13 +111,13 @@ class KVMemory:
             Whether it takes part in the coming step; else a more urgent one is about to compute what it can use.
         """
         text = request.sequence.tokens
-        if self._prefixes is not None:
+        if self._prefixes is not None and not request.reads_inputs:
             prefix, common = self._prefixes.find(text)
             row = None if prefix is None else prefix.row
             ahead = True
             for other in running:
                 ahead = ahead and other is not request
-                if other is request:
+                if other is request or other.reads_inputs:
                     continue
                 shared = common_start(text, other.sequence.tokens)
                 ready = min(shared, other.cached)

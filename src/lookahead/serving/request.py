@@ -7,15 +7,16 @@ from traceback import walk_tb
 from types import FrameType
 from typing import cast
 
-from lookahead.backends.session import EngineRunner
+from lookahead.backends.session import EngineRunner, Session
 from lookahead.backends.transformers.noise import RowNoise
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_limits import check_length
 from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep, StepRecord
 from lookahead.drafting import PredictedText
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
-from lookahead.serving.arguments import inputs_beside_tokens
+from lookahead.serving.arguments import check_own_prefill
 from lookahead.serving.drafting import Drafting
 from lookahead.serving.handle import RequestHandle, TokenEvent
 from lookahead.serving.kv_memory import KVMemory
@@ -97,6 +98,11 @@ class Request:
         return self.row.length
 
     @property
+    def reads_inputs(self) -> bool:
+        """Whether its prompt is more than tokens, such as images: then its keys and values are no other text's."""
+        return bool(self.arguments.prompts.inputs)
+
+    @property
     def reach(self) -> int:
         """Tokens that it may come to with the coming step, drafts included."""
         return self.length + self.drafting.most_nodes
@@ -154,19 +160,24 @@ class Request:
         self.handle.end(output, error, reason)
 
 
-def check_request(arguments: Arguments) -> None:
+def check_request(arguments: Arguments, config: LookaheadConfig, session: Session, runner: EngineRunner) -> None:
     """Refuse what an engine does not run.
+
+    Args:
+        arguments: What is asked for.
+        config: How the engine drafts.
+        session: How it runs the model.
+        runner: What runs its rows.
 
     Raises:
         UnsupportedArgumentError: It is asked for.
     """
     prompts = arguments.prompts
     if prompts.inputs:
-        names = ", ".join(inputs_beside_tokens(prompts.inputs))
-        raise UnsupportedArgumentError(
-            f"{names or 'position_ids'} is not supported by an Engine, which sends prompts in parts; use "
-            "lookahead.generate"
-        )
+        refused = session.refuses_inputs
+        if runner.chains:
+            refused = "an Engine reads such prompts of models without a running state alone; use lookahead.generate"
+        check_own_prefill(prompts, config, arguments.config, refused)
     if prompts.rows != 1:
         raise UnsupportedArgumentError(
             f"input_ids and num_return_sequences make {prompts.rows} rows, but a request has one; submit each by itself"

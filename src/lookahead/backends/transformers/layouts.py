@@ -206,10 +206,13 @@ class Packed:
         ends = np.cumsum(step.counts).tolist()
         firsts = [0, *ends[:-1]]
         positions = [start + layout.depths for start, layout in zip(step.starts, layouts, strict=True)]
+        placed = np.concatenate(positions)
+        if step.shifts is not None:
+            placed += np.repeat(step.shifts, step.counts)
         keep = np.concatenate([first + layout.read_slots for first, layout in zip(firsts, layouts, strict=True)])
         masks = {kind: self._row_masks(kind, step, positions) for kind in self._masks.kinds}
         tokens = np.concatenate([layout.tokens for layout in layouts])
-        found = Inputs(*_brought(tokens[None], np.concatenate(positions)[None], self._device), keep)
+        found = Inputs(*_brought(tokens[None], placed[None], self._device), keep)
         found.arguments["packed_rows"] = PackedStep(
             list(zip(firsts, ends, strict=True)), masks, self._masks.layers, cache
         )

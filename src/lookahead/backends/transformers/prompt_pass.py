@@ -103,6 +103,10 @@ class PromptPass:
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """All of the prompts was kept when it was read."""
 
+    def read(self) -> None:
+        """Let the model read the prompts for the steps to come, without one of them."""
+        self._go_on(self._read(1))
+
     def _columns(self, row: int, layout: Layout) -> NDArray[np.int64]:
         """Where the tokens that are read lie in the prompts, counted from their end: -1 is the last column."""
         width = self._ids.shape[1]
@@ -138,7 +142,14 @@ class PromptPass:
             arguments["logits_to_keep"] = 1
         arguments = model._update_model_kwargs_for_generation(outputs, arguments)
         likely = outputs.logits[:, -1].float().topk(min(_TRIALS, outputs.logits.shape[-1])).indices.tolist()
-        tried = ("prompt", *self._names(), model.config._attn_implementation, model.dtype, model.device)
+        tried = (
+            "prompt",
+            type(self._runner).__name__,
+            *self._names(),
+            model.config._attn_implementation,
+            model.dtype,
+            model.device,
+        )
         state = state_of(model)
         tries = tried not in state.checked
         trials = list(zip(*likely, strict=True))[: _TRIALS if tries else 1]

@@ -21,10 +21,12 @@ class Row:
         cache: The keys and values.
         most_pending: How many tokens of a text that is not cached yet the coming step sends at most; any number if
             `None`.
+        shift: What is added to places in the text to have positions: behind an image they may differ.
     """
 
     def __init__(self, block: int | None = None) -> None:
         self.cache = TreeCache(block=block)
+        self.shift = 0
         self.most_pending: int | None = None
 
     @property

@@ -69,8 +69,10 @@ class Runner:
         keeps_apart: Whether finished texts take memory of their own, so that running rows cannot use it.
         chains: Whether it runs chains alone.
         shares_beginnings: Whether a row may begin with what another one has of its text.
+        prompt_cache: See `PromptReader`.
     """
 
+    prompt_cache: Any
     most_nodes = MAX_NODES_PER_STEP
     keeps_apart = chains = False
     shares_beginnings = True
@@ -155,6 +157,17 @@ class Runner:
         """A tree of pending tokens, the last of which is at `place`, behind `cached` tokens."""
         deepest = self._limit.deepest(place + shift)
         return TokenTree(pending, None if deepest is None else deepest - shift - cached)
+
+    def plain_step(self, model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
+        """See `PromptReader`."""
+        logits: torch.Tensor = model(**inputs, return_dict=True).logits[:, -1].float()
+        self.prompt_cache.crop(-1)
+        return logits
+
+    def try_step(self, tokens: Sequence[int]) -> torch.Tensor:
+        """See `PromptReader`."""
+        results = self.forward([TokenTree([token]) for token in tokens])
+        return torch.cat([result.logits_after(0) for result in results])
 
     def _send(self, trees: Sequence[TokenTree], keep: Sequence[bool]) -> None:
         """Run chains of tokens, and keep those of rows that say so."""
@@ -309,17 +322,6 @@ class ModelRunner(Runner):
             ]
             self._send(chunks, behind)
 
-    def plain_step(self, model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
-        """See `PromptReader`."""
-        logits: torch.Tensor = model(**inputs, return_dict=True).logits[:, -1].float()
-        self.prompt_cache.crop(-1)
-        return logits
-
-    def try_step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """See `PromptReader`."""
-        results = self.forward([TokenTree([token]) for token in tokens])
-        return torch.cat([result.logits_after(0) for result in results])
-
     def take_prompt(self, outputs: object, mask: torch.Tensor, shifts: Sequence[int]) -> None:
         """See `PromptReader`."""
         leave_out_hidden(self.prompt_cache, mask)
@@ -377,9 +379,9 @@ class RowsRunner(Runner):
 
         Where these are more than `Row.most_pending`, it is so many of them, and nothing is read after them.
         """
-        cached = self.rows[row].length
-        part = part_of_prompt(text[cached:], self.rows[row].most_pending)
-        return part or self._tree(text[cached:], len(text) - 1, cached)
+        kept = self.rows[row]
+        pending = text[kept.length :]
+        return part_of_prompt(pending, kept.most_pending) or self._tree(pending, len(text) - 1, kept.length, kept.shift)
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """Whether anything should be drafted onto `tree`: not if it is a part of a text, nor where the model would go
@@ -404,7 +406,8 @@ class RowsRunner(Runner):
     def _step(self, places: Sequence[int], trees: Sequence[TokenTree]) -> Step:
         lengths = [self.rows[place].length for place in places]
         starts = [0 if tree is self._idle else length for tree, length in zip(trees, lengths, strict=True)]
-        return Step([self._layouts[place] for place in places], lengths, starts)
+        shifts = [self.rows[place].shift for place in places]
+        return Step([self._layouts[place] for place in places], lengths, starts, shifts if any(shifts) else None)
 
     def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
         rows = [self.rows[place] for place in places]
@@ -416,7 +419,8 @@ class RowsRunner(Runner):
             cache = rows[0].cache if len(rows) == 1 else PaddedCache(rows, step.counts)
             inputs = self._padded_layout.inputs(step)
         # The position of a single node is where its keys and values go.
-        with cache.scratch(inputs.positions[0] if inputs.tokens.numel() == 1 and step.starts == step.lengths else None):
+        placed = inputs.tokens.numel() == 1 and step.starts == step.lengths and step.shifts is None
+        with cache.scratch(inputs.positions[0] if placed else None):
             return self._call(self.model, inputs, {"past_key_values": cache}).logits, inputs
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
@@ -424,6 +428,15 @@ class RowsRunner(Runner):
         for row, slots in zip(self.rows, self._slots_of(kept), strict=True):
             if slots:
                 row.cache.commit([slots])
+
+    @property
+    def prompt_cache(self) -> Any:
+        """See `PromptReader`."""
+        return self.rows[0].cache
+
+    def take_prompt(self, outputs: object, mask: torch.Tensor, shifts: Sequence[int]) -> None:
+        """See `PromptReader`."""
+        (self.rows[0].shift,) = shifts
 
 
 def part_of_prompt(pending: Sequence[int], most: int | None) -> TokenTree | None:
