@@ -15,7 +15,17 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from lookahead.backends.gguf.loading import load_gguf
@@ -100,6 +110,7 @@ class LoadedModel:
         model: The model, set to greedy decoding.
         tokenizer: Its tokenizer.
         sampling: What its own generation configuration says about sampling.
+        processor: Makes inputs of images, if the model sees any.
         start_up: What was done before it could be used.
     """
 
@@ -107,6 +118,7 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     sampling: dict[str, Any] = field(default_factory=dict)
+    processor: Any = None
     start_up: StartUp = field(default_factory=StartUp)
 
     @property
@@ -250,7 +262,10 @@ def _load(
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **local)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        sees = type(AutoConfig.from_pretrained(path, **local)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        processor = AutoProcessor.from_pretrained(path, **local) if sees else None
+        model, report = kind.from_pretrained(
             path, dtype=settings.dtype, output_loading_info=True, ignore_mismatched_sizes=True, **local
         )
     except Exception as error:  # whatever a broken file makes transformers raise
@@ -265,7 +280,7 @@ def _load(
         setattr(model.generation_config, flag, None)
     model.generation_config.do_sample = False
     sampling = {flag: value for flag, value in shipped.items() if value is not None}
-    return LoadedModel(path, model.to(device), tokenizer, sampling)
+    return LoadedModel(path, model.to(device), tokenizer, sampling, processor)
 
 
 def _load_gguf(path: Path, settings: DecodingSettings | ServeSettings | TuneSettings) -> LoadedModel:

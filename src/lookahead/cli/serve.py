@@ -34,15 +34,19 @@ def run(settings: ServeSettings) -> int:
         raise InvalidArgumentError(
             f"serve needs {error.name}, which is not installed: pip install 'lookahead-decoding[serve]'"
         ) from error
-    from lookahead.server.guard import ServerSettings
-    from lookahead.server.plan import Limits
+    from lookahead.server.guard import Limits, ServerSettings
 
     consoles = Consoles.create(no_color=settings.no_color)
     server = ServerSettings(
         host=settings.host,
         port=settings.port,
         api_keys=read_api_keys(settings.api_key_file),
-        limits=Limits(settings.max_prompt_tokens, settings.max_new_tokens),
+        limits=Limits(
+            settings.max_prompt_tokens,
+            settings.max_new_tokens,
+            tuple(settings.image_host or ()),
+            settings.max_image_bytes,
+        ),
         body_bytes=settings.max_body_bytes,
         queue=settings.queue,
         timeout=settings.timeout,
@@ -66,7 +70,11 @@ def run(settings: ServeSettings) -> int:
                 config = settings.config if each is loaded else _of_adapter(settings.config, name)
                 engine = _engine(settings, config, each, room)
                 context = min(most for most in (each.context_length, _longest_text(engine)) if most is not None)
-                models.append(ServedModel(name, each.model, each.tokenizer, engine, config, each.sampling, context))
+                models.append(
+                    ServedModel(
+                        name, each.model, each.tokenizer, engine, config, each.sampling, context, each.processor
+                    )
+                )
         loaded.start_up.tell()
         serve(models, server, listener)
     return process.OK

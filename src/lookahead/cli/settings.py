@@ -340,6 +340,15 @@ class ServeSettings(Settings):
     max_new_tokens: int = option(
         "--max-new-tokens -n", LIMITS, "Most tokens of an answer.", positive_whole_number, 16384
     )
+    image_host: list[str] | None = option(
+        "--image-host HOST",
+        LIMITS,
+        "Fetch images from this host (with :PORT, if it has one), for models that see; several times for several.",
+        shown="none; images come as data URLs",
+    )
+    max_image_bytes: int = option(
+        "--max-image-bytes", LIMITS, "Most bytes of an image that is fetched.", positive_whole_number, 8 * 2**20
+    )
     max_body_bytes: int = option(
         "--max-body-bytes", LIMITS, "Most bytes of a request.", positive_whole_number, 8 * 2**20
     )

@@ -21,7 +21,7 @@ from lookahead.server import errors
 from lookahead.server.answers import ChatForm, CompletionForm
 from lookahead.server.errors import ApiError
 from lookahead.server.grammar import callable_tools
-from lookahead.server.guard import Guard, ServerSettings, write_entry
+from lookahead.server.guard import Guard, Limits, ServerSettings, write_entry
 from lookahead.server.metrics import Metrics
 from lookahead.server.requests import (
     ChatRequest,
@@ -30,7 +30,7 @@ from lookahead.server.requests import (
     TokenizeRequest,
 )
 from lookahead.server.responses import RESPONSES_NAMES, ResponsesForm, ResponsesRequest
-from lookahead.server.served_model import ServedModel
+from lookahead.server.served_model import Prompt, ServedModel
 from lookahead.server.service import Service
 from lookahead.serving import Engine
 from lookahead.version import __version__
@@ -68,7 +68,7 @@ def create_app(models: Sequence[ServedModel], settings: ServerSettings) -> FastA
         _add_gauges(service.metrics[served.name], served.engine)
     app.add_middleware(Guard, settings=settings, refused=metrics.refused, log=write_entry)
     _add_state(app, service, metrics)
-    _add_texts(app, service)
+    _add_texts(app, service, settings.limits)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -117,7 +117,7 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return _card(service.model(name))
 
 
-def _add_texts(app: FastAPI, service: Service) -> None:
+def _add_texts(app: FastAPI, service: Service, limits: Limits) -> None:
     """What makes texts, or reads them."""
 
     @app.post("/v1/completions")
@@ -130,14 +130,16 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, http: Request) -> Response:
         """Continue a conversation."""
-        return await service.answer(request, http, ChatForm, lambda served: [_chat_prompt(served, request)], 1)
+        return await service.answer(request, http, ChatForm, lambda served: [_chat_prompt(served, request, limits)], 1)
 
     @app.post("/v1/responses")
     async def responses(request: ResponsesRequest, http: Request) -> Response:
         """Answer a text or a conversation."""
         chat = request.as_chat()
         try:
-            return await service.answer(chat, http, ResponsesForm, lambda served: [_chat_prompt(served, chat)], 1)
+            return await service.answer(
+                chat, http, ResponsesForm, lambda served: [_chat_prompt(served, chat, limits)], 1
+            )
         except ApiError as error:
             raise error.renamed(RESPONSES_NAMES) from error
 
@@ -151,7 +153,7 @@ def _add_texts(app: FastAPI, service: Service) -> None:
         if prompt is not None:
             tokens = await service.prepared(lambda: served.encode(prompt, request.add_special_tokens))
         else:
-            tokens = await service.prepared(lambda: served.encode_chat(messages or []))
+            tokens = (await service.prepared(lambda: served.encode_chat(messages or [], limits=limits))).tokens
         return {"count": len(tokens), "max_model_len": served.context_length, "tokens": tokens}
 
     @app.post("/detokenize")
@@ -183,11 +185,11 @@ def _card(served: ServedModel) -> dict[str, Any]:
     }
 
 
-def _prompts(served: ServedModel, request: CompletionRequest) -> list[list[int]]:
-    return [served.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts]
+def _prompts(served: ServedModel, request: CompletionRequest) -> list[Prompt]:
+    return [Prompt(served.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in request.prompts]
 
 
-def _chat_prompt(served: ServedModel, request: ChatRequest) -> list[int]:
+def _chat_prompt(served: ServedModel, request: ChatRequest, limits: Limits) -> Prompt:
     options: dict[str, Any] = dict(request.chat_template_kwargs)
     if taken := sorted(_OWN_ARGUMENTS & set(options)):
         raise errors.refused(
@@ -197,7 +199,7 @@ def _chat_prompt(served: ServedModel, request: ChatRequest) -> list[int]:
         options["reasoning_effort"] = request.reasoning_effort
     begun = request.add_generation_prompt and not request.continue_final_message
     options |= {"add_generation_prompt": begun, "continue_final_message": request.continue_final_message}
-    return served.encode_chat(request.messages, callable_tools(request), options)
+    return served.encode_chat(request.messages, callable_tools(request), options, limits)
 
 
 def _is_json(content_type: str) -> bool:

@@ -83,6 +83,7 @@ UNUSED = (
     Unused("separate_reasoning", (CHAT,), (True,), "reasoning is told apart from the answer"),
     Unused("refusal", (MESSAGE,), ANY, "of an earlier answer"),
     Unused("annotations", (MESSAGE, PART), ANY, "of an earlier answer"),
+    Unused("detail", (PART,), ANY, "the model's processor says how closely it looks"),
     Unused("logprobs", (PART,), ANY, "of an earlier answer"),
     Unused("provider_specific_fields", (MESSAGE, CALL), ANY, "of an earlier answer"),
     Unused("index", (CALL,), ANY, "of an earlier answer"),

@@ -84,6 +84,7 @@ class Answer:
             stopping_criteria=StoppingCriteriaList([_StopText(self._builder)]),
             repetition_penalty=1.0,  # that of the model is among the processors
             pad_token_id=next(iter(plan.ends), 0),
+            **plan.inputs,
             **plan.options,
         )
 

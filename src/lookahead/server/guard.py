@@ -31,10 +31,14 @@ class Limits:
     Attributes:
         prompt_tokens: Most tokens of a prompt; the model's context if `None`.
         new_tokens: Most tokens of an answer that names no number, and of one that names a larger one.
+        image_hosts: Hosts that images may be fetched from.
+        image_bytes: Most bytes of an image that is fetched.
     """
 
     prompt_tokens: int | None = None
     new_tokens: int = 16384
+    image_hosts: tuple[str, ...] = ()
+    image_bytes: int = 8 * 2**20
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Metrics:
     """
 
     def __init__(self, model: str, others: Metrics | None = None) -> None:
-        self._registry = CollectorRegistry() if others is None else others._registry
+        self._registry: CollectorRegistry = CollectorRegistry() if others is None else others._registry
         self._families: dict[str, Any] = {} if others is None else others._families
         if others is None:
             ProcessCollector(registry=self._registry)  # memory, time, open files of this process
@@ -89,13 +89,16 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _counter(self, name: str, about: str) -> Counter:
-        return self._family(Counter, name, about).labels(self._model)
+        made: Counter = self._family(Counter, name, about).labels(self._model)
+        return made
 
     def _labelled_counter(self, name: str, about: str, label: str) -> Counter:
-        return self._family(Counter, name, about, label)
+        made: Counter = self._family(Counter, name, about, label)
+        return made
 
     def _histogram(self, name: str, about: str, bounds: tuple[float, ...]) -> Histogram:
-        return self._family(Histogram, name, about, buckets=bounds).labels(self._model)
+        made: Histogram = self._family(Histogram, name, about, buckets=bounds).labels(self._model)
+        return made
 
     def _family(self, kind: type[Any], name: str, about: str, *labels: str, **more: Any) -> Any:
         """The numbers of one name, of all models."""

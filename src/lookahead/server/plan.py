@@ -31,7 +31,7 @@ from lookahead.server.requests import (
     TextRequest,
     joined,
 )
-from lookahead.server.served_model import ServedModel, prompt_room
+from lookahead.server.served_model import Prompt, ServedModel, prompt_room
 from lookahead.server.tools import Thinking
 
 _LEAST_TEMPERATURE = 0.01
@@ -49,6 +49,7 @@ class Plan:
 
     Attributes:
         prompt: Its token ids.
+        inputs: What else the model reads of it.
         options: Arguments of `Engine.submit` besides processors, criteria and seed.
         seed: Of the first answer; that of each further one is one larger.
         stops: Texts that end an answer.
@@ -63,6 +64,7 @@ class Plan:
     """
 
     prompt: list[int]
+    inputs: dict[str, Any]
     options: dict[str, Any]
     seed: int
     stops: list[str]
@@ -93,7 +95,7 @@ class Plan:
 def make_plan(
     served: ServedModel,
     request: ChoicesRequest,
-    prompt: list[int],
+    prompt: Prompt,
     limits: Limits,
     default_tokens: int | None,
 ) -> Plan:
@@ -102,7 +104,7 @@ def make_plan(
     Args:
         served: The model.
         request: The request.
-        prompt: Token ids of its prompt, or of one of them.
+        prompt: Its prompt, or one of them.
         limits: What it may ask for.
         default_tokens: Most tokens of the answer if the request names no number; as many as fit if `None`.
 
@@ -111,20 +113,22 @@ def make_plan(
         LookaheadError: Likewise.
     """
     field = "messages" if isinstance(request, ChatRequest) else "prompt"
-    room = prompt_room(served, prompt, limits.prompt_tokens, field)
+    tokens = prompt.tokens
+    room = prompt_room(served, tokens, limits.prompt_tokens, field)
     length = _length(request, room, limits, default_tokens)
-    grammar, ends = _grammar(served, request, prompt), _ends(served, request)
+    grammar, ends = _grammar(served, request, tokens), _ends(served, request)
     options = {"max_new_tokens": length, **_sampling(served, request), **_endings(request, ends, length, grammar)}
     if request.logit_bias:
         _check_bias(request, served.vocabulary)
     config = _config(served.config, request.lookahead)
     return Plan(
-        prompt=prompt,
+        prompt=tokens,
+        inputs=prompt.inputs,
         options=options,
         seed=secrets.randbits(62) if request.seed is None else request.seed,
         stops=request.stop,
         logprobs=_rivals(request),
-        processors=lambda: _processors(served, request, len(prompt)),
+        processors=lambda: _processors(served, request, len(tokens)),
         config=config,
         ends=ends,
         grammar=grammar,

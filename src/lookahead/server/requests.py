@@ -189,6 +189,24 @@ class TextPart(Fields):
     text: str
 
 
+class ImageUrl(Fields):
+    """Where an image is."""
+
+    place: ClassVar[str] = PART
+    url: str
+
+
+class ImagePart(Fields):
+    """An image, as chats and `/v1/responses` have it."""
+
+    place: ClassVar[str] = PART
+    type: Literal["image_url", "input_image"]
+    image_url: ImageUrl | str
+
+
+ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
 class FunctionCall(Fields):
     """What an earlier answer called."""
 
@@ -210,7 +228,7 @@ class Message(Fields):
 
     place: ClassVar[str] = MESSAGE
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] = ""
+    content: str | list[ContentPart] = ""
     reasoning_content: str | None = None
     name: str | None = Field(default=None, max_length=256)
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=128)
@@ -221,10 +239,19 @@ class Message(Fields):
         """All of its text."""
         return joined(self.content)
 
+    @property
+    def images(self) -> list[str]:
+        """Addresses of its images."""
+        parts = () if isinstance(self.content, str) else self.content
+        places = [part.image_url for part in parts if isinstance(part, ImagePart)]
+        return [place if isinstance(place, str) else place.url for place in places]
 
-def joined(content: str | Sequence[TextPart]) -> str:
+
+def joined(content: str | Sequence[TextPart | ImagePart]) -> str:
     """The text of a content that may come in parts."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    if isinstance(content, str):
+        return content
+    return "".join(part.text for part in content if isinstance(part, TextPart))
 
 
 class Function(Fields):

@@ -17,6 +17,7 @@ from lookahead.server.grammar import callable_tools
 from lookahead.server.plan import Plan
 from lookahead.server.requests import (
     ChatRequest,
+    ContentPart,
     Count,
     Fields,
     Function,
@@ -45,7 +46,7 @@ class InputMessage(Fields):
     place: ClassVar[str] = MESSAGE
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | list[ContentPart]
     id: str | None = Field(default=None, max_length=256)
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     phase: str | None = Field(default=None, max_length=64)
@@ -191,7 +192,7 @@ def _messages(items: Sequence[InputItem]) -> list[Message]:
         if isinstance(item, InputResult):
             messages.append(Message(role="tool", tool_call_id=item.call_id, content=joined(item.output)))
         elif isinstance(item, InputMessage) and item.role != "assistant":
-            messages.append(Message(role=item.role, content=joined(item.content)))
+            messages.append(Message(role=item.role, content=item.content))
         else:
             if not messages or messages[-1].role != "assistant" or not _may_follow(messages[-1], item):
                 messages.append(Message(role="assistant"))
@@ -206,7 +207,7 @@ def _may_follow(message: Message, item: InputItem) -> bool:
 
 def _extend(message: Message, item: InputItem) -> None:
     if isinstance(item, InputMessage):
-        message.content = joined(item.content)
+        message.content = item.content
     elif isinstance(item, InputReasoning):
         message.reasoning_content = "".join(part.text for part in item.content or item.summary)
     elif isinstance(item, InputCall):

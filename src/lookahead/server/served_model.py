@@ -16,13 +16,28 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import ApiError, refused
 from lookahead.server.grammar import grammar_tokenizer
-from lookahead.server.requests import FunctionTool, Message, ToolCall
+from lookahead.server.guard import Limits
+from lookahead.server.images import read_images
+from lookahead.server.requests import FunctionTool, Message, TextPart, ToolCall
 from lookahead.server.text import token_bytes
 from lookahead.server.tools import THINK, THOUGHT, Thinking, ToolFormat, format_of, thinking_of
 from lookahead.serving import Engine
 
 _TAIL = 8
 """Tokens at the end of a prompt that show whether it has begun to reason."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What an answer begins with.
+
+    Attributes:
+        tokens: Its token ids.
+        inputs: What else the model reads of it, such as the pixels of images.
+    """
+
+    tokens: list[int]
+    inputs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -37,6 +52,7 @@ class ServedModel:
         config: How requests draft that say nothing about it.
         sampling: What the model's own generation configuration says about sampling.
         context_length: Most tokens of a text, prompt included; any number if `None`.
+        processor: Makes inputs of images, if the model sees any.
         created: When it was loaded, in seconds since 1970.
     """
 
@@ -47,6 +63,7 @@ class ServedModel:
     config: LookaheadConfig
     sampling: Mapping[str, Any] = field(default_factory=dict)
     context_length: int | None = None
+    processor: Any = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -74,7 +91,7 @@ class ServedModel:
     @property
     def template(self) -> str:
         """The chat template; empty where there is none."""
-        template = self.tokenizer.chat_template or ""
+        template = getattr(self.processor, "chat_template", None) or self.tokenizer.chat_template or ""
         return "\n".join(template.values()) if isinstance(template, dict) else str(template)
 
     @property
@@ -110,6 +127,11 @@ class ServedModel:
         Raises:
             ApiError: It is longer than any text that fits into the context.
         """
+        self._check_length(text, field)
+        ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return ids
+
+    def _check_length(self, text: str, field: str) -> None:
         if self.context_length is not None and len(text) > self.context_length * self.longest_token:
             raise ApiError(
                 400,
@@ -118,13 +140,15 @@ class ServedModel:
                 field,
                 code="context_length_exceeded",
             )
-        ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-        return ids
 
     def encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[FunctionTool] = (), options: Mapping[str, Any] | None = None
-    ) -> list[int]:
-        """Token ids of a conversation, up to where the answer begins.
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[FunctionTool] = (),
+        options: Mapping[str, Any] | None = None,
+        limits: Limits | None = None,
+    ) -> Prompt:
+        """A conversation, up to where the answer begins.
 
         By the tokenizer's chat template. Where there is none, every message begins on a new line.
 
@@ -132,20 +156,26 @@ class ServedModel:
             messages: The conversation.
             tools: Functions that may be called.
             options: Further arguments of `apply_chat_template`, those of the template among them.
+            limits: Where images may be from.
 
         Raises:
-            ApiError: The template refuses it, or has no place for tools.
+            ApiError: The template refuses it, or has no place for tools, or images cannot be read.
         """
+        urls = [url for message in messages for url in message.images]
+        if urls and self.processor is None:
+            raise refused("messages", "messages has an image, but this model reads text alone")
+        images = read_images(urls, limits or Limits())
         if tools and self.tool_format is None:
             raise refused("tools", "the chat template of this model has no place for tools")
-        if not self.tokenizer.chat_template:
-            return self.encode(_plain(messages), field="messages")
+        if not self.template:
+            return Prompt(self.encode(_plain(messages), field="messages"))
         told = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
-        turns = [_turn(message) for message in messages]
+        turns = [_turn(message, self.processor is not None) for message in messages]
         try:
             text = self.tokenizer.apply_chat_template(
                 turns,
                 tools=told or None,
+                chat_template=getattr(self.processor, "chat_template", None),
                 tokenize=False,
                 **({"add_generation_prompt": True} | dict(options or {})),
             )
@@ -153,7 +183,18 @@ class ServedModel:
             raise ApiError(
                 400, f"the chat template of this model fails: {error}", "messages", "invalid_value"
             ) from error
-        return self.encode(str(text), special=False, field="messages")
+        if not images:
+            return Prompt(self.encode(str(text), special=False, field="messages"))
+        return self._with_images(str(text), images)
+
+    def _with_images(self, text: str, images: Sequence[Any]) -> Prompt:
+        self._check_length(text, "messages")
+        try:
+            read = self.processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
+        except Exception as error:  # processors raise what they like, of a template without a place for images, say
+            raise ApiError(400, f"the processor of this model fails: {error}", "messages", "invalid_value") from error
+        inputs = {name: value for name, value in read.items() if name not in ("input_ids", "attention_mask")}
+        return Prompt(read["input_ids"][0].tolist(), inputs)
 
     def text_of(self, token: int) -> str:
         """One token as text."""
@@ -173,8 +214,14 @@ def _plain(messages: Sequence[Message]) -> str:
     return text
 
 
-def _turn(message: Message) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
+def _turn(message: Message, sees: bool) -> dict[str, Any]:
+    """A message as chat templates take it: in parts, for a model that sees images."""
+    content: Any = message.text
+    if sees and isinstance(message.content, str):
+        content = [{"type": "text", "text": message.content}]
+    elif sees:
+        content = [_part(part) for part in message.content]
+    turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
     if message.reasoning_content is not None:
         turn["reasoning_content"] = message.reasoning_content
     if message.name is not None:
@@ -184,6 +231,10 @@ def _turn(message: Message) -> dict[str, Any]:
     if message.tool_calls:
         turn["tool_calls"] = [_call(call) for call in message.tool_calls]
     return turn
+
+
+def _part(part: Any) -> dict[str, Any]:
+    return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from lookahead.server.guard import ServerSettings
 from lookahead.server.metrics import Metrics, RequestClock
 from lookahead.server.plan import Plan, make_plan
 from lookahead.server.requests import ChoicesRequest, CompletionRequest
-from lookahead.server.served_model import ServedModel
+from lookahead.server.served_model import Prompt, ServedModel
 
 COMPLETION_TOKENS = 16
 """Most tokens of an answer of `/v1/completions` that names no number, as in OpenAI's API."""
@@ -82,7 +82,7 @@ class Service:
         request: ChoicesRequest,
         http: Request,
         form: type[Form],
-        prompts: Callable[[ServedModel], list[list[int]]],
+        prompts: Callable[[ServedModel], list[Prompt]],
         count: int,
     ) -> Response:
         """Decode `request.n` answers to each of `count` prompts, and write them in the form of the route.

@@ -335,11 +335,12 @@ class Engine:
     def _read_inputs(self, requests: Sequence[Request]) -> None:
         """Let the model read prompts with images; all but the last token, which the step sends. What it refuses is an
         error of its own request."""
+        runner: Any = self._runner
         for request in requests:
             if request.reads_inputs and not request.cached:
-                prompts, self._runner.rows = request.arguments.prompts, [request.row]
+                prompts, runner.rows = request.arguments.prompts, [request.row]
                 try:
-                    PromptPass(self._runner, self._model, prompts.input_ids, prompts.mask, prompts.inputs).read()
+                    PromptPass(runner, self._model, prompts.input_ids, prompts.mask, prompts.inputs).read()
                     request.row.crop(request.cached - 1)
                 except Exception as error:
                     request.error = error
