@@ -27,7 +27,7 @@ from batch_exactness import (
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.tree_cache import TreeLayer
 from lookahead.errors import UnsupportedArgumentError
-from lookahead.serving.streaming import StreamFeeder
+from lookahead.serving.output import StreamFeeder
 from model_zoo import ARCHITECTURES, MAX_POSITIONS, ROPE_CONTEXT, build, greedy
 from quick import quickly
 from sampling_exactness import SETTINGS

@@ -183,7 +183,7 @@ def test_what_fails_for_all_rows_ends_none_of_them(monkeypatch: pytest.MonkeyPat
     def fail(trees: Sequence[TokenTree]) -> None:
         raise ArithmeticError("nothing to share")
 
-    monkeypatch.setattr(engine._shared, "share_out", fail)
+    monkeypatch.setattr(engine._model._shared, "share_out", fail)
     handles = [engine.submit(prompt, max_new_tokens=TOKENS, do_sample=False) for prompt in PROMPTS]
     with pytest.warns(LookaheadWarning, match="nothing to share"):
         engine.run()

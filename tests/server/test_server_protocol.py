@@ -431,7 +431,7 @@ EXPECTED = {"type": "content", "content": "x"}
         ("lookahead.fast", {"extra_body": {"lookahead": {"fast": True}}}),
         ("messages", {"messages": [{"role": "user", "content": "x " * 4000}], "max_tokens": 1}),
         ("prediction", {"prediction": {"type": "content", "content": "x" * 200_000}}),
-        ("messages.0.content.0.type", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        ("messages.0.content.0.image_url", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         ("tool_choice.function", {"tools": [], "tool_choice": {"type": "function"}}),
         ("prediction", {"prediction": EXPECTED, "extra_body": {"lookahead": {"enabled": False}}}),
     ],

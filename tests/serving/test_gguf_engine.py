@@ -83,7 +83,7 @@ def test_sequence_ids_go_back(model: Any) -> None:
 
 def tokens_in_cells(engine: Engine) -> int:
     """Tokens that llama.cpp holds, those of sequences that share cells counted for each."""
-    context: Any = engine._runner.llama_context
+    context: Any = engine._model.runner.llama_context
     last = binding().llama_memory_seq_pos_max
     return sum(last(context._memory, sequence) + 1 for sequence in range(context.sequences))
 

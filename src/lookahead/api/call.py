@@ -23,13 +23,12 @@ from lookahead.core.statistics import OnStep, Statistics, StepRecord
 from lookahead.drafting import NGramPool
 from lookahead.serving.arguments import check_own_prefill
 from lookahead.serving.drafting import Drafting
-from lookahead.serving.output import LookaheadOutput, make_output, padded_texts
-from lookahead.serving.prediction import Prediction, predicted_texts
+from lookahead.serving.output import LookaheadOutput, StreamFeeder, make_output, padded_texts
 from lookahead.serving.prepared import Arguments
+from lookahead.serving.prompts import Prediction, predicted_texts
 from lookahead.serving.request import Request
 from lookahead.serving.shielding import shielded
 from lookahead.serving.steps import Steps
-from lookahead.serving.streaming import StreamFeeder
 
 if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup

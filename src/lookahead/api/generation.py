@@ -23,8 +23,8 @@ from lookahead.drafting import NGramPool
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 from lookahead.serving.arguments import check_config, check_pool
 from lookahead.serving.output import LookaheadOutput
-from lookahead.serving.prediction import Prediction
 from lookahead.serving.prepared import hand_over, language_model, language_model_or_wrapper, read_arguments
+from lookahead.serving.prompts import Prediction
 
 if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup

@@ -12,26 +12,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.session import EngineRunner, open_session
 from lookahead.backends.transformers.invariant.modules import least_rows
-from lookahead.backends.transformers.model_state import draft_pace
 from lookahead.backends.transformers.noise import SamplingNoise
-from lookahead.backends.transformers.prompt_pass import PromptPass
 from lookahead.config import LookaheadConfig
-from lookahead.core.pace import Pace
-from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import OnStep, Statistics
-from lookahead.errors import InvalidArgumentError, LookaheadError, ModelChangedError, UnsupportedArgumentError
-from lookahead.serving.arguments import check_config, check_prompt_ids
-from lookahead.serving.drafting import Drafting
-from lookahead.serving.handle import RequestHandle
-from lookahead.serving.kv_memory import PREFIX_BYTES, KVMemory
-from lookahead.serving.prediction import predicted_texts
+from lookahead.errors import InvalidArgumentError, LookaheadError, ModelChangedError
+from lookahead.serving.arguments import check_prompt_ids
+from lookahead.serving.engine_model import EngineModel
+from lookahead.serving.handle import EngineLoad, EngineStatistics, RequestHandle
 from lookahead.serving.prepared import Arguments, hand_over
+from lookahead.serving.prompts import predicted_texts
 from lookahead.serving.request import Request, check_request, check_room
 from lookahead.serving.scheduler import Scheduler, urgency
-from lookahead.serving.statistics import EngineLoad, EngineStatistics
-from lookahead.serving.steps import Steps
 
 
 class Engine:
@@ -82,30 +74,8 @@ class Engine:
         for name, value in (sizes | {"prefix_bytes": prefix_bytes}).items():
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise InvalidArgumentError(f"{name}={value!r} must be a whole number, at least 1")
-        if not isinstance(model, PreTrainedModel):
-            raise InvalidArgumentError(f"model={type(model).__name__} is no transformers language model")
-        self._model = model
-        self._config = _check_engine_config(LookaheadConfig(memory="process") if config is None else config)
-        if prefix_bytes is None:
-            prefix_bytes = PREFIX_BYTES if kv_bytes is None else kv_bytes
-        self._session = open_session(model)
-        self._runner, kv_bytes, prefix_bytes = self._session.open_rows(
-            self._config, max_rows, kv_bytes, prefix_bytes if prefix_cache else 0
-        )
-        _check_nodes(self._runner, self._config)
-        prefix_cache = prefix_cache and self._runner.shares_beginnings
-        self._compares_bits = prefix_cache or bool(self._config.pack_weights)
-        self._watch = self._session.watch(self._runner, self._compares_bits)
-        self._shared = SharedPace(self._pace, self._config.step_budget)
-        self._steps = Steps(self._runner, self._session.clock, self._shared)
-        self._memory = memory = KVMemory(
-            self._runner.token_bytes(),
-            kv_bytes,
-            prefix_cache,
-            prefix_bytes,
-            lambda block: self._runner.new_row(block),
-            self._runner.keeps_apart,
-        )
+        self._model = EngineModel(model, config)
+        self._memory = memory = self._model.open(max_rows, kv_bytes, prefix_bytes, prefix_cache)
         self._scheduler: Scheduler[Request] = Scheduler(max_rows, memory, prompt_tokens)
         self._arrivals: deque[Request] = deque()
         self._submitted = 0
@@ -154,24 +124,17 @@ class Engine:
             raise InvalidArgumentError("this Engine is closed; make another one")
         if logprobs is not None and (not isinstance(logprobs, int) or logprobs < 0):
             raise InvalidArgumentError(f"logprobs={logprobs!r} must be a whole number, at least 0")
-        ids = torch.as_tensor(input_ids)
-        ids = ids[None] if ids.dim() == 1 else ids
-        check_prompt_ids(ids)
-        ids = ids.to(self._model.device)
-        arguments: Arguments = hand_over(self._model, ids, dict(kwargs), lambda given: given, checked=True)
-        check_request(arguments, self._config, self._session, self._runner)
-        config = self._config if lookahead_config is None else _check_engine_config(lookahead_config)
-        _check_nodes(self._runner, config)
+        config = self._model.config(lookahead_config)
+        arguments = self._read_arguments(input_ids, kwargs)
+        model, runner, drafting = self._model.model, self._model.runner, self._model.drafting(config)
+        check_room(arguments, runner, self._memory, drafting.most_nodes)
+        expected = predicted_texts(prediction, config, 1, model.get_input_embeddings().num_embeddings)[0]
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
-        expected = predicted_texts(prediction, config, 1, self._model.get_input_embeddings().num_embeddings)[0]
-        runner = self._runner
-        drafting = Drafting(self._model, config, self._shared, most_nodes=runner.most_nodes, chains=runner.chains)
-        check_room(arguments, self._runner, self._memory, drafting.most_nodes)
-        noise = SamplingNoise(generator=torch.Generator(ids.device).manual_seed(seed)).row()
-        request = Request(arguments, drafting, noise, self._runner.last_length, predicted=expected, logprobs=logprobs)
+        noise = SamplingNoise(generator=torch.Generator(model.device).manual_seed(seed)).row()
+        request = Request(arguments, drafting, noise, runner.last_length, predicted=expected, logprobs=logprobs)
         request.row, handle = self._memory.new_row(), RequestHandle(self)
         handle.statistics.prompt_tokens = request.length
-        handle.statistics.invariant_rows = least_rows(self._runner.model) if self._runner.is_invariant else 0
+        handle.statistics.invariant_rows = least_rows(runner.model) if runner.is_invariant else 0
         with self._changed:
             place = urgency(priority, self.statistics.steps, self._submitted)
             self._submitted += 1
@@ -180,6 +143,17 @@ class Engine:
             self._arrivals.append(request)
             self._changed.notify_all()
         return handle
+
+    def _read_arguments(self, input_ids: torch.Tensor | Sequence[int], kwargs: dict[str, Any]) -> Arguments:
+        """What transformers makes of the arguments of `submit`."""
+        ids = torch.as_tensor(input_ids)
+        ids = ids[None] if ids.dim() == 1 else ids
+        check_prompt_ids(ids)
+        model = self._model.model
+        found = hand_over(model, ids.to(model.device), dict(kwargs), lambda given: given, checked=True)
+        arguments: Arguments = found
+        check_request(arguments, self._model.config(None), self._model.session, self._model.runner)
+        return arguments
 
     def step(self) -> int:
         """Run one step for the requests whose turn it is.
@@ -200,6 +174,7 @@ class Engine:
             self._memory.settle(self._scheduler.running)
             self.statistics.preempted = self._scheduler.preempted
             self.statistics.prompt_tokens, self.statistics.reused_tokens = self._memory.asked, self._memory.reused
+            self._read_inputs(requests)
             if requests:
                 self._run(requests)
             return self._unfinished
@@ -263,7 +238,7 @@ class Engine:
     def longest_text(self) -> int | None:
         """Most tokens that a text may come to beside the largest draft of the engine's own; any number if `None`."""
         tokens, block = self._memory.tokens, self._memory.block
-        return None if tokens is None else max(tokens // block * block - self._config.max_nodes, 0)
+        return None if tokens is None else max(tokens // block * block - self._model.config(None).max_nodes, 0)
 
     def check_process(self) -> None:
         """Refuse a fork of the process that made the engine: its threads and who holds its locks are not there.
@@ -319,10 +294,8 @@ class Engine:
             for request in requests:
                 request.handle.serve()
             counts = Statistics()
-            self._read_inputs(requests)
-            self._steps.run([request for request in requests if request.error is None], counts)
-            if self._watch is not None:
-                self._watch.settle()
+            self._model.steps.run(requests, counts)
+            self._model.settle()
             self.statistics.count(len(requests), sum(counts.nodes_per_step), counts.tokens)
         except BaseException as error:
             self._leave_all(requests, error)
@@ -332,18 +305,14 @@ class Engine:
         finally:
             requests.clear()
 
-    def _read_inputs(self, requests: Sequence[Request]) -> None:
-        """Let the model read prompts with images; all but the last token, which the step sends. What it refuses is an
-        error of its own request."""
-        runner: Any = self._runner
-        for request in requests:
-            if request.reads_inputs and not request.cached:
-                prompts, runner.rows = request.arguments.prompts, [request.row]
-                try:
-                    PromptPass(runner, self._model, prompts.input_ids, prompts.mask, prompts.inputs).read()
-                    request.row.crop(request.cached - 1)
-                except Exception as error:
-                    request.error = error
+    def _read_inputs(self, requests: list[Request]) -> None:
+        """Let the model read prompts with images. What it refuses is an error of its own request."""
+        for request in [one for one in requests if one.reads_inputs and not one.cached]:
+            try:
+                self._model.read_inputs(request)
+            except Exception as error:
+                requests.remove(request)
+                self._leave(request, error)
 
     def _follow_model(self) -> None:
         """If the model is not what it was, begin anew with what it is: nothing of before may go into a text.
@@ -352,7 +321,7 @@ class Engine:
             LookaheadError: It cannot be run as it is now; all requests have ended with that.
         """
         idle = not self._scheduler.running  # who is served one after another does not wait for this in between
-        if self._watch is None or not self._watch.has_changed(thorough=idle):
+        if not self._model.has_changed(thorough=idle):
             return
         requests = [*self._scheduler.waiting, *self._scheduler.running]
         begun = [request for request in requests if request.sequence.steps]
@@ -369,15 +338,10 @@ class Engine:
         for request in rest:
             self._memory.drop(request)
         try:
-            self._runner = self._steps.backend = self._session.open_rows(self._config, 0, None, 0)[0]
+            self._model.reopen()
         except LookaheadError as error:
             self._leave_all(rest, error)
             raise
-        self._watch = self._session.watch(self._runner, self._compares_bits)
-
-    def _pace(self, rows: int, temperature: float) -> Pace:
-        """What is learned of drafting for so many rows; of the model that runs."""
-        return draft_pace(self._runner.model, self._config, rows, temperature, self._runner.chains)
 
     def _leave_all(self, requests: list[Request], error: BaseException | None = None) -> None:
         for request in requests:
@@ -388,23 +352,3 @@ class Engine:
         if error is None:
             self._memory.keep(request, self._scheduler.running)
         request.end(error)
-
-
-def _check_nodes(runner: EngineRunner, config: LookaheadConfig) -> None:
-    """Refuse methods whose trees have a fixed shape, for which llama.cpp has not enough sequence ids.
-
-    Raises:
-        InvalidArgumentError: There are not enough.
-    """
-    if config.preset in ("paper", "jacobi") and config.max_nodes > runner.most_nodes:
-        raise InvalidArgumentError(
-            f"preset={config.preset!r} sends up to {config.max_nodes} nodes for each row, but llama.cpp has sequences "
-            f"for {runner.most_nodes}; choose smaller sizes, or an Engine with a smaller max_rows"
-        )
-
-
-def _check_engine_config(config: LookaheadConfig | None) -> LookaheadConfig:
-    checked = check_config(config)
-    if checked.engine != "dynamic":
-        raise UnsupportedArgumentError(f"engine={checked.engine!r} is not supported by an Engine; use engine='dynamic'")
-    return checked

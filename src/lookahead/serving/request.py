@@ -19,13 +19,10 @@ from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 from lookahead.serving.arguments import check_own_prefill
 from lookahead.serving.drafting import Drafting
 from lookahead.serving.handle import RequestHandle, TokenEvent
-from lookahead.serving.kv_memory import KVMemory
-from lookahead.serving.output import make_output
-from lookahead.serving.prefix_cache import TextRow
+from lookahead.serving.kv_memory import KVMemory, TextRow
+from lookahead.serving.output import StreamFeeder, make_output
 from lookahead.serving.prepared import Arguments
-from lookahead.serving.selecting import LogprobSampler, make_sampler, row_processors
-from lookahead.serving.stopping import StopRule, last_lengths
-from lookahead.serving.streaming import StreamFeeder
+from lookahead.serving.selecting import LogprobSampler, StopRule, last_lengths, make_sampler, row_processors
 
 
 class Request:
