@@ -88,6 +88,41 @@ def test_stop_with_the_keyboard(page: Page) -> None:
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
 
 
+def test_settings_are_sent_and_what_was_stopped_stays_in_the_conversation(page: Page) -> None:
+    page.get_by_text("Settings").click()
+    for label, value in {"Most tokens": "1500", "Top p": "0.5", "Seed": "7", "System prompt": "Be brief."}.items():
+        page.get_by_label(label).fill(value)
+    send(page)
+    expect(page.locator("#log pre span").first).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("status")).to_have_text("Stopped.")
+    stopped = page.locator("#log .sides pre").inner_text()
+    page.get_by_label("Most tokens").fill("4")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        send(page, "again")
+    body = sent.value.post_data_json
+    assert (body["top_p"], body["seed"]) == (0.5, 7)
+    assert [message["role"] for message in body["messages"]] == ["system", "user", "assistant", "user"]
+    assert body["messages"][2]["content"].split() == stopped.split()
+    expect(page.get_by_role("status")).to_have_text("Done.")
+
+
+def test_edges_cross_no_label(page: Page) -> None:
+    send(page)
+    expect(page.get_by_role("status")).to_have_text("Done.")
+    crossings = """() => {
+      const labels = [...document.querySelectorAll('#tree text')].map((each) => each.getBBox());
+      const inside = (box, {x, y}) => x > box.x && x < box.x + box.width && y > box.y && y < box.y + box.height;
+      return [...document.querySelectorAll('#tree path')].filter((path) => {
+        for (let at = 0; at <= path.getTotalLength(); at += 1)
+          if (labels.some((box) => inside(box, path.getPointAtLength(at)))) return true;
+        return false;
+      }).length;
+    }"""
+    assert page.locator("#tree path").count() > 0
+    assert page.evaluate(crossings) == 0
+
+
 def test_a_narrow_screen_has_one_column(page: Page) -> None:
     page.set_viewport_size({"width": 360, "height": 800})
     send(page)
@@ -102,7 +137,7 @@ def test_a_narrow_screen_has_one_column(page: Page) -> None:
 def test_every_control_has_a_name_and_is_reached_by_tab(page: Page) -> None:
     page.locator("h1").click()
     reached = set()
-    for _ in range(14):
+    for _ in range(16):
         page.keyboard.press("Tab")
         reached.add(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
     assert {"text", "send", "clear", "compare", "SUMMARY"} <= reached

@@ -67,7 +67,7 @@ class ServerSettings:
     timeout: float = 600.0
     read_timeout: float = 30.0
     rows: int = 16
-    open_paths: tuple[str, ...] = ("/health", "/", "/page/page.js", "/page/page.css")
+    open_paths: tuple[str, ...] = ("/health", "/", "/page/page.js", "/page/page.css", "/page/icon.svg")
 
     @property
     def is_local(self) -> bool:

@@ -68,12 +68,14 @@ async function* events(answer) {
 
 async function stream(place, enabled, row, seed) {
   const started = performance.now();
-  let tokens = 0, steps = 0, text = "";
+  let tokens = 0, steps = 0;
+  const system = at("system").value.trim();
   const answer = await ask("v1/chat/completions", {
     method: "POST",
     signal: running.signal,
     body: JSON.stringify({
-      model, messages, stream: true, temperature: Number(at("temperature").value), max_tokens: Number(at("most").value),
+      model, messages: system ? [{ role: "system", content: system }, ...messages] : messages, stream: true,
+      temperature: Number(at("temperature").value), top_p: Number(at("top_p").value), max_tokens: Number(at("most").value),
       seed, // one for both ways, so that sampled texts are the same
       lookahead: { enabled, steps: true },
     }),
@@ -91,7 +93,6 @@ async function stream(place, enabled, row, seed) {
       const span = place.appendChild(document.createElement("span"));
       span.className = `step${steps % 4}`;
       span.textContent = piece;
-      text += piece;
       at("log").scrollTop = at("log").scrollHeight;
     }
     if (steps) {
@@ -99,7 +100,6 @@ async function stream(place, enabled, row, seed) {
       show(row, (tokens / seconds).toFixed(1), (tokens / steps).toFixed(2), steps);
     }
   }
-  return text;
 }
 
 function show(row, ...values) {
@@ -119,6 +119,8 @@ function colorOf(families, source) {
   return `var(--s${known >= 0 ? known : 6 + (families.indexOf(family) % 2)})`;
 }
 
+const LETTER = 6.7, GAP = 14, COLUMN = 24 + 10 * LETTER + GAP; // of labels of up to 10 letters, in pixels
+
 function draw(tree, step) {
   const taken = new Set([0, ...tree.path]);
   const children = tree.tokens.map(() => []);
@@ -134,9 +136,9 @@ function draw(tree, step) {
     height[node] = first === undefined ? leaves++ : (height[first] + height[last]) / 2;
   };
   place(0);
-  const wide = Math.max(...depth) + 1, x = (node) => 12 + depth[node] * 84, y = (node) => 16 + height[node] * 22;
+  const wide = Math.max(...depth) + 1, x = (node) => 12 + depth[node] * COLUMN, y = (node) => 16 + height[node] * 22;
   const svg = at("tree");
-  svg.setAttribute("width", Math.max(wide * 84 + 12, 240));
+  svg.setAttribute("width", Math.max(wide * COLUMN + 12, 240));
   svg.setAttribute("height", Math.max(leaves * 22 + 12, 60));
   const made = (name, attributes) => {
     const element = document.createElementNS(SVG, name);
@@ -149,7 +151,10 @@ function draw(tree, step) {
     const kind = taken.has(node) ? "taken" : "";
     const source = node ? tree.sources[node - 1] : "the last token of the text", likely = node ? tree.probabilities[node - 1] : null;
     const color = node ? colorOf(families, source) : "var(--text)";
-    if (node) lines.push(made("line", { x1: x(tree.parents[node]), y1: y(tree.parents[node]), x2: x(node), y2: y(node), class: kind }));
+    if (node) { // from behind the parent's label, between two columns, so that it crosses no label
+      const parent = tree.parents[node], begin = x(parent) + 10 + LETTER * visible(tree.tokens[parent]).length;
+      lines.push(made("path", { d: `M ${begin} ${y(parent)} H ${x(node) - GAP} V ${y(node)} H ${x(node) - 5}`, class: kind }));
+    }
     const mark = made("circle", { cx: x(node), cy: y(node), r: 5, class: kind });
     mark.style.color = color; // as an attribute the page's security policy would not let it count
     mark.appendChild(made("title", {})).textContent = `${source}${likely === null ? "" : `; path taken to be ${(100 * likely).toFixed(1)}% likely`}`;
@@ -180,21 +185,23 @@ async function send() {
   show("with");
   show("without");
   turn(at("log"), "You").textContent = text;
-  messages.push({ role: "user", content: text });
+  const talk = messages; // which "Clear" may replace
+  talk.push({ role: "user", content: text });
   at("text").value = "";
   const compare = at("compare").checked;
   const sides = at("log").appendChild(document.createElement("div"));
   sides.className = "sides";
   const place = turn(sides, compare ? "Answer, with lookahead" : "Answer");
   const plain = compare ? turn(sides, "Without lookahead") : null;
-  const seed = Math.floor(Math.random() * 2 ** 31);
+  const seed = at("seed").value === "" ? Math.floor(Math.random() * 2 ** 31) : Number(at("seed").value);
   try {
-    const answer = await stream(place, true, "with", seed);
+    await stream(place, true, "with", seed);
     if (plain) await stream(plain, false, "without", seed); // afterwards, so that they share no step
-    messages.push({ role: "assistant", content: answer });
+    talk.push({ role: "assistant", content: place.textContent });
     say("Done.");
   } catch (error) {
-    messages.pop();
+    if (error.name === "AbortError" && place.textContent) talk.push({ role: "assistant", content: place.textContent });
+    else talk.pop();
     if (error.name !== "AbortError") at("text").value = text;
     say(explain(error), error.name !== "AbortError");
   } finally {

@@ -1,0 +1,67 @@
+"""How long clients wait for their first token, by a simulated clock: drafts of others do not make it longer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from lookahead import LookaheadConfig
+from lookahead.core.token_tree import TokenTree
+from lookahead.serving import Engine
+from model_zoo import build
+
+CLIENTS, ROWS, REQUESTS = 32, 16, 96
+STEP, NODE = 1.0, 1 / 16
+"""What a step and what a node of it take: as on a processor, where no node is free."""
+
+
+class Clock:
+    """The time that steps take by how many tokens they send."""
+
+    now = 0.0
+
+    def watch(self, engine: Engine) -> None:
+        runner: Any = engine._model.runner
+        forward = runner.forward
+
+        def timed(trees: Sequence[TokenTree], top_k: int = 0) -> Any:
+            self.now += STEP + NODE * sum(map(len, trees))
+            return forward(trees, top_k)
+
+        runner.forward = timed
+
+
+def first_tokens(config: LookaheadConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
+    """The mean time to the first token of clients that ask again as soon as they are answered, and the time of all."""
+    clock, random_ = Clock(), random.Random(0)
+    with monkeypatch.context() as patch:
+        patch.setattr("lookahead.backends.transformers.session.step_clock", lambda device: lambda: clock.now)
+        engine = Engine(build("llama"), config, max_rows=ROWS)
+    clock.watch(engine)
+    phrase = [random_.randrange(5, 60) for _ in range(12)]
+    left, begun, waited = REQUESTS, {}, []
+
+    def ask() -> None:
+        prompt = [random_.randrange(5, 60) for _ in range(8)] + phrase * 3
+        begun[engine.submit(prompt, max_new_tokens=24, do_sample=False)] = clock.now
+
+    while begun or left:
+        while left and len(begun) < CLIENTS:
+            ask()
+            left -= 1
+        before = {handle for handle in begun if not handle.tokens}
+        engine.step()
+        waited += [clock.now - begun[handle] for handle in before if handle.tokens]
+        begun = {handle: since for handle, since in begun.items() if not handle.done}
+    return mean(waited), clock.now
+
+
+def test_first_tokens_come_as_soon_as_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, plain_time = first_tokens(LookaheadConfig(preset="autoregressive"), monkeypatch)
+    drafted, drafted_time = first_tokens(LookaheadConfig(memory="process"), monkeypatch)
+    assert drafted <= 1.1 * plain
+    assert drafted_time <= 1.02 * plain_time
