@@ -44,9 +44,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_shows_draws_and_stores(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo: Any
 ) -> None:
-    plot, folder = tmp_path / "curve.png", tmp_path / "cache" / "lookahead-decoding" / "cost"
+    folder = tmp_path / "cache" / "lookahead-decoding" / "cost"
     monkeypatch.setattr("lookahead.backends.transformers.json_file.user_cache", lambda: tmp_path / "cache")
-    options = ["--context", "48", "--plot", str(plot)]
+    options = ["--context", "48"]
     assert main(["tune", "--model", "demo", *SMALL, *options]) == 0
     out, err = capsys.readouterr()
     assert "over one token" in out
@@ -56,10 +56,8 @@ def test_shows_draws_and_stores(
     for context in (24, 48):
         assert f"context {context}: a step of one token takes" in out
     assert "\x1b" not in out + err
-    assert plot.read_bytes().startswith(b"\x89PNG")
     (file,) = folder.iterdir()
     assert f"stored in {file}" in err
-    assert f"plot written to {plot}" in err
 
     stored = CostStore().load(describe_setting(demo[0], {"pack_weights": False}))
     assert stored is not None, "the decoder finds it under the same setting"
@@ -84,7 +82,6 @@ def test_stores_in_the_users_cache(
     assert result["limit"] > 0
     assert result["bandwidth"] == pytest.approx(result["weight_bytes"] / result["limit"])
     assert result["setting"]["dtype"] == "float32"
-    assert result["plot"] is None
 
 
 def test_stores_nothing_on_request(
@@ -124,19 +121,12 @@ def test_out_of_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
         (["--context", "3000"], ["--context 3000", "2048"]),
         (["--nodes", "x"], ["'x' is not a whole number"]),
         (["--nodes", "5000"], ["--nodes 5000", "4096"]),
-        (["--plot", "no/such/folder/x.png"], ["--plot no/such/folder/x.png", "no such folder"]),
-        (["--plot", "."], ["--plot .", "is a folder"]),
         (["--model", "nowhere"], ["--model nowhere", "no such folder"]),
     ],
 )
 def test_refused_options(capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]) -> None:
     message = refused(capsys, "--no-store", "--device", "cpu", *arguments)
     assert all(word in message for word in words), message
-
-
-def test_a_plot_needs_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lookahead.cli.tune.find_spec", lambda name: None)
-    assert "pip install 'lookahead-decoding[plot]'" in refused(capsys, "--plot", "x.png")
 
 
 # the measurement

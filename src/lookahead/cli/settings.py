@@ -405,7 +405,6 @@ class TuneSettings(Settings):
         "Measure with `pack_weights=True`, on CPUs only; curves with and without are kept apart.",
         default=False,
     )
-    plot: Path | None = option("--plot FILE", OUTPUT, "Draw the curves and the memory limit into this PNG file.")
     store: bool = option(
         "--store/--no-store", OUTPUT, "Keep the curve for later runs, in the user's cache directory.", default=True
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import date
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +17,6 @@ from lookahead.backends.transformers.cost_store import (
     CostStore,
     StoredCost,
     describe_setting,
-    device_name,
     engine_setting,
 )
 from lookahead.backends.transformers.tuning import CONTEXTS, NODE_COUNTS, Measurement, Point, measure, timings
@@ -35,13 +33,11 @@ LITTLE_MORE = (1.1, 1.5, 2.0)
 
 
 def run(settings: TuneSettings) -> int:
-    """Measure, print, draw, store, and return the exit code."""
+    """Measure, print, store, and return the exit code."""
     consoles = Consoles.create(no_color=settings.no_color)
     nodes = sorted({1, *(settings.nodes or NODE_COUNTS)})
     if nodes[-1] > MAX_NODES_PER_STEP:
         raise InvalidArgumentError(f"--nodes {nodes[-1]} is out of range; a step has at most {MAX_NODES_PER_STEP}")
-    if settings.plot is not None:
-        check_plot(settings.plot)  # before minutes of measuring
     with quiet_libraries():
         loaded = load_model(settings, consoles.notes)
         process.raise_on_interrupt()
@@ -62,14 +58,6 @@ def run(settings: TuneSettings) -> int:
         stored = _store(settings, loaded, measured, cost)
         if stored is not None:
             consoles.notes.print(f"stored in {stored}")
-    if settings.plot is not None:
-        draw(
-            settings.plot,
-            measured,
-            cost,
-            f"{loaded.path.resolve().name}, {loaded.dtype}, {device_name(loaded.model.device)}",
-        )
-        consoles.notes.print(f"plot written to {settings.plot}")
     return process.OK
 
 
@@ -163,58 +151,9 @@ def _report(
         "setting": _setting(settings, loaded),
         "model": str(loaded.path),
         "stored": None if stored is None else str(stored),
-        "plot": None if settings.plot is None else str(settings.plot),
         "versions": process.versions(),
     }
 
 
 def _setting(settings: TuneSettings, loaded: LoadedModel) -> dict[str, Any]:
     return describe_setting(loaded.model, engine_setting(LookaheadConfig(pack_weights=settings.pack_weights)))
-
-
-def check_plot(path: Path) -> None:
-    """Refuse a plot that cannot be made.
-
-    Raises:
-        InvalidArgumentError: matplotlib is not installed, or there is no such folder.
-    """
-    if find_spec("matplotlib") is None:
-        raise InvalidArgumentError(
-            f"--plot {path} needs matplotlib: pip install 'lookahead-decoding[plot]', or leave --plot out"
-        )
-    if not path.parent.is_dir():
-        raise InvalidArgumentError(f"--plot {path}: no such folder; make {path.parent} first")
-    if path.is_dir():
-        raise InvalidArgumentError(f"--plot {path}: is a folder; give the name of a PNG file")
-
-
-def draw(path: Path, measured: Measurement, cost: StepCosts, title: str) -> None:
-    """Draw points, fitted curves and the memory limit into a PNG file."""
-    # A figure of its own rather than pyplot, which keeps state for the process and may look for a screen.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    most = max(point.nodes for point in measured.points)
-    sizes = np.unique(np.geomspace(1, most, 200).round().astype(np.int64))
-    for context in sorted({point.context for point in measured.points}):
-        points = [point for point in measured.points if point.context == context]
-        (line,) = axes.plot(sizes, 1000 * cost.expected(sizes, context), label=f"context {context:,}, fit")
-        axes.plot(
-            [point.nodes for point in points],
-            [1000 * point.seconds for point in points],
-            "o",
-            color=line.get_color(),
-            label=f"context {context:,}, measured",
-        )
-    label = f"memory limit: reading the weights once, {measured.bandwidth / 1e9:.1f} GB/s"
-    axes.axhline(1000 * measured.limit, color="black", linestyle="--", label=label)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("nodes of the step")
-    axes.set_ylabel(f"{'CPU' if measured.clock == 'cpu' else 'wall'} time of the step, ms")
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, format="png", dpi=150)

@@ -40,37 +40,38 @@ from lookahead.server.served_model import ServedModel
 from lookahead.server.tools import AnswerReader, Part
 
 
-class InputMessage(Fields):
+class Item(Fields):
+    """Something in the input, which may be of an earlier answer."""
+
+    id: str | None = Field(default=None, max_length=256)
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class InputMessage(Item):
     """A message of the input of `/v1/responses`, which may be one of an earlier answer."""
 
     place: ClassVar[str] = MESSAGE
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[ContentPart]
-    id: str | None = Field(default=None, max_length=256)
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
     phase: str | None = Field(default=None, max_length=64)
 
 
-class InputCall(Fields):
+class InputCall(Item):
     """A call of a function in an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str = Field(max_length=256)
     name: str = Field(max_length=256)
     arguments: str
-    id: str | None = Field(default=None, max_length=256)
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
-class InputResult(Fields):
+class InputResult(Item):
     """What a function returned."""
 
     type: Literal["function_call_output"]
     call_id: str = Field(max_length=256)
     output: str | list[TextPart]
-    id: str | None = Field(default=None, max_length=256)
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class ReasoningPart(Fields):
@@ -80,7 +81,7 @@ class ReasoningPart(Fields):
     text: str
 
 
-class InputReasoning(Fields):
+class InputReasoning(Item):
     """The reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
@@ -94,14 +95,10 @@ class InputReasoning(Fields):
 InputItem = InputMessage | InputCall | InputResult | InputReasoning
 
 
-class SchemaFormat(Fields):
+class SchemaFormat(JsonSchema):
     """A JSON value that follows a schema, as `/v1/responses` asks for it."""
 
     type: Literal["json_schema"]
-    name: str = Field(max_length=64)
-    description: str | None = None
-    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
-    strict: bool = True
 
 
 class TextOptions(Fields):
