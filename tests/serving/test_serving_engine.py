@@ -108,7 +108,7 @@ def test_drafts_are_shared_by_the_rows_of_a_step() -> None:
     model = build("llama")
     engine = Engine(model, NODES)
     sent: list[int] = []
-    hook = engine._runner.model.get_input_embeddings().register_forward_pre_hook(
+    hook = engine._model.runner.model.get_input_embeddings().register_forward_pre_hook(
         lambda _, inputs: sent.append(inputs[0].shape[1])
     )
     handles = [engine.submit(PROMPT, max_new_tokens=20, do_sample=False) for _ in range(6)]
