@@ -25,7 +25,7 @@ from gguf import GGMLQuantizationType, LlamaFileType, TokenType
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from lookahead.backends.llama_cpp.binding import binding, error_lines
+from lookahead.backends.llama_cpp.context import binding, error_lines
 
 EXIT_REFUSED = 2
 

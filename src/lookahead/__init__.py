@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lookahead.api.generation import attach, detach, generate
-    from lookahead.backends.gguf.loading import load_gguf
+    from lookahead.backends.llama_cpp.model import load_gguf
     from lookahead.config import LookaheadConfig
     from lookahead.core.statistics import Statistics, StepRecord
     from lookahead.drafting import NGramPool
@@ -68,7 +68,7 @@ _HOMES = {
     "attach": "api.generation",
     "detach": "api.generation",
     "generate": "api.generation",
-    "load_gguf": "backends.gguf.loading",
+    "load_gguf": "backends.llama_cpp.model",
     "__version__": "version",
 }
 

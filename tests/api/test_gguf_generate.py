@@ -210,7 +210,7 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
 
 
 def test_the_error_without_the_binding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lookahead.backends.llama_cpp.binding import binding
+    from lookahead.backends.llama_cpp.context import binding
 
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     binding.cache_clear()

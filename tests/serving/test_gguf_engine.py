@@ -10,7 +10,7 @@ import torch
 import lookahead
 from gguf_files import REASON, zoo_file
 from lookahead import InvalidArgumentError, LookaheadConfig
-from lookahead.backends.llama_cpp.binding import binding
+from lookahead.backends.llama_cpp.context import binding
 from lookahead.serving import Engine
 from model_zoo import build
 

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lookahead.backends.gguf.model import GGUFModel
-from lookahead.backends.gguf.session import GGUFSession
-from lookahead.backends.llama_cpp.rows_runner import LlamaRowsRunner
+from lookahead.backends.llama_cpp.model import GGUFModel
+from lookahead.backends.llama_cpp.runner import LlamaRowsRunner
+from lookahead.backends.llama_cpp.session import GGUFSession
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.transformers.model_watch import ModelWatch
 from lookahead.backends.transformers.runner import ChainRunner, RowsRunner

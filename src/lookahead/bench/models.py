@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lookahead.backends.gguf.loading import load_gguf
+from lookahead.backends.llama_cpp.model import load_gguf
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.identity import model_identity
 from lookahead.bench.suite import MethodSpec, ModelSpec

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from lookahead.backends.gguf.loading import load_gguf
+from lookahead.backends.llama_cpp.model import load_gguf
 from lookahead.backends.session import open_session
 from lookahead.cli import process
 from lookahead.cli.inputs import is_gguf, model_folder

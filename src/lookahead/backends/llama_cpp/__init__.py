@@ -1,1 +1,1 @@
-"""Runs GGUF models on token trees, through llama.cpp."""
+"""GGUF models with the interface of transformers' models, run by llama.cpp."""

@@ -1,20 +1,70 @@
-"""Keys and values in llama.cpp: cells that belong to sequence ids."""
+"""llama-cpp-python, and its contexts: keys and values in cells that belong to sequence ids."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.backends.llama_cpp.binding import binding, error_lines
 from lookahead.errors import InvalidArgumentError, LookaheadError
 
 if TYPE_CHECKING:
-    from lookahead.backends.llama_cpp.model import LlamaModel, ModelOwner
+    from lookahead.backends.llama_cpp.file import LlamaModel, ModelOwner
+
+
+_ERROR = 4  # GGML_LOG_LEVEL_ERROR
+_log_lock = Lock()
+
+
+@cache
+def binding() -> Any:
+    """The module `llama_cpp`.
+
+    Raises:
+        InvalidArgumentError: It is not installed, or does not load.
+    """
+    try:
+        import llama_cpp
+    except Exception as error:  # without its library it raises what ctypes raises
+        raise InvalidArgumentError(
+            f"GGUF models are run by llama-cpp-python, which cannot be loaded here ({type(error).__name__}: {error}); "
+            "install it: pip install 'lookahead-decoding[gguf]'"
+        ) from error
+    log = logging.getLogger("llama-cpp-python")
+    if log.level == logging.NOTSET:  # it would print all that llama.cpp says of itself
+        log.setLevel(logging.ERROR)
+    llama_cpp.llama_backend_init()
+    return llama_cpp
+
+
+@contextmanager
+def error_lines() -> Iterator[list[str]]:
+    """Collect what llama.cpp has to say of errors meanwhile, instead of printing it."""
+    llama_cpp = binding()
+    lines: list[str] = []
+
+    def keep(level: int, text: bytes, _: Any) -> None:
+        if level == _ERROR:
+            lines.append(text.decode(errors="replace").strip())
+
+    callback = llama_cpp.llama_log_callback(keep)
+    before, data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
+    with _log_lock:
+        llama_cpp.llama_log_get(ctypes.byref(before), ctypes.byref(data))
+        llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
+        try:
+            yield lines
+        finally:
+            llama_cpp.llama_log_set(before, data)
+
 
 MOST_SEQUENCES = 256
 """Sequence ids that llama.cpp has at most (`LLAMA_MAX_SEQ`)."""
@@ -113,27 +163,6 @@ class LlamaContext:
         Raises:
             LookaheadError: llama.cpp fails.
         """
-        self._decode(count)
-        reads = int(np.count_nonzero(self.batch.reads[:count]))
-        return self._read()[:reads] if reads else self._logits[:0]
-
-    def run_token(self, token: int, position: int, ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Compute one token of the sequences `ids`, and keep its keys and values.
-
-        Returns:
-            Logits after it, `[vocabulary]`; a view of a buffer that the next call overwrites.
-
-        Raises:
-            LookaheadError: llama.cpp fails.
-        """
-        batch = self.batch
-        batch.tokens[0], batch.positions[0], batch.reads[0] = token, position, 1
-        batch.sequences[0], batch.counts[0] = ids.ctypes.data, len(ids)
-        self._decode(1)
-        row: NDArray[np.float32] = self._read()[0]
-        return row
-
-    def _decode(self, count: int) -> None:
         self.batch.struct.n_tokens = count
         code = self._library.llama_decode(self._handle, self.batch.struct)
         if code != 0:
@@ -141,15 +170,15 @@ class LlamaContext:
                 f"llama.cpp could not run a step of {count} tokens (llama_decode returned {code}; the context has "
                 f"{self.cells} cells)"
             )
-
-    def _read(self) -> NDArray[np.float32]:
-        """All logits that there is room for, `[cells, vocabulary]`."""
+        reads = int(np.count_nonzero(self.batch.reads[:count]))
+        if not reads:
+            return self._logits[:0]
         first = self._library.llama_get_logits(self._handle)
         address = ctypes.cast(first, ctypes.c_void_p).value
         if address != self._address:  # llama.cpp has taken a larger buffer
             self._address = address
             self._logits = np.ctypeslib.as_array(first, shape=(self.cells, self._vocabulary))
-        return self._logits
+        return self._logits[:reads]
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Let sequence `target` share the cells of `source` at positions from `start` to before `end`, -1 for all."""

@@ -1,193 +1,288 @@
-"""A GGUF file, loaded by llama.cpp."""
+"""A GGUF model that transformers' `generate`, and all that is built on it, take for one of its own."""
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import weakref
-from collections.abc import Callable, Sequence
-from functools import cached_property
+import os
+import random
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lookahead.backends.llama_cpp.binding import binding, error_lines
-from lookahead.backends.llama_cpp.context import LlamaContext
-from lookahead.backends.llama_cpp.vocabulary import Vocabulary
-from lookahead.errors import InvalidArgumentError, UnsupportedModelError
-
-_LONGEST_VALUE = 1 << 20
-_NO_ROPE = -1  # LLAMA_ROPE_TYPE_NONE
-_SAMPLED = 1 << 16
-
-
-class ModelOwner:
-    """Frees llama.cpp's model when nothing refers to it any more.
-
-    Args:
-        handle: The model.
-    """
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-        weakref.finalize(self, binding().llama_model_free, handle)
+from lookahead.backends.llama_cpp.file import LlamaModel, Vocabulary
+from lookahead.backends.llama_cpp.runner import LlamaChainRunner, LlamaRunner, PlainReader
+from lookahead.backends.trials import among_decoys, chains, difference, follow, nothing
+from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 
 
-class LlamaModel:
-    """The weights and the vocabulary of a GGUF file, and contexts to run them in.
+def load_gguf(
+    path: str | os.PathLike[str], *, n_gpu_layers: int = 0, n_threads: int | None = None, fast_kv: bool = False
+) -> GGUFModel:
+    """Load a GGUF model with its tokenizer, to be run by llama.cpp.
+
+    `lookahead.generate` takes the model as it takes one of transformers, and all of its arguments but those that are
+    about a cache; so does the model's own `generate`, which decodes plainly. Needs llama-cpp-python
+    (`pip install 'lookahead-decoding[gguf]'`).
 
     Args:
         path: The file; the first one of a model that is split into several.
-        n_gpu_layers: Layers to keep on a GPU, if this build of llama.cpp knows one; -1 for all.
-        threads: Threads of a step.
-        fast_kv: Keep keys and values in float16 and let llama.cpp choose its attention, as it does by default. It is
-            faster, and rounds more.
+        n_gpu_layers: Layers to keep on a GPU, where llama-cpp-python was built for one; -1 for all.
+        n_threads: Threads of a step; as many as torch uses if not given.
+        fast_kv: Keep keys and values in float16, and let llama.cpp choose its attention, as it does by default. Faster,
+            but it rounds more: where two tokens are nearly as likely, texts may differ from plain decoding.
 
-    Attributes:
-        path: The file.
-        threads, fast_kv: As given.
-        gpu_layers: Layers on a GPU; -1 for all.
-        vocabulary: Its tokens.
+    Returns:
+        The model, with its tokenizer in `tokenizer`.
 
     Raises:
-        InvalidArgumentError: The file is not there, or llama.cpp cannot load it.
-        UnsupportedModelError: It is a model that cannot be run on token trees.
+        InvalidArgumentError: The file cannot be loaded, or llama-cpp-python is not installed.
+        UnsupportedModelError: The model can be run neither on token trees nor on chains of tokens.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidArgumentError(f"path={path!r} must be the path of a GGUF file")
+    threads = torch.get_num_threads() if n_threads is None else n_threads
+    for name, value, least in (("n_threads", threads, 1), ("n_gpu_layers", n_gpu_layers, -1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InvalidArgumentError(f"{name}={value!r} must be a whole number of at least {least}")
+    llama = LlamaModel(Path(path).expanduser(), n_gpu_layers, threads, fast_kv)
+    check_model(llama)
+    return GGUFModel(llama)
+
+
+TOLERANCE = 0.25
+"""How far logits may be from plain decoding's, in standard deviations of the logits. Rounding moves those of weights
+with four bits by less than a tenth of this; a token that is seen or missed wrongly moves them by about one."""
+
+_PROMPT, _LENGTH, _DEPTH, _DECOYS = 6, 19, 3, 1
+_LEAVES = _DEPTH * _DECOYS + 1
+
+
+def check_model(model: LlamaModel) -> None:
+    """Make sure that drafts are read as plain decoding reads them, and that what is kept of them is right.
+
+    | question | how it is tried | what is refused |
+    | --- | --- | --- |
+    | Do trees give what single tokens give? | a random text, read along trees with wrong branches | the model |
+    | Do chains, of a model with running states? | the same along chains, of which every other one is rejected in part |
+    the model |
+
+    Raises:
+        UnsupportedModelError: They do not; the message says by how much they differ.
+    """
+    what = "chains of tokens" if model.has_states else "token trees"
+    worst = largest_difference(model)
+    if not worst <= TOLERANCE:
+        raise UnsupportedModelError(
+            f"path={str(model.path)!r}: the model does not give on {what} what it gives token by token, with this "
+            f"build of llama.cpp: logits differ by {worst:.2g} standard deviations. Use llama.cpp's own decoding"
+        )
+
+
+def largest_difference(model: LlamaModel) -> float:
+    """The largest difference between a logit of a draft and plain decoding's, in standard deviations of the logits."""
+    vocabulary = model.vocabulary
+    usable = np.setdiff1d(np.arange(len(vocabulary)), [*vocabulary.controls, *vocabulary.ends])  # tokens that are text
+    text: list[int] = np.random.default_rng(0).choice(usable, _LENGTH).tolist()
+    context = model.acquire(2 * _LENGTH + _LEAVES * (_DEPTH + 1), 2 if model.has_states else _LEAVES)
+    if model.has_states:
+        draft = chains(random.Random(0), _DEPTH)
+    else:
+        draft = among_decoys(_DEPTH + 1, _DECOYS, len(vocabulary), usable.tolist())
+    found = []
+    for drafts in (nothing, draft):
+        context.clear()
+        runner = LlamaChainRunner(context) if model.has_states else LlamaRunner(context, 1)
+        found += follow(runner, [text], _PROMPT, drafts)
+    model.release(context)
+    plain, drafted = found
+    return difference([drafted], [plain]) / float(plain.std())
+
+
+class GGUFConfig(PreTrainedConfig):  # type: ignore[misc]
+    """What is known of a GGUF file: its tokens, its context, and a fingerprint of its content."""
+
+    model_type = "gguf"
+
+
+class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """A GGUF model. Its weights are llama.cpp's; for transformers it has none.
+
+    `generate` decodes plainly, one token a step; `lookahead.generate` decodes the same text in fewer steps. Both take
+    the arguments of transformers' `generate`, but no cache: what llama.cpp holds stays with it.
+
+    Args:
+        llama: The file, as llama.cpp loaded it.
+
+    Attributes:
+        llama: The file, as llama.cpp loaded it.
+        tokenizer: The file's tokenizer, with its chat template.
+        keeps_text: Whether a call of `lookahead.generate` with one row leaves its text in llama.cpp, so that the next
+            one, if its prompt begins alike, goes on from there.
+        reused_tokens: Tokens of the last prompt that were not computed anew because of that.
+        generation_config: With the tokens that begin and end texts. The file's own sampling settings are not read.
     """
 
-    def __init__(self, path: Path, n_gpu_layers: int, threads: int, fast_kv: bool = False) -> None:
-        self.path, self.threads, self.fast_kv, self.gpu_layers = path, threads, fast_kv, n_gpu_layers
-        self._library = binding()
-        self._free: list[LlamaContext] = []
+    config_class = GGUFConfig
+    main_input_name = "input_ids"
+
+    def __init__(self, llama: LlamaModel) -> None:
+        tokens = llama.vocabulary
+        known = {"bos_token_id": tokens.bos, "eos_token_id": tokens.ends or None, "pad_token_id": tokens.pad}
+        super().__init__(
+            GGUFConfig(
+                vocab_size=len(tokens),
+                hidden_size=llama.width,
+                max_position_embeddings=llama.trained_context,
+                description=llama.name,
+                fingerprint=llama.fingerprint(),
+                fast_kv=llama.fast_kv,
+                **known,
+            )
+        )
+        self.llama = llama
+        self.tokenizer = GGUFTokenizer(tokens, llama.chat_template)
+        self.generation_config = GenerationConfig(**known)
+        # Says where inputs belong, and in which type logits come.
+        self._place = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+        self._embeddings = _Embeddings(len(tokens))
+        self.keeps_text = False
+        self.reused_tokens = 0
+        self._reader: PlainReader | None = None
         self._lock = Lock()
-        self.owner = ModelOwner(self._load(n_gpu_layers))
-        self.handle = self.owner.handle
-        self._check_kind()
-        self.vocabulary = Vocabulary(self._library.llama_model_get_vocab(self.handle))
 
-    def _load(self, n_gpu_layers: int) -> Any:
-        if not self.path.is_file():
-            raise InvalidArgumentError(f"path={str(self.path)!r} is no file; give the path of a GGUF file")
-        parameters = self._library.llama_model_default_params()
-        parameters.n_gpu_layers = n_gpu_layers
-        # Quantised weights that are packed for AMX crash in the builds that are about.
-        parameters.use_extra_bufts = b"AMX_INT8 = 1" not in self._library.llama_print_system_info()
-        with error_lines() as lines:
-            handle = self._library.llama_model_load_from_file(str(self.path).encode(), parameters)
-        if not handle:
-            reason = lines[0] if lines else "it gives no reason"
-            raise InvalidArgumentError(f"path={str(self.path)!r} cannot be loaded by llama.cpp: {reason}")
-        return handle
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
 
-    def _check_kind(self) -> None:
-        library = self._library
-        kinds: dict[str, Callable[[Any], bool]] = {
-            "has an encoder": library.llama_model_has_encoder,
-            "is a diffusion model": library.llama_model_is_diffusion,
-        }
-        for what, applies in kinds.items():
-            if applies(self.handle):
-                raise UnsupportedModelError(
-                    f"path={str(self.path)!r}: the model {what}, so it cannot be run on token trees. Use llama.cpp's "
-                    "own decoding"
-                )
+    def get_input_embeddings(self) -> _Embeddings:
+        """How many tokens there are; the weights are llama.cpp's."""
+        return self._embeddings
 
-    @cached_property
-    def has_states(self) -> bool:
-        """Whether layers keep a running state, which cannot take back a token: the model is run on chains."""
-        library = self._library
-        return bool(library.llama_model_is_recurrent(self.handle) or library.llama_model_is_hybrid(self.handle))
+    def get_output_embeddings(self) -> None:
+        """None that transformers could see."""
+        return
 
-    @property
-    def name(self) -> str:
-        """What the file says that it is, such as `llama 7B Q4_K - Medium`."""
-        content = ctypes.create_string_buffer(256)
-        self._library.llama_model_desc(self.handle, content, len(content))
-        return content.value.decode(errors="replace")
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: object | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The whole text, at every step: of what was read before only the new part is computed."""
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": past_key_values}
 
-    @property
-    def number_type(self) -> str:
-        """The types of its weights, such as `float32` or `Q4_K - Medium`."""
-        kind = self.name.split(maxsplit=2)[-1]
-        return {"all F32": "float32", "F16": "float16"}.get(kind, kind)
-
-    @property
-    def trained_context(self) -> int:
-        """Tokens of the longest text it was made for."""
-        return int(self._library.llama_model_n_ctx_train(self.handle))
-
-    @property
-    def last_length(self) -> int | None:
-        """Text length at which the model can read no further token, if there is one: the end of a position table."""
-        return self.trained_context if self._library.llama_model_rope_type(self.handle) == _NO_ROPE else None
-
-    @property
-    def parameters(self) -> int:
-        """How many weights it has."""
-        return int(self._library.llama_model_n_params(self.handle))
-
-    @property
-    def width(self) -> int:
-        """Size of the hidden state."""
-        return int(self._library.llama_model_n_embd(self.handle))
-
-    def metadata(self, key: str) -> str | None:
-        """What the file says under `key`; `None` if it says nothing."""
-        content = ctypes.create_string_buffer(_LONGEST_VALUE)
-        length = self._library.llama_model_meta_val_str(self.handle, key.encode(), content, len(content))
-        return content.value.decode(errors="replace") if length >= 0 else None
-
-    @property
-    def chat_template(self) -> str | None:
-        """Its chat template, in Jinja."""
-        return self.metadata("tokenizer.chat_template")
-
-    @cached_property
-    def token_bytes(self) -> int:
-        """Bytes that keys and values of a token take, as llama.cpp counts them when it writes them down."""
-        context, ids = self.acquire(2, 1), np.zeros(1, dtype=np.int32)
-        sizes = []
-        for place in range(2):
-            context.run_token(0, place, ids)
-            sizes.append(context.bytes_of(0))
-        self.release(context)
-        return max(sizes[1] - sizes[0], 1)
-
-    def fingerprint(self) -> str:
-        """A short name of the file's content, made of its size and samples of its bytes."""
-        size = self.path.stat().st_size
-        digest = hashlib.sha256(str(size).encode())
-        with self.path.open("rb") as file:
-            for place in range(0, size, max(_SAMPLED, size // 16)):
-                file.seek(place)
-                digest.update(file.read(_SAMPLED))
-        return digest.hexdigest()[:24]
-
-    def acquire(self, cells: int, sequences: int, resumes: bool = False) -> LlamaContext:
-        """A context for the caller alone until `release`.
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: object | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits after the last token of each text.
 
         Args:
-            cells: Tokens that it has to hold, those of all texts and of a step together.
-            sequences: Sequence ids that it has to have.
-            resumes: Leave the text in it that it was released with. Otherwise there is nothing in it.
-        """
-        with self._lock:
-            for context in self._free:
-                if context.cells >= cells and context.sequences >= sequences:
-                    self._free.remove(context)
-                    if context.text and not resumes:
-                        context.clear()
-                    return context
-            self._free.clear()
-        # With room to spare, so that a call with a somewhat longer text can use it again.
-        return LlamaContext(self, cells + min(cells // 2, 1024), sequences)
+            input_ids: The texts, `[batch, tokens]` int64.
+            attention_mask: Which of these tokens count, `[batch, tokens]`; all of them if not given.
+            past_key_values: Not supported.
+            use_cache: Of no account: what was read of a text is not computed again.
+            return_dict: Of no account: there always is one.
+            **kwargs: Nothing that would be heeded.
 
-    def release(self, context: LlamaContext, text: Sequence[int] = ()) -> None:
-        """Give a context back, for a later call; with `text`, which its first sequence holds, if that is to stay."""
-        if text:
-            context.keep(text)
-        else:
-            context.clear()
+        Returns:
+            With `logits`, `[batch, 1, vocabulary]` float32.
+
+        Raises:
+            UnsupportedArgumentError: There is a cache.
+        """
+        if past_key_values is not None:
+            raise no_cache()
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        texts = [row[mine.bool()].tolist() for row, mine in zip(input_ids, mask, strict=True)]
         with self._lock:
-            self._free = [context]
+            if self._reader is None or not self._reader.fits(texts):
+                self._reader = PlainReader(self.llama, texts)
+            logits = self._reader.read(texts)
+        return CausalLMOutputWithPast(logits=logits[:, None].to(input_ids.device))
+
+
+class _Embeddings(torch.nn.Module):
+    """Stands for the table of tokens, of which only the size is known."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.num_embeddings = tokens
+
+
+def no_cache() -> UnsupportedArgumentError:
+    """The error for a call that brings a cache."""
+    return UnsupportedArgumentError(
+        "past_key_values is not supported for a GGUF model, whose keys and values are llama.cpp's; give the whole text "
+        "without it"
+    )
+
+
+class GGUFTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
+    """Tokens as llama.cpp makes and reads them.
+
+    Names of special tokens in a text are read as these tokens.
+
+    Args:
+        vocabulary: The tokens of the file.
+        chat_template: Its chat template, in Jinja, if it has one.
+    """
+
+    model_input_names = ("input_ids", "attention_mask")
+
+    def __init__(self, vocabulary: Vocabulary, chat_template: str | None = None) -> None:
+        self._vocabulary = vocabulary
+        self._names = [vocabulary.name(token) for token in range(len(vocabulary))]
+        self._tokens = {name: token for token, name in enumerate(self._names)}
+        specials = {
+            f"{kind}_token": self._names[token]
+            for kind, token in (("bos", vocabulary.bos), ("eos", vocabulary.eos), ("pad", vocabulary.pad))
+            if token is not None
+        }
+        super().__init__(chat_template=chat_template, padding_side="left", **specials)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are."""
+        return len(self._names)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token ids by name."""
+        return dict(self._tokens)
+
+    def tokenize(self, text: str, **kwargs: Any) -> list[str]:
+        """The names of the tokens of `text`."""
+        return [self._names[token] for token in self._vocabulary.encode(text, add_special=False)]
+
+    def build_inputs_with_special_tokens(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
+    ) -> list[int]:
+        """With what the file says that texts begin and end with."""
+        known = self._vocabulary
+        begin = [known.bos] if known.adds_bos and known.bos is not None else []
+        end = [known.eos] if known.adds_eos and known.eos is not None else []
+        return [*begin, *token_ids_0, *(token_ids_1 or []), *end]
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        """The text of tokens by name."""
+        return self._vocabulary.decode([self._tokens[name] for name in tokens])
+
+    def _decode(self, token_ids: int | list[int], skip_special_tokens: bool = False, **kwargs: Any) -> str:
+        tokens = [token_ids] if isinstance(token_ids, int) else [int(token) for token in token_ids]
+        return self._vocabulary.decode(tokens, skip_special_tokens)
+
+    def _convert_token_to_id(self, token: str) -> int | None:
+        return self._tokens.get(token)
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return self._names[index]

@@ -1,16 +1,20 @@
-"""Runs a llama.cpp model on token trees."""
+"""Runs a llama.cpp model on token trees: rows of a call, rows that come and go, a chain, and plain decoding."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
 
 import numpy as np
 import torch
 
+from lookahead.backends.chain_rules import check_chain, has_room
 from lookahead.backends.forward_result import ForwardResult, forward_results
-from lookahead.backends.llama_cpp.branches import Branches, branches
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES, LlamaContext
-from lookahead.backends.llama_cpp.rows import LlamaRow, SequenceIds
+from lookahead.backends.llama_cpp.file import LlamaModel
+from lookahead.backends.llama_cpp.rows import Branches, LlamaRow, SequenceIds, branches
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
 
@@ -18,11 +22,10 @@ LONGEST_DRAFTED_PREFILL = 32
 """Pending tokens up to which a step may also draft. A longer prompt is read alone, as plain decoding reads it."""
 
 RESTS = 4
-"""Steps of one token after which a row gives the ids back that it had for its trees: a token of several sequences takes
+"""Steps of one token a row after which rows give the ids back that they had for their trees: a token of several sequences takes
 llama.cpp longer."""
 
 _NO_NODES = np.empty(0, dtype=np.int64)
-_ONE_TOKEN = branches(TokenTree([0]))
 
 
 class LlamaRunner:
@@ -116,9 +119,10 @@ class LlamaRunner:
             trees: One for each row.
             top_k: How many of the likeliest tokens after each node that is read are wanted, with probabilities.
         """
-        if len(trees) == 1 and len(trees[0]) == 1 and trees[0].needs_logits[0]:
-            return [self._forward_token(trees[0], top_k)]
-        self._plain_steps = 0
+        self._plain_steps = self._plain_steps + 1 if all(len(tree) == 1 for tree in trees) else 0
+        if self._plain_steps == RESTS:
+            for row in self.rows:
+                self._ids.trim(row)
         self._sent = [None if tree is self._idle else (tree, branches(tree)) for tree in trees]
         self._ids.give(self.rows, [0 if sent is None else sent[1].leaves for sent in self._sent])
         count = 0
@@ -133,32 +137,12 @@ class LlamaRunner:
         ]
         return forward_results([len(tree) for tree in trees], nodes, logits, top_k, borrowed=True)
 
-    def _forward_token(self, tree: TokenTree, top_k: int) -> ForwardResult:
-        """A step of plain decoding, which is little work for a small model: with as little around it."""
-        row = self.rows[0]
-        self._plain_steps += 1
-        self._ids.collect()
-        if not len(row.ids):
-            self._ids.give(self.rows, [1])
-        elif self._plain_steps == RESTS and len(row.ids) > 1:
-            self._ids.trim(row)
-        self._sent = [(tree, _ONE_TOKEN)]
-        logits = torch.from_numpy(self.llama_context.run_token(tree.tokens[0], row.length, row.ids))[None]
-        return forward_results([1], [_ONE_TOKEN.order], logits, top_k, borrowed=True)[0]
-
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Keep the keys and values of `kept`, for each row a path of nodes from its tree's first one downwards, and
         forget the other nodes."""
-        if len(kept) == len(kept[0]) == 1 and self._sent[0] is not None and self._sent[0][1] is _ONE_TOKEN:
-            self.rows[0].length += 1
-            return
         for row, sent, path in zip(self.rows, self._sent, kept, strict=True):
             if sent is not None:
                 self._commit(row, *sent, path)
-
-    def rewind(self, row: int, length: int) -> None:
-        """Forget a row's text from `length` tokens on."""
-        self.rows[row].crop(length)
 
     def _place(self, row: LlamaRow, tree: TokenTree, below: Branches, start: int) -> None:
         """Put the nodes of a row's tree, in slots, into the batch from `start` on."""
@@ -188,3 +172,155 @@ class LlamaRunner:
             for leaf in range(len(ids)):
                 if leaf != keep:
                     self.llama_context.copy(ids[keep], ids[leaf], decided, end)
+
+
+_TEXT, _SAVED = 0, 1
+"""Sequence ids: the text, and the text as it was before a draft."""
+
+
+class LlamaChainRunner(LlamaRunner):
+    """One text on a recurrent or hybrid model.
+
+    Before a draft a second sequence is let hold the text; llama.cpp copies a state that two sequences share when one of
+    them goes on. If all of the draft is accepted, the new state stays. If not, the text is taken back from the second
+    sequence, and the accepted tokens are sent again in front of the next draft, as pending tokens.
+
+    Args:
+        context: Where states, keys and values are; empty, with two sequence ids.
+        last_length: See `LlamaRunner`.
+    """
+
+    def __init__(self, context: LlamaContext, last_length: int | None = None) -> None:
+        super().__init__(context, 1, last_length)
+
+    def resume(self, text: Sequence[int]) -> int:
+        """Begin with what the context holds, if `text` goes on from the end of it; returns how many tokens that is."""
+        known = self.llama_context.text
+        if not 0 < len(known) < len(text) or list(text[: len(known)]) != known:
+            self.llama_context.clear()
+            return 0
+        return super().resume(text)
+
+    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
+        """The tree of the coming step, `text` being the text so far: its pending tokens.
+
+        There is no room below a prompt, whose state would have to be computed again, nor below many pending tokens.
+        """
+        tree = super().begin_tree(row, text)
+        if not has_room(self.rows[0].length, tree.root + 1):
+            tree.limit(0)
+        return tree
+
+    def wants_draft(self, tree: TokenTree) -> bool:
+        """Drafters are always asked; where nothing may be drafted, `tree` has no room."""
+        return True
+
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
+        """Run the model on one chain; what it does to the state waits for `commit`.
+
+        Raises:
+            InvalidArgumentError: The tree has branches.
+        """
+        (tree,) = trees
+        check_chain(tree)
+        if not tree.is_chain:
+            self._copy(_TEXT, _SAVED)
+        return super().forward(trees, top_k)
+
+    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+        """Keep the state if all nodes of the last tree are `kept`; else go back to that of before it."""
+        assert self._sent[0] is not None
+        tree = self._sent[0][0]
+        if len(kept[0]) == len(tree):
+            self.rows[0].length += len(tree)
+        else:
+            self._copy(_SAVED, _TEXT)
+
+    def _copy(self, source: int, target: int) -> None:
+        self.llama_context.remove(target, -1, -1)
+        self.llama_context.copy(source, target, -1, -1)
+
+
+class LlamaRowsRunner(LlamaRunner):
+    """The rows of many requests. Each has sequence ids of its own; all of them share the cells of one context.
+
+    Args:
+        llama: The model.
+        model: What stands for it in transformers' interface.
+        cells: Tokens whose keys and values are held at most.
+        max_rows: Most rows of a step.
+
+    Attributes:
+        model: As given.
+        chains, shares_beginnings, keeps_apart: See `RowsRunner`.
+        most_nodes: Nodes that the tree of each row may have, so that there are sequence ids for all leaves.
+        cells: Tokens whose keys and values are held at most.
+
+    Raises:
+        InvalidArgumentError: There are not enough sequence ids for the rows, or no memory for the cells.
+    """
+
+    is_invariant = chains = False
+    keeps_apart = shares_beginnings = True
+    broken_after = changes_after = None
+
+    def __init__(self, llama: LlamaModel, model: Any, cells: int, max_rows: int) -> None:
+        if max_rows > MOST_SEQUENCES:
+            raise InvalidArgumentError(
+                f"max_rows={max_rows} is too many: llama.cpp has {MOST_SEQUENCES} sequences; choose at most that"
+            )
+        super().__init__(llama.acquire(cells, MOST_SEQUENCES), 0, llama.last_length)
+        weakref.finalize(self, llama.release, self.llama_context)
+        self.model = model
+        self.context = llama.last_length
+        self.most_nodes = MOST_SEQUENCES // max_rows + 1
+        self.cells = self.llama_context.cells
+        self._bytes = llama.token_bytes
+
+    def new_row(self, block: int = 1) -> LlamaRow:
+        """An empty row. Cells are taken one by one, whatever `block` says."""
+        return LlamaRow(self._ids)
+
+    def token_bytes(self) -> int:
+        """Bytes that keys and values of a token take."""
+        return self._bytes
+
+
+_ROOM = 256
+
+
+class PlainReader:
+    """Reads rows of text, each time only what is new of them.
+
+    Args:
+        model: The model.
+        texts: Token ids of each row, of the texts that come first.
+    """
+
+    def __init__(self, model: LlamaModel, texts: Sequence[Sequence[int]]) -> None:
+        self._cells = 2 * _cells(texts) + _ROOM
+        self._runner = LlamaRunner(model.acquire(self._cells, len(texts)), len(texts), model.last_length)
+        self._has_states = model.has_states
+        self._texts: list[list[int]] = [[] for _ in texts]
+
+    def fits(self, texts: Sequence[Sequence[int]]) -> bool:
+        """Whether there is room for `texts`."""
+        return len(texts) == len(self._texts) and _cells(texts) <= self._cells
+
+    def read(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Logits after the last token of each text, `[rows, vocabulary]` float32."""
+        for row, text in enumerate(texts):
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, self._texts[row], strict=False)))
+            same = min(same, len(text) - 1)
+            if self._has_states and same < self._runner.rows[row].length:
+                same = 0  # a state cannot take back a token
+            self._runner.rows[row].crop(same)
+            self._texts[row] = list(text)
+        trees: list[TokenTree] = [self._runner.begin_tree(row, text) for row, text in enumerate(texts)]
+        results = self._runner.forward(trees)
+        self._runner.commit([range(len(tree)) for tree in trees])
+        return torch.cat([result.logits_after(tree.root) for result, tree in zip(results, trees, strict=True)])
+
+
+def _cells(texts: Sequence[Sequence[int]]) -> int:
+    return sum(len(text) for text in texts)

@@ -8,11 +8,9 @@ import torch
 from transformers import GenerationConfig
 
 from lookahead.backends.free_memory import free_bytes
-from lookahead.backends.gguf.model import GGUFModel, no_cache
-from lookahead.backends.llama_cpp.chain_runner import LlamaChainRunner
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES
-from lookahead.backends.llama_cpp.rows_runner import LlamaRowsRunner
-from lookahead.backends.llama_cpp.runner import LlamaRunner
+from lookahead.backends.llama_cpp.model import GGUFModel, no_cache
+from lookahead.backends.llama_cpp.runner import LlamaChainRunner, LlamaRowsRunner, LlamaRunner
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.step_clock import step_clock
 from lookahead.config import LookaheadConfig

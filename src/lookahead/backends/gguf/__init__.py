@@ -1,1 +1,0 @@
-"""GGUF models with the interface of transformers' models, run by llama.cpp."""
