@@ -41,7 +41,6 @@ PROBES = {
     "same_bits": "whether every logit of invariant texts has the bits of plain decoding",
     "vllm_drafts": "drafts in vLLM: steps and CPU time beside its own ngram and suffix",
     "replay": "drafts against recorded answers, as if a model wrote them",
-    "parallel": "what several ranks run and send; torchrun starts it",
 }
 
 COMMANDS: dict[str, Callable[[Sequence[str], Console], int]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,7 +206,8 @@ def test_attached_models_and_chunked_prompts() -> None:
 
 def test_ranks_are_refused() -> None:
     """They share out trees, and nothing is sent before it is known that there are some."""
-    group = ParallelGroup(Exchange(None, None, [0, 1], 1.0), None, 0, [0, 1])  # type: ignore[arg-type]
+    monitor = SimpleNamespace(rank=0)
+    group = ParallelGroup(Exchange(None, monitor, [0, 1], 1.0))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedArgumentError, match="parallel is not supported for Mamba2ForCausalLM"):
         lookahead.generate(tiny("mamba2"), prompt(), parallel=group, max_new_tokens=4)
 

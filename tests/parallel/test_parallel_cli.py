@@ -111,7 +111,9 @@ def test_ranks_that_wait_for_another_end_with_their_parent() -> None:
 def test_a_rank_ends_with_the_pipe_of_its_parent() -> None:
     """Where the kernel does not see to it."""
     sentinel, held = os.pipe()
-    code = f"import time; from lookahead.parallel.rank import end_after; print(1, flush=True); end_after({sentinel})"
+    code = (
+        f"import time; from lookahead.parallel.launcher import end_after; print(1, flush=True); end_after({sentinel})"
+    )
     with subprocess.Popen([sys.executable, "-c", code], pass_fds=[sentinel], stdout=subprocess.PIPE) as process:
         os.close(sentinel)
         assert process.stdout is not None
@@ -126,7 +128,7 @@ def test_a_rank_ends_with_the_pipe_of_its_parent() -> None:
 def test_a_rank_whose_parent_died_before_it_began_ends() -> None:
     """The parent is another process than the rank was told."""
     sentinel, held = os.pipe()
-    command = [sys.executable, "-m", "lookahead.parallel.rank", "1", str(sentinel), "-1", "parallel_entries:sleeps"]
+    command = [sys.executable, "-m", "lookahead.parallel.launcher", "1", str(sentinel), "-1", "parallel_entries:sleeps"]
     try:
         assert subprocess.run(command, pass_fds=[sentinel], timeout=600, check=False).returncode == 1
     finally:

@@ -90,8 +90,8 @@ def started_together() -> bool:
 
 def start_ranks(count: int, settings: GenerateSettings) -> int:
     """Run the same command line as `count` ranks, after what can be refused without them; the exit code."""
+    from lookahead.parallel import check_memory
     from lookahead.parallel.launcher import run_ranks
-    from lookahead.parallel.scaling import check_memory
 
     check_memory(settings.config, count)
     if settings.model is not None:

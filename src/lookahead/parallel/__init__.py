@@ -1,25 +1,24 @@
 """Lookahead parallelism (section 3.4 of the paper): several devices, each with the model, make one text faster."""
 
+from __future__ import annotations
+
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lookahead.config import LookaheadConfig
+from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+
 if TYPE_CHECKING:
     from lookahead.parallel.group import TIMEOUT, ParallelGroup, join, shard_model
-    from lookahead.parallel.runner import Traffic
-    from lookahead.parallel.scaling import scale_config
     from lookahead.parallel.split import Split, split_tree
 
-__all__ = ["TIMEOUT", "ParallelGroup", "Split", "Traffic", "join", "scale_config", "shard_model", "split_tree"]
+__all__ = ["TIMEOUT", "ParallelGroup", "Split", "join", "scale_config", "shard_model", "split_tree"]
 
 _LATE = {
-    "TIMEOUT": "group",
-    "ParallelGroup": "group",
-    "Split": "split",
-    "Traffic": "runner",
-    "join": "group",
-    "scale_config": "scaling",
-    "shard_model": "group",
     "split_tree": "split",
+    "Split": "split",
+    **dict.fromkeys(("TIMEOUT", "ParallelGroup", "join", "shard_model"), "group"),
 }
 
 
@@ -34,3 +33,37 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def scale_config(config: LookaheadConfig, ranks: int) -> LookaheadConfig:
+    """`config` with W and G times the number of ranks, so that each rank has about as many nodes as one device had.
+
+    Section 3.4 of the paper: the window and the guess set grow with the FLOPs of the devices. N stays as it is. Other
+    methods than the paper's get as many times the nodes of a step, where those are given.
+
+    Args:
+        config: What is right for one device.
+        ranks: Devices that work together.
+
+    Raises:
+        InvalidArgumentError: `ranks` is not positive, or the sizes become too large.
+    """
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise InvalidArgumentError(f"ranks={ranks!r} must be a whole number of at least 1")
+    if config.preset == "paper":
+        return replace(config, window_size=config.window_size * ranks, guess_set_size=config.guess_set_size * ranks)
+    if config.step_budget is not None:
+        return replace(config, step_budget=config.step_budget * ranks)
+    return config
+
+
+def check_memory(config: LookaheadConfig, ranks: int) -> None:
+    """Refuse a memory that several ranks could not keep equal.
+
+    Raises:
+        UnsupportedArgumentError: It lives for longer than a call.
+    """
+    if config.memory != "request" and ranks > 1:
+        raise UnsupportedArgumentError(
+            f'memory={config.memory!r} is not supported on {ranks} ranks: drafts must agree; use memory="request"'
+        )

@@ -1,18 +1,26 @@
-"""The exchange of a few bytes between the ranks of a group, which ends with an error if one of them does not come."""
+"""The exchange of a few bytes between the ranks of a group, and what must be the same on all before a call begins.
+
+An exchange ends with an error if one of the ranks does not come.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 from numpy.typing import NDArray
+from transformers import GenerationConfig
 
 from lookahead.errors import ParallelError
 from lookahead.parallel.monitor import Monitor
+from lookahead.version import __version__
 
 PATIENCE = 1.0
 """Seconds that a rank waits for the others before it reads their heartbeats."""
@@ -40,6 +48,11 @@ class Exchange:
         self._error: ParallelError | None = None
 
     @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._monitor.rank
+
+    @property
     def size(self) -> int:
         """Ranks of the group."""
         return len(self._names)
@@ -55,8 +68,6 @@ class Exchange:
         Raises:
             ParallelError: A rank does not come; the message names it.
         """
-        if self._error is not None:
-            raise self._error
         sent = torch.from_numpy(own.copy())
         received = [torch.empty_like(sent) for _ in self._names]
         self._complete(lambda: dist.all_gather(received, sent, group=self._group, async_op=True))
@@ -68,10 +79,23 @@ class Exchange:
         Raises:
             ParallelError: A rank does not come; the message names it.
         """
-        if self._error is not None:
-            raise self._error
         source = self._names[rank]
         self._complete(lambda: dist.broadcast(tensor, source, group=self._group, async_op=True))
+
+    def report(self, error: BaseException) -> None:
+        """End the group because this rank has failed, and let the others know why."""
+        if not isinstance(error, ParallelError):
+            what = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+            self.fail(ParallelError(what), blamed=False)
+
+    def leave(self) -> None:
+        """Let the others know that this rank comes to no further exchange, as all is done."""
+        self._monitor.leave()
+
+    def who(self, ranks: Sequence[int]) -> str:
+        """What messages call these ranks."""
+        names = ", ".join(str(self._names[rank]) for rank in ranks)
+        return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
     def fail(self, error: ParallelError, blamed: bool) -> None:
         """End the group with `error`, and let the other ranks know."""
@@ -80,6 +104,8 @@ class Exchange:
             self._monitor.fail(str(error), blamed)
 
     def _complete(self, begin: Callable[[], dist.Work | None]) -> None:
+        if self._error is not None:
+            raise self._error
         self._monitor.entered()
         try:
             work = begin()
@@ -119,10 +145,10 @@ class Exchange:
                 return self._ended(reason)
             silent = self._monitor.silent()
             if silent:
-                return self._ended(f"{self._who(silent)} died: a connection was closed and no heartbeat came since")
+                return self._ended(f"{self.who(silent)} died: a connection was closed and no heartbeat came since")
             sleep(0.05)
         late = self._monitor.late()
-        who = self._who(late) if late else "a rank"
+        who = self.who(late) if late else "a rank"
         return self._ended(f"the connection to {who} was lost ({str(error).splitlines()[0]})")
 
     def _overdue(self) -> str:
@@ -131,7 +157,7 @@ class Exchange:
         if monitor.store_silence > self._timeout / 2:
             return f"{self._store_keeper()} has not answered for {monitor.store_silence:.0f} s"
         late = monitor.late() or monitor.silent() or list(range(self.size))
-        return f"{self._who(late)} did not come within {self._timeout:g} s and may hang"
+        return f"{self.who(late)} did not come within {self._timeout:g} s and may hang"
 
     def _reason(self) -> str | None:
         monitor = self._monitor
@@ -139,7 +165,7 @@ class Exchange:
             return sign.failure if sign.blamed else f"rank {self._names[rank]} failed: {sign.failure}"
         left = monitor.left()
         if left:
-            return f"{self._who(left)} has left; all ranks must make the same calls"
+            return f"{self.who(left)} has left; all ranks must make the same calls"
         if monitor.store_lost:
             return f"{self._store_keeper()} cannot be reached any more"
         return None
@@ -155,6 +181,62 @@ class Exchange:
     def _store_keeper(self) -> str:
         return f"rank {self._names[0]}, or whatever keeps the ranks' common store,"
 
-    def _who(self, ranks: Sequence[int]) -> str:
-        names = ", ".join(str(self._names[rank]) for rank in ranks)
-        return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
+
+_DIGEST = 12
+"""Bytes of each digest that is compared."""
+
+
+def digest(value: object) -> bytes:
+    """A few bytes that differ where `value` does: a tensor, or something with a `repr` that is the same everywhere."""
+    if isinstance(value, torch.Tensor):
+        data = np.ascontiguousarray(value.detach().cpu().numpy()).tobytes() + str(tuple(value.shape)).encode()
+    else:
+        data = repr(value).encode()
+    return hashlib.sha256(data).digest()[:_DIGEST]
+
+
+def versions() -> str:
+    """Versions that decide what is computed."""
+    return f"lookahead {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+
+
+def settings(config: GenerationConfig) -> str:
+    """What a generation configuration says, whatever objects it holds."""
+    values = {name: value for name, value in config.to_dict().items() if name != "transformers_version"}
+    return json.dumps(values, sort_keys=True, default=lambda value: type(value).__name__)
+
+
+def agree(exchange: Exchange, values: Mapping[str, object]) -> None:
+    """Compare `values` between the ranks.
+
+    Args:
+        exchange: Communication with the other ranks.
+        values: What must be the same, by name.
+
+    Raises:
+        ParallelError: Something differs; the message says what, and on which ranks. The same on all ranks.
+    """
+    own = np.frombuffer(b"".join(digest(value) for value in values.values()), dtype=np.uint8)
+    received = exchange.gather(own)
+    problems = []
+    for place, name in enumerate(values):
+        part = slice(place * _DIGEST, (place + 1) * _DIGEST)
+        others = [
+            rank for rank, message in enumerate(received) if message[part].tobytes() != received[0][part].tobytes()
+        ]
+        if others:
+            problems.append(f"{name} on {exchange.who(others)} differs from that on {exchange.who([0])}")
+    if problems:
+        raise ParallelError(f"{'; '.join(problems)}: start every rank with the same model, versions and arguments")
+
+
+def share_random_state(exchange: Exchange, device: torch.device) -> None:
+    """Give all ranks the random state of rank 0, which tokens on `device` are sampled with."""
+    cuda = device.type == "cuda"
+    state = torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
+    shared: Bytes = exchange.gather(state.numpy())[0]
+    tensor = torch.from_numpy(shared.copy())
+    if cuda:
+        torch.cuda.set_rng_state(tensor, device)
+    else:
+        torch.set_rng_state(tensor)

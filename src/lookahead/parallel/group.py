@@ -1,8 +1,8 @@
-"""The ranks that decode one text together."""
+"""The ranks that decode one text together, and the session that they are for `generate`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -13,20 +13,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+from lookahead.backends.prompts import Prompts
+from lookahead.backends.session import Call, open_session
 from lookahead.backends.transformers import ModelRunner
 from lookahead.backends.transformers.identity import model_identity
 from lookahead.config import BUDGETED, LookaheadConfig
 from lookahead.core.step import Batch
 from lookahead.errors import InvalidArgumentError, ParallelError, UnsupportedArgumentError, UnsupportedModelError
-from lookahead.parallel.agreement import agree, settings, share_random_state, versions
-from lookahead.parallel.exchange import Exchange
+from lookahead.parallel import check_memory
+from lookahead.parallel.exchange import Exchange, agree, settings, share_random_state, versions
 from lookahead.parallel.monitor import Monitor
-from lookahead.parallel.runner import ParallelRunner, Traffic
-from lookahead.parallel.scaling import check_memory
-from lookahead.parallel.session import RanksSession
+from lookahead.parallel.runner import ParallelRunner
 from lookahead.parallel.verification import SharedVerification, walks_alone
 
 TIMEOUT = 60.0
@@ -44,33 +45,20 @@ class ParallelGroup:
 
     Args:
         exchange: Communication with the other ranks.
-        monitor: Signs of life.
-        rank: This rank in the group, from 0. Streamers and `on_step` are served by rank 0.
-        names: What messages call each rank: its number among all processes of the run.
         tensor_mesh: Where there is tensor parallelism: the ranks that share one copy of the model with this one.
         owns_processes: Whether `close` ends `torch.distributed` too.
-
-    Attributes:
-        traffic: What was run and sent so far.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        monitor: Monitor,
-        rank: int,
-        names: Sequence[int],
-        tensor_mesh: DeviceMesh | None = None,
-        owns_processes: bool = False,
-    ) -> None:
-        self.rank = rank
+    def __init__(self, exchange: Exchange, tensor_mesh: DeviceMesh | None = None, owns_processes: bool = False) -> None:
         self.tensor_mesh = tensor_mesh
-        self.traffic = Traffic()
         self._exchange = exchange
-        self._monitor = monitor
-        self._names = list(names)
         self._owns_processes = owns_processes
         self._closed = False
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group, from 0. Streamers and `on_step` are served by rank 0."""
+        return self._exchange.rank
 
     @property
     def size(self) -> int:
@@ -83,87 +71,26 @@ class ParallelGroup:
         return self._exchange.failure
 
     def open_session(self, model: PreTrainedModel) -> RanksSession:
-        """How `generate` runs `model` on all ranks."""
-        return RanksSession(self, model)
-
-    def drafting(self, config: LookaheadConfig) -> LookaheadConfig:
-        """`config` with everything fixed that each rank would choose for itself.
+        """How `generate` runs `model` on all ranks.
 
         Raises:
-            UnsupportedArgumentError: It asks for a memory that ranks could not keep equal.
-        """
-        check_memory(config, self.size)
-        if config.preset in BUDGETED and config.step_budget is None:
-            config = replace(config, step_budget=_FIXED_BUDGET * self.size)
-        return config if self.rank == 0 else replace(config, trace=None)  # one rank records, for all
-
-    def check(self, model: PreTrainedModel, local: object) -> None:
-        """Refuse a model if `local`, which would run it in one process, is no backend whose trees can be shared out."""
-        if not isinstance(local, ModelRunner):
-            raise UnsupportedArgumentError(
-                f"parallel is not supported for {type(model).__name__}: ranks share out the branches of trees, which "
-                "it does not run, or not by transformers; leave it out"
-            )
-
-    def begin(
-        self,
-        model: PreTrainedModel,
-        config: LookaheadConfig,
-        generation_config: GenerationConfig,
-        prompts: Sequence[torch.Tensor],
-    ) -> None:
-        """Begin a call: see that it is the same on all ranks, and share the random state of rank 0.
-
-        Args:
-            model: The model, which must be the same on all ranks.
-            config: How to draft.
-            generation_config: The configuration of the call.
-            prompts: Token ids and attention mask.
-
-        Raises:
-            ParallelError: Something differs, or the group has ended.
+            ParallelError: The group was closed.
         """
         if self._closed:
             raise ParallelError("parallel is a group that was closed; join a new one")
-        values = {
-            "the version": versions(),
-            "the model": model_identity(model),
-            "lookahead_config": replace(config, trace=None),
-            "the generation configuration": settings(generation_config),
-            "input_ids": prompts[0],
-            "attention_mask": prompts[1],
-        }
-        sent = agree(self._exchange, values, self._names)
-        # In greedy calls too: processors of a user's own may draw.
-        sent += share_random_state(self._exchange, prompts[0].device)
-        self.traffic.start_bytes += sent * (self.size - 1)
-
-    def backend(self, local: ModelRunner, batch: Batch, asks_others: bool) -> ParallelRunner:
-        """What runs the trees of `batch` on all ranks, which then walk them together.
-
-        Args:
-            local: The model of this rank.
-            batch: What is to be decoded.
-            asks_others: Whether there are criteria that may answer differently on each rank.
-        """
-        alone = walks_alone(batch, asks_others)
-        runner = ParallelRunner(local, self._exchange, self.rank, self.traffic, whole_branches=not alone)
-        batch.verify = SharedVerification(runner, self._exchange, alone)
-        return runner
+        return RanksSession(self._exchange, model)
 
     def fail(self, error: BaseException) -> None:
         """Let the other ranks know that this one has failed; they end with an error that says so."""
-        if not isinstance(error, ParallelError):
-            what = f"{type(error).__name__}: {error}".splitlines()[0][:500]
-            self._exchange.fail(ParallelError(what), blamed=False)
+        self._exchange.report(error)
 
     def close(self) -> None:
         """Leave the group. What the processes were joined by goes on if it was there before `join`."""
         if self._closed:
             return
         self._closed = True
-        self._monitor.leave()
-        if self._owns_processes and self._exchange.failure is None:
+        self._exchange.leave()
+        if self._owns_processes and self.failure is None:
             dist.destroy_process_group()
 
     def __enter__(self) -> ParallelGroup:
@@ -175,6 +102,96 @@ class ParallelGroup:
         if error is not None:
             self.fail(error)
         self.close()
+
+
+class RanksSession:
+    """A model that all ranks run together, as `generate` sees it.
+
+    Args:
+        exchange: Communication with the other ranks.
+        model: The model of this one.
+
+    Attributes:
+        speaks: Whether this rank serves streamers and `on_step`.
+    """
+
+    refuses_inputs: str | None = "one process has to read it; leave parallel out"
+
+    def __init__(self, exchange: Exchange, model: PreTrainedModel) -> None:
+        self._exchange, self._model = exchange, model
+        self.speaks = exchange.rank == 0
+
+    def settle(self, config: LookaheadConfig) -> LookaheadConfig:
+        """`config` with everything fixed that each rank would choose for itself.
+
+        Raises:
+            UnsupportedArgumentError: It asks for a memory that ranks could not keep equal.
+        """
+        check_memory(config, self._exchange.size)
+        if config.preset in BUDGETED and config.step_budget is None:
+            config = replace(config, step_budget=_FIXED_BUDGET * self._exchange.size)
+        return config if self.speaks else replace(config, trace=None)  # one rank records, for all
+
+    def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> RanksCall:
+        """Acquire what a call needs on this rank, see that it is the same call on all, and share a random state.
+
+        Raises:
+            UnsupportedArgumentError: Ranks cannot share out the steps.
+            ParallelError: The ranks disagree, or the group has ended.
+        """
+        local = open_session(self._model).begin(prompts, config, generation_config)
+        if not isinstance(local.runner, ModelRunner):
+            raise UnsupportedArgumentError(
+                f"parallel is not supported for {type(self._model).__name__}: ranks share out the branches of trees, "
+                "which it does not run, or not by transformers; leave it out"
+            )
+        values = {
+            "the version": versions(),
+            "the model": model_identity(self._model),
+            "lookahead_config": replace(config, trace=None),
+            "the generation configuration": settings(generation_config),
+            "input_ids": prompts.input_ids,
+            "attention_mask": prompts.mask,
+        }
+        agree(self._exchange, values)
+        # In greedy calls too: processors of a user's own may draw.
+        share_random_state(self._exchange, prompts.input_ids.device)
+        return RanksCall(self._exchange, local)
+
+
+class RanksCall:
+    """What a call runs on; see `Call`.
+
+    Args:
+        exchange: Communication with the other ranks.
+        local: What this one runs.
+    """
+
+    packs = False
+    chains = False
+
+    def __init__(self, exchange: Exchange, local: Call) -> None:
+        self._exchange, self._local = exchange, local
+        self.runner: Any = local.runner
+        self.clock: Callable[[], float] = local.clock
+        self.keeps_cache, self.most_nodes = local.keeps_cache, local.most_nodes
+        self.invariant_rows, self.state_bytes = local.invariant_rows, 0
+
+    def backend(self, batch: Batch, asks_others: bool) -> ParallelRunner:
+        """What runs the trees of `batch` on all ranks, which then walk them together."""
+        alone = walks_alone(batch, asks_others)
+        runner = ParallelRunner(self.runner, self._exchange, whole_branches=not alone)
+        batch.verify = SharedVerification(runner, self._exchange, alone)
+        return runner
+
+    def restore(self, error: BaseException) -> None:
+        """Put back what the call has changed, and let the other ranks know."""
+        self._local.restore(error)
+        self._exchange.report(error)
+
+    def release(self, keep_cache: bool) -> Cache | None:
+        """Release what this rank has."""
+        return self._local.release(keep_cache)
 
 
 def join(
@@ -228,10 +245,9 @@ def join(
     if tensor_parallel > 1:
         shape = (world // tensor_parallel, tensor_parallel)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=("lookahead", "tensor"))["tensor"]
-    rank = names.index(own)
     store = PrefixStore(f"lookahead/{group.group_name}", _get_default_store())
-    monitor = Monitor(store, rank, len(names))
-    return ParallelGroup(Exchange(group, monitor, names, timeout), monitor, rank, names, mesh, owns_processes)
+    monitor = Monitor(store, names.index(own), len(names))
+    return ParallelGroup(Exchange(group, monitor, names, timeout), mesh, owns_processes)
 
 
 def _own_group(world: int, own: int, tensor_parallel: int, timeout: float) -> tuple[dist.ProcessGroup, list[int]]:

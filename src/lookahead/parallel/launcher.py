@@ -1,10 +1,12 @@
 """Starts the ranks of one machine and waits for them. None of them outlives this process, however it ends.
 
-Without torch: signals are answered at once, and the ranks can begin to load theirs.
+Without torch: signals are answered at once, and the ranks can begin to load theirs. This module is the ranks' program,
+too: `main` is a rank, which ends with the process that started it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -15,6 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
 from tempfile import TemporaryFile
 from typing import IO
 
@@ -83,7 +87,7 @@ def _start(
 ) -> _Rank:
     # Rank 0 keeps the store of the run on a socket that is open already: no port is free twice.
     store = listener.fileno() if rank == 0 else -1
-    command = [sys.executable, "-m", "lookahead.parallel.rank", str(os.getpid()), str(sentinel), str(store), *call]
+    command = [sys.executable, "-m", "lookahead.parallel.launcher", str(os.getpid()), str(sentinel), str(store), *call]
     errors = None if rank == 0 else stack.enter_context(TemporaryFile())  # noqa: SIM115  # read when the rank has ended
     with TemporaryFile() as source:
         source.write(stdin)
@@ -110,7 +114,7 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # torch is not to make the store: `lookahead.parallel.rank` does.
+        # torch is not to make the store: `main` does.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
@@ -207,3 +211,62 @@ def _end(ranks: Sequence[_Rank]) -> None:
         rank.process.wait()
     if ranks and ranks[0].process.returncode < 0 and sys.stderr.isatty():
         print(_SHOW_CURSOR, end="", file=sys.stderr, flush=True)  # a spinner hides it
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Run `module:function` with the arguments after it, and return its exit code.
+
+    Before it on the command line: the process that started this one, the pipe that it holds, and, on rank 0, the
+    listening socket of the store, -1 on others.
+    """
+    parent, pipe, listener = map(int, sys.argv[1:4])
+    _end_with(parent, pipe)
+    module, function = sys.argv[4].split(":")
+    with _kept_store(listener):
+        code: int = getattr(import_module(module), function)(sys.argv[5:])
+        return code
+
+
+def _end_with(parent: int, pipe: int) -> None:
+    """Let this process end as soon as `parent` has, which holds the other end of `pipe`."""
+    threading.Thread(target=end_after, args=(pipe,), name="lookahead-parent", daemon=True).start()
+    if sys.platform == "linux":
+        # The thread needs Python's lock, which a library that is being loaded may hold for long; the kernel does not.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:  # it had died before
+        os._exit(1)
+
+
+def end_after(pipe: int) -> None:
+    """Wait until nobody holds the other end of `pipe`, and end this process at once."""
+    os.read(pipe, 1)  # nothing is ever written to it
+    os._exit(1)
+
+
+@contextmanager
+def _kept_store(listener: int) -> Iterator[None]:
+    """Keep the store of the run; for rank 0."""
+    if listener < 0:
+        yield
+        return
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its own list
+
+    store = TCPStore(
+        "127.0.0.1",
+        int(os.environ["MASTER_PORT"]),
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=300),
+        master_listen_fd=listener,
+    )
+    try:
+        yield
+    finally:
+        del store
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -72,7 +72,7 @@ class Monitor:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         # A client of its own, where torch can make one: else a query of the main thread waits for this one's.
         self._store: Store = store.clone() if hasattr(store, "clone") else store
-        self._rank, self._size = rank, size
+        self.rank, self._size = rank, size
         self._count = 0  # of heartbeats written; the other fields are set by the main thread
         self._exchanges = 0
         self._left = self._blamed = False
@@ -148,7 +148,7 @@ class Monitor:
         return [rank for rank, heartbeat in self._others() if heartbeat.exchanges < self._exchanges]
 
     def _others(self) -> list[tuple[int, Heartbeat]]:
-        return [(rank, heartbeat) for rank, heartbeat in enumerate(self._heartbeats) if rank != self._rank]
+        return [(rank, heartbeat) for rank, heartbeat in enumerate(self._heartbeats) if rank != self.rank]
 
     def _flush(self) -> None:
         """Give the thread a moment to bring what was said to the store."""
@@ -172,7 +172,7 @@ class Monitor:
 
     def _send_heartbeat(self) -> None:
         heartbeat = Heartbeat(self._count, self._exchanges, self._left, self._failure, self._blamed)
-        self._store.set(self._key(self._rank), json.dumps(asdict(heartbeat)))
+        self._store.set(self._key(self.rank), json.dumps(asdict(heartbeat)))
         self._count += 1
 
     def _read(self, watch: _Watch) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,36 +18,6 @@ from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.errors import ParallelError
 from lookahead.parallel.exchange import Bytes, Exchange
 from lookahead.parallel.split import Split, split_tree
-
-
-@dataclass
-class Traffic:
-    """Counts of one rank since its group began. All ranks count the same steps and exchanges.
-
-    Attributes:
-        steps: Decoding steps.
-        exchanges: Exchanges in these steps.
-        bytes_sent: Bytes that this rank sent in these steps, counted once for each receiver: with
-            any algorithm the backend may use, no rank of the group sends more than that of its own.
-        most_bytes: The most bytes that this rank sent in one step, counted in the same way.
-        start_bytes: The same for what is compared and made equal at the start of each call.
-        loads: For each step the nodes that each rank ran, over all rows of the batch, prompt tokens not counted.
-        redundant: For each step how many of all these were there in duplicate.
-    """
-
-    steps: int = 0
-    exchanges: int = 0
-    bytes_sent: int = 0
-    most_bytes: int = 0
-    start_bytes: int = 0
-    loads: list[list[int]] = field(default_factory=list)
-    redundant: list[int] = field(default_factory=list)
-
-    @property
-    def bytes_per_step(self) -> float:
-        """Mean number of bytes that this rank sends in a step."""
-        return self.bytes_sent / self.steps if self.steps else 0.0
-
 
 Codes = NDArray[np.int32]
 
@@ -61,23 +30,13 @@ class ParallelRunner:
     Args:
         local: The model of this rank.
         exchange: Communication with the other ranks.
-        rank: This rank.
-        traffic: What is sent is counted there.
         whole_branches: Run no branch of candidates on several ranks.
     """
 
-    def __init__(
-        self,
-        local: ModelRunner,
-        exchange: Exchange,
-        rank: int,
-        traffic: Traffic,
-        whole_branches: bool,
-    ) -> None:
-        self.rank = rank
+    def __init__(self, local: ModelRunner, exchange: Exchange, whole_branches: bool) -> None:
+        self.rank = exchange.rank
         self._local = local
         self._exchange = exchange
-        self._traffic = traffic
         self._whole_branches = whole_branches
         # Tokens in the cache that one process would have, and in that of each rank: `[rows]` and `[ranks, rows]`.
         self._lengths: list[int] = local.cache.lengths(len(local.before))
@@ -86,7 +45,6 @@ class ParallelRunner:
         self._trees: list[TokenTree] = []
         self._splits: list[Split] = []
         self._results: list[ForwardResult] = []
-        self._step_bytes = 0
         self._places: list[dict[int, int]] = []  # for each row, node of the tree -> node of this rank's tree
 
     def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
@@ -133,7 +91,6 @@ class ParallelRunner:
             after the nodes that this rank answers for, and after the root.
         """
         self._trees = list(trees)
-        self._step_bytes = 0
         self._splits, self._places, own_trees = [], [], []
         for row, tree in enumerate(trees):
             own = self._own_trees.pop(row, None)
@@ -169,7 +126,7 @@ class ParallelRunner:
             [np.flatnonzero(split.owners == rank) for split in self._splits] for rank in range(size)
         ]  # [ranks][rows], nodes
         most = max(sum(map(len, rows)) for rows in answers)
-        received = self._send(self._packed(answers[self.rank], most, note))
+        received = self._exchange.gather(self._packed(answers[self.rank], most, note))
         head = 4 * (1 + len(note) + most)
         for rank, message in enumerate(received):
             words = message[:head].view(np.int32)
@@ -177,12 +134,11 @@ class ParallelRunner:
                 self._disagree(rank)
             predictions, tops = words[1 + len(note) :], message[head:]
             self._unpack(answers[rank], most, predictions, tops)
-        self._count_step()
         return [message[:head].view(np.int32)[1 : 1 + len(note)] for message in received]
 
     def tell(self, note: Codes) -> list[Codes]:
         """As `share`, with nothing but the notes."""
-        return [message.view(np.int32) for message in self._send(note.view(np.uint8))]
+        return [message.view(np.int32) for message in self._exchange.gather(note.view(np.uint8))]
 
     def owner(self, row: int, node: int) -> int:
         """The rank that has the logits after `node` of the tree of `row`."""
@@ -260,14 +216,6 @@ class ParallelRunner:
             result.top_probabilities[own] = chances[start:end]
             start = end
 
-    def _send(self, message: Bytes) -> list[Bytes]:
-        sent = len(message) * (self._exchange.size - 1)
-        self._step_bytes += sent
-        self._traffic.exchanges += 1
-        self._traffic.bytes_sent += sent
-        self._traffic.most_bytes = max(self._traffic.most_bytes, self._step_bytes)
-        return self._exchange.gather(message)
-
     def _checksum(self) -> int:
         """A number that differs where trees do: drafts must be the same on every rank."""
         value = 0
@@ -282,14 +230,6 @@ class ParallelRunner:
         )
         self._exchange.fail(error, blamed=True)
         raise error
-
-    def _count_step(self) -> None:
-        traffic = self._traffic
-        traffic.steps += 1
-        splits = [split for split, tree in zip(self._splits, self._trees, strict=True) if tree.root == 0]
-        if splits:
-            traffic.loads.append([sum(split.loads[rank] for split in splits) for rank in range(self._exchange.size)])
-            traffic.redundant.append(sum(split.redundant for split in splits))
 
 
 def _held(path: Sequence[int], held: Sequence[int]) -> int:

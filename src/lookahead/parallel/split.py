@@ -24,14 +24,10 @@ class Split:
     Attributes:
         owners: The one rank that answers for each node, `[nodes]` int64; -1 where no prediction is wanted.
         held: For each rank the nodes below the root that it runs, ascending, ancestors included.
-        loads: For each rank how many nodes it runs, pending ones included.
-        redundant: How many of all these are there in duplicate: runs of a node beyond its first.
     """
 
     owners: NDArray[np.int64]
     held: list[list[int]]
-    loads: list[int]
-    redundant: int
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ def split_tree(tree: TokenTree, pending: Sequence[int], whole_branches: bool = T
             low = middle + 1
         else:
             best, high = dealt, middle
-    return _split(tree, best, pending)
+    return _split(tree, best)
 
 
 def _branches(tree: TokenTree, most: int) -> list[_Piece]:
@@ -165,7 +161,7 @@ def _deal(branches: list[_Piece], columns: list[list[int]], pending: Sequence[in
     return held
 
 
-def _split(tree: TokenTree, held: list[set[int]], pending: Sequence[int]) -> Split:
+def _split(tree: TokenTree, held: list[set[int]]) -> Split:
     owners = np.full(len(tree), -1, dtype=np.int64)
     for node, wanted in enumerate(tree.needs_logits[: tree.root + 1]):
         if wanted:
@@ -174,6 +170,4 @@ def _split(tree: TokenTree, held: list[set[int]], pending: Sequence[int]) -> Spl
         for node in nodes:
             if owners[node] < 0 and tree.needs_logits[node]:
                 owners[node] = rank
-    loads = [own + len(nodes) for own, nodes in zip(pending, held, strict=True)]
-    distinct = max(pending) + len(set().union(*held))
-    return Split(owners, [sorted(nodes) for nodes in held], loads, sum(loads) - distinct)
+    return Split(owners, [sorted(nodes) for nodes in held])

@@ -22,8 +22,8 @@ LONGEST_DRAFTED_PREFILL = 32
 """Pending tokens up to which a step may also draft. A longer prompt is read alone, as plain decoding reads it."""
 
 RESTS = 4
-"""Steps of one token a row after which rows give the ids back that they had for their trees: a token of several sequences takes
-llama.cpp longer."""
+"""Steps of one token a row after which rows give the ids back that they had for their trees: a token of several
+sequences takes llama.cpp longer."""
 
 _NO_NODES = np.empty(0, dtype=np.int64)
 
