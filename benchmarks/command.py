@@ -22,8 +22,7 @@ import torch
 import transformers
 from rich.console import Console
 
-from lookahead.bench.results_file import RowsFile, difference, kept_lines
-from lookahead.bench.rows import Row, describe_machine
+from lookahead.bench.rows import Row, RowsFile, describe_machine, difference, kept_lines
 from lookahead.cli import process
 from lookahead.cli.rendering import measuring_progress
 from lookahead.errors import InvalidArgumentError, LookaheadError

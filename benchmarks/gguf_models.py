@@ -34,9 +34,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.bench.comparison import first_difference
-from lookahead.bench.prompts import Prompt
+from lookahead.bench.models import Prompt
 from lookahead.bench.rows import Row
+from lookahead.bench.summary import first_difference
 from lookahead.demo import demo_model_path
 from probe import Probe, Unit, generate, load_model, option, prompts_of, token_ids
 

@@ -13,10 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lookahead.bench.comparison import MOST_SHOWN, differences
-from lookahead.bench.results_file import named, read_files
-from lookahead.bench.rows import Row
-from lookahead.bench.summary import grouped
+from lookahead.bench.rows import Row, named, read_files
+from lookahead.bench.summary import MOST_SHOWN, differences, grouped
 from lookahead.cli import process
 from lookahead.errors import InvalidArgumentError
 from plots import check_plots, draw, draw_kinds_of_work, draw_load

@@ -15,8 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lookahead.bench.results_file import named, read_lines
-from lookahead.bench.rows import Row
+from lookahead.bench.rows import Row, named, read_lines
 from lookahead.bench.scaling_law import PAPER_LAW, Measured, fit, law_points
 from lookahead.bench.summary import MethodSummary, RunSet, grouped
 from lookahead.errors import InvalidArgumentError

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.bench.models import BenchModel, load
-from lookahead.bench.prompts import Prompt, read_prompts
+from lookahead.bench.models import BenchModel, Prompt, load, read_prompts
 from lookahead.bench.rows import Row
 from lookahead.bench.suite import ModelSpec, TaskSpec
 from lookahead.errors import InvalidArgumentError

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.bench.prompts import read_prompts
+from lookahead.bench.models import read_prompts
 from lookahead.bench.rows import Row
 from lookahead.bench.suite import TaskSpec
 from lookahead.errors import UnsupportedArgumentError

@@ -15,8 +15,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from lookahead.bench.results_file import read_lines
-from lookahead.bench.rows import Row
+from lookahead.bench.rows import Row, read_lines
 from lookahead.bench.scaling_law import law_fit
 from lookahead.bench.summary import MethodSummary, RunSet, summarise
 from lookahead.errors import InvalidArgumentError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ import pytest
 
 from command import main
 from lookahead import LookaheadConfig
-from lookahead.bench.comparison import first_difference
-from lookahead.bench.results_file import read_files, read_rows
-from lookahead.bench.rows import steps_within
+from lookahead.bench.rows import read_files, read_rows, steps_within
 from lookahead.bench.suite import MethodSpec
-from lookahead.bench.summary import RunSet, summarise
+from lookahead.bench.summary import RunSet, first_difference, summarise
 from pages import report
 from plots import best_of_families, draw
 
@@ -109,10 +106,8 @@ def test_summary() -> None:
     assert (auto.lowest, auto.highest) == (4, 6)
     assert auto.before_cycles == (4 + 6) / 3
     assert (auto.mean_nodes, auto.most_nodes) == (8, 8)
-    assert auto.accepted == Counter({3: 2, 4: 1, 6: 1, 8: 1})
     assert auto.cpu_per_token == pytest.approx(1000 * (0.6 + 0.4) / 2 / 12)
     assert auto.time_over_reference == pytest.approx((0.6 + 0.4) / (1.2 + 1.2))
-    assert auto.shares == {"1": 0, "2": 0, "3": 2 / 5, "4": 1 / 5, "more": 2 / 5}
     assert auto.over_reference is not None
     assert auto.over_reference.median == pytest.approx((2 + 3) / 2)
     assert auto.over_reference.lower == pytest.approx(2.25)
@@ -188,7 +183,7 @@ def test_rows_that_only_count_steps() -> None:
     del old["nodes_per_step"]
     (summary,) = summarise([row("plain", "a", [1] * 12, 1.2), old])
     auto = summary.methods[1]
-    assert (auto.mean_nodes, auto.accepted, auto.different) == (8, Counter({4: 1, 8: 1}), 0)
+    assert (auto.mean_nodes, auto.different) == (8, 0)
     assert auto.cpu_per_token is auto.over_reference is auto.time_over_reference is None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lookahead.bench.results_file import RowsFile, kept_lines, read_lines
+from lookahead.bench.rows import RowsFile, kept_lines, read_lines
 from lookahead.errors import InvalidArgumentError
 
 

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from lookahead.bench.method_runner import MethodRunner
-from lookahead.bench.models import BenchModel, load
-from lookahead.bench.prompts import Prompt, encode, read_prompts
-from lookahead.bench.results_file import ResultsFile
-from lookahead.bench.rows import Request, Row, build_row
+from lookahead.bench.models import BenchModel, Prompt, encode, load, read_prompts
+from lookahead.bench.rows import Request, ResultsFile, Row, build_row
 from lookahead.bench.suite import MethodSpec, ModelSpec, Suite, TaskSpec
 
 

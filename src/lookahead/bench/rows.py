@@ -1,26 +1,30 @@
-"""Rows of a results file: what each run was asked, did and took, as plain values."""
+"""Rows of results: what a run comes to, and the files of JSON lines that grow run by run."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 
 from lookahead.backends.transformers.cost_store import device_name
 from lookahead.bench.method_runner import Run
-from lookahead.bench.models import BenchModel
-from lookahead.bench.prompts import Prompt
+from lookahead.bench.models import BenchModel, Prompt
 from lookahead.bench.repetition import repeated_cycle_share, tokens_before_cycles
 from lookahead.bench.suite import MethodSpec, TaskSpec
+from lookahead.errors import InvalidArgumentError
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
@@ -135,3 +139,227 @@ def build_row(request: Request, run: Run, circumstances: Mapping[str, Any]) -> R
 def steps_within(lengths: Sequence[int], tokens: int) -> list[int]:
     """The lengths of the steps, first ones first, that end within the first so many tokens."""
     return [length for length, end in zip(lengths, accumulate(lengths), strict=True) if end <= tokens]
+
+
+_NEEDED = ("model", "task", "method", "prompt", "repeat", "order", "reference", "output", "settings")
+_File = TypeVar("_File", bound="RowsFile")
+
+_ENCODING: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
+"""Half of a surrogate pair, which UTF-8 does not have, becomes the escape that JSON has for it."""
+
+
+class RowsFile:
+    """Rows of one file, on the disk and in memory, by a key. A context manager, which closes the file."""
+
+    def __init__(self, path: Path, kept: Sequence[Row], key: Callable[[Row], Hashable]) -> None:
+        """Write the rows that are kept anew, so that a line cut off by a crash is gone before rows are added.
+
+        Args:
+            path: Where the file is; folders are made, and a symbolic link stays one.
+            kept: The rows to begin with.
+            key: What tells rows from others.
+
+        Raises:
+            InvalidArgumentError: There is something there that is no regular file.
+            OSError: It cannot be written.
+        """
+        _check_regular(path)
+        self.path = path
+        self._target = Path(os.path.realpath(path))
+        self._key = key
+        self._rows: dict[Hashable, list[Row]] = {}
+        self._add(kept)
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        self._rewrite()
+
+    def __enter__(self: _File) -> _File:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with named(self.path):  # what could not be written is tried once more
+            self._file.close()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._rows
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows, oldest first."""
+        return [row for rows in self._rows.values() for row in rows]
+
+    def append(self, *rows: Row) -> None:
+        """Add rows, on the disk first."""
+        with named(self.path):
+            self._file.write("".join(map(_line, rows)))
+            self._file.flush()
+        self._add(rows)
+
+    def drop(self, keys: Collection[Hashable]) -> None:
+        """Take rows out."""
+        if any(key in self._rows for key in keys):
+            self._file.close()
+            self._rows = {key: row for key, row in self._rows.items() if key not in keys}
+            self._rewrite()
+
+    def _add(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._rows.setdefault(self._key(row), []).append(row)
+
+    def _rewrite(self) -> None:
+        part = self._target.with_name(f"{self._target.name}.part")
+        with named(self.path):
+            part.write_text("".join(map(_line, self.rows)), **_ENCODING)
+            with suppress(FileNotFoundError):
+                shutil.copymode(self._target, part)
+            os.replace(part, self._target)
+            self._file = self._target.open("a", **_ENCODING)
+
+
+class ResultsFile(RowsFile):
+    """The rows of a suite."""
+
+    def __init__(self, path: Path, circumstances: Mapping[str, Any], *, restart: bool = False) -> None:
+        """Open a file to go on with it, or begin it.
+
+        Args:
+            path: Where it is.
+            circumstances: Versions and machine of this run.
+            restart: Throw the rows of an existing file away.
+
+        Raises:
+            InvalidArgumentError: The file holds something else.
+            OSError: It cannot be written.
+        """
+        super().__init__(path, _checked(path, kept_lines(path, restart=restart)), key_of)
+        self._circumstances = dict(circumstances)
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Refuse to go on where a row of the same names was measured in another way.
+
+        Raises:
+            InvalidArgumentError: There is such a row; the message says what is different.
+        """
+        for request in requests:
+            if request.key not in self:
+                continue
+            row = self._rows[request.key][0]
+            now = {**request.settings(), **self._circumstances}
+            then = {**row["settings"], **{name: row.get(name) for name in self._circumstances}}
+            for name, value in now.items():
+                if then.get(name) != value:
+                    raise InvalidArgumentError(
+                        f"{self.path} measured {request.method.name!r} on {request.prompt.id!r} with another {name} "
+                        f"({difference(then.get(name), value)}); choose another --output, or begin anew with --restart"
+                    )
+
+
+def kept_lines(path: Path, *, restart: bool = False) -> list[Row]:
+    """What a file of JSON lines that is to be gone on with has already; nothing if there is none, or with `restart`.
+
+    Raises:
+        InvalidArgumentError: It is no regular file, cannot be read, or holds something else.
+    """
+    _check_regular(path)  # a device may never come to an end
+    return read_lines(path) if stored(path).exists() and not restart else []
+
+
+def stored(path: Path) -> Path:
+    """Where the rows of a file are: there, or compressed beside it under the same name with `.gz`."""
+    compressed = path.with_name(f"{path.name}.gz")
+    return compressed if compressed.exists() and not path.exists() else path
+
+
+def read_lines(path: Path) -> list[Row]:
+    """The objects of a file of JSON lines; compressed ones are read as well, under their own name or without `.gz`.
+
+    A last line without an end was being written when the power went, and does not count.
+
+    Raises:
+        InvalidArgumentError: The file cannot be read, or holds something else.
+    """
+    path = stored(path)
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        lines = content.decode("utf-8").split("\n")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"cannot read the results {path}: {error}") from error
+    rows = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InvalidArgumentError(f"{path}, line {number} is no JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise InvalidArgumentError(f"{path}, line {number} is no JSON object")
+        rows.append(row)
+    return rows
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a suite.
+
+    Raises:
+        InvalidArgumentError: The file cannot be read, or holds something else.
+    """
+    return _checked(path, read_lines(path))
+
+
+def _checked(path: Path, rows: list[Row]) -> list[Row]:
+    for number, row in enumerate(rows, start=1):
+        if any(name not in row for name in _NEEDED):
+            raise InvalidArgumentError(f"{path}, line {number} is no result of `lookahead bench run`")
+    return rows
+
+
+def read_files(paths: Sequence[Path]) -> list[Row]:
+    """The rows of several files as if they were one; of a run that is in two of them the last row counts.
+
+    Raises:
+        InvalidArgumentError: A file cannot be read, or rows of one task and method cannot be put into one table.
+    """
+    rows = {key_of(row): row for path in paths for row in read_rows(path)}
+    first: dict[tuple[str, str, str], Any] = {}
+    for row in rows.values():
+        how = {name: row.get(name) for name in ("machine", "versions")}
+        how |= {name: row["settings"][name] for name in ("model", "method")}
+        known = first.setdefault((row["model"], row["task"], row["method"]), how)
+        if known != how:
+            raise InvalidArgumentError(
+                f"{', '.join(map(str, paths))}: {row['method']!r} on {row['task']!r} was measured in two ways "
+                f"({difference(known, how)}); make a report of each"
+            )
+    return list(rows.values())
+
+
+def difference(then: Any, now: Any) -> str:
+    """The first value that is another one, in words."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for name in {**then, **now}:
+            if then.get(name) != now.get(name):
+                return f"{name}: {difference(then.get(name), now.get(name))}"
+    return f"{then!r} then, {now!r} now"
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse a pipe, a device or a folder, which rows cannot be read back from.
+
+    Raises:
+        InvalidArgumentError: It is none of a regular file, a link to one, and nothing.
+    """
+    if path.exists() and not path.is_file():
+        raise InvalidArgumentError(f"{path} is no regular file; choose another --output")
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Let errors say which file could not be written; those of a full disk do not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n"

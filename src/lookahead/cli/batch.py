@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lookahead.bench.prompts import Prompt, read_prompts
-from lookahead.bench.results_file import RowsFile, kept_lines
+from lookahead.bench.models import Prompt, read_prompts
+from lookahead.bench.rows import RowsFile, kept_lines
 from lookahead.bench.suite import TaskSpec
 from lookahead.cli import process
 from lookahead.cli.generate import text_options

@@ -9,13 +9,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lookahead.bench.comparison import MOST_SHOWN, Difference, Reference, differences
 from lookahead.bench.measuring import Benchmark, Watcher
-from lookahead.bench.results_file import ResultsFile, read_files
-from lookahead.bench.rows import Row, describe_machine
+from lookahead.bench.rows import ResultsFile, Row, describe_machine, read_files
 from lookahead.bench.scaling_law import law_fit, law_points
 from lookahead.bench.suite import Suite
-from lookahead.bench.summary import RunSet, grouped, summarise
+from lookahead.bench.summary import MOST_SHOWN, Difference, Reference, RunSet, differences, grouped, summarise
 from lookahead.cli import process
 from lookahead.cli.loading import StartUp, check_device, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress

@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lookahead.bench.comparison import first_difference
 from lookahead.bench.repetition import repeated_cycle_share
+from lookahead.bench.summary import first_difference
 from lookahead.cli import process
 from lookahead.cli.generate import (
     Prompt,

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from fuzz.outcome import EQUAL, NOT_BUILT, REFUSED, Outcome
-from lookahead.bench.results_file import RowsFile, kept_lines
-from lookahead.bench.rows import Row, describe_machine
+from lookahead.bench.rows import Row, RowsFile, describe_machine, kept_lines
 from lookahead.cli import process
 
 
