@@ -159,7 +159,7 @@ def run(
 ) -> None:
     """Decode texts one after another, each with a new drafter."""
     for recording, script in texts:
-        sequence = played_sequence(recording.prompt, recording.answer, make(), recording.shaping)
+        sequence = played_sequence(recording.prompt, recording.answer, make(), recording.sampling is not None)
         backend, batch = NotingBackend(notes, resends), Batch([sequence])
         backend.rows = [PlayedRow(script)]
         while not batch.finished:
@@ -172,7 +172,7 @@ def run_priced(recording: Recording, prices: str, chains: bool, notes: Notes) ->
     build: Any = build_chain_drafter if chains else build_drafter
     drafter = build(LookaheadConfig(), pace=pace, warm_up=WARM_UP)
     backend = NotingBackend(notes, chains, PRICES[prices])
-    sequence = played_sequence(recording.prompt, recording.answer, drafter, recording.shaping)
+    sequence = played_sequence(recording.prompt, recording.answer, drafter, recording.sampling is not None)
     batch = Batch([sequence])
     backend.rows = [PlayedRow(recording)]
     while not batch.finished:
@@ -194,9 +194,9 @@ def run_engine(recordings: Sequence[Recording], nodes: int | None, prices: str, 
     for number in range(10_000):
         while waiting and len(running) < 3 and len(recordings) - len(waiting) <= number // 10:
             recording = waiting.pop(0)
-            heat = 0.0 if recording.shaping is None else recording.shaping.temperature
+            heat = 0.0 if recording.sampling is None else recording.sampling.temperature
             drafter = build_drafter(LookaheadConfig(), memory=memory, warm_up=WARM_UP, budget=SharedRow(shared))
-            sequence = played_sequence(recording.prompt, recording.answer, drafter, recording.shaping)
+            sequence = played_sequence(recording.prompt, recording.answer, drafter, recording.sampling is not None)
             running.append((sequence, PlayedRow(recording), heat))
         if not running:
             return

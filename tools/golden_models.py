@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from golden_record import LISTED, Listed, Recording
-from lookahead.core.shaping import Shaping
+from golden_record import LISTED, Listed, Recording, Sampling
 from lookahead.core.token_tree import TokenTree, lay_out
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 
-SAMPLED = Shaping(temperature=0.8, top_k=50, top_p=0.95)
+SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.95)
 
 
 class Asked:
@@ -53,16 +52,21 @@ class Asked:
         return {int(layout.order[slot]): each for slot, each in enumerate(listed)}
 
 
-def answered(model: Any, prompt: list[int], new: int, shaping: Shaping | None = None) -> Recording:
+def answered(model: Any, prompt: list[int], new: int, sampling: Sampling | None = None) -> Recording:
     """A text of a model, which goes on being asked about it."""
     ids = torch.tensor([prompt])
     more: dict[str, Any] = {"do_sample": False}
-    if shaping is not None:
-        more = {"do_sample": True, "temperature": shaping.temperature, "top_k": shaping.top_k, "top_p": shaping.top_p}
+    if sampling is not None:
+        more = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+        }
     torch.manual_seed(0)
     with torch.inference_mode():
         text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **more)[0].tolist()
-    return Recording(prompt, text[len(prompt) :], shaping, ask=Asked(model))
+    return Recording(prompt, text[len(prompt) :], sampling, ask=Asked(model))
 
 
 def loaded(path: Path) -> tuple[Any, Any]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import io
 import lzma
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.shaping import Shaping
 from lookahead.core.token_tree import TokenTree
 from playback import Listed, paths
 
@@ -36,13 +35,23 @@ class NotRecordedError(LookupError):
     """A node was sent that no model was asked about."""
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How a text was sampled: see `generate`."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
 @dataclass
 class Recording:
     """A text, and what its model said (`Script`).
 
     Attributes:
         prompt, answer: Its tokens.
-        shaping: What sampling made of the model's distribution; `None` for greedy decoding.
+        sampling: How the answer was sampled; `None` for greedy decoding.
         said: The likeliest tokens by node, with their probabilities.
         ask: Asks the model about what was not recorded, if it is there.
         used: The nodes that were asked for.
@@ -50,7 +59,7 @@ class Recording:
 
     prompt: list[int]
     answer: list[int]
-    shaping: Shaping | None = None
+    sampling: Sampling | None = None
     said: dict[Key, Listed] = field(default_factory=dict)
     ask: Ask | None = None
     used: set[Key] = field(default_factory=set)
@@ -107,8 +116,7 @@ def pack(recordings: Mapping[str, Recording]) -> Arrays:
             if key in recording.used:
                 tokens, probabilities = recording.said[key]
                 ids[place, : len(tokens)], likely[place, : len(tokens)] = tokens, probabilities
-        shaping = recording.shaping
-        values = [] if shaping is None else [shaping.temperature, shaping.top_k, shaping.top_p, shaping.min_p]
+        values = [] if recording.sampling is None else astuple(recording.sampling)
         parts: Arrays = {
             "prompt": np.array(recording.prompt, dtype=np.uint16),
             "answer": np.array(recording.answer, dtype=np.uint16),
@@ -140,5 +148,5 @@ def _unpacked(arrays: Arrays, name: str) -> Recording:
         if count:
             said[length, tuple(path)] = ids[place, :count], likely[place, :count]
     temperature, top_k, top_p, min_p = [*parts["shaping"].tolist(), 1.0, 0, 1.0, 0.0][:4]
-    shaping = Shaping(temperature, int(top_k), top_p, min_p) if len(parts["shaping"]) else None
-    return Recording(parts["prompt"].tolist(), parts["answer"].tolist(), shaping, said)
+    sampling = Sampling(temperature, int(top_k), top_p, min_p) if len(parts["shaping"]) else None
+    return Recording(parts["prompt"].tolist(), parts["answer"].tolist(), sampling, said)

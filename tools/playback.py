@@ -7,7 +7,7 @@ every processor. `VLLMLoop` plays the part of vLLM with a proposer, likewise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from lookahead.core.protocols import NodeOutputs
 from lookahead.core.sequence import SequenceState
-from lookahead.core.shaping import Shaping
 from lookahead.core.token_tree import TokenTree
 
 Listed = tuple[NDArray[np.int64], NDArray[np.float32]]
@@ -149,12 +148,10 @@ class RecordedTokens:
     Attributes:
         text: Prompt and answer.
         samples: Whether they were sampled.
-        shaping: What sampling made of the model's distribution.
     """
 
     text: Sequence[int]
     samples: bool = False
-    shaping: Shaping = field(default_factory=Shaping)
     needs_logits = True
 
     def select(self, sequence: Any, outputs: NodeOutputs, node: int) -> int:
@@ -163,11 +160,11 @@ class RecordedTokens:
 
 
 def played_sequence(
-    prompt: Sequence[int], answer: Sequence[int], drafter: Any, shaping: Shaping | None = None, **more: Any
+    prompt: Sequence[int], answer: Sequence[int], drafter: Any, samples: bool = False, **more: Any
 ) -> SequenceState:
-    """A sequence that is complete with the recorded answer; sampled if a shaping is given."""
+    """A sequence that is complete with the recorded answer, and takes it for a sampled one or not."""
     text = [*prompt, *answer]
-    sampler = RecordedTokens(text, shaping is not None, shaping or Shaping())
+    sampler = RecordedTokens(text, samples)
     return SequenceState(
         prompt, drafter, sampler, lambda own: len(own.tokens) >= len(text), most_tokens=len(text), **more
     )

@@ -9,8 +9,7 @@ import pytest
 
 import golden
 from golden import DifferentError, Notes, Sent, compare, packed, unpacked
-from golden_record import NotRecordedError, Recording, load, pack, save, unpack
-from lookahead.core.shaping import Shaping
+from golden_record import NotRecordedError, Recording, Sampling, load, pack, save, unpack
 from lookahead.core.token_tree import TokenTree
 
 PLAYED = ("tree of 16", "chain of 4", "paper", "jacobi", "kept", "cheap", "dear", "tokens, 4 drafted", "predicted")
@@ -74,9 +73,9 @@ def test_recordings_come_back_from_a_file(tmp_path: Path) -> None:
     said = {(2, ()): listed, (2, (5, 6)): listed, (2, (7,)): listed, (3, ()): listed}
     kept = {(2, ()), (2, (5, 6)), (2, (7,))}
     path = tmp_path / "said.npz.xz"
-    save(path, pack({"a": Recording([1, 2], [5, 6], Shaping(0.8, 3), said, used=kept), "b": Recording([1], [2])}))
+    save(path, pack({"a": Recording([1, 2], [5, 6], Sampling(0.8, 3), said, used=kept), "b": Recording([1], [2])}))
     found = unpack(load(path))
-    assert (found["a"].text, found["a"].shaping, found["b"].shaping) == ([1, 2, 5, 6], Shaping(0.8, 3), None)
+    assert (found["a"].text, found["a"].sampling, found["b"].sampling) == ([1, 2, 5, 6], Sampling(0.8, 3), None)
     assert found["a"].said.keys() == kept
     for tokens, likely in found["a"].said.values():
         assert (tokens.tolist(), likely.tolist()) == ([5, 9], [0.75, 0.125])

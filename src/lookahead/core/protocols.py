@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.shaping import Shaping
 from lookahead.core.token_tree import TokenTree
 
 
@@ -48,7 +47,7 @@ class StepResult:
             the prediction was not read. `top_k` is the largest of the drafters of the batch.
         top_probabilities: Their probabilities (softmax of the unprocessed logits), `[nodes, top_k]` float32; 0
             where the prediction was not read.
-        shaping: What sampling makes of these probabilities; `None` where the likeliest tokens are selected.
+        samples: Whether tokens are sampled, instead of selecting the likeliest.
     """
 
     tree: TokenTree
@@ -57,25 +56,13 @@ class StepResult:
     tokens: list[int]
     top_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
     top_probabilities: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), dtype=np.float32))
-    shaping: Shaping | None = None
+    samples: bool = False
 
     @property
     def predictions(self) -> NDArray[np.int64]:
         """For each node of the tree the model's likeliest next token after it (greedy, from the unprocessed logits),
         `[nodes]` int64; -1 where the prediction was not read."""
         return self.predicted() if callable(self.predicted) else self.predicted
-
-    @property
-    def samples(self) -> bool:
-        """Whether tokens are sampled, instead of selecting the likeliest."""
-        return self.shaping is not None
-
-    def shaped(self) -> StepResult:
-        """The same with the probabilities that tokens are sampled with; -1 and 0 for those that are not sampled."""
-        if self.shaping is None or not self.shaping.changes:
-            return self
-        ids, probabilities = self.shaping.apply(self.top_ids, self.top_probabilities)
-        return replace(self, top_ids=ids, top_probabilities=probabilities)
 
     @property
     def certain_tokens(self) -> int:
@@ -127,10 +114,6 @@ class Sampler(Protocol):
     @property
     def samples(self) -> bool:
         """Whether tokens are sampled, instead of taking the likeliest ones."""
-
-    @property
-    def shaping(self) -> Shaping:
-        """What sampling makes of the model's distribution, as far as it is known without the text."""
 
     @property
     def needs_logits(self) -> bool:

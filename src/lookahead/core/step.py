@@ -232,9 +232,9 @@ def _settle(row: int, sequence: SequenceState, outputs: NodeOutputs, walk: Walk)
     tree = walk.tree
     sequence.steps += 1
     sequence.finished = walk.stopped
-    shaping = sequence.sampler.shaping if sequence.sampler.samples else None
     listed = outputs.top_ids, outputs.top_probabilities
-    result = StepResult(tree, lambda: outputs.predictions, walk.path, walk.tokens, *listed, shaping)
+    samples = sequence.sampler.samples
+    result = StepResult(tree, lambda: outputs.predictions, walk.path, walk.tokens, *listed, samples)
     record = StepRecord(sequence.index, sequence.steps, walk.tokens, len(tree) - tree.root, sequence.finished)
     return Outcome(row, result, record)
 

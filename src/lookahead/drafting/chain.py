@@ -135,7 +135,7 @@ def seen_in_sketch(result: StepResult, sketch: TokenTree, places: Sequence[int])
         result.tokens,
         spread(result.top_ids, -1),
         spread(result.top_probabilities, 0),
-        result.shaping,
+        result.samples,
     )
 
 

@@ -6,18 +6,10 @@ import math
 from collections.abc import Callable
 
 import torch
-from transformers import LogitsProcessorList
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from lookahead.backends.transformers.noise import RowNoise
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.core.protocols import NodeOutputs
-from lookahead.core.shaping import Shaping
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Changes scores `[1, vocabulary]` given the text `[1, tokens]`, as transformers' logits processors do."""
@@ -45,7 +37,6 @@ class TextSampler:
     ) -> None:
         self._processor = processor
         self._noise = noise
-        self.shaping = shaping_of(processor)
         self.logits: list[torch.Tensor] | None = [] if keep_logits else None
         self.scores: list[torch.Tensor] | None = [] if keep_scores else None
 
@@ -93,18 +84,3 @@ class TextSampler:
         if math.isnan(probabilities[0, token]):
             torch.multinomial(probabilities, num_samples=1)  # which refuses them
         return token
-
-
-def shaping_of(processor: Processor | None) -> Shaping:
-    """What the warpers among processors make of probabilities; what others do is not known without the text."""
-    temperature, top_k, top_p, min_p = 1.0, 0, 1.0, 0.0
-    for each in processor if isinstance(processor, LogitsProcessorList) else [processor]:
-        if isinstance(each, TemperatureLogitsWarper):
-            temperature *= float(each.temperature)
-        elif isinstance(each, TopKLogitsWarper):
-            top_k = int(each.top_k) if not top_k else min(top_k, int(each.top_k))
-        elif isinstance(each, TopPLogitsWarper):
-            top_p = min(top_p, float(each.top_p))
-        elif isinstance(each, MinPLogitsWarper):
-            min_p = max(min_p, float(each.min_p))
-    return Shaping(temperature, top_k, top_p, min_p)
