@@ -1,6 +1,5 @@
 """Traces: what every step of a run sent, where it came from, and what became of it; as objects, and as a page."""
 
-from lookahead.trace.recorder import Trace
-from lookahead.trace.traced import TracedStep, TracedText
+from lookahead.trace.recorder import Trace, TracedStep, TracedText
 
 __all__ = ["Trace", "TracedStep", "TracedText"]
