@@ -27,8 +27,8 @@ class ParallelError(LookaheadError, RuntimeError):
 
 
 class ModelChangedError(LookaheadError, RuntimeError):
-    """The model of an `Engine` changed while it wrote this text, of which it would have written the rest otherwise."""
+    """The model of an `Engine` changed while this text was decoded, so its rest would come from another model."""
 
 
 class LookaheadWarning(UserWarning):
-    """Something was not done that was asked for; the text is right all the same. The message says what is lost."""
+    """A request could not be met, although the text is right. The message says what is lost."""

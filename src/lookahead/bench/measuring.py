@@ -16,7 +16,7 @@ from lookahead.bench.suite import MethodSpec, ModelSpec, Suite, TaskSpec
 
 @dataclass(frozen=True)
 class Watcher:
-    """Is told how far a benchmark is.
+    """Receives the progress of a benchmark.
 
     Attributes:
         starting: Called with what is done next, in words.

@@ -76,11 +76,11 @@ class Request:
 
     @property
     def key(self) -> Key:
-        """What tells its row from others."""
+        """The key of its row."""
         return (self.model.spec.name, self.task.name, self.method.name, self.prompt.id, self.repeat)
 
     def settings(self) -> dict[str, Any]:
-        """All that its figures depend on, but for machine and versions."""
+        """All settings that its figures depend on, except machine and versions."""
         prompt = hashlib.sha256(json.dumps(self.input_ids.tolist()).encode()).hexdigest()[:16]
         return {
             "model": self.model.settings(),
@@ -90,7 +90,7 @@ class Request:
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
-    """What tells a row from others."""
+    """The key of a row."""
     return (row["model"], row["task"], row["method"], row["prompt"], row["repeat"])
 
 

@@ -79,7 +79,7 @@ class TokenTree:
         return self._max_depth - self.depths[self.root]
 
     def limit(self, room: int) -> None:
-        """Let no more than `room` levels of nodes fit below the root."""
+        """Limit the tree to `room` levels below the root."""
         self._max_depth = min(self._max_depth, self.depths[self.root] + room)
 
     @property
@@ -100,7 +100,7 @@ class TokenTree:
         self.certain = len(self) - self.root - 1
 
     def beyond(self, certain: int) -> TokenTree:
-        """This tree with the first `certain` nodes below the root taken as decided, the last of them as the root.
+        """This tree with its first `certain` nodes below the root already decided; the last of them is the root.
 
         Both have the same nodes: what is added to the one is added to the other.
         """

@@ -82,7 +82,7 @@ class Recorder(Protocol):
     """Watches sequences; `lookahead.Trace` does."""
 
     def begin(self, prompt: Sequence[int]) -> StepWatcher:
-        """A sequence begins with these tokens; returns what is called after each of its steps."""
+        """Begin a sequence with this prompt; returns the function to call after each of its steps."""
 
 
 def explain(drafter: Any, tree: TokenTree) -> Explanation:
@@ -109,7 +109,7 @@ class _Watched(Protocol):
 
 @dataclass
 class Watch:
-    """Those who watch the sequences of a batch in one step.
+    """The watchers of a batch in one step.
 
     Args:
         before: Times up to the step.
@@ -120,7 +120,7 @@ class Watch:
 
     @classmethod
     def of(cls, sequences: Sequence[_Watched], seconds: Seconds) -> Watch | None:
-        """Who watches the coming step; nobody, most of the time."""
+        """The watchers of the coming step; usually none."""
         if all(sequence.watcher is None for sequence in sequences):
             return None
         return cls(replace(seconds))
@@ -134,5 +134,5 @@ class Watch:
             self.explanations.append(told)
 
     def step(self, row: int, result: StepResult, record: StepRecord, now: Seconds) -> WatchedStep:
-        """What there is to tell of a row; `now` are the times behind the step."""
+        """The step of a row as watchers see it; `now` are the times after the step."""
         return WatchedStep(result, record, self.explanations[row], now.since(self.before))

@@ -203,7 +203,7 @@ def _reason(rank: _Rank) -> str:
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
-    """Let no rank go on."""
+    """Kill all ranks."""
     for rank in ranks:
         if rank.code is None:
             rank.process.kill()

@@ -19,8 +19,8 @@ INTERVAL = 0.5
 """Seconds between two heartbeats."""
 
 ROUNDS = 5
-"""Rounds of this rank's own heartbeats in which a rank that lives sends two at least. On a busy machine they take
-longer for all ranks alike."""
+"""Heartbeats of this rank after which a silent rank counts as dead. A live one sends at least two meanwhile; a busy
+machine slows all ranks alike."""
 
 STORE_PATIENCE = 5.0
 """Seconds that a rank waits for the store to take what it says last."""
@@ -92,14 +92,14 @@ class Monitor:
         self._exchanges += 1
 
     def fail(self, failure: str, blamed: bool) -> None:
-        """Let the others know, as soon as the store takes it, that this rank comes to no further exchange."""
+        """Announce that this rank joins no further exchange, as soon as the store accepts it."""
         if not self._failure:
             self._blamed = blamed
             self._failure = failure
             self._flush()
 
     def leave(self) -> None:
-        """Let the others know that this rank is through; it sends no further heartbeat."""
+        """Announce that this rank has finished, and stop its heartbeat."""
         self._left = True
         self._flush()
         self._stopped.set()
@@ -107,13 +107,13 @@ class Monitor:
         self._thread.join(timeout=2 * INTERVAL)
 
     def watch(self) -> None:
-        """Begin to read the heartbeats of the others; for one that waits for them."""
+        """Begin to read the heartbeats of the other ranks, while this one waits for them."""
         if self._watch is None:
             self._watch = _Watch()
             self._awake.set()
 
     def unwatch(self) -> None:
-        """No longer read the heartbeats of the others."""
+        """Stop reading the heartbeats of the other ranks."""
         self._watch = None
 
     @property
@@ -127,7 +127,7 @@ class Monitor:
         return monotonic() - self._answered
 
     def failures(self) -> list[tuple[int, Heartbeat]]:
-        """What other ranks say about why they come to no further exchange; those that blame nobody else first."""
+        """Failures that other ranks reported, those that blame nobody else first."""
         found = [(rank, heartbeat) for rank, heartbeat in self._others() if heartbeat.failure]
         return sorted(found, key=lambda each: (each[1].blamed, each[0]))
 
@@ -151,7 +151,7 @@ class Monitor:
         return [(rank, heartbeat) for rank, heartbeat in enumerate(self._heartbeats) if rank != self.rank]
 
     def _flush(self) -> None:
-        """Give the thread a moment to bring what was said to the store."""
+        """Wait briefly for the thread to write pending announcements to the store."""
         count = self._count + 2  # one heartbeat may be on its way
         end = monotonic() + STORE_PATIENCE
         while self._count < count and monotonic() < end and self._thread.is_alive():

@@ -130,7 +130,7 @@ def _columns(tree: TokenTree) -> list[list[int]]:
 
 
 def _deal(branches: list[_Piece], columns: list[list[int]], pending: Sequence[int], most: int) -> list[set[int]] | None:
-    """Deal everything out so that no rank runs more than `most` nodes; `None` if that was not found.
+    """Assign columns and branches so that no rank runs more than `most` nodes; `None` if none was found.
 
     Returns:
         The nodes below the root that each rank runs.

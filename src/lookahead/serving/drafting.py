@@ -21,7 +21,7 @@ _AFFORDED = 0.1
 
 
 class Drafting:
-    """Makes the drafters of texts that are drafted alike.
+    """Makes the drafters of texts that share a configuration.
 
     Args:
         model: The model.
@@ -54,7 +54,7 @@ class Drafting:
         self._memory = draft_memory(model, config) if config.preset == "auto" else None
 
     def drafter(self, prompt: int, predicted: PredictedText | None) -> Drafter:
-        """One for a text.
+        """Make the drafter of one text.
 
         Args:
             prompt: Tokens that it begins with.
@@ -71,12 +71,12 @@ class Drafting:
         return build_drafter(self.config, self._pool, self._memory, pace, read, most, known, budget, predicted)
 
     def keep(self) -> None:
-        """Bring what was learned to its file, if there is one."""
+        """Save the memory to its file, if it has one."""
         if self._memory is not None:
             keep_memory(self._model, self.config, self._memory)
 
     def release(self) -> None:
-        """Nobody drafts with this any more."""
+        """Release the memory: no text drafts from it any more."""
         if self._memory is not None:
             release_memory(self._model, self.config, self._memory)
 

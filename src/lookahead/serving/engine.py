@@ -280,7 +280,7 @@ class Engine:
                 request.handle.cancel()
 
     def _take_arrivals(self) -> None:
-        """Let new requests wait for their turn, and those leave that were cancelled."""
+        """Queue new requests, and remove cancelled ones."""
         with self._changed:
             while self._arrivals:
                 self._scheduler.add(self._arrivals.popleft())

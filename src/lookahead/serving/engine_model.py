@@ -81,7 +81,7 @@ class EngineModel:
         return Drafting(self.model, config, self._shared, most_nodes=runner.most_nodes, chains=runner.chains)
 
     def _pace(self, rows: int, temperature: float) -> Pace:
-        """What is learned of drafting for so many rows; of the model that runs."""
+        """The pace of steps with so many rows of this model."""
         return draft_pace(self.runner.model, self._config, rows, temperature, self.runner.chains)
 
     def read_inputs(self, request: Request) -> None:

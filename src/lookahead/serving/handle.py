@@ -97,11 +97,11 @@ class RequestHandle:
 
     @property
     def cancelled(self) -> bool:
-        """Whether it was given up; `done` follows with the next step."""
+        """Whether it was cancelled; `done` follows with the next step."""
         return self._cancelled
 
     def cancel(self) -> None:
-        """Give the request up: it takes part in no further step. No effect on one that is done."""
+        """Cancel the request: it takes part in no further step. No effect once it is done."""
         if not self._done:
             self._engine.check_process()
             self._cancelled = True

@@ -81,7 +81,7 @@ class KVMemory:
         request.row = self.new_row()
 
     def reserved(self, tokens: int) -> int:
-        """Tokens that a row takes which comes to `tokens`."""
+        """Tokens of room that a row of `tokens` tokens takes."""
         return whole_blocks(tokens, self.block)
 
     @property
@@ -95,17 +95,17 @@ class KVMemory:
             self._prefixes.clear()
 
     def settle(self, running: Sequence[Request]) -> None:
-        """Forget finished texts for which running requests leave no room."""
+        """Evict finished texts until running requests have room."""
         if self._prefixes is not None:
             self._prefixes.shrink(self._room(running))
 
     def keep(self, request: Request, running: Sequence[Request]) -> None:
-        """Keep the text of a request that does not run any more."""
+        """Keep the text of a request that has ended."""
         if self._prefixes is not None and not request.reads_inputs:
             self._prefixes.keep(request.sequence.tokens, request.row, self._room(running))
 
     def begin(self, request: Request, running: Sequence[Request]) -> bool:
-        """Let a request that has no keys and values begin with those of a text that begins alike.
+        """Start a request from the keys and values of the text with the longest common prefix.
 
         Args:
             request: One of `running`.
@@ -181,7 +181,7 @@ class TextRow(Protocol):
         """Forget all behind the first `tokens` tokens."""
 
     def set_apart(self) -> None:
-        """The text is finished, and only kept for others to begin with: let it take no time from those that run."""
+        """Store a finished text where it costs running texts no time."""
 
 
 @dataclass(eq=False)
@@ -231,7 +231,7 @@ class PrefixCache:
         return len(self._kept)
 
     def find(self, text: Sequence[int]) -> tuple[Prefix | None, int]:
-        """The text in here that has most in common with the beginning of `text`, and how many tokens that is."""
+        """The stored text with the longest common prefix with `text`, and the length of that prefix."""
         best, most = None, 0
         for prefix in self._alike(text):
             common = common_start(text, prefix.tokens)
@@ -270,7 +270,7 @@ class PrefixCache:
         self.held = 0
 
     def shrink(self, room: int, but: Prefix | None = None) -> None:
-        """Forget the least recently used texts until no more than `room` tokens are held, but not `but`."""
+        """Evict the least recently used texts, except `but`, until at most `room` tokens are held."""
         if self.held <= room:
             return
         for prefix in list(self._kept):

@@ -155,7 +155,7 @@ def check_reads_predictions(config: LookaheadConfig) -> None:
 def predicted_texts(
     prediction: Prediction | None, config: LookaheadConfig, rows: int, vocabulary: int
 ) -> list[PredictedText | None]:
-    """What is expected of each row; those of an empty text are `None`.
+    """The predicted text of each row; `None` for an empty one.
 
     Raises:
         InvalidArgumentError: `prediction` is not one text for each row.

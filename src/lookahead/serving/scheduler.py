@@ -71,7 +71,7 @@ def urgency(priority: int, step: int, number: int) -> tuple[int, int]:
 
 
 class Scheduler(Generic[Served]):
-    """Waiting and running requests, and who of them takes part in the coming step.
+    """Waiting and running requests, and the choice of those that take part in the coming step.
 
     Args:
         max_rows: Most requests that run at once.
@@ -97,7 +97,7 @@ class Scheduler(Generic[Served]):
         insort(self.waiting, request, key=_urgency)
 
     def remove(self, request: Served) -> None:
-        """A request is through, or given up."""
+        """Remove a request that has finished or was cancelled."""
         (self.running if request in self.running else self.waiting).remove(request)
 
     def plan(self) -> list[Served]:
@@ -121,7 +121,7 @@ class Scheduler(Generic[Served]):
         return room.tokens is None or sum(room.reserved(request.reach) for request in requests) <= room.tokens
 
     def _share_out(self) -> list[Served]:
-        """Who takes part: all that go on from their last token, and prompts as far as the tokens for them go."""
+        """The requests that take part: all that decode, and prompts up to the token budget for them."""
         served, left = [], self._prompt_tokens
         for request in self.running:
             if not request.cached and not (left and self._room.begin(request, self.running)):

@@ -108,7 +108,7 @@ class _Evidence:
         self._sources: dict[str, int] = {}
 
     def number(self, origin: Origin) -> int:
-        """The number of what spoke for a node; its source is the first of the set."""
+        """The number of a set of sources; a node is attributed to the first of them."""
         if origin.evidence not in self._numbers:
             self._numbers[origin.evidence] = len(self.sets)
             self.sets.append([self._source(name) for name in origin.evidence])

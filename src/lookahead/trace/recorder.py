@@ -149,7 +149,7 @@ class Trace:
             check_path(self.path)
 
     def begin(self, prompt: Sequence[int]) -> StepWatcher:
-        """A text begins with these tokens; returns what is called after each of its steps."""
+        """Begin a text with this prompt; returns the function to call after each of its steps."""
         text = TracedText(list(prompt))
         self.texts.append(text)
 
