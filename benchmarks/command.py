@@ -38,7 +38,6 @@ PROBES = {
     "forced_text": "texts that a processor forces: steps and CPU time beside prompt lookup",
     "load": "a public load generator against the server, with drafts and without, and transformers serve",
     "same_bits": "whether every logit of invariant texts has the bits of plain decoding",
-    "vllm_drafts": "drafts in vLLM: steps and CPU time beside its own ngram and suffix",
     "replay": "drafts against recorded answers, as if a model wrote them",
 }
 

@@ -74,7 +74,6 @@ class Run:
         self._handles = submit(engine)
         self.seconds = process_time() - begin
         self.finished = False
-        self._first, self._last = dict[int, float](), dict[int, float]()
 
     @property
     def tokens(self) -> int:
@@ -91,24 +90,12 @@ class Run:
         begin = process_time()
         self.finished = not self._engine.step()
         self.seconds += process_time() - begin
-        for number, handle in enumerate(self._handles):
-            if number not in self._first and handle.tokens:
-                self._first[number] = self.seconds
-            if number not in self._last and handle.done:
-                self._last[number] = self.seconds
 
     def counts(self) -> Row:
-        """What it sent, and how long the requests waited, in seconds of its CPU time: median and ninth of ten."""
+        """Steps, and what they sent and brought for a request in the mean."""
         counts = self._engine.statistics
-        found: Row = {"steps": counts.steps, "nodes_per_row": counts.nodes / counts.rows}
-        found |= {"tokens_per_row": counts.tokens / counts.rows}
-        found |= {"by_load": {rows: [own.nodes, own.rows] for rows, own in counts.by_load.items()}}
-        lengths = {number: len(text) - 1 for number, text in enumerate(self.texts) if len(text) > 1}
-        later = [(self._last[number] - self._first[number]) / length for number, length in lengths.items()]
-        for name, values in (("first_token_seconds", self._first.values()), ("token_seconds", later)):
-            ordered = sorted(values)
-            found |= {name: ordered[len(ordered) // 2], f"{name}_90": ordered[len(ordered) * 9 // 10]}
-        return found
+        nodes, tokens = counts.nodes / counts.rows, counts.tokens / counts.rows
+        return {"steps": counts.steps, "nodes_per_row": nodes, "tokens_per_row": tokens}
 
 
 class Serving:

