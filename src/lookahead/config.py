@@ -286,17 +286,17 @@ class LookaheadConfig:
     def __post_init__(self) -> None:
         if self.preset is None:
             object.__setattr__(self, "preset", self._preset_of_fields())
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name == "preset" and value == OWN and self.drafter is not None:
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if spec.name == "preset" and value == OWN and self.drafter is not None:
                 continue
             if value is None:
-                value = each.metadata.get("chosen")
-            if value is not None or each.default is not None:
-                value = each.metadata["check"](each.name, value, each.metadata)
-            object.__setattr__(self, each.name, value)
-        for each in fields(self):
-            self._check_owner(each.name, each.metadata["presets"], each.metadata.get("chosen", each.default))
+                value = spec.metadata.get("chosen")
+            if value is not None or spec.default is not None:
+                value = spec.metadata["check"](spec.name, value, spec.metadata)
+            object.__setattr__(self, spec.name, value)
+        for spec in fields(self):
+            self._check_owner(spec.name, spec.metadata["presets"], spec.metadata.get("chosen", spec.default))
         if self.invariant and self.fallback == "plain":
             raise InvalidArgumentError("fallback='plain' does not keep what invariant=True promises; drop one of them")
         if self.max_nodes > MAX_NODES_PER_STEP:
@@ -319,8 +319,8 @@ class LookaheadConfig:
         if self.drafter is not None:
             return OWN
         for preset in ("paper", "jacobi"):
-            own = [each for each in fields(self) if each.metadata["presets"] == (preset,)]
-            if any(getattr(self, each.name) is not None for each in own):
+            sizes = [field for field in fields(self) if field.metadata["presets"] == (preset,)]
+            if any(getattr(self, field.name) is not None for field in sizes):
                 return preset
         return "auto"
 
@@ -355,11 +355,11 @@ class LookaheadConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LookaheadConfig:
         """Build a configuration from a dictionary, refusing names that are no field of it."""
-        known = {each.name for each in fields(cls)}
+        names = {field.name for field in fields(cls)}
         for name in values:
-            if name not in known:
+            if name not in names:
                 raise InvalidArgumentError(
-                    f"{name!r} is no field of LookaheadConfig; it has {', '.join(sorted(known))}"
+                    f"{name!r} is no field of LookaheadConfig; it has {', '.join(sorted(names))}"
                 )
         return cls(**values)
 

@@ -128,12 +128,12 @@ class _Fresh:
     def runner(self, request: Request) -> MethodRunner:
         method: MethodSpec = request.method
         if method.name not in self._ready:
-            known = self._runners.get(method.name)
-            if known is None:
+            runner = self._runners.get(method.name)
+            if runner is None:
                 self._runners[method.name] = MethodRunner(self._model, method)
             elif method.has_memory:
-                known.forget()
-            if known is None or method.has_memory:
+                runner.forget()
+            if runner is None or method.has_memory:
                 self._runners[method.name].warm_up(request.input_ids, request.task)
             self._ready.add(method.name)
         return self._runners[method.name]

@@ -324,11 +324,11 @@ def read_files(paths: Sequence[Path]) -> list[Row]:
     for row in rows.values():
         how = {name: row.get(name) for name in ("machine", "versions")}
         how |= {name: row["settings"][name] for name in ("model", "method")}
-        known = first.setdefault((row["model"], row["task"], row["method"]), how)
-        if known != how:
+        first_settings = first.setdefault((row["model"], row["task"], row["method"]), how)
+        if first_settings != how:
             raise InvalidArgumentError(
                 f"{', '.join(map(str, paths))}: {row['method']!r} on {row['task']!r} was measured in two ways "
-                f"({difference(known, how)}); make a report of each"
+                f"({difference(first_settings, how)}); make a report of each"
             )
     return list(rows.values())
 

@@ -129,10 +129,10 @@ def read_suite(path: Path, data: Path | None = None) -> Suite:
         methods=_named(root, "methods", lambda table: _method(table, folder)),
     )
     root.finish()
-    known = {model.name for model in suite.models}
+    models = {model.name for model in suite.models}
     for task in suite.tasks:
-        if not known.issuperset(task.models or ()):
-            raise InvalidArgumentError(f"tasks: {task.name!r} has models={list(task.models or ())}; known are {known}")
+        if not models.issuperset(task.models or ()):
+            raise InvalidArgumentError(f"tasks: {task.name!r} has models={list(task.models or ())}; known are {models}")
     references = [method.name for method in suite.methods if method.is_reference]
     if len(references) != 1:
         raise InvalidArgumentError(
@@ -161,12 +161,12 @@ def _each(table: Table) -> list[Table]:
     """The table, or those that its `each` makes of it: by name, what they have besides."""
     if "each" not in table:
         return [table]
-    each = Table(table.take("each"), table.key("each")).values
-    if not each or "name" in table:
+    variants = Table(table.take("each"), table.key("each")).values
+    if not variants or "name" in table:
         raise InvalidArgumentError(f"{table.where} must have a name, or names and further values in `each`")
     return [
         Table(_merged({**table.values, "name": name}, Table(values, f"{table.key('each')}.{name}").values), table.where)
-        for name, values in each.items()
+        for name, values in variants.items()
     ]
 
 
@@ -221,9 +221,9 @@ def _model(table: Table, folders: tuple[Path, Path], exact: bool) -> ModelSpec:
 def _random(table: Table) -> dict[str, Any]:
     from transformers import LlamaConfig  # late: it takes seconds, and what is wrong with a suite is said before
 
-    known = LlamaConfig().to_dict()
+    arguments = LlamaConfig().to_dict()
     for name in table.values:
-        if name not in known:
+        if name not in arguments:
             raise InvalidArgumentError(f"{table.key(name)} is no argument of LlamaConfig, of which the model is made")
     return table.values
 

@@ -321,9 +321,9 @@ def speed_over(rows: Sequence[Row], base: Sequence[Row], clock: str) -> Ratio | 
     at = {_run_of(row): row for row in base}
     ratios: dict[Any, list[float]] = {}
     for row in rows:
-        own, other = _seconds(row, clock), _seconds(at.get(_run_of(row)), clock)
-        if own is not None and other is not None:
-            ratios.setdefault(_run_of(row)[:-1], []).append(other / own)
+        seconds, base_seconds = _seconds(row, clock), _seconds(at.get(_run_of(row)), clock)
+        if seconds is not None and base_seconds is not None:
+            ratios.setdefault(_run_of(row)[:-1], []).append(base_seconds / seconds)
     if not ratios:
         return None
     lower, middle, upper = np.percentile([median(values) for values in ratios.values()], [25, 50, 75]).tolist()

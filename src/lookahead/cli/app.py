@@ -182,8 +182,8 @@ def trace(settings: TraceSettings) -> int:
     with starting(settings.no_color):
         from lookahead.cli.generate import run  # late, as in `generate`
 
-    own = {each.name: getattr(settings, each.name) for each in fields(settings) if each.name != "output"}
-    return run(GenerateSettings(**own, trace=settings.output), text)
+    chosen = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name != "output"}
+    return run(GenerateSettings(**chosen, trace=settings.output), text)
 
 
 def _check_trace(path: Path | None, server: str | None = None) -> None:

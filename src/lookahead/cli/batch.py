@@ -137,8 +137,14 @@ def _finished(
 def _fingerprint(settings: BatchSettings, prompt: Prompt) -> str:
     """Tells answers to a prompt from those of other models and settings, as far as these decide about the text."""
     sampling = None if settings.sampling is None else asdict(settings.sampling)
-    told = [str(settings.model), settings.dtype, settings.max_new_tokens, settings.stop, settings.repetition_penalty]
-    return hashlib.sha256(json.dumps([*told, sampling, prompt.text]).encode()).hexdigest()[:16]
+    identity = [
+        str(settings.model),
+        settings.dtype,
+        settings.max_new_tokens,
+        settings.stop,
+        settings.repetition_penalty,
+    ]
+    return hashlib.sha256(json.dumps([*identity, sampling, prompt.text]).encode()).hexdigest()[:16]
 
 
 def _kept(settings: BatchSettings, asked: dict[str, str]) -> list[dict[str, Any]]:

@@ -112,7 +112,7 @@ class Settings:
     @classmethod
     def of(cls: type[_SettingsT], options: Mapping[str, Any]) -> _SettingsT:
         """Settings from the values of all options by their long names; those not given have their default."""
-        names = {each.name: each.metadata.get("name", each.name) for each in fields(cls)}
+        names = {spec.name: spec.metadata.get("name", spec.name) for spec in fields(cls)}
         return cls(**{name: options[option] for name, option in names.items() if option in options})
 
 
@@ -146,26 +146,26 @@ def _place(panels: Sequence[str], parameter: inspect.Parameter) -> int:
 def _parameters(settings: type[Any]) -> Iterator[inspect.Parameter]:
     """Parameters as typer reads them: for the fields, and in their place for groups of fields and for the drafting."""
     types = get_type_hints(settings)
-    for each in fields(settings):
-        if "option" in each.metadata:
-            default = inspect.Parameter.empty if each.default is MISSING else each.default
-            yield _parameter(each.metadata["name"], types[each.name], each.metadata["option"], default)
-        elif "group" in each.metadata:
-            yield from _parameters(each.metadata["group"])
-        elif types[each.name] is LookaheadConfig:
-            yield from _config_parameters(each.metadata)
+    for spec in fields(settings):
+        if "option" in spec.metadata:
+            default = inspect.Parameter.empty if spec.default is MISSING else spec.default
+            yield _parameter(spec.metadata["name"], types[spec.name], spec.metadata["option"], default)
+        elif "group" in spec.metadata:
+            yield from _parameters(spec.metadata["group"])
+        elif types[spec.name] is LookaheadConfig:
+            yield from _config_parameters(spec.metadata)
 
 
 def _config_parameters(changes: Mapping[str, Any]) -> Iterator[inspect.Parameter]:
     """A parameter for each field of `LookaheadConfig` that has a help text; values are checked by the class itself."""
     types = get_type_hints(LookaheadConfig)
-    for each in fields(LookaheadConfig):
-        about = {**each.metadata, **changes.get(each.name, {})}
+    for spec in fields(LookaheadConfig):
+        about = {**spec.metadata, **changes.get(spec.name, {})}
         if "help" not in about:
             continue
-        kind = next(kind for kind in (bool, int, str) if kind in (types[each.name], *get_args(types[each.name])))
-        switch = each.default is False
-        flag = "--" + each.name.replace("_", "-")
+        kind = next(kind for kind in (bool, int, str) if kind in (types[spec.name], *get_args(types[spec.name])))
+        switch = spec.default is False
+        flag = "--" + spec.name.replace("_", "-")
         if kind is bool and not switch:
             flag += flag.replace("--", "/--no-")
         declared = typer.Option(
@@ -173,10 +173,10 @@ def _config_parameters(changes: Mapping[str, Any]) -> Iterator[inspect.Parameter
             help=about["help"],
             metavar="INTEGER" if kind is int else about.get("metavar"),
             parser=whole_number if kind is int else None,
-            show_default=switch or about.get("shown") or str(about.get("chosen", each.default)),
+            show_default=switch or about.get("shown") or str(about.get("chosen", spec.default)),
             rich_help_panel=RUN if about.get("runs") else DRAFT,
         )
-        yield _parameter(each.name, kind if switch else kind | None, declared, False if switch else None)
+        yield _parameter(spec.name, kind if switch else kind | None, declared, False if switch else None)
 
 
 def _parameter(name: str, kind: Any, declared: Any, default: Any) -> inspect.Parameter:

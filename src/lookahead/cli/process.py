@@ -155,6 +155,6 @@ def on_own_device(settings: GenerateSettings) -> GenerateSettings:
     import torch
 
     if settings.device is None and torch.cuda.is_available():
-        own = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-        return replace(settings, device=f"cuda:{own}")
+        device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        return replace(settings, device=f"cuda:{device}")
     return settings

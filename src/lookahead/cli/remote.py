@@ -52,10 +52,10 @@ class RemoteAnswer:
 
     def line(self) -> str:
         """One line about it."""
-        told = self.report()
+        report = self.report()
         line = (
-            f"{self.tokens} tokens in {self.steps} steps, step compression {told['step_compression']:.2f}, "
-            f"{told['tokens_per_second']:.1f} tokens/s, {self.seconds:.2f} s"
+            f"{self.tokens} tokens in {self.steps} steps, step compression {report['step_compression']:.2f}, "
+            f"{report['tokens_per_second']:.1f} tokens/s, {self.seconds:.2f} s"
         )
         return line if self.complete else f"interrupted: {line}"
 
@@ -112,9 +112,9 @@ def _message(error: HTTPError) -> str:
 
 def connect(settings: GenerateSettings | ChatSettings) -> Remote:
     """The server that the settings name; refuses options that are about this machine."""
-    for each in fields(settings):
-        if each.name not in _SENT and getattr(settings, each.name) != each.default:
-            name = each.metadata.get("name", each.name).replace("_", "-")
+    for field in fields(settings):
+        if field.name not in _SENT and getattr(settings, field.name) != field.default:
+            name = field.metadata.get("name", field.name).replace("_", "-")
             raise InvalidArgumentError(f"--{name} is about a model on this machine; leave it out with --server")
     config = settings.config
     plain = LookaheadConfig(config.preset, config.step_budget)

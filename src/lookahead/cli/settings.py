@@ -123,12 +123,12 @@ class Sampling:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Sampling | None:
         """How tokens are sampled, `None` for greedy decoding; refuses options that greedy decoding would ignore."""
-        values = {each.name: options[each.metadata["name"]] for each in fields(cls)}
+        values = {spec.name: options[spec.metadata["name"]] for spec in fields(cls)}
         if options["sample"]:
             return cls(**values)
-        for each in fields(cls):
-            if values[each.name] is not None:
-                given = f"--{each.metadata['name'].replace('_', '-')} {values[each.name]}"
+        for spec in fields(cls):
+            if values[spec.name] is not None:
+                given = f"--{spec.metadata['name'].replace('_', '-')} {values[spec.name]}"
                 raise InvalidArgumentError(f"{given} is about sampling, but decoding is greedy; add --sample")
         return None
 
@@ -186,7 +186,7 @@ class DecodingSettings(Settings):
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    declared = [each.name for each in fields(LookaheadConfig) if "help" in each.metadata]
+    declared = [field.name for field in fields(LookaheadConfig) if "help" in field.metadata]
     return {name: options[name] for name in declared if options.get(name) is not None}
 
 

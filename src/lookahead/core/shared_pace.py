@@ -68,14 +68,14 @@ class SharedPace:
         had to find out everything by itself would be over before it has."""
         key = load, temperature
         if key not in self._paces:
-            known = [
+            calibrated = [
                 (abs(log2(other / load)), other)
                 for (other, like), pace in self._paces.items()
                 if like == temperature and not pace.is_new
             ]
             pace = self._first(load, temperature)
-            if known and pace.is_new:
-                pace = self._paces[min(known)[1], temperature].similar(load)
+            if calibrated and pace.is_new:
+                pace = self._paces[min(calibrated)[1], temperature].similar(load)
             self._paces[key] = pace
         return self._paces[key]
 

@@ -58,7 +58,7 @@ class Seconds:
 
     def since(self, before: Seconds) -> Seconds:
         """What was added since these were `before`."""
-        names = [each.name for each in fields(self)]
+        names = [field.name for field in fields(self)]
         return Seconds(*(getattr(self, name) - getattr(before, name) for name in names))
 
 

@@ -119,13 +119,13 @@ class TokenTree:
         node = self.root if parent is None else parent
         path = []
         for token in tokens:
-            known = self._candidates.get((node, token))
-            if known is None:
+            child = self._candidates.get((node, token))
+            if child is None:
                 if self.depths[node] >= self._max_depth:
                     break
-                known = self._add(token, node, NodeKind.CANDIDATE, needs_logits=True)
-                self._candidates[node, token] = known
-            node = known
+                child = self._add(token, node, NodeKind.CANDIDATE, needs_logits=True)
+                self._candidates[node, token] = child
+            node = child
             path.append(node)
         return path
 

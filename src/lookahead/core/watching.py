@@ -87,11 +87,11 @@ class Recorder(Protocol):
 
 def explain(drafter: Any, tree: TokenTree) -> Explanation:
     """Where the nodes of a tree come from, as far as its drafter says."""
-    told = drafter.explain(tree) if isinstance(drafter, ExplainsDrafts) else Explanation()
+    explanation = drafter.explain(tree) if isinstance(drafter, ExplainsDrafts) else Explanation()
     below = range(tree.root + 1, len(tree))
-    if len(told.origins) == len(below):
-        return told
-    return Explanation([_unexplained(tree, node) for node in below], told.entries)
+    if len(explanation.origins) == len(below):
+        return explanation
+    return Explanation([_unexplained(tree, node) for node in below], explanation.entries)
 
 
 def _unexplained(tree: TokenTree, node: int) -> Origin:
@@ -128,10 +128,10 @@ class Watch:
     def ask(self, sequences: Sequence[_Watched], trees: Sequence[TokenTree]) -> None:
         """Ask the drafters of those that are watched, before any of them learns from the step."""
         for sequence, tree in zip(sequences, trees, strict=True):
-            told = Explanation()
+            explanation = Explanation()
             if sequence.watcher is not None:
-                told = sequence.ask_drafter(partial(explain, tree=tree), explain(None, tree))
-            self.explanations.append(told)
+                explanation = sequence.ask_drafter(partial(explain, tree=tree), explain(None, tree))
+            self.explanations.append(explanation)
 
     def step(self, row: int, result: StepResult, record: StepRecord, now: Seconds) -> WatchedStep:
         """The step of a row as watchers see it; `now` are the times after the step."""

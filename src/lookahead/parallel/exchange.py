@@ -62,13 +62,13 @@ class Exchange:
         """What ended the group, if something has."""
         return self._error
 
-    def gather(self, own: Bytes) -> list[Bytes]:
-        """What each rank gives, in the order of the ranks, `own` of this one among them; all of the same length.
+    def gather(self, message: Bytes) -> list[Bytes]:
+        """Send `message` to all ranks; returns the messages of all ranks in their order, all of the same length.
 
         Raises:
             ParallelError: A rank does not come; the message names it.
         """
-        sent = torch.from_numpy(own.copy())
+        sent = torch.from_numpy(message.copy())
         received = [torch.empty_like(sent) for _ in self._names]
         self._complete(lambda: dist.all_gather(received, sent, group=self._group, async_op=True))
         return [tensor.numpy() for tensor in received]
@@ -216,8 +216,8 @@ def agree(exchange: Exchange, values: Mapping[str, object]) -> None:
     Raises:
         ParallelError: Something differs; the message says what, and on which ranks. The same on all ranks.
     """
-    own = np.frombuffer(b"".join(digest(value) for value in values.values()), dtype=np.uint8)
-    received = exchange.gather(own)
+    digests = np.frombuffer(b"".join(digest(value) for value in values.values()), dtype=np.uint8)
+    received = exchange.gather(digests)
     problems = []
     for place, name in enumerate(values):
         part = slice(place * _DIGEST, (place + 1) * _DIGEST)

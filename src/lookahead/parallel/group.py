@@ -234,10 +234,10 @@ def join(
                 f"parallel: this process was not started together with others ({error}); start it with torchrun, or "
                 "call torch.distributed.init_process_group first"
             ) from error
-    world, own = dist.get_world_size(), dist.get_rank()
+    world, this_rank = dist.get_world_size(), dist.get_rank()
     _check("tensor_parallel", tensor_parallel, world % tensor_parallel == 0, f"a divisor of {world} processes")
     if process_group is None:
-        group, names = _own_group(world, own, tensor_parallel, timeout)
+        group, names = _copies_group(world, this_rank, tensor_parallel, timeout)
     else:
         group, names = process_group, dist.get_process_group_ranks(process_group)
         _check("tensor_parallel", tensor_parallel, tensor_parallel == 1, "1 with a process_group")
@@ -246,18 +246,20 @@ def join(
         shape = (world // tensor_parallel, tensor_parallel)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=("lookahead", "tensor"))["tensor"]
     store = PrefixStore(f"lookahead/{group.group_name}", _get_default_store())
-    monitor = Monitor(store, names.index(own), len(names))
+    monitor = Monitor(store, names.index(this_rank), len(names))
     return ParallelGroup(Exchange(group, monitor, names, timeout), mesh, owns_processes)
 
 
-def _own_group(world: int, own: int, tensor_parallel: int, timeout: float) -> tuple[dist.ProcessGroup, list[int]]:
+def _copies_group(
+    world: int, this_rank: int, tensor_parallel: int, timeout: float
+) -> tuple[dist.ProcessGroup, list[int]]:
     """The process group of the ranks that hold the same part of the model as this one, and who they are."""
     result: tuple[dist.ProcessGroup, list[int]] | None = None
     for part in range(tensor_parallel):
         names = list(range(part, world, tensor_parallel))
         # Waits end by themselves before the group's own time-out does, which knows no names.
         group: Any = dist.new_group(names, timeout=timedelta(seconds=2 * timeout + TIMEOUT), backend="gloo")
-        if own in names:
+        if this_rank in names:
             result = group, names
     assert result is not None
     return result

@@ -129,7 +129,7 @@ class Monitor:
     def failures(self) -> list[tuple[int, Heartbeat]]:
         """Failures that other ranks reported, those that blame nobody else first."""
         found = [(rank, heartbeat) for rank, heartbeat in self._others() if heartbeat.failure]
-        return sorted(found, key=lambda each: (each[1].blamed, each[0]))
+        return sorted(found, key=lambda failure: (failure[1].blamed, failure[0]))
 
     def left(self) -> list[int]:
         """Ranks that have left the group."""

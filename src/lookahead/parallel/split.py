@@ -140,8 +140,8 @@ def _deal(branches: list[_Piece], columns: list[list[int]], pending: Sequence[in
     rank = len(pending) - 1
     for chain in columns:
         while True:
-            own = held[rank]
-            new = [node for node in chain if node not in own] if own else chain
+            running = held[rank]
+            new = [node for node in chain if node not in running] if running else chain
             if len(new) <= room[rank]:
                 break
             rank -= 1

@@ -74,11 +74,11 @@ class Form:
         return [chunk]
 
     def _step(self, piece: Piece) -> dict[str, Any]:
-        told: dict[str, Any] = {"tokens": len(piece.tokens), "nodes": piece.nodes}
+        fields: dict[str, Any] = {"tokens": len(piece.tokens), "nodes": piece.nodes}
         if piece.tree is not None:
             texts = [self._served.text_of(token) for token in piece.tree.tokens]
-            told["tree"] = {**asdict(piece.tree), "tokens": texts}
-        return told
+            fields["tree"] = {**asdict(piece.tree), "tokens": texts}
+        return fields
 
     def failure(self, error: ApiError) -> dict[str, Any]:
         """The chunk that tells of an error."""
@@ -87,18 +87,18 @@ class Form:
     def closing(self, generation: Generation) -> list[dict[str, Any]]:
         """Chunks that come after all others."""
         options = self._request.stream_options
-        told = self.usage(generation)
+        chunk = self.usage(generation)
         if options is None or not options.include_usage:
-            told = {name: value for name, value in told.items() if name == "lookahead"}
-        if not told:
+            chunk = {name: value for name, value in chunk.items() if name == "lookahead"}
+        if not chunk:
             return []
-        return [{**self._head, "object": self.chunk_object, "choices": [], **told}]
+        return [{**self._head, "object": self.chunk_object, "choices": [], **chunk}]
 
     def usage(self, generation: Generation) -> dict[str, Any]:
         """Counts of the whole request."""
         prompt = sum(len(plan.prompt) for plan in self._plans)
         completion = sum(answer.tokens for answer in generation.answers)
-        told: dict[str, Any] = {
+        usage: dict[str, Any] = {
             "usage": {
                 "prompt_tokens": prompt,
                 "completion_tokens": completion,
@@ -107,21 +107,21 @@ class Form:
             }
         }
         if drafts := sum((answer.accepted for answer in generation.answers), Counter[int]()):
-            told["metrics"] = {"speculative_decoding": _speculation(generation, drafts)}
+            usage["metrics"] = {"speculative_decoding": _speculation(generation, drafts)}
         if any(plan.prediction is not None for plan in self._plans):
             accepted, rejected = (
                 sum(counts) for counts in zip(*(each.predicted for each in generation.answers), strict=True)
             )
             details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
-            told["usage"]["completion_tokens_details"] = details
+            usage["usage"]["completion_tokens_details"] = details
         if self._request.lookahead.statistics:
             steps, nodes = (sum(getattr(answer, name) for answer in generation.answers) for name in ("steps", "nodes"))
-            told["lookahead"] = {
+            usage["lookahead"] = {
                 "steps": steps,
                 "nodes": nodes,
                 "tokens_per_step": completion / steps if steps else 0.0,
             }
-        return told
+        return usage
 
     def _reused(self, generation: Generation) -> int:
         """Prompt tokens that another text had: each prompt counts once, however many answers it gets."""
@@ -276,8 +276,8 @@ class ChatForm(Form):
     def _last(self, answer: Answer) -> dict[str, Any]:
         """How an answer ends: with its calls, which come whole."""
         rest, calls = self._readers[answer.index].finish()
-        told = {"reasoning_content": rest.reasoning, "content": rest.content}
-        delta: dict[str, Any] = {name: text for name, text in told.items() if text}
+        pieces = {"reasoning_content": rest.reasoning, "content": rest.content}
+        delta: dict[str, Any] = {name: text for name, text in pieces.items() if text}
         if calls:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
         reason = "tool_calls" if calls else answer.finish_reason

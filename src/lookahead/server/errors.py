@@ -92,7 +92,7 @@ def of_validation(details: list[dict[str, Any]]) -> ApiError:
     """What pydantic found, of which the first is told."""
     field = details[0]["loc"][:2]
     # Of a union each alternative says why it is not meant: what got farthest is nearest to what was meant.
-    found = max((each for each in details if each["loc"][:2] == field), key=lambda each: len(each["loc"]))
+    found = max((detail for detail in details if detail["loc"][:2] == field), key=lambda detail: len(detail["loc"]))
     place = [str(part) for part in found["loc"] if part != "body"]
     # A union's alternatives are parts of the place, too; they are no field of the request.
     param = ".".join(part for part in place if not _names_alternative(part))[:_LONGEST_NAME] or None

@@ -185,16 +185,16 @@ class Generation:
         self._watchers = [asyncio.create_task(self._watch(answer)) for answer in self.answers]
         left = len(self.answers)
         while left:
-            index, told = await self._next()
+            index, event = await self._next()
             answer = self.answers[index]
-            if isinstance(told, Piece):
-                self._clock.step(index, len(told.tokens), told.nodes)
-                answer.add_logprobs(told)
-                yield answer, told
+            if isinstance(event, Piece):
+                self._clock.step(index, len(event.tokens), event.nodes)
+                answer.add_logprobs(event)
+                yield answer, event
                 continue
-            if told.error is not None:
+            if event.error is not None:
                 self._settled = True
-                raise told.error
+                raise event.error
             left -= 1
             self._settled = left == 0
             self._clock.finish(answer.finish_reason or "abort")

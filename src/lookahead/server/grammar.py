@@ -76,8 +76,8 @@ class _Tokens:
         self.special_token_ids = sorted({*tokenizer.all_special_ids, *ends})
 
     def __call__(self, text: str | bytes) -> list[int]:
-        known = text.decode(errors="replace") if isinstance(text, bytes) else text
-        ids: list[int] = self._tokenizer(known, add_special_tokens=False)["input_ids"]
+        decoded = text.decode(errors="replace") if isinstance(text, bytes) else text
+        ids: list[int] = self._tokenizer(decoded, add_special_tokens=False)["input_ids"]
         return ids
 
 
@@ -353,7 +353,9 @@ def _structured(asked: StructuredOutputs) -> dict[str, Any]:
         grammar: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(asked.regex))["grammars"][0]
         return grammar
     if asked.choice is not None:
-        return {"lark_grammar": "start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in asked.choice)}
+        return {
+            "lark_grammar": "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in asked.choice)
+        }
     if asked.grammar is not None:
         return {"lark_grammar": any_to_lark(asked.grammar)}
     if asked.json_object:

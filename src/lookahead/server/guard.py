@@ -171,8 +171,8 @@ class Guard:
             if status >= 400:
                 self._refused(status)
             seconds = round(time.perf_counter() - begin, 4)
-            told = {"id": number, "method": scope["method"], "path": scope["path"], "status": status}
-            self._log({**told, "seconds": seconds, **notes})
+            entry = {"id": number, "method": scope["method"], "path": scope["path"], "status": status}
+            self._log({**entry, "seconds": seconds, **notes})
 
     async def _let_through(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -162,10 +162,10 @@ def _endings(request: TextRequest, ends: frozenset[int], length: int, grammar: G
             raise refused(name, f"{name} does not go with a grammar, which says where the answer ends")
     if request.min_tokens > length:
         raise refused("min_tokens", f"min_tokens={request.min_tokens} is more than the {length} tokens of the answer")
-    told: dict[str, Any] = {"min_new_tokens": request.min_tokens} if request.min_tokens else {}
+    arguments: dict[str, Any] = {"min_new_tokens": request.min_tokens} if request.min_tokens else {}
     if request.stop_token_ids or request.ignore_eos:
-        told["eos_token_id"] = sorted(ends) or [_NO_TOKEN]
-    return told
+        arguments["eos_token_id"] = sorted(ends) or [_NO_TOKEN]
+    return arguments
 
 
 def _dropped(served: ServedModel, request: TextRequest) -> frozenset[int] | None:

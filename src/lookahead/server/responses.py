@@ -331,7 +331,7 @@ class ResponsesForm(Form):
     def _response(self, generation: Generation | None) -> dict[str, Any]:
         """The response: as it begins, or complete."""
         request = self._request
-        told: dict[str, Any] = {
+        response: dict[str, Any] = {
             "id": self._head["id"],
             "object": self.object,
             "created_at": self._head["created"],
@@ -354,12 +354,12 @@ class ResponsesForm(Form):
             "usage": None,
         }
         if generation is None:
-            return told
+            return response
         cut = generation.answers[0].finish_reason == "length"
         counts = self.usage(generation)
         usage = counts.pop("usage")
         return {
-            **told,
+            **response,
             **counts,
             "status": "incomplete" if cut else "completed",
             "completed_at": int(time.time()),

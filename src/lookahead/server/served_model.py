@@ -169,12 +169,12 @@ class ServedModel:
             raise refused("tools", "the chat template of this model has no place for tools")
         if not self.template:
             return Prompt(self.encode(_plain(messages), field="messages"))
-        told = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+        functions = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
         turns = [_turn(message, self.processor is not None) for message in messages]
         try:
             text = self.tokenizer.apply_chat_template(
                 turns,
-                tools=told or None,
+                tools=functions or None,
                 chat_template=getattr(self.processor, "chat_template", None),
                 tokenize=False,
                 **({"add_generation_prompt": True} | dict(options or {})),

@@ -119,9 +119,9 @@ def token_bytes(text: str, piece: str) -> bytes:
         return text.encode()
     if match := _BYTE.fullmatch(piece):
         return bytes([int(match[1], 16)])
-    known = _byte_level()
-    if all(character in known for character in piece):
-        return bytes(known[character] for character in piece)
+    characters = _byte_level()
+    if all(character in characters for character in piece):
+        return bytes(characters[character] for character in piece)
     return text.encode()
 
 

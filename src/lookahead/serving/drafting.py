@@ -63,12 +63,12 @@ class Drafting:
         pace = self._pace if isinstance(self._pace, Pace) else None
         reads = self._memory is not None and (pace is None or not pace.credit.rest)
         read = warm_up_tokens(self._model, prompt, self.config.chooses_nodes) if reads else 0
-        known = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
+        vocabulary = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
         budget = SharedRow(self._pace) if self.shares and isinstance(self._pace, SharedPace) else None
         if self._chains:
-            return build_chain_drafter(self.config, self._memory, budget or pace, read, known, predicted)
+            return build_chain_drafter(self.config, self._memory, budget or pace, read, vocabulary, predicted)
         most = self.most_nodes
-        return build_drafter(self.config, self._pool, self._memory, pace, read, most, known, budget, predicted)
+        return build_drafter(self.config, self._pool, self._memory, pace, read, most, vocabulary, budget, predicted)
 
     def keep(self) -> None:
         """Save the memory to its file, if it has one."""

@@ -290,11 +290,11 @@ class EngineStatistics(LoadStatistics):
     def count(self, rows: int, nodes: int, tokens: int) -> None:
         """Count a step."""
         load = 1 << max(rows - 1, 0).bit_length()
-        for each in (self, self.by_load.setdefault(load, LoadStatistics())):
-            each.steps += 1
-            each.rows += rows
-            each.nodes += nodes
-            each.tokens += tokens
+        for counts in (self, self.by_load.setdefault(load, LoadStatistics())):
+            counts.steps += 1
+            counts.rows += rows
+            counts.nodes += nodes
+            counts.tokens += tokens
 
 
 @dataclass(frozen=True)

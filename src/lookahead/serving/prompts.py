@@ -178,5 +178,5 @@ def _rows(prediction: Prediction) -> Sequence[Any]:
     """The text of each row, of which there may be one alone."""
     if isinstance(prediction, torch.Tensor):
         return list(prediction) if prediction.dim() == 2 else [prediction]
-    is_nested = any(each is None or isinstance(each, (Sequence, torch.Tensor)) for each in prediction)
+    is_nested = any(item is None or isinstance(item, (Sequence, torch.Tensor)) for item in prediction)
     return prediction if is_nested else [prediction]

@@ -41,7 +41,7 @@ def make_page(texts: Sequence[TracedText], tokenizer: Any, title: str, facts: di
 def to_data(texts: Sequence[TracedText], tokenizer: Any, facts: dict[str, str]) -> dict[str, Any]:
     """What the page shows, as plain numbers and lists: tokens and sources are named once, and numbered."""
     vocabulary, evidence = Vocabulary(tokenizer), _Evidence()
-    told = [_text(text, tokenizer, vocabulary, evidence) for text in texts]
+    shown_texts = [_text(text, tokenizer, vocabulary, evidence) for text in texts]
     return {
         "format": FORMAT,
         "version": __version__,
@@ -49,7 +49,7 @@ def to_data(texts: Sequence[TracedText], tokenizer: Any, facts: dict[str, str]) 
         "vocabulary": vocabulary.names,
         "sources": evidence.sources,
         "evidence": evidence.sets,
-        "texts": told,
+        "texts": shown_texts,
     }
 
 
@@ -71,31 +71,31 @@ def _step(step: TracedStep, vocabulary: Vocabulary, evidence: _Evidence) -> dict
     (-1 for none). By node: `m` the model's likeliest token, `c` its probability in percent. `w` window nodes, `a`
     accepted ones, `k` tokens added, `l` the likeliest tokens after root and accepted nodes in thousandths, `d`
     microseconds of each part, `n` entries of the memory, `r` predictions learned."""
-    likely = [-1 if each.probability is None else round(1000 * each.probability) for each in step.origins]
-    told: dict[str, Any] = {
+    likely = [-1 if origin.probability is None else round(1000 * origin.probability) for origin in step.origins]
+    fields: dict[str, Any] = {
         "o": vocabulary.number(step.tokens[0]),
         "t": [vocabulary.number(token) for token in step.tokens[1:]],
         "p": step.parents[1:],
-        "e": [evidence.number(each) for each in step.origins],
+        "e": [evidence.number(origin) for origin in step.origins],
         "m": [vocabulary.number(token) for token in step.predictions],
         "a": step.path,
         "k": [vocabulary.number(token) for token in step.added],
         "d": [round(1e6 * getattr(step.seconds, part)) for part in _PARTS],
         "r": step.learned,
     }
-    if any(each >= 0 for each in likely):
-        told["q"] = likely
+    if any(thousandths >= 0 for thousandths in likely):
+        fields["q"] = likely
     if any(step.certainties):
-        told["c"] = [round(100 * share) for share in step.certainties]
+        fields["c"] = [round(100 * share) for share in step.certainties]
     if step.window:
-        told["w"] = step.window
+        fields["w"] = step.window
     if step.likeliest:
-        told["l"] = [
-            [[vocabulary.number(token), round(1000 * share)] for token, share in each] for each in step.likeliest
+        fields["l"] = [
+            [[vocabulary.number(token), round(1000 * share)] for token, share in listed] for listed in step.likeliest
         ]
     if step.entries is not None:
-        told["n"] = step.entries
-    return told
+        fields["n"] = step.entries
+    return fields
 
 
 class _Evidence:
@@ -178,8 +178,8 @@ def pieces(steps: Sequence[Sequence[int]], tokenizer: Any, prompt: Sequence[int]
         tokens += step
         text = decode(tokens[begin:], tokenizer)
         certain = text if number + 1 == len(steps) else text.rstrip(_REPLACEMENT)
-        known = len(given) if certain.startswith(given) else _shared(certain, given)
-        parts.append(certain[known:])
+        kept = len(given) if certain.startswith(given) else _shared(certain, given)
+        parts.append(certain[kept:])
         given = certain
         if len(tokens) - begin > 8 * _CONTEXT and certain == text:
             begin = len(tokens) - _CONTEXT
