@@ -132,21 +132,17 @@ class LookaheadConfig:
     """How tokens are drafted. Nothing in here can change the text that is generated, only the number of steps.
 
     Args:
-        preset: The drafting method. `"auto"` is lookahead decoding as this library does it: an n-gram memory
-            filled by every node of every step and matches in the text, as many nodes of each as pay.
-            `"paper"` is lookahead decoding as published (2-D window and n-gram pool, Algorithm 2), `"jacobi"`
-            is Jacobi decoding (Algorithm 1), `"token_recycling"` and `"context_matches"` are two published
-            methods to compare with, `"autoregressive"` drafts nothing, so that each step yields one token.
-            Not given, it is `"paper"` if any size or setting of the paper's method is given, `"jacobi"` if one
-            of Jacobi decoding is, and else `"auto"`. Other values than the defaults are refused in fields that
-            are about other presets.
-        step_budget: For `"auto"`, `"token_recycling"` and `"context_matches"`: nodes of a step, the root included;
-            every step is filled up to it, as far as there is anything to draft. `None` lets `"auto"` choose for
-            each step what makes for the most tokens per second, and stands for 64 with the others. At least 1.
-        memory: How long the n-gram memory of `"auto"` lives: for one `"request"` (one call), for all calls in
-            this `"process"` with the same model, or in a file, given by its path, across processes; the file is
-            made if it is not there, and written at the end of each call. A single word is no path: write
-            `"./word"`. No text is kept, only token ids.
+        preset: The drafting method. `"auto"` drafts from an n-gram memory of the model's predictions and from matches
+            in the text, as many nodes as pay. `"paper"` is lookahead decoding as published (2-D window and n-gram pool,
+            Algorithm 2), `"jacobi"` is Jacobi decoding (Algorithm 1), `"token_recycling"` and `"context_matches"` are
+            two other published methods, and `"autoregressive"` drafts nothing: one token a step. By default it is the
+            method whose sizes are given, else `"auto"`. A field of another preset must keep its default.
+        step_budget: For `"auto"`, `"token_recycling"` and `"context_matches"`: nodes of a step, the root included, at
+            least 1. Steps are filled up to it as far as there is anything to draft. With `None`, `"auto"` chooses the
+            number that gives the most tokens per second, and the others take 64.
+        memory: How long the n-gram memory of `"auto"` lives: one `"request"` (a call), this `"process"` (all calls with
+            the same model), or a file, given by its path. The file is created if missing and written after each call. A
+            single word is no path: write `"./word"`. It holds token ids and no text.
         window_size: Paper: W, columns of the 2-D window: how many positions ahead are guessed in parallel
             (section 3.1). 15 if not given, at least 1.
         ngram_size: Paper: N, length of the n-grams in the pool; the window has N-1 rows (section 3.1). 5 if not
@@ -160,8 +156,8 @@ class LookaheadConfig:
         share_pool: Paper: let the rows of one call share one pool, so that each drafts from what the others found.
         block_size: Jacobi decoding only: m, how many positions are guessed at once (Algorithm 1). 16 if not given, at
             least 1.
-        max_iterations: Jacobi decoding only: after this many steps a block that has not settled is given up
-            and a new one begins. `None` stands for `block_size`, the most that Jacobi iteration can need.
+        max_iterations: Jacobi decoding only: steps after which a block that has not converged is dropped for a new one.
+            `None` means `block_size`, the most that Jacobi iteration can need.
         seed: Seed of the random prompt tokens that the window and the Jacobi blocks start from. It has
             nothing to do with sampling.
         sources: For `"auto"`: what makes more sources of drafts, called once for each sequence. See
@@ -169,23 +165,21 @@ class LookaheadConfig:
         drafter: Makes a drafter of your own, instead of one of the presets; called once for each sequence, so give
             the class, or a function. `step_budget` is the most nodes that it may send, 128 if not given. See
             `docs/extending.md`.
-        pack_weights: On a CPU, run the model with a second copy of its linear layers' weights, in the order in
-            which the processor multiplies them, where that is faster: a few products are timed once for a kind of
-            model, a processor and a number of threads, and steps of several tokens, or all, or none use the copy. It
-            takes as much memory again as the weights; it is made at the first call and kept as long as the model. With
-            `invariant=True` it is always used, as no time is to choose bits. See `docs/options.md`.
-        invariant: Make every pass in a way in which the bits of a token's logits depend on its own text alone: not on
-            the drafts, the nodes of a step, the other rows of a batch, or how a prompt was split. So the text is that
-            of `preset="autoregressive"` with the same settings in every number type, bfloat16 and float16 included,
-            and greedy logits are equal to the bit; see `docs/precision.md`. Measured on CPUs; on CUDA steps are static,
-            whatever `engine` says, and nothing was measured yet. A model that cannot be run so is refused with the
+        pack_weights: On a CPU, keep a second copy of the linear layers' weights in the order of multiplication. A short
+            trial, once for a kind of model, processor and number of threads, decides whether all steps, those of
+            several tokens, or none use it. The copy takes as much memory as the weights; it is made at the first call
+            and kept with the model. `invariant=True` always uses it, so that no timing decides bits. See
+            `docs/options.md`.
+        invariant: Compute each token's logits so that their bits depend on its own text alone, not on drafts, nodes of
+            a step, other rows, or how a prompt was split. The text is then that of `preset="autoregressive"` with the
+            same settings, also in bfloat16 and float16; see `docs/precision.md`. Measured on CPUs; on CUDA steps are
+            static, whatever `engine` says, and not yet measured. A model that cannot be run so is refused with the
             reason.
-        engine: How steps are run. `"dynamic"` sends each step as large as it is, which is right on a CPU.
-            `"static"` takes memory for the longest text of the call beforehand (`max_length`, so choose that or
-            `max_new_tokens` with care), pads steps to a few sizes, and on CUDA captures a graph of each;
-            `"compiled"` sends the static pass through `torch.compile` first, which takes a minute or more. What was
-            made is kept for the next call with the model. Long prompts and models that cannot be run so (with
-            hooks, adapters, or positions that change when a text becomes long) go the dynamic way.
+        engine: How steps run. `"dynamic"` sends each step at its own size, which is right on a CPU. `"static"`
+            allocates memory for the longest text of the call (`max_length` or `max_new_tokens`: choose them with care),
+            pads steps to a few sizes and, on CUDA, captures a graph of each. `"compiled"` compiles the static pass
+            first, which takes a minute or more. Buffers and graphs are kept for later calls. Long prompts, and models
+            with hooks, adapters or positions that change with the length of the text, run dynamically.
         fallback: What becomes of a model or an argument that is not supported. `"refuse"`: an error. `"plain"`: a
             `LookaheadWarning` that says why, and transformers' own `generate` decodes, so that code for many models
             needs no branch. An `Engine` runs such a model without drafts if that is exact. Not with `invariant=True`,

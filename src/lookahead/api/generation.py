@@ -60,9 +60,9 @@ def generate(
         on_step: Called after each step with a `StepRecord` for each sequence: the tokens it added, what it sent.
         ngram_pool: A pool to draft from and to fill, which later calls can use again; a new one for each
             sequence if not given.
-        prediction: Token ids of a text that is expected to come, such as a file of which a part is to be edited: a
-            list, or a tensor `[tokens]`; for several prompts a list with one for each, `None` where nothing is
-            expected. `preset="auto"` drafts from it; it changes nothing but the number of steps.
+        prediction: Token ids of a predicted text, such as a file that is to be edited: a list or a tensor `[tokens]`;
+            for several prompts a list with one for each, `None` for no prediction. `preset="auto"` drafts from it; it
+            changes the number of steps alone.
         parallel: The ranks to decode with, from `lookahead.parallel.join`; each of them makes the same call. This
             process alone if not given.
         **kwargs: As for `model.generate`.

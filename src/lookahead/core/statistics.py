@@ -75,9 +75,9 @@ class Statistics:
             step and sequence, in the order of the steps.
         accepted_lengths: Tokens that each step added to one sequence, in the same order.
         seconds: Wall time by part.
-        state_bytes: Bytes of running states that were copied, so that they could be put back; 0 for a model without.
-        invariant_rows: Rows that every product had at least, if passes were invariant (`LookaheadConfig.invariant`), so
-            that drafts changed no bit of the text's logits; 0 if they were not.
+        state_bytes: Bytes of running states copied so that rejected drafts could be undone; 0 for models without such
+            states.
+        invariant_rows: Least number of rows of any product with `LookaheadConfig.invariant`; 0 without it.
         sources: What each sequence drafts from at the end: entries, hit rates and so on of the n-gram pool
             (`NGramPool.statistics`) or memory (`MemoryStatistics`); counts go on over calls that share it.
     """

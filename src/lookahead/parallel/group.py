@@ -207,9 +207,9 @@ def join(
     `gloo` group beside it: they are read and made by Python, in main memory.
 
     Args:
-        timeout: Seconds until a rank that does not come, but whose connections are open, counts as hung: be generous,
-            as on a busy machine a step may take long. A process that has died is noticed by its connections, at
-            once. The first exchange waits for models to be loaded: load them first.
+        timeout: Seconds after which a silent rank with open connections counts as hung. Be generous: on a busy machine
+            a step may take long. A dead process is noticed at once. Load the models first: the first exchange waits for
+            all ranks.
         tensor_parallel: How many processes share one copy of the model, by transformers' tensor parallelism. Load
             the model in each process, then `shard_model(model, group.tensor_mesh)`. 1 for a whole copy in each.
         device_type: `"cuda"` or `"cpu"`, where models are; needed for `tensor_parallel` alone. As the machine has it

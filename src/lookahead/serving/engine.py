@@ -46,8 +46,8 @@ class Engine:
             finished texts may take.
         prompt_tokens: Most tokens of prompts in one step, so that a long prompt does not hold up the others. At
             least 1.
-        prefix_cache: Keep keys and values of finished texts, up to 1 GiB or what `kv_bytes` leaves, and let requests
-            begin with those of the text, finished or running, that has most in common with theirs.
+        prefix_cache: Keep keys and values of finished texts, up to 1 GiB or what `kv_bytes` leaves, and start requests
+            from the text, finished or running, with the longest common prefix.
         prefix_bytes: Most bytes of finished texts, instead of that.
 
     Attributes:
@@ -106,7 +106,7 @@ class Engine:
                 whatever other requests there are. Drawn from torch's default generator if not given.
             priority: Requests of a larger one are served first. A request waits for those of the next priority that
                 come up to 1,000 steps after it, and for no later ones.
-            logprobs: Tell with each token how likely the model thought it, and so many of the likeliest tokens; see
+            logprobs: Return per-token log-probabilities, and this many of the likeliest tokens with each; see
                 `RequestHandle.events`. At least 0.
             prediction: Token ids of a text that is expected to come, such as a file of which a part is to be edited.
                 It is drafted from, and changes nothing but the number of steps.
