@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 
@@ -78,6 +78,8 @@ class TypedLoop:
         loop: What `compiled` gave.
     """
 
+    _entries: ClassVar[dict[Any, Callable[..., Any]]] = {}  # asking numba for the types of records takes milliseconds
+
     def __init__(self, loop: Callable[..., Any]) -> None:
         self._loop = loop
         self._entry: Callable[..., Any] | None = None
@@ -86,13 +88,27 @@ class TypedLoop:
         """Run it."""
         if self._entry is not None:
             return self._entry(*arguments)
+        key = self._loop, _kinds(arguments)
+        self._entry = self._entries.get(key)
+        if self._entry is not None:
+            return self._entry(*arguments)
         result = self._loop(*arguments)
         try:
             types = tuple(map(_numba.typeof, arguments))
             self._entry = cast(Any, self._loop).overloads[types].entry_point
         except (AttributeError, KeyError):  # not compiled, or by a numba that keeps it elsewhere
             self._entry = self._loop
+        self._entries[key] = cast(Callable[..., Any], self._entry)
         return result
+
+
+def _kinds(argument: Any) -> Any:
+    """What the types that numba gives arguments depend on."""
+    if isinstance(argument, np.ndarray):
+        return argument.dtype, argument.ndim, argument.flags.num
+    if isinstance(argument, tuple):
+        return (type(argument), *map(_kinds, argument))
+    return type(argument)
 
 
 @contextmanager

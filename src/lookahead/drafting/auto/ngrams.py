@@ -378,7 +378,7 @@ class NGramMemory:
     def clear(self) -> None:
         """Forget everything. Takes far less time than arrays of another one, whose pages the system has to fill."""
         if self._clock:
-            self.entries.heads.fill(0)
+            self.entries.heads.view(np.uint8).fill(0)  # numpy fills records one by one
             self._clock = 0
         self.entries.lookups.fill(0)
         self.entries.evidence.fill(EVIDENCE_PRIOR)
@@ -386,8 +386,8 @@ class NGramMemory:
     def occupy(self) -> None:
         """Have the system fill all pages now, rather than one by one when they are first written to."""
         if not self._clock:
-            self.entries.heads.fill(0)
-            self.entries.followers.fill(0)
+            self.entries.heads.view(np.uint8).fill(0)
+            self.entries.followers.view(np.uint8).fill(0)
 
     @property
     def capacity(self) -> int:
