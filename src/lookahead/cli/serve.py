@@ -55,27 +55,27 @@ def run(settings: ServeSettings) -> int:
     )
     adapters = adapter_folders(settings.lora)
     with quiet_libraries(), bind(server) as listener:
-        loaded = load_for_decoding(settings, consoles.notes)
-        name = settings.name or (DEMO_NAME if settings.model is None else loaded.path.resolve().name)
+        main = load_for_decoding(settings, consoles.notes)
+        name = settings.name or (DEMO_NAME if settings.model is None else main.path.resolve().name)
         if name in adapters:
             raise InvalidArgumentError(f"--lora {name}={adapters[name]}: the model has this name; choose another one")
-        all_loaded = {name: loaded} | {name: with_adapter(loaded, path) for name, path in adapters.items()}
+        all_loaded = {name: main} | {name: with_adapter(main, path) for name, path in adapters.items()}
         room = settings.kv_bytes
-        if room is None and not is_gguf(loaded.path):  # llama.cpp takes its room at once, no more than can be used
-            room = free_bytes(loaded.model.device) // _SHARE
+        if room is None and not is_gguf(main.path):  # llama.cpp takes its room at once, no more than can be used
+            room = free_bytes(main.model.device) // _SHARE
         room = None if room is None else room // len(all_loaded)
         models = []
-        with loaded.start_up.engine(settings.config):
-            for name, each in all_loaded.items():
-                config = settings.config if each is loaded else _of_adapter(settings.config, name)
-                engine = _engine(settings, config, each, room)
-                context = min(most for most in (each.context_length, _longest_text(engine)) if most is not None)
+        with main.start_up.engine(settings.config):
+            for name, loaded in all_loaded.items():
+                config = settings.config if loaded is main else _of_adapter(settings.config, name)
+                engine = _engine(settings, config, loaded, room)
+                context = min(most for most in (loaded.context_length, _longest_text(engine)) if most is not None)
                 models.append(
                     ServedModel(
-                        name, each.model, each.tokenizer, engine, config, each.sampling, context, each.processor
+                        name, loaded.model, loaded.tokenizer, engine, config, loaded.sampling, context, loaded.processor
                     )
                 )
-        loaded.start_up.tell()
+        main.start_up.tell()
         serve(models, server, listener)
     return process.OK
 

@@ -40,13 +40,13 @@ class TokenRecyclingDrafter:
 
     def explain(self, tree: TokenTree) -> Explanation:
         """All nodes are predictions that the model made last after the same token."""
-        known: dict[int, dict[int, float]] = {}
+        followers: dict[int, dict[int, float]] = {}
         likely = {tree.root: 1.0}
         for node in range(tree.root + 1, len(tree)):
             before = tree.tokens[tree.parents[node]]
-            if before not in known:
-                known[before] = dict(self._followers(before))
-            likely[node] = likely[tree.parents[node]] * known[before].get(tree.tokens[node], 0.0)
+            if before not in followers:
+                followers[before] = dict(self._followers(before))
+            likely[node] = likely[tree.parents[node]] * followers[before].get(tree.tokens[node], 0.0)
         nodes = range(tree.root + 1, len(tree))
         origins = [Origin(("last prediction after the token",), likely[node]) for node in nodes]
         return Explanation(origins, sum(self.memory.statistics().entries))

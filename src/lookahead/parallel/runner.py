@@ -41,7 +41,7 @@ class ParallelRunner:
         # Tokens in the cache that one process would have, and in that of each rank: `[rows]` and `[ranks, rows]`.
         self._lengths: list[int] = local.cache.lengths(len(local.before))
         self._cached: list[list[int]] = [list(self._lengths) for _ in range(exchange.size)]
-        self._own_trees: dict[int, TokenTree] = {}  # of the coming step, by row: this rank's pending tokens
+        self._local_trees: dict[int, TokenTree] = {}  # of the coming step, by row: this rank's pending tokens
         self._trees: list[TokenTree] = []
         self._splits: list[Split] = []
         self._results: list[ForwardResult] = []
@@ -61,9 +61,9 @@ class ParallelRunner:
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
         """As `ModelRunner.begin_tree` gives it in one process: the same tree on every rank."""
         cached = self._cached[self.rank][row]
-        own = self._local.begin_tree(row, text)
+        local_tree = self._local.begin_tree(row, text)
         total = self._local.before[row] + len(text)
-        if total - len(own) < cached:  # the text is computed anew, by every rank
+        if total - len(local_tree) < cached:  # the text is computed anew, by every rank
             self._lengths[row] = 0
             for lengths in self._cached:
                 lengths[row] = 0
@@ -71,13 +71,13 @@ class ParallelRunner:
         changes_after = self._local.changes_after
         if changes_after is not None and total > changes_after:
             # What comes before that length must not be run together with what comes after.
-            if len(own) > pending:
+            if len(local_tree) > pending:
                 self._catch_up(row, text)
-                own = self._local.begin_tree(row, text)
+                local_tree = self._local.begin_tree(row, text)
             for lengths in self._cached:
                 lengths[row] = self._lengths[row]
-        self._own_trees[row] = own
-        return TokenTree(own.tokens[len(own) - pending :], own.room + pending - 1)
+        self._local_trees[row] = local_tree
+        return TokenTree(local_tree.tokens[len(local_tree) - pending :], local_tree.room + pending - 1)
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """As `ModelRunner.wants_draft`."""
@@ -91,18 +91,18 @@ class ParallelRunner:
             after the nodes that this rank answers for, and after the root.
         """
         self._trees = list(trees)
-        self._splits, self._places, own_trees = [], [], []
+        self._splits, self._places, local_trees = [], [], []
         for row, tree in enumerate(trees):
-            own = self._own_trees.pop(row, None)
-            if own is None:
-                own = self.idle_tree()
+            local_tree = self._local_trees.pop(row, None)
+            if local_tree is None:
+                local_tree = self.idle_tree()
                 split = split_tree(tree, [1] * self._exchange.size)
             else:
                 split = split_tree(tree, self._pending(row, tree), self._whole_branches)
             self._splits.append(split)
-            self._places.append(_grow(own, tree, split, self.rank))
-            own_trees.append(own)
-        results = self._local.forward(own_trees, top_k)
+            self._places.append(_grow(local_tree, tree, split, self.rank))
+            local_trees.append(local_tree)
+        results = self._local.forward(local_trees, top_k)
         self._results = [
             _spread(result, tree, split, places, self.rank)
             for result, tree, split, places in zip(results, trees, self._splits, self._places, strict=True)
@@ -181,7 +181,7 @@ class ParallelRunner:
         trees = [self.idle_tree() for _ in self._local.before]
         trees[row] = TokenTree(text[first:last])
         self._local.forward(trees)
-        self._local.commit([range(last - first) if each == row else [] for each in range(len(trees))])
+        self._local.commit([range(last - first) if place == row else [] for place in range(len(trees))])
         self._cached[self.rank][row] = self._lengths[row]
 
     def _packed(self, nodes: list[NDArray[np.int64]], most: int, note: Codes) -> Bytes:
@@ -191,15 +191,15 @@ class ParallelRunner:
         predictions = np.full(most, -1, dtype=np.int32)
         count = sum(map(len, nodes))
         pairs = list(zip(results, nodes, strict=True))
-        predictions[:count] = np.concatenate([result.predictions[own] for result, own in pairs])
+        predictions[:count] = np.concatenate([result.predictions[rows] for result, rows in pairs])
         checksum = np.array([self._checksum()], dtype=np.int32)
         parts: list[NDArray[np.int32] | NDArray[np.float16]] = [checksum, note, predictions]
         top_k = results[0].top_ids.shape[1]
         if top_k:
             ids = np.full((most, top_k), -1, dtype=np.int32)
             chances = np.zeros((most, top_k), dtype=np.float16)
-            ids[:count] = np.concatenate([result.top_ids[own] for result, own in pairs])
-            chances[:count] = np.concatenate([result.top_probabilities[own] for result, own in pairs])
+            ids[:count] = np.concatenate([result.top_ids[rows] for result, rows in pairs])
+            chances[:count] = np.concatenate([result.top_probabilities[rows] for result, rows in pairs])
             parts += [ids.reshape(-1), chances.reshape(-1)]
         return np.concatenate([part.view(np.uint8) for part in parts])
 
@@ -209,11 +209,11 @@ class ParallelRunner:
         top_k = self._results[0].top_ids.shape[1]
         ids = tops[: 4 * most * top_k].view(np.int32).reshape(most, top_k)
         chances = tops[4 * most * top_k :].view(np.float16).reshape(most, top_k)
-        for result, own in zip(self._results, nodes, strict=True):
-            end = start + len(own)
-            result.predictions[own] = predictions[start:end]
-            result.top_ids[own] = ids[start:end]
-            result.top_probabilities[own] = chances[start:end]
+        for result, rows in zip(self._results, nodes, strict=True):
+            end = start + len(rows)
+            result.predictions[rows] = predictions[start:end]
+            result.top_ids[rows] = ids[start:end]
+            result.top_probabilities[rows] = chances[start:end]
             start = end
 
     def _checksum(self) -> int:
@@ -234,26 +234,26 @@ class ParallelRunner:
 
 def _held(path: Sequence[int], held: Sequence[int]) -> int:
     """How many nodes of `path`, from the root downwards, are among `held`."""
-    own = set(held)
-    return next((place for place, node in enumerate(path) if node not in own), len(path))
+    run_here = set(held)
+    return next((place for place, node in enumerate(path) if node not in run_here), len(path))
 
 
-def _grow(own: TokenTree, tree: TokenTree, split: Split, rank: int) -> dict[int, int]:
-    """Add to `own`, this rank's pending tokens, what it runs of `tree`.
+def _grow(local_tree: TokenTree, tree: TokenTree, split: Split, rank: int) -> dict[int, int]:
+    """Add to `local_tree`, this rank's pending tokens, the nodes of `tree` that it runs.
 
     Returns:
-        Where each node of `tree` that this rank runs is in `own`.
+        The place in `local_tree` of each node of `tree` that this rank runs.
     """
-    extra = own.root - tree.root
+    extra = local_tree.root - tree.root
     places = {node: node + extra for node in range(tree.root + 1)}
     for node in range(tree.root):
-        own.needs_logits[node + extra] = bool(split.owners[node] == rank)
+        local_tree.needs_logits[node + extra] = bool(split.owners[node] == rank)
     for node in split.held[rank]:
         parent, token = places[tree.parents[node]], tree.tokens[node]
         if tree.kinds[node] is NodeKind.CANDIDATE:
-            (places[node],) = own.add_candidates([token], parent)
+            (places[node],) = local_tree.add_candidates([token], parent)
         else:
-            places[node] = own.add_window_node(token, parent, needs_logits=bool(split.owners[node] == rank))
+            places[node] = local_tree.add_window_node(token, parent, needs_logits=bool(split.owners[node] == rank))
     return places
 
 
@@ -264,8 +264,8 @@ def _spread(result: ForwardResult, tree: TokenTree, split: Split, places: dict[i
     top_ids = np.full((len(tree), top_k), -1, dtype=np.int64)
     chances = np.zeros((len(tree), top_k), dtype=np.float32)
     nodes = np.flatnonzero(split.owners == rank)
-    own = [places[node] for node in nodes.tolist()]
-    predictions[nodes] = result.predictions[own]
-    top_ids[nodes], chances[nodes] = result.top_ids[own], result.top_probabilities[own]
+    local_rows = [places[node] for node in nodes.tolist()]
+    predictions[nodes] = result.predictions[local_rows]
+    top_ids[nodes], chances[nodes] = result.top_ids[local_rows], result.top_probabilities[local_rows]
     rows = {node: result.rows[place] for node, place in places.items() if place in result.rows}
     return ForwardResult(result.logits, rows, top_ids, chances, predictions, result.borrowed)

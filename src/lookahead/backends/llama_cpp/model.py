@@ -131,7 +131,7 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def __init__(self, llama: LlamaModel) -> None:
         tokens = llama.vocabulary
-        known = {"bos_token_id": tokens.bos, "eos_token_id": tokens.ends or None, "pad_token_id": tokens.pad}
+        special_tokens = {"bos_token_id": tokens.bos, "eos_token_id": tokens.ends or None, "pad_token_id": tokens.pad}
         super().__init__(
             GGUFConfig(
                 vocab_size=len(tokens),
@@ -140,12 +140,12 @@ class GGUFModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 description=llama.name,
                 fingerprint=llama.fingerprint(),
                 fast_kv=llama.fast_kv,
-                **known,
+                **special_tokens,
             )
         )
         self.llama = llama
         self.tokenizer = GGUFTokenizer(tokens, llama.chat_template)
-        self.generation_config = GenerationConfig(**known)
+        self.generation_config = GenerationConfig(**special_tokens)
         # Says where inputs belong, and in which type logits come.
         self._place = torch.nn.Parameter(torch.empty(0), requires_grad=False)
         self._embeddings = _Embeddings(len(tokens))
@@ -268,9 +268,9 @@ class GGUFTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
         """With what the file says that texts begin and end with."""
-        known = self._vocabulary
-        begin = [known.bos] if known.adds_bos and known.bos is not None else []
-        end = [known.eos] if known.adds_eos and known.eos is not None else []
+        vocabulary = self._vocabulary
+        begin = [vocabulary.bos] if vocabulary.adds_bos and vocabulary.bos is not None else []
+        end = [vocabulary.eos] if vocabulary.adds_eos and vocabulary.eos is not None else []
         return [*begin, *token_ids_0, *(token_ids_1 or []), *end]
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:

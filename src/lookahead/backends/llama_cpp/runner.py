@@ -68,9 +68,9 @@ class LlamaRunner:
 
     def resume(self, text: Sequence[int]) -> int:
         """Let the first row begin with what the context holds of `text`; returns how many tokens these are."""
-        known, most = self.llama_context.text, len(text) - 1  # the last token is always computed, to see what follows
-        pairs = enumerate(zip(known, text[:most], strict=False))
-        common = next((place for place, (old, new) in pairs if old != new), min(len(known), most))
+        cached, most = self.llama_context.text, len(text) - 1  # the last token is always computed, to see what follows
+        pairs = enumerate(zip(cached, text[:most], strict=False))
+        common = next((place for place, (old, new) in pairs if old != new), min(len(cached), most))
         if common:
             self._ids.give(self.rows[:1], [1])
             self.rows[0].crop(common)
@@ -195,8 +195,8 @@ class LlamaChainRunner(LlamaRunner):
 
     def resume(self, text: Sequence[int]) -> int:
         """Begin with what the context holds, if `text` goes on from the end of it; returns how many tokens that is."""
-        known = self.llama_context.text
-        if not 0 < len(known) < len(text) or list(text[: len(known)]) != known:
+        cached = self.llama_context.text
+        if not 0 < len(cached) < len(text) or list(text[: len(cached)]) != cached:
             self.llama_context.clear()
             return 0
         return super().resume(text)

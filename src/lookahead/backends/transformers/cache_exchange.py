@@ -78,17 +78,17 @@ def return_cache(decoded: TreeCache, cache: Cache | None, mask: torch.Tensor) ->
     while len(cache.layers) < len(decoded.layers):
         cache.layers.append(DynamicLayer())
     # Layers that borrow the states of others hold nothing, and decoding may not have come to them.
-    for layer, own in zip(cache.layers, decoded.layers, strict=False):
-        if not own.is_initialized:
+    for layer, states in zip(cache.layers, decoded.layers, strict=False):
+        if not states.is_initialized:
             continue
         if not layer.is_initialized:
-            layer.lazy_initialization(own.keys, own.values)
-        start, end = 0, own.longest
+            layer.lazy_initialization(states.keys, states.values)
+        start, end = 0, states.longest
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = end
             start = max(0, end - layer.sliding_window + 1)
-        start, end = start - own.dropped, end - own.dropped
-        layer.keys, layer.values = own.keys[:, :, start:end].clone(), own.values[:, :, start:end].clone()
+        start, end = start - states.dropped, end - states.dropped
+        layer.keys, layer.values = states.keys[:, :, start:end].clone(), states.values[:, :, start:end].clone()
     return cache
 
 
@@ -127,19 +127,19 @@ def _moved(cache: TreeCache, sources: list[torch.Tensor], targets: list[torch.Te
     copied = TreeCache()
     lengths = [int(places[-1]) + 1 if len(places) else 0 for places in targets]
     for layer in cache.layers:
-        own = TreeLayer()
-        copied.layers.append(own)
+        moved_layer = TreeLayer()
+        copied.layers.append(moved_layer)
         if not layer.is_initialized:
             continue
-        own.lazy_initialization(layer.keys, layer.values)
-        own.lengths = list(lengths)
+        moved_layer.lazy_initialization(layer.keys, layer.values)
+        moved_layer.lengths = list(lengths)
         for name in ("keys", "values"):
             # Zeros for what a sliding layer has forgotten: its window hides them.
             states = torch.nn.functional.pad(getattr(layer, name), (0, 0, layer.dropped, 0))
             moved = states.new_full((*states.shape[:2], max(lengths), states.shape[3]), fill)
             for row, (source, target) in enumerate(zip(sources, targets, strict=True)):
                 moved[row][:, target.to(states.device)] = states[row][:, source.to(states.device)]
-            setattr(own, name, moved)
+            setattr(moved_layer, name, moved)
     return copied
 
 
@@ -154,12 +154,12 @@ def _window(layer: CacheLayerMixin) -> int | None:
 
 
 def _adopt_layer(layer: CacheLayerMixin) -> TreeLayer:
-    own = TreeLayer(_window(layer))
+    copied = TreeLayer(_window(layer))
     if isinstance(layer, _EMPTY_LAYERS) or not layer.is_initialized:
-        return own
-    own.lazy_initialization(layer.keys, layer.values)
+        return copied
+    copied.lazy_initialization(layer.keys, layer.values)
     length = layer.get_seq_length()
-    own.dropped = length - layer.keys.shape[2]
-    own.keys, own.values = layer.keys.clone(), layer.values.clone()
-    own.lengths = [length] * layer.keys.shape[0]
-    return own
+    copied.dropped = length - layer.keys.shape[2]
+    copied.keys, copied.values = layer.keys.clone(), layer.values.clone()
+    copied.lengths = [length] * layer.keys.shape[0]
+    return copied

@@ -57,8 +57,8 @@ def architecture(model: PreTrainedModel) -> dict[str, Any] | None:
     parts = hashlib.sha256()
     for name, module in model.named_modules():
         kinds = type(module).__mro__
-        own = vars(module)
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+        attributes = vars(module)
+        if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or "forward" in attributes:
             return None
         if kinds[0].__module__.partition(".")[0] not in _KNOWN or "<locals>" in kinds[0].__qualname__:
             return None
@@ -96,5 +96,5 @@ def _instructions() -> str:
     except OSError:
         return ""
     first = lines[: lines.index("") if "" in lines else None]
-    told = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "cache size", "CPU ")
-    return hashlib.sha256("\n".join(line for line in first if line.startswith(told)).encode()).hexdigest()[:20]
+    keys = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "cache size", "CPU ")
+    return hashlib.sha256("\n".join(line for line in first if line.startswith(keys)).encode()).hexdigest()[:20]

@@ -23,8 +23,8 @@ def model_identity(model: PreTrainedModel) -> str:
     weights = sorted(model.named_parameters(), key=lambda item: item[0])
     for name, weight in weights[:: max(1, len(weights) // _SAMPLED)]:
         # Of a weight that is shared out among processes (a DTensor), this process's part.
-        own = weight.to_local() if hasattr(weight, "to_local") else weight
-        values = own.detach().flatten()
+        part = weight.to_local() if hasattr(weight, "to_local") else weight
+        values = part.detach().flatten()
         sample = values[:: max(1, values.numel() // _VALUES)].to(torch.float32).tolist()
         digest.update(f"{name} {tuple(weight.shape)} {sample}".encode())
     return f"{type(model).__name__}-{digest.hexdigest()[:24]}"

@@ -88,8 +88,8 @@ class _Snapshot:
         self._attributes = self._current_attributes()
         self._configs = list({id(config): config for module in modules if (config := _config(module))}.values())
         self._settings = [
-            {name: copy.deepcopy(value) if isinstance(value, (dict, list)) else value for name, value in each.items()}
-            for each in map(vars, self._configs)
+            {name: copy.deepcopy(value) if isinstance(value, (dict, list)) else value for name, value in fields.items()}
+            for fields in map(vars, self._configs)
         ]
         containers = [
             value

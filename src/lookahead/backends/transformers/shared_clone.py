@@ -40,8 +40,8 @@ def can_be_cloned(model: PreTrainedModel) -> bool:
 
 
 def _runs_others(module: torch.nn.Module) -> bool:
-    own = vars(module)
-    return "forward" in own or own.get("_compiled_call_impl") is not None
+    attributes = vars(module)
+    return "forward" in attributes or attributes.get("_compiled_call_impl") is not None
 
 
 def all_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -70,13 +70,13 @@ def structure(modules: Sequence[torch.nn.Module], pack_weights: bool | str) -> l
     configs: dict[int, str] = {}
     parts: list[object] = []
     for module in modules:
-        own = vars(module)
+        attributes = vars(module)
         part: list[object] = [weakref.ref(module), type(module)]
-        children = own["_modules"]
+        children = attributes["_modules"]
         if children:
             part += [(name, id(child)) for name, child in children.items()]  # each has a part of its own here
-        if "config" in own:
-            config = own["config"]
+        if "config" in attributes:
+            config = attributes["config"]
             if config is not None and id(config) not in configs:
                 # With the private settings that its JSON leaves out.
                 configs[id(config)] = f"{vars(config) if hasattr(config, '__dict__') else config!r}"
@@ -192,21 +192,21 @@ class SharedClone:
 
 def _take_over(module: torch.nn.Module, clone: torch.nn.Module) -> None:
     """Make the attributes of `clone` those of `module`, but for what is its own."""
-    theirs, own = vars(module), vars(clone)
-    if _equal(theirs, own):
+    theirs, copied = vars(module), vars(clone)
+    if _equal(theirs, copied):
         return
     for name, value in theirs.items():  # most are the same, which is quickly seen
-        if own.get(name, theirs) is not value and name not in _ITS_OWN:
-            own[name] = value
-    if own.keys() != theirs.keys():
-        for name in own.keys() - theirs.keys() - _ITS_OWN:
-            del own[name]
+        if copied.get(name, theirs) is not value and name not in _ITS_OWN:
+            copied[name] = value
+    if copied.keys() != theirs.keys():
+        for name in copied.keys() - theirs.keys() - _ITS_OWN:
+            del copied[name]
 
 
-def _equal(theirs: dict[str, Any], own: dict[str, Any]) -> bool:
+def _equal(theirs: dict[str, Any], copied: dict[str, Any]) -> bool:
     """Whether nothing is to be done: so it is for most modules without others in them, and this is a quick look."""
     try:
-        return not theirs["_modules"] and theirs == own
+        return not theirs["_modules"] and theirs == copied
     except (TypeError, ValueError, RuntimeError):  # arrays and tensors, which are not the same ones
         return False
 

@@ -50,8 +50,8 @@ def foreign_product(model: torch.nn.Module) -> str | None:
     modules: list[tuple[str, torch.nn.Module]] = list(model.named_modules())
     has_experts = any(_are_experts(module) for _, module in modules)
     for name, module in modules:
-        known = isinstance(module, (_ByRule, _OneByOne, _InPartsOfOneSize, torch.nn.Embedding))
-        if known or type(module).__module__.startswith("torch.nn."):
+        is_checked = isinstance(module, (_ByRule, _OneByOne, _InPartsOfOneSize, torch.nn.Embedding))
+        if is_checked or type(module).__module__.startswith("torch.nn."):
             continue
         most = max((weight.dim() for weight in module._parameters.values() if weight is not None), default=0)
         if most > (1 if has_experts else 2):
@@ -214,4 +214,4 @@ class _InPartsOfOneSize:
 
 
 def _side_by_side(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return torch.cat([each.flatten(1).double() for each in outputs], dim=1)
+    return torch.cat([output.flatten(1).double() for output in outputs], dim=1)
