@@ -345,7 +345,7 @@ def cases_of(kind: type[Case]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "case"), cases_of(Exact))
-def test_exact(name: str, case: Exact) -> None:
+def test_an_exact_argument_gives_what_generate_gives(name: str, case: Exact) -> None:
     model = build(case.model, attention=ARCHITECTURES[case.model].attention[0])
     plain = call(model.generate, name, case)
     assert agree(call(ours(model), name, case), plain)
@@ -354,7 +354,7 @@ def test_exact(name: str, case: Exact) -> None:
 
 
 @pytest.mark.parametrize(("name", "case"), cases_of(NoEffect))
-def test_no_effect(name: str, case: NoEffect) -> None:
+def test_an_argument_without_effect_has_none(name: str, case: NoEffect) -> None:
     model = build(case.model)
     without = call(model.generate, None, case)
     assert agree(call(model.generate, name, case), without), "transformers does something with it"
@@ -362,7 +362,7 @@ def test_no_effect(name: str, case: NoEffect) -> None:
 
 
 @pytest.mark.parametrize(("name", "case"), cases_of(Refused))
-def test_refused(name: str, case: Refused) -> None:
+def test_a_refused_argument_is_named(name: str, case: Refused) -> None:
     model = build(case.model, attention=ARCHITECTURES[case.model].attention[0])
     error = (ValueError, TypeError) if case.by_transformers else LookaheadError
     with pytest.raises(error, match=case.named or name):
@@ -395,7 +395,7 @@ def ours_with(model: PreTrainedModel, **options: Any) -> Any:
     return lookahead.generate(model, lookahead_config=SMALL, **options)
 
 
-def test_stop_strings(demo: Demo) -> None:
+def test_stop_strings_end_the_text_where_generate_ends_it(demo: Demo) -> None:
     model, tokenizer = demo
     ids = tokenizer("for i in", return_tensors="pt").input_ids  # range(len(
     options = {"stop_strings": ["(le"], "tokenizer": tokenizer, **GREEDY}
@@ -404,7 +404,7 @@ def test_stop_strings(demo: Demo) -> None:
     assert torch.equal(ours_with(model, input_ids=ids, **options), expected)
 
 
-def test_tokenizer(demo: Demo) -> None:
+def test_a_tokenizer_is_needed_for_stop_strings_alone(demo: Demo) -> None:
     """Without stop strings it is not looked at; with them there is no doing without it."""
     model, tokenizer = demo
     ids = tokenizer("for i in", return_tensors="pt").input_ids
@@ -415,7 +415,7 @@ def test_tokenizer(demo: Demo) -> None:
             generate(input_ids=ids, stop_strings=["(le"], **GREEDY)
 
 
-def test_streamer(llama: PreTrainedModel) -> None:
+def test_a_streamer_gets_the_calls_of_generate(llama: PreTrainedModel) -> None:
     plain, streamed = Collector(), Collector()
     llama.generate(PROMPT, streamer=plain, **GREEDY)
     ours_with(llama, input_ids=PROMPT, streamer=streamed, **GREEDY)
@@ -423,7 +423,7 @@ def test_streamer(llama: PreTrainedModel) -> None:
     assert streamed.ended == plain.ended == 1
 
 
-def test_max_time(llama: PreTrainedModel) -> None:
+def test_time_that_is_up_ends_the_text_with_its_first_token(llama: PreTrainedModel) -> None:
     """Time that is up at once ends the text with its first token; time that is not up changes nothing."""
     for seconds, length in ((1e-9, 13), (600.0, 24)):
         expected = llama.generate(PROMPT, max_time=seconds, **GREEDY)
@@ -431,7 +431,7 @@ def test_max_time(llama: PreTrainedModel) -> None:
         assert torch.equal(ours_with(llama, input_ids=PROMPT, max_time=seconds, **GREEDY), expected)
 
 
-def test_use_cache(llama: PreTrainedModel) -> None:
+def test_without_use_cache_no_cache_is_returned(llama: PreTrainedModel) -> None:
     options = {**SCORED, "use_cache": False}
     plain, output = llama.generate(PROMPT, **options), ours_with(llama, input_ids=PROMPT, **options)
     assert agree(output, plain)
@@ -468,7 +468,7 @@ def test_num_return_sequences(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("name", ["output_scores", "output_logits"])
-def test_collected(name: str, llama: PreTrainedModel) -> None:
+def test_collected_scores_and_logits_are_those_of_generate(name: str, llama: PreTrainedModel) -> None:
     case = Case(True, {**GREEDY, "return_dict_in_generate": True, "repetition_penalty": 1.3})
     plain, output = call(llama.generate, name, case), call(ours(llama), name, case)
     assert agree(output, plain)
@@ -485,7 +485,7 @@ def padded(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(rows), mask
 
 
-def test_attention_mask(llama: PreTrainedModel) -> None:
+def test_padding_and_holes_are_hidden_as_in_generate(llama: PreTrainedModel) -> None:
     holes = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1]])
     for mask in (padded(8)[1], holes):
         expected = llama.generate(PROMPT, attention_mask=mask, **GREEDY)
@@ -523,16 +523,16 @@ def test_past_key_values(llama: PreTrainedModel) -> None:
 
 
 FUNCTIONS: dict[str, list[Callable[..., None]]] = {
-    "stop_strings": [test_stop_strings],
-    "tokenizer": [test_tokenizer],
-    "streamer": [test_streamer],
-    "max_time": [test_max_time],
-    "use_cache": [test_use_cache, test_use_cache_contradicted],
+    "stop_strings": [test_stop_strings_end_the_text_where_generate_ends_it],
+    "tokenizer": [test_a_tokenizer_is_needed_for_stop_strings_alone],
+    "streamer": [test_a_streamer_gets_the_calls_of_generate],
+    "max_time": [test_time_that_is_up_ends_the_text_with_its_first_token],
+    "use_cache": [test_without_use_cache_no_cache_is_returned, test_use_cache_contradicted],
     "return_dict_in_generate": [test_return_dict_in_generate],
     "num_return_sequences": [test_num_return_sequences],
-    "output_scores": [test_collected],
-    "output_logits": [test_collected],
-    "attention_mask": [test_attention_mask, test_attention_mask_that_hides_the_last_token],
+    "output_scores": [test_collected_scores_and_logits_are_those_of_generate],
+    "output_logits": [test_collected_scores_and_logits_are_those_of_generate],
+    "attention_mask": [test_padding_and_holes_are_hidden_as_in_generate, test_attention_mask_that_hides_the_last_token],
     "past_key_values": [test_past_key_values],
 }
 """The tests of the rows that have no entry in `CASES`: those with a difference, and those that need a tokenizer."""
@@ -623,7 +623,9 @@ def test_stop_strings_beside_a_criterion_of_the_same_kind(demo: Demo) -> None:
     assert torch.equal(ours_with(model, input_ids=ids, **options), model.generate(ids, **options))
 
 
-def test_paged_cache(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paged_cache_is_refused_before_transformers_acts(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(type(llama), "generate_batch", lambda *_, **__: pytest.fail("continuous batching"))
     with pytest.raises(LookaheadError, match="cache_implementation='paged'"):
         ours_with(llama, input_ids=PROMPT, cache_implementation="paged", **GREEDY)
@@ -696,7 +698,7 @@ IN_BATCHES = {
     "name",
     IN_BATCHES,
 )
-def test_padded_batch(name: str, llama: PreTrainedModel) -> None:
+def test_rows_of_a_padded_batch_are_those_of_generate(name: str, llama: PreTrainedModel) -> None:
     ids, mask = padded(12, 7, 10)
     options = {**GREEDY, **IN_BATCHES[name], "attention_mask": mask}
     assert torch.equal(ours_with(llama, input_ids=ids, **options), llama.generate(ids, **options))
@@ -804,7 +806,7 @@ BAD_VALUES = [
 @pytest.mark.parametrize(
     ("values", "named"), BAD_VALUES, ids=lambda value: value if isinstance(value, str) else next(iter(value))
 )
-def test_bad_value(values: dict[str, Any], named: str, llama: PreTrainedModel) -> None:
+def test_a_bad_value_is_named_and_changes_nothing(values: dict[str, Any], named: str, llama: PreTrainedModel) -> None:
     """The error names the argument, or is the caller's own, and the model and a user cache are as before."""
     expected = llama.generate(PROMPT, **GREEDY)
     cache = DynamicCache()

@@ -93,7 +93,7 @@ def transformers_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCap
 
 
 @each_model
-def test_greedy_generate(name: str) -> None:
+def test_greedy_text_with_processors_is_that_of_generate(name: str) -> None:
     model = build(name)
     output = ours(model, PROMPT, **GREEDY, **PROCESSED)
     assert output.shape == (1, 24)
@@ -116,7 +116,7 @@ def test_greedy_generate_dict_outputs(name: str, use_cache: bool) -> None:
 
 
 @each_model
-def test_sample_generate(name: str) -> None:
+def test_sampled_text_with_processors_is_that_of_generate(name: str) -> None:
     model = build(name)
     for seed in range(3):
         torch.manual_seed(seed)
@@ -239,7 +239,7 @@ def test_generate_methods_with_logits_to_keep(llama: PreTrainedModel) -> None:
 
 @each_model
 @pytest.mark.parametrize("size", [1, 5, 12, 40])
-def test_prefill_chunking(name: str, size: int) -> None:
+def test_a_prompt_in_chunks_gives_the_same_text_in_as_many_passes(name: str, size: int) -> None:
     model = build(name)
     options = {**GREEDY, "prefill_chunk_size": size, "return_dict_in_generate": True}
     output = ours(model, PROMPT, **options)
@@ -290,7 +290,7 @@ def test_eos_token_that_never_comes(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("options", [{"min_length": 21}, {"min_new_tokens": 9}])
-def test_min_length(options: dict[str, int], llama: PreTrainedModel) -> None:
+def test_no_text_ends_before_its_minimum_length(options: dict[str, int], llama: PreTrainedModel) -> None:
     text = llama.generate(PROMPT, **GREEDY)[0, 12:].tolist()
     options = {**options, **GREEDY, "eos_token_id": text[2], "pad_token_id": 0}
     expected = llama.generate(PROMPT, **options)
@@ -674,7 +674,7 @@ def test_streamer_with_several_sequences(demo: Demo, prompt_and_text: tuple[torc
             generate(model, ids.repeat(2, 1), streamer=TextStreamer(tokenizer), **STREAMED)
 
 
-def test_stop_strings(demo: Demo, prompt_and_text: tuple[torch.Tensor, str]) -> None:
+def test_a_stop_string_may_end_inside_a_token(demo: Demo, prompt_and_text: tuple[torch.Tensor, str]) -> None:
     """A stop string that ends inside a token; at transformers' own entry point there is no tokenizer for it."""
     model, tokenizer = demo
     ids, text = prompt_and_text

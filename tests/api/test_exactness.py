@@ -63,7 +63,7 @@ def test_random_cases_match(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", quickly(NAMES, REPRESENTATIVES[::2]))
-def test_logits_match(name: str) -> None:
+def test_logits_of_trees_are_those_of_plain_decoding(name: str) -> None:
     for attention in ARCHITECTURES[name].attention:
         case = Case(name, (5, 8, 2, 5, 8, 2, 5), 0, attention, continued=8, pool_from_prompt=True)
         assert logit_difference(case) < NEAR_TIE
@@ -122,7 +122,7 @@ def test_padded_text_growing_into_scaled_positions(name: str) -> None:
 
 @pytest.mark.parametrize("preset", ["paper", "jacobi", "autoregressive"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
-def test_shortest_texts(name: str, preset: str) -> None:
+def test_texts_of_one_to_three_tokens_are_exact(name: str, preset: str) -> None:
     for prompt in ((9,), (9, 9, 9, 9, 9, 9)):
         for new_tokens in (1, 2, 3):
             outcome = check(Case(name, prompt, max_new_tokens=new_tokens, preset=preset, pool_from_prompt=True))
@@ -134,7 +134,7 @@ def test_shortest_texts(name: str, preset: str) -> None:
     ("window_size", "ngram_size", "guess_set_size"),
     [(1, 2, 1), (1, 8, 1), (16, 2, 16), (60, 3, 1), (1, 5, 60), (40, 6, 20)],
 )
-def test_extreme_sizes(name: str, window_size: int, ngram_size: int, guess_set_size: int) -> None:
+def test_texts_are_exact_with_extreme_sizes(name: str, window_size: int, ngram_size: int, guess_set_size: int) -> None:
     sizes = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
     check(Case(name, (1, 2, 3, 1, 2, 3, 1), max_new_tokens=40, pool_from_output=True, **sizes))
 

@@ -64,7 +64,7 @@ from model_zoo import MAX_POSITIONS, build
         ({"window_size": 3, "block_size": 4}, "block_size=4 .*'jacobi'.* 'paper'"),
     ],
 )
-def test_configuration(values: dict[str, Any], message: str) -> None:
+def test_a_bad_configuration_is_refused_with_the_field(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         LookaheadConfig(**values)
 
@@ -126,7 +126,9 @@ class Never:
         (torch.tensor([[1, -1]]), InvalidArgumentError, "token id -1"),
     ],
 )
-def test_prompts(ids: Any, error: type[Exception], message: str, llama: PreTrainedModel) -> None:
+def test_a_bad_prompt_is_refused_before_the_model_runs(
+    ids: Any, error: type[Exception], message: str, llama: PreTrainedModel
+) -> None:
     lookahead.generate(llama, torch.tensor([[1]]), max_new_tokens=1)  # so that the model has been checked already
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama, "forward", Never())
@@ -191,7 +193,9 @@ def test_empty_prompt_through_custom_generate(llama: PreTrainedModel) -> None:
         ({"prediction": torch.ones(3, dtype=torch.long, device="meta")}, "prediction.*'meta'"),
     ],
 )
-def test_arguments(options: dict[str, Any], message: str, llama: PreTrainedModel) -> None:
+def test_a_bad_argument_is_refused_before_the_model_runs(
+    options: dict[str, Any], message: str, llama: PreTrainedModel
+) -> None:
     lookahead.generate(llama, torch.tensor([[1]]), max_new_tokens=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama, "forward", _same_signature(llama, Never()))

@@ -51,7 +51,7 @@ def compiled_around(model: PreTrainedModel) -> Any:
 
 
 @pytest.mark.parametrize("compiled", quickly([compiled_forward, compiled_in_place, compiled_around], [compiled_around]))
-def test_compiled(compiled: Any) -> None:
+def test_a_compiled_model_writes_the_same_text(compiled: Any) -> None:
     torch._dynamo.reset()
     check(compiled(copy.deepcopy(build("llama"))), plain=build("llama"))
 
@@ -80,7 +80,7 @@ def test_detaching_from_a_compiled_wrapper() -> None:
 
 
 @pytest.mark.exact
-def test_inductor() -> None:
+def test_layers_compiled_by_inductor_write_the_same_text() -> None:
     """Real compiled kernels, of the feed-forward layers alone: compiling all of a model takes half a minute."""
     if shutil.which("g++") is None:
         pytest.skip("compiling for the CPU takes a C++ compiler")
@@ -116,7 +116,7 @@ def test_merged_and_unmerged_adapters() -> None:
     check(model)
 
 
-def test_several_adapters() -> None:
+def test_the_active_one_of_two_adapters_writes_the_text() -> None:
     model = adapted("llama", lambda peft: peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
     first = model.generate(input_ids=PROMPT, **GREEDY)
     peft = pytest.importorskip("peft")
@@ -136,7 +136,7 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_other_adapters(name: str) -> None:
+def test_an_adapter_of_any_kind_is_followed(name: str) -> None:
     check(adapted("llama", ADAPTERS[name]))
 
 
@@ -164,7 +164,7 @@ def test_adapters_that_a_tree_cannot_carry_are_refused(name: str) -> None:
     assert torch.equal(model.generate(input_ids=PROMPT, **GREEDY), expected), "the model is left as it was"
 
 
-def test_lora() -> None:
+def test_a_peft_model_writes_its_own_text() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
         r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
@@ -211,7 +211,7 @@ def test_quantised_products_of_a_processor(dtype: torch.dtype) -> None:
         torch.testing.assert_close(drafted.logits[0], expected.logits[0], atol=0.3, rtol=0.0)
 
 
-def test_device_map() -> None:
+def test_a_dispatched_model_writes_its_own_text() -> None:
     pytest.importorskip("accelerate")
     model = AutoModelForCausalLM.from_pretrained(
         demo_model_path(), dtype=torch.float32, device_map={"": "cpu"}, local_files_only=True

@@ -248,7 +248,7 @@ def test_without_a_cache_where_keys_are_computed_anew(rope_type: str) -> None:
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 3, 5, 10])
 @pytest.mark.parametrize("attention", quickly(["eager", "sdpa"], ["sdpa"]))
-def test_small_vocabularies(vocabulary: int, attention: str) -> None:
+def test_models_with_few_tokens_are_tried_and_exact(vocabulary: int, attention: str) -> None:
     """The tokens that a model is tried with must differ, however few there are."""
     config = LlamaConfig(**{**SIZES, "vocab_size": vocabulary})
     model = randomised(LlamaForCausalLM._from_config(config, attn_implementation=attention), 0.3)

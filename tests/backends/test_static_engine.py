@@ -623,7 +623,7 @@ def test_compiled_with_inductor(llama: PreTrainedModel) -> None:
 # --- small things -------------------------------------------------------------------------------------------
 
 
-def test_sizes() -> None:
+def test_passes_and_buffers_have_few_sizes() -> None:
     assert pass_sizes(1) == (1,)
     assert pass_sizes(2) == pass_sizes(8) == (1, 8)
     assert pass_sizes(120) == pass_sizes(128) == (1, 8, 16, 32, 64, 128)

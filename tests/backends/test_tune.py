@@ -93,7 +93,9 @@ def test_stores_nothing_on_request(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tune_stores_nothing_when_interrupted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def interrupted(*arguments: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -124,7 +126,9 @@ def test_out_of_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
         (["--model", "nowhere"], ["--model nowhere", "no such folder"]),
     ],
 )
-def test_refused_options(capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]) -> None:
+def test_tune_names_options_that_cannot_work(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
     message = refused(capsys, "--no-store", "--device", "cpu", *arguments)
     assert all(word in message for word in words), message
 

@@ -94,7 +94,7 @@ ROWS = [
 ]
 
 
-def test_summary() -> None:
+def test_a_summary_has_the_figures_of_its_rows() -> None:
     (summary,) = summarise(ROWS)
     assert (summary.model, summary.task) == ("tiny", "words")
     assert summary.clock == "cpu"
@@ -139,7 +139,7 @@ def test_speed_is_of_the_same_pass_and_the_right_engine() -> None:
     assert summarise([row("plain", "a", [1], 1.0, device="cuda")])[0].clock == "wall"
 
 
-def test_tables() -> None:
+def test_a_report_has_tables_of_models_tasks_and_methods() -> None:
     tables = report(ROWS)
     assert "## tiny" in tables
     assert "### words" in tables
@@ -187,7 +187,9 @@ def test_rows_that_only_count_steps() -> None:
     assert auto.cpu_per_token is auto.over_reference is auto.time_over_reference is None
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_reads_several_files_and_writes_page_and_plots(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = "".join(json.dumps(each) + "\n" for each in ROWS)
     results, rest = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"
     results.write_text(text)

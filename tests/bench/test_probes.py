@@ -195,7 +195,9 @@ def test_forced_texts_are_written_by_each_method(measure: Measure, tmp_path: Pat
     assert measure("forced_text", *files, "--layers", 1, "--hidden-size", 32, "--methods", "guessing", "--restart") == 2
 
 
-def test_serving(measure: Measure, model_folder: Path, prompts: Path, tmp_path: Path) -> None:
+def test_the_serving_probe_counts_each_method_at_each_load(
+    measure: Measure, model_folder: Path, prompts: Path, tmp_path: Path
+) -> None:
     methods = ["drafts", "plain", "4 drafts", "batches", "drafted batches"]
     arguments = ["--model", model_folder, "--prompts", prompts, "--loads", 1, 2, "--repeats", 1, "--max-new-tokens", 6]
     assert measure("serving", *arguments, "--methods", *methods) == 0

@@ -86,7 +86,7 @@ def test_direction_and_names_of_tokens_do_not_matter(tokens: list[int]) -> None:
         ([*[7] * 10, *range(100, 120), *[8, 9] * 5], 0.5, 0.25, 0),
     ],
 )
-def test_examples(tokens: list[int], repeated: float, final: float, before: int) -> None:
+def test_cycles_are_found_by_their_definition(tokens: list[int], repeated: float, final: float, before: int) -> None:
     assert repeated_cycle_share(tokens) == pytest.approx(repeated)
     assert final_cycle_share(tokens) == pytest.approx(final)
     assert tokens_before_cycles(tokens) == before

@@ -68,13 +68,13 @@ def test_the_readme_of_the_rows_names_every_file() -> None:
         ({"format": "{ratio:.2f}", "value": "seconds.mean", "over": {"engine": "plain"}}, ["1.00", "1.00"]),
     ],
 )
-def test_cells(column: dict[str, Any], cells: list[str]) -> None:
+def test_a_cell_is_the_statistic_that_its_format_names(column: dict[str, Any], cells: list[str]) -> None:
     head, lines = build({"by": ["engine"], "columns": [{"title": "x", **column}]}, ROWS)
     assert head == ["engine", "x"]
     assert lines == [["plain", cells[0]], ["packed", cells[1]]]
 
 
-def test_lines_and_columns() -> None:
+def test_lines_are_declared_and_columns_come_from_rows() -> None:
     spec: dict[str, Any] = {
         "head": ["what"],
         "lines": [
@@ -120,7 +120,7 @@ def declared(tmp_path: Path) -> Path:
     return path
 
 
-def test_command(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_are_compared_with_check_and_written_without(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = declared.with_name("page.md")
     page.write_text("# Title\n<!-- table: speeds -->\nold\n<!-- end -->\nSays `<!-- end -->`.\n")
     before = page.read_text()

@@ -85,7 +85,7 @@ def test_generated_text_is_that_of_transformers(capsys: pytest.CaptureFixture[st
     assert err.count("\n") == 1
 
 
-def test_json(capsys: pytest.CaptureFixture[str], text: str, expected: list[int]) -> None:
+def test_json_has_the_text_and_the_counts(capsys: pytest.CaptureFixture[str], text: str, expected: list[int]) -> None:
     assert main(["generate", PROMPT, *SHORT, "--json", "-W", "6", "-N", "4", "-G", "5", "--seed", "3"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -109,7 +109,9 @@ def test_json(capsys: pytest.CaptureFixture[str], text: str, expected: list[int]
 
 
 @pytest.mark.parametrize("preset", ["jacobi", "autoregressive"])
-def test_presets(capsys: pytest.CaptureFixture[str], expected: list[int], preset: str) -> None:
+def test_each_preset_writes_the_text_of_generate(
+    capsys: pytest.CaptureFixture[str], expected: list[int], preset: str
+) -> None:
     assert main(["generate", PROMPT, *SHORT, "--json", "--preset", preset]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["tokens"] == expected
@@ -156,7 +158,7 @@ def test_sampled_texts_are_compared_under_one_seed(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("source", ["file", "file-dash", "dash", "pipe"])
-def test_prompt_sources(
+def test_a_prompt_comes_from_a_file_or_a_pipe_as_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str
 ) -> None:
     prompt = "# naïve\r\nx = '€'\n"
@@ -185,7 +187,7 @@ def test_max_new_tokens_is_clipped_to_the_context(
     assert "context is 16" in refused(capsys, "generate", PROMPT * 9, "--model", str(model))
 
 
-def test_interrupted_json(
+def test_json_has_the_steps_before_an_interrupt(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, expected: list[int]
 ) -> None:
     def interrupt(step: lookahead.StepRecord) -> lookahead.StepRecord:
@@ -264,7 +266,9 @@ def test_broken_pipe_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: p
         (["more"], ["more"]),
     ],
 )
-def test_refused_options(capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]) -> None:
+def test_an_option_that_cannot_work_is_named(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
     message = refused(capsys, "generate", PROMPT, *arguments)
     assert all(word in message for word in words), message
 
@@ -284,7 +288,7 @@ def test_cuda_is_refused_where_there_is_none(capsys: pytest.CaptureFixture[str])
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "compare", "chat"])
-def test_refused_settings(
+def test_a_setting_that_a_command_cannot_use_is_named(
     capsys: pytest.CaptureFixture[str], command: str, arguments: list[str], words: list[str]
 ) -> None:
     message = refused(capsys, command, *([] if command == "chat" else [PROMPT]), *arguments)
@@ -368,7 +372,9 @@ def test_a_server_keeps_finished_texts_unless_told_not_to(
     assert torch.equal(*(handle.result() for handle in handles))
 
 
-def test_refused_prompts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_prompt_that_is_empty_or_not_utf8_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     empty, latin1, missing = tmp_path / "empty", tmp_path / "latin1", tmp_path / "missing"
     empty.write_bytes(b"")
     latin1.write_bytes(b"caf\xe9")
@@ -387,7 +393,7 @@ def test_refused_prompts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert "give it as an argument" in refused(capsys, "generate")
 
 
-def test_refused_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_folder_that_is_no_model_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     def message(path: Path) -> str:
         line = refused(capsys, "generate", PROMPT, "--model", str(path))
         assert f"--model {path}: " in line
@@ -429,7 +435,7 @@ def fake_steps(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     monkeypatch.setattr("lookahead.cli.generate.generate", fake)
 
 
-def test_compare_identical(capsys: pytest.CaptureFixture[str], expected: list[int]) -> None:
+def test_compare_exits_with_0_where_texts_are_equal(capsys: pytest.CaptureFixture[str], expected: list[int]) -> None:
     assert (
         main(["compare", PROMPT, "--max-new-tokens", str(NEW_TOKENS), "--device", "cpu", "--repeats", "2", "--json"])
         == 0
@@ -483,7 +489,9 @@ def test_compare_shows_the_first_difference(
     assert "lookahead 5 '%'" in out
 
 
-def test_compare_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_reports_what_it_has_when_interrupted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = 0
 
     def interrupt_the_third(step: lookahead.StepRecord) -> lookahead.StepRecord:
@@ -501,7 +509,7 @@ def test_compare_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert len(result["plain"]["cpu_seconds"]) == 1
 
 
-def test_first_difference() -> None:
+def test_the_first_difference_is_the_place_and_both_tokens() -> None:
     assert Difference.between([1, 2], [1, 2]) is None
     assert Difference.between([1, 2, 3], [1, 4, 3]) == Difference(1, 2, 4)
     assert Difference.between([1, 2], [1, 2, 3]) == Difference(2, None, 3)
@@ -617,7 +625,7 @@ def test_steps_take_turns_with_two_colours(tokenizer: Any) -> None:
 # the rest
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:
     try:
         installed = version("lookahead-decoding")
     except PackageNotFoundError:
@@ -626,7 +634,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert installed in capsys.readouterr().out
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     without_arguments = capsys.readouterr().out
     assert main(["--help"]) == 0

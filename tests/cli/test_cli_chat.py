@@ -163,7 +163,7 @@ def test_a_kept_pool_saves_steps(loaded: LoadedModel) -> None:
     assert again.recording.statistics.steps < first.recording.statistics.steps
 
 
-def test_reset(loaded: LoadedModel) -> None:
+def test_reset_forgets_turns_but_not_the_system_message(loaded: LoadedModel) -> None:
     talk = conversation(loaded, system="Write Python.")
     first, _ = check_turn(loaded, talk, TURNS[0])
     check_turn(loaded, talk, TURNS[1])
@@ -209,7 +209,7 @@ def test_plain_turns(loaded: LoadedModel) -> None:
         text += answer.text
 
 
-def test_sampling(loaded: LoadedModel) -> None:
+def test_sampled_turns_are_those_of_generate_under_the_same_seed(loaded: LoadedModel) -> None:
     model = LoadedModel(loaded.path, loaded.model, loaded.tokenizer, sampling={"top_p": 0.9, "temperature": 0.3})
     talk = conversation(model, sampling=Sampling(temperature=0.8, top_p=None, top_k=20, seed=None))
     torch.manual_seed(7)
@@ -579,7 +579,7 @@ def test_refused_options(
     assert all(word in message for word in words), message
 
 
-def test_templates(
+def test_a_template_that_is_missing_or_fails_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
 ) -> None:
     message = refused(capsys, monkeypatch, "--model", str(demo_model_path()))

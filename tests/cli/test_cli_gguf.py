@@ -44,7 +44,9 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
     return json.loads(capsys.readouterr().out)
 
 
-def test_generate(capsys: pytest.CaptureFixture[str], demo_file: str, expected: str) -> None:
+def test_generate_writes_the_text_of_the_model(
+    capsys: pytest.CaptureFixture[str], demo_file: str, expected: str
+) -> None:
     found = report(capsys, "generate", PROMPT, "-n", "24", "--model", demo_file)
     assert found["text"] == expected
     assert (found["model"], found["dtype"], found["device"]) == (demo_file, "float32", "cpu")
@@ -56,14 +58,18 @@ def test_sampled_texts_are_those_of_the_folder(capsys: pytest.CaptureFixture[str
     assert report(capsys, *options, "--model", demo_file)["tokens"] == folder["tokens"]
 
 
-def test_compare(capsys: pytest.CaptureFixture[str], demo_file: str, expected: str) -> None:
+def test_compare_finds_the_same_text_in_fewer_steps(
+    capsys: pytest.CaptureFixture[str], demo_file: str, expected: str
+) -> None:
     found = report(capsys, "compare", PROMPT, "-n", "24", "--repeats", "1", "--model", demo_file, "--step-budget", "16")
     assert found["identical"]
     assert found["plain"]["text"] == found["lookahead"]["text"] == expected
     assert found["plain"]["steps"] > found["lookahead"]["steps"]
 
 
-def test_chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, demo_file: str) -> None:
+def test_chat_writes_what_the_transformers_model_writes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, demo_file: str
+) -> None:
     """The demo model has no template, so turns are plain text or as a template on the command line says."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def f(x):\n    y = 1\n"), encoding="utf-8"))
     assert main(["chat", "--raw", "-n", "12", "--model", demo_file, "--json"]) == 0
@@ -76,7 +82,9 @@ def test_chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert len(gguf) == 2
 
 
-def test_batch(capsys: pytest.CaptureFixture[str], demo_file: str, expected: str, tmp_path: Path) -> None:
+def test_batch_answers_every_prompt(
+    capsys: pytest.CaptureFixture[str], demo_file: str, expected: str, tmp_path: Path
+) -> None:
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"id": f"{n}", "prompt": PROMPT}) + "\n" for n in "ab"))
     arguments = ["batch", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "answers.jsonl"), "-n", "24"]
     assert report(capsys, *arguments, "--model", demo_file)["answered"] == 2
@@ -84,13 +92,15 @@ def test_batch(capsys: pytest.CaptureFixture[str], demo_file: str, expected: str
     assert [json.loads(line)["text"] for line in answers] == [expected] * 2
 
 
-def test_trace(capsys: pytest.CaptureFixture[str], demo_file: str, tmp_path: Path) -> None:
+def test_trace_writes_a_page(capsys: pytest.CaptureFixture[str], demo_file: str, tmp_path: Path) -> None:
     arguments = ["trace", PROMPT, "-n", "24", "--step-budget", "16", "--output", str(tmp_path / "page.html")]
     assert main([*arguments, "--model", demo_file]) == 0
     assert "<html" in (tmp_path / "page.html").read_text()[:200]
 
 
-def test_bench(capsys: pytest.CaptureFixture[str], demo_file: str, tmp_path: Path) -> None:
+def test_bench_finds_no_difference_between_methods(
+    capsys: pytest.CaptureFixture[str], demo_file: str, tmp_path: Path
+) -> None:
     """Each method on an object of its own, with the weights of the file loaded once; none may differ."""
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"id": "1", "prompt": PROMPT}) + "\n")
     (tmp_path / "suite.toml").write_text(
@@ -106,7 +116,7 @@ def test_bench(capsys: pytest.CaptureFixture[str], demo_file: str, tmp_path: Pat
     assert runs[1]["steps"] < runs[0]["steps"]
 
 
-def test_serve(demo_file: str, expected: str) -> None:
+def test_the_server_answers_requests_side_by_side(demo_file: str, expected: str) -> None:
     """Several requests at once, one of them with a grammar, through OpenAI's client."""
     openai = pytest.importorskip("openai")
     with ServerProcess("--model", demo_file, "--name", "file", "--max-rows", "4", "--step-budget", "24") as process:

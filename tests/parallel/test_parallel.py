@@ -45,7 +45,7 @@ def team() -> Iterator[Team]:
 
 
 @pytest.mark.parametrize("ranks", range(1, RANKS + 1))
-def test_greedy(team: Team, ranks: int) -> None:
+def test_ranks_write_the_greedy_text_of_one_process(team: Team, ranks: int) -> None:
     assert compare(team, ParallelCase(ranks, Case("llama", PROMPT, pool_from_prompt=True))) == []
 
 
@@ -56,7 +56,7 @@ def test_sampling_with_processors_that_have_a_memory(team: Team, ranks: int) -> 
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_ragged_batches(team: Team, sampled: bool) -> None:
+def test_ranks_write_the_rows_of_a_ragged_batch(team: Team, sampled: bool) -> None:
     case = BatchCase("gemma2", (PROMPT, (5,), PROMPT[:4]), eos=(1, 2, 3), streamed=True, drafting=SIZES)
     assert compare(team, ParallelCase(RANKS, case, seed=3, sampled=sampled)) == []
 
@@ -72,13 +72,13 @@ def test_one_rank_answers_what_a_clock_is_asked(team: Team) -> None:
     assert compare(team, ParallelCase(RANKS, Case("llama", PROMPT), timed=True)) == []
 
 
-def test_logits(team: Team) -> None:
+def test_ranks_return_the_logits_of_one_process(team: Team) -> None:
     case = Case("llama", PROMPT, pool_from_prompt=True)
     assert compare(team, ParallelCase(RANKS, case, collected=True)) == []
 
 
 @pytest.mark.parametrize("number", range(3, 24, 5))
-def test_random_cases(team: Team, number: int) -> None:
+def test_ranks_write_the_text_of_one_process_in_random_cases(team: Team, number: int) -> None:
     case = random_parallel_case(Random(f"default {number}"), number)
     assert compare(team, replace(case, ranks=min(case.ranks, RANKS))) == []
 
@@ -131,7 +131,7 @@ def test_the_static_engine(team: Team) -> None:
 
 
 @pytest.mark.parametrize("preset", ["auto", "token_recycling", "context_matches"])
-def test_other_methods(team: Team, preset: str) -> None:
+def test_ranks_write_the_same_text_with_other_presets(team: Team, preset: str) -> None:
     """Their steps may differ, as probabilities are sent in half precision; the tokens may not."""
     config = LookaheadConfig(preset=preset)
     for ranks in (1, RANKS):

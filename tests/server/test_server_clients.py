@@ -52,7 +52,7 @@ def light(reached: dict[str, Any], **options: Any) -> Any:
     return litellm.completion(**reached, **asked)
 
 
-def test_litellm(reached: dict[str, Any], texts: dict[str, str]) -> None:
+def test_litellm_gets_the_text_whole_and_streamed(reached: dict[str, Any], texts: dict[str, str]) -> None:
     answer = light(reached)
     assert answer.choices[0].message.content == texts["turn"]
     assert answer.usage.completion_tokens == 16
@@ -84,7 +84,7 @@ def lang(reached: dict[str, Any], **options: Any) -> Any:
     return langchain_openai.ChatOpenAI(**reached, **settings)
 
 
-def test_langchain(reached: dict[str, Any], texts: dict[str, str]) -> None:
+def test_langchain_gets_the_text_whole_and_streamed(reached: dict[str, Any], texts: dict[str, str]) -> None:
     chat = lang(reached)
     answer = chat.invoke(PROMPT)
     assert answer.content == texts["turn"]

@@ -215,7 +215,7 @@ def test_a_predicted_text_saves_steps_alone(client: OpenAI) -> None:
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
 
 
-def test_responses(client: OpenAI, demo: Any) -> None:
+def test_responses_have_the_text_of_generate_whole_and_streamed(client: OpenAI, demo: Any) -> None:
     asked = {"model": MODEL, "input": "def add(a, b):", "max_output_tokens": 16, "temperature": 0}
     expected = text_of(demo, reference(demo, TURN_TEXT))
     answer = client.responses.create(**asked)

@@ -32,7 +32,9 @@ def reference(demo: Any, text: str) -> str:
     return tokenizer.decode(ids_after[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_generate(connection: list[str], demo: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_prints_the_servers_text_and_counts(
+    connection: list[str], demo: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["generate", *connection, PROMPT]) == 0
     said = capsys.readouterr()
     assert said.out == reference(demo, PROMPT) + "\n"
@@ -42,7 +44,7 @@ def test_generate(connection: list[str], demo: Any, capsys: pytest.CaptureFixtur
     assert (report["text"], report["steps"], report["tokens"]) == (reference(demo, PROMPT), 12, 12)
 
 
-def test_chat(
+def test_chat_keeps_turns_until_reset(
     connection: list[str], demo: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stdin = io.TextIOWrapper(io.BytesIO(f"{PROMPT}\nagain\n/reset\n{PROMPT}\n/exit\nnever\n".encode()))

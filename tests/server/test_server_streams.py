@@ -79,7 +79,7 @@ def counted(usage: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("feature", CHATS)
-def test_chats(client: OpenAI, feature: str) -> None:
+def test_chunks_of_a_chat_add_up_to_the_whole_answer(client: OpenAI, feature: str) -> None:
     asked: dict[str, Any] = {"model": MODEL, "messages": TURN, "temperature": 0} | CHATS[feature]
     if "max_completion_tokens" not in asked:
         asked.setdefault("max_tokens", 16)
@@ -103,7 +103,7 @@ def test_chats(client: OpenAI, feature: str) -> None:
 
 
 @pytest.mark.parametrize("feature", FLATS)
-def test_completions(client: OpenAI, feature: str) -> None:
+def test_chunks_of_a_completion_add_up_to_the_whole_answer(client: OpenAI, feature: str) -> None:
     asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0} | FLATS[feature]
     whole = client.completions.create(**asked)
     texts, reasons, logprobs, usage = {}, {}, {}, None

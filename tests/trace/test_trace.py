@@ -286,7 +286,7 @@ def test_an_interrupted_call_writes_what_there_was(
     assert [len(step["k"]) for step in told["steps"]] == [len(record.tokens) for record in seen]
 
 
-def test_configurations() -> None:
+def test_a_configuration_takes_a_recorder_and_copies_share_it() -> None:
     trace = Trace()
     config = LookaheadConfig(trace=trace)
     assert copy.deepcopy(config).trace is trace
