@@ -264,14 +264,14 @@ class LookaheadConfig:
     )
     invariant: bool = _choice(
         *(False, _yes_or_no),
-        help="Make passes in which no bit of a token's logits depends on what else is sent.",
+        help="Compute logits whose bits do not depend on what else is sent.",
         runs=True,
     )
     engine: str = _choice("dynamic", _one_of_choices, choices=ENGINES)
     fallback: str = _choice(
         *("refuse", _one_of_choices),
         choices=FALLBACKS,
-        help="What becomes of a model that drafts cannot be exact for: plain decodes it without.",
+        help="Where drafts cannot be exact: refuse, or decode without them (plain).",
         metavar="|".join(FALLBACKS),
         runs=True,
     )

@@ -277,7 +277,7 @@ def bench_run(settings: BenchSettings) -> int:
 
 @command(bench, LawSettings, "law")
 def bench_law(settings: LawSettings) -> int:
-    """Fit the scaling law of the paper (Eq. 7) to what was measured.
+    """Fit the scaling law of the paper (Eq. 7) to measured rows.
 
     RESULTS are those of `bench run` with the paper's method at several N and W = G, filled by the window alone.
     """

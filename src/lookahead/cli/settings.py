@@ -52,8 +52,8 @@ def _gpu_layers() -> Any:
 
 def _fast_kv() -> Any:
     about = (
-        "Keep keys and values of a GGUF model in float16, with the attention that llama.cpp chooses: faster, but close "
-        "choices may fall otherwise."
+        "Keep keys and values of a GGUF model in float16, with the attention that llama.cpp chooses: "
+        "faster, but near-ties may be decided otherwise."
     )
     return option("--fast-kv", RUN, about, default=False)
 
@@ -82,7 +82,7 @@ def _repeats(default: int, about: str) -> Any:
 
 
 def _server() -> Any:
-    about = "Speak to this `lookahead serve`, such as http://127.0.0.1:8000, instead of loading a model."
+    about = "Use this `lookahead serve`, such as http://127.0.0.1:8000, instead of loading a model."
     return option("--server URL", SOURCE, about, shown=False)
 
 
@@ -109,7 +109,7 @@ class Sampling:
     """How tokens are sampled. What is `None` is left to the model's own generation configuration."""
 
     temperature: float | None = _drawing(
-        "--temperature", "Divides the logits: less than 1 for likelier tokens.", positive
+        "--temperature", "Divides the logits; below 1 favours likely tokens.", positive
     )
     top_p: float | None = _drawing(
         "--top-p", "Draw from the likeliest tokens that together are at least this probable.", probability
@@ -144,7 +144,7 @@ class DecodingSettings(Settings):
     sample: bool = option(
         "--sample/--greedy",
         SAMPLING,
-        "Draw tokens, or take the likeliest ones. What the options below leave open is as in the model's own "
+        "Sample tokens, or take the likeliest ones. Options below that are not given come from the model's own "
         "generation configuration.",
         default=False,
         shown="greedy",
@@ -152,7 +152,7 @@ class DecodingSettings(Settings):
     sampling: Sampling | None = field(default=None, metadata={"group": Sampling})
     repetition_penalty: float | None = _drawing(
         "--repetition-penalty",
-        "Above 1 makes tokens less likely that are in the text already; greedy decoding heeds it, too.",
+        "Above 1, tokens that the text already has become less likely, in greedy decoding as well.",
         positive,
     )
     stop: list[str] | None = option(
@@ -250,15 +250,15 @@ class ChatSettings(DecodingSettings):
 
     server: str | None = _server()
     api_key_file: Path | None = _api_key_file()
-    system: str | None = option("--system TEXT", CONVERSATION, "What the model is told before the first turn.")
+    system: str | None = option("--system TEXT", CONVERSATION, "System message before the first turn.")
     template: Path | None = option(
         "--template FILE", CONVERSATION, "Chat template in Jinja, instead of the one that comes with the tokenizer."
     )
     raw: bool = option(
         "--raw",
         CONVERSATION,
-        "Use no chat template: every turn is appended on a new line and the model goes on right where it ends. "
-        "The default for the demonstration model, which has no template.",
+        "Use no chat template: append every turn on a new line. The default for the demonstration model, which has "
+        "none.",
         default=False,
     )
     max_new_tokens: int = _max_new_tokens(512)
@@ -275,7 +275,7 @@ class ChatSettings(DecodingSettings):
 
 
 def _max_rows() -> Any:
-    return option("--max-rows", RUN, "Most answers that are made at once.", positive_whole_number, 16)
+    return option("--max-rows", RUN, "Most answers decoded at once.", positive_whole_number, 16)
 
 
 def _kv_bytes(shown: str = "any number") -> Any:
@@ -301,7 +301,7 @@ class BatchSettings(DecodingSettings):
     restart: bool = option("--restart", OUTPUT, "Throw the answers of an existing file away.", default=False)
     max_rows: int = _max_rows()
     kv_bytes: int | None = _kv_bytes()
-    json: bool = _json("Print one JSON object at the end, that counts the answers, and nothing else.")
+    json: bool = _json("Print one JSON object with counts at the end, and nothing else.")
 
     @classmethod
     def configuration(cls, options: Mapping[str, Any]) -> LookaheadConfig:
@@ -329,7 +329,7 @@ class ServeSettings(Settings):
     api_key_file: Path | None = option(
         "--api-key-file FILE", NETWORK, "Keys of which clients must send one, one a line.", shown="no keys"
     )
-    queue: int = option("--queue", LIMITS, "Most answers that wait for their turn.", count, 128)
+    queue: int = option("--queue", LIMITS, "Most requests that wait for their turn.", count, 128)
     timeout: float = option("--timeout", LIMITS, "Seconds after which a request is given up.", positive, 600.0)
     read_timeout: float = option(
         "--read-timeout", LIMITS, "Seconds in which a request must have arrived.", positive, 30.0
@@ -360,7 +360,7 @@ class ServeSettings(Settings):
     prefix_cache: bool = option(
         "--prefix-cache/--no-prefix-cache",
         RUN,
-        "Keep keys and values of finished texts for requests that begin alike.",
+        "Keep keys and values of finished texts for requests with a common prefix.",
         default=True,
     )
     config: LookaheadConfig
