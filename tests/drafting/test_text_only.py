@@ -6,19 +6,19 @@ from random import Random
 
 import numpy as np
 import pytest
-from replay.backend import ReplayBackend, replayed_sequence
 
 from lookahead.core.statistics import Statistics
 from lookahead.core.step import Batch, decode
 from lookahead.drafting import NGramMemory, PredictedText
 from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
+from playback import PlayedBackend, PlayedRow, TextScript, played_sequence
 
 LINE = [5, 6, 7, 8, 9, 10, 11, 12]
 
 
 def replay(prompt: list[int], answer: list[int], drafter: object) -> Statistics:
-    batch = Batch([replayed_sequence(prompt, answer, drafter)])
-    decode(ReplayBackend([[*prompt, *answer]]), batch)
+    batch = Batch([played_sequence(prompt, answer, drafter)])
+    decode(PlayedBackend([PlayedRow(TextScript([*prompt, *answer]))]), batch)
     return batch.statistics
 
 
