@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 RECORD ?=
 OUT := $(if $(RECORD),.,build/out)
 
-.PHONY: help demo test tests worth standard test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-versions release-check
+.PHONY: help demo test tests tests-of-models tests-of-the-rest worth standard test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm trl lm-eval bench-server test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-versions release-check
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -27,11 +27,19 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed  ## Decode a built-in prompt plainly and with lookahead, side by side
 	$(BIN)/lookahead compare --dtype float32
 
-test: $(VENV)/installed build/torchao  ## Lint, types, and the tests (minutes); lint and types beside the tests where there are two cores
-	$(MAKE) --jobs=2 --no-print-directory lint tests test-quantized
+# Two jobs: with one core they take their turns, with two the time is little more than half.
+test: $(VENV)/installed build/torchao  ## Lint, types, and the tests (minutes)
+	$(MAKE) --jobs=2 --no-print-directory lint tests-of-models tests-of-the-rest test-quantized
 
 tests: $(VENV)/installed  ## The tests alone
-	$(BIN)/python -m pytest
+	$(MAKE) --jobs=2 --no-print-directory tests-of-models tests-of-the-rest
+
+MODELS_FOLDERS := tests/api tests/backends
+tests-of-models: $(VENV)/installed
+	$(BIN)/python -m pytest $(MODELS_FOLDERS)
+
+tests-of-the-rest: $(VENV)/installed
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(MODELS_FOLDERS))
 
 golden: $(VENV)/installed  ## What drafters send when recorded models say what they said, step by step (seconds)
 	$(BIN)/python tools/golden.py
