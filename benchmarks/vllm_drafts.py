@@ -226,9 +226,7 @@ def main() -> int:
     add("--batch", type=int, default=1, help="requests at once (1)")
     add("--prompts", type=int, default=24, help="take the first so many prompts of each file (24)")
     add("--new-tokens", type=int, default=96, help="tokens to generate (96)")
-    add(
-        "--rounds", type=int, default=1, help="rounds, each begins with nothing learned; times are medians (1)"
-    )
+    add("--rounds", type=int, default=1, help="rounds, each begins with nothing learned; times are medians (1)")
     add("--output", type=Path, required=True, help="JSON lines; rows are added")
     options = parser.parse_args()
     options.folder = random_llama(options.model) if options.random_llama else options.model

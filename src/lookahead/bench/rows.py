@@ -6,9 +6,8 @@ import gzip
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from importlib import import_module
@@ -24,6 +23,7 @@ from lookahead.bench.method_runner import Run
 from lookahead.bench.models import BenchModel, Prompt
 from lookahead.bench.repetition import repeated_cycle_share, tokens_before_cycles
 from lookahead.bench.suite import MethodSpec, TaskSpec
+from lookahead.core.files import replaced
 from lookahead.errors import InvalidArgumentError
 
 
@@ -208,12 +208,9 @@ class RowsFile:
             self._rows.setdefault(self._key(row), []).append(row)
 
     def _rewrite(self) -> None:
-        part = self._target.with_name(f"{self._target.name}.part")
         with named(self.path):
-            part.write_text("".join(map(_line, self.rows)), **_ENCODING)
-            with suppress(FileNotFoundError):
-                shutil.copymode(self._target, part)
-            os.replace(part, self._target)
+            with replaced(self._target) as file:
+                file.writelines(map(_line, self.rows))
             self._file = self._target.open("a", **_ENCODING)
 
 

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lookahead.core.user_cache import user_cache
+from lookahead.core.files import user_cache
 
 _PACKAGE = Path(__file__).parents[1]
 

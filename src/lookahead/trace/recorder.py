@@ -10,6 +10,7 @@ from tempfile import NamedTemporaryFile
 from types import TracebackType
 from typing import Any
 
+from lookahead.core.files import replaced
 from lookahead.core.statistics import Seconds
 from lookahead.core.token_tree import NodeKind
 from lookahead.core.watching import Origin, StepWatcher, WatchedStep
@@ -198,7 +199,7 @@ def check_path(path: Path) -> None:
         raise InvalidArgumentError(f"trace: {path} may not be written; choose another file")
     if not path.exists() or path.is_file():
         try:
-            with NamedTemporaryFile(dir=_folder(path), prefix=f".{path.name}."):
+            with NamedTemporaryFile(dir=Path(os.path.realpath(path)).parent, prefix=f".{path.name}."):
                 pass
         except OSError as error:
             raise _refusal(path, error) from error
@@ -214,32 +215,10 @@ def write_whole(path: Path, page: str) -> None:
         if path.exists() and not path.is_file():
             path.write_text(page, encoding="utf-8")
             return
-        mode = path.stat().st_mode if path.exists() else None
-        with NamedTemporaryFile(
-            "w", encoding="utf-8", dir=_folder(path), prefix=f".{path.name}.", delete=False
-        ) as file:
-            try:
-                file.write(page)
-                file.flush()
-                os.fsync(file.fileno())
-                os.chmod(file.name, 0o666 & ~_umask() if mode is None else mode)
-                os.replace(file.name, path.resolve())
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        with replaced(path) as file:
+            file.write(page)
     except OSError as error:
         raise _refusal(path, error) from error
-
-
-def _folder(path: Path) -> Path:
-    """The folder of the file that a symbolic link leads to: from another file system nothing could be moved there."""
-    return Path(os.path.realpath(path)).parent
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _refusal(path: Path, error: OSError) -> InvalidArgumentError:

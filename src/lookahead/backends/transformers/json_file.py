@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lookahead.core.user_cache import user_cache
+from lookahead.core.files import replaced, user_cache
 
 
 def cache_folder(name: str) -> Path:
@@ -44,15 +42,5 @@ def write_about(path: Path, setting: Mapping[str, Any], content: Mapping[str, An
         OSError: The folder cannot be made or written to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name of its own for each writer, so that two at once cannot mix their halves.
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=path.stem, suffix=".part", delete=False
-    ) as file:
-        try:
-            json.dump({"setting": dict(setting), **content}, file)
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            file.close()
-            os.unlink(file.name)
-            raise
+    with replaced(path) as file:
+        json.dump({"setting": dict(setting), **content}, file)

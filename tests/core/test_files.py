@@ -1,0 +1,45 @@
+"""Replacing files as a whole."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from lookahead.core.files import replaced
+
+
+def test_a_file_that_fails_half_way_is_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("before")
+
+    def half() -> None:
+        with replaced(path) as file:
+            file.write("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        half()
+    assert path.read_text() == "before"
+    assert os.listdir(tmp_path) == ["file"], "nothing else is left"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such permissions and links")
+def test_links_and_permissions_stay(tmp_path: Path) -> None:
+    target, link = tmp_path / "elsewhere" / "target", tmp_path / "link"
+    target.parent.mkdir()
+    target.write_text("before")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    with replaced(link) as file:
+        file.write("after \ud800")
+    assert link.is_symlink()
+    assert target.read_text() == "after \\ud800"
+    assert target.stat().st_mode & 0o777 == 0o640
+    with replaced(tmp_path / "new") as file:
+        file.write("")
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o666 & ~mask
