@@ -163,6 +163,7 @@ function draw(tree, step) {
     label.textContent = visible(token);
     marks.push(label);
   });
+  lines.sort((one, other) => one.classList.contains("taken") - other.classList.contains("taken")); // these on top
   svg.replaceChildren(...lines, ...marks);
   at("legend").replaceChildren(...families.map((name) => {
     const item = document.createElement("li");
