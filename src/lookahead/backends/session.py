@@ -1,4 +1,4 @@
-"""How anything runs on a model: `open_session` gives one object for each kind of model, and nobody else asks which."""
+"""Sessions: `open_session` opens a model of any kind; nothing else asks which kind it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a check is tried: texts known in advance are read by a runner, and the logits along them are compared."""
+"""Trials of checks: a runner reads given texts, and its logits along them are compared."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ class LlamaModel:
         return LlamaContext(self, cells + min(cells // 2, 1024), sequences)
 
     def release(self, context: LlamaContext, text: Sequence[int] = ()) -> None:
-        """Give a context back, for a later call; with `text`, which its first sequence holds, if that is to stay."""
+        """Return a context to the pool; `text` is what its first sequence holds, if that is to be kept."""
         if text:
             context.keep(text)
         else:

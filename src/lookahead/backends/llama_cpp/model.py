@@ -62,7 +62,7 @@ _LEAVES = _DEPTH * _DECOYS + 1
 
 
 def check_model(model: LlamaModel) -> None:
-    """Make sure that drafts are read as plain decoding reads them, and that what is kept of them is right.
+    """Check that drafts and what is kept of them give the logits of plain decoding.
 
     | question | how it is tried | what is refused |
     | --- | --- | --- |

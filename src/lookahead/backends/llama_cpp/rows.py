@@ -132,7 +132,7 @@ class LlamaRow:
 
 
 class SequenceIds:
-    """The sequence ids of a context, and who has them.
+    """Allocates the sequence ids of a context to rows.
 
     Args:
         context: The context; empty.
@@ -149,7 +149,7 @@ class SequenceIds:
         self._holders: weakref.WeakSet[LlamaRow] = weakref.WeakSet()
 
     def give(self, rows: Sequence[LlamaRow], counts: Sequence[int]) -> None:
-        """Let each of `rows` have at least so many ids, all of which hold its text.
+        """Give each of `rows` at least so many ids, all of which hold its text.
 
         Raises:
             InvalidArgumentError: There are not as many.

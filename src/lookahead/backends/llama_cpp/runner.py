@@ -216,7 +216,7 @@ class LlamaChainRunner(LlamaRunner):
         return True
 
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
-        """Run the model on one chain; what it does to the state waits for `commit`.
+        """Run the model on one chain; the change of its state waits for `commit`.
 
         Raises:
             InvalidArgumentError: The tree has branches.
@@ -290,7 +290,7 @@ _ROOM = 256
 
 
 class PlainReader:
-    """Reads rows of text, each time only what is new of them.
+    """Reads rows of text, each time only their new tokens.
 
     Args:
         model: The model.

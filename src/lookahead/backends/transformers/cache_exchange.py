@@ -17,7 +17,7 @@ _EMPTY_LAYERS: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_uti
 
 
 def adopt_cache(cache: Cache, mask: torch.Tensor) -> TreeCache:
-    """The tree cache that decoding goes on with: `cache` itself where it can be, or a copy of what it holds.
+    """The tree cache to decode with: `cache` itself where possible, else a copy of its contents.
 
     A cache of transformers has a column for every input token, hidden ones included; decoding goes on
     with the tokens that count, each row contiguous from its start.

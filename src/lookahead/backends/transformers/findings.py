@@ -37,7 +37,7 @@ def recall(about: Mapping[str, Any]) -> Any:
 
 
 def remember(about: Mapping[str, Any], found: Any) -> None:
-    """Keep what was found, where that is possible: without it, it is found anew."""
+    """Store a finding, where that is possible; otherwise it is found again."""
     setting = {**about, "machine": _machine()}
     with suppress(OSError):
         write_about(file_about(folder(), setting), setting, {"found": found})

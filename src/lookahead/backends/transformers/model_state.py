@@ -171,7 +171,7 @@ def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory
 
 
 def release_memory(model: PreTrainedModel, config: LookaheadConfig, memory: DraftMemory) -> None:
-    """Let a later call have the arrays of a memory that nobody draws on any more, if no other call is to share it."""
+    """Reuse the arrays of a memory in a later call, unless another call shares them."""
     if config.memory == "request" and memory.is_used:
         state_of(model).spare = memory.ngrams
 

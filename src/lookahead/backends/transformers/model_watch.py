@@ -56,7 +56,7 @@ class ModelWatch:
         self._bits = _fingerprints(model) if compares_bits else None
 
     def has_changed(self, thorough: bool) -> bool:
-        """Whether the model is not what it was.
+        """Whether the model has changed.
 
         Args:
             thorough: Compare all bits of the weights as well, which takes about as long as a step of one token.

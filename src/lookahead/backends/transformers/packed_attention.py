@@ -71,7 +71,7 @@ def packed_rows_attention(
 
 
 def register() -> None:
-    """Make the function known to transformers, under a name that no model takes unless it is told to.
+    """Register the function with transformers, under a name that no model uses by default.
 
     With no function for masks beside it: transformers then makes none.
     """

@@ -129,7 +129,7 @@ class PromptPass:
         return self._model(**inputs, return_dict=True)
 
     def _go_on(self, outputs: Any) -> None:
-        """Hand the runner what was read, and the positions of what follows.
+        """Give the runner the cache of the prompt and the positions after it.
 
         Raises:
             UnsupportedModelError: Steps of tokens alone are not what the model does.

@@ -69,7 +69,7 @@ class RowsCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def scratch(self, place: torch.Tensor | None = None) -> Iterator[None]:
-        """While the pass runs: what it writes stays only if it is committed.
+        """For the pass: what it writes is kept only if it is committed.
 
         Args:
             place: See `TreeCache.scratch`.

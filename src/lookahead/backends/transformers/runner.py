@@ -90,7 +90,7 @@ class Runner:
         self._layouts: list[Layout] = []
 
     def idle_tree(self) -> TokenTree:
-        """What a row that is finished sends while others go on: a token that nobody reads, at position 0.
+        """The tree of a finished row while others continue: an unread token at position 0.
 
         Behind its text it might stand where the model has no position, or has other ones.
         """
@@ -598,7 +598,7 @@ class ChainRunner(Runner):
         self._settle([text[:-1] for text in texts], None)
 
     def _settle(self, texts: Sequence[Sequence[int]], size: int | None) -> int:
-        """Send pending tokens of texts that have more than `size`, so many at a time; all of them if it is `None`."""
+        """Send pending tokens in parts of `size` where a text has more; all at once if it is `None`."""
         passes = 0
         while True:
             pending = [text[row.length - row.before :] for row, text in zip(self.rows, texts, strict=True)]

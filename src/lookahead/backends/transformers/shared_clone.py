@@ -179,7 +179,7 @@ class SharedClone:
         return self._attention in (INVARIANT, PACKED_ROWS)
 
     def _new_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """An empty module to stand for `module`, or `module` itself where that is to be shared."""
+        """An empty module in place of `module`, or `module` itself where it is shared."""
         is_packed = bool(self._pack_weights) and can_pack(module)
         kind = _PACKED[self._pack_weights] if is_packed else module.__class__
         if self._is_invariant:
@@ -191,7 +191,7 @@ class SharedClone:
 
 
 def _take_over(module: torch.nn.Module, clone: torch.nn.Module) -> None:
-    """Make the attributes of `clone` those of `module`, but for what is its own."""
+    """Copy the attributes of `module` to `clone`, except its own."""
     theirs, copied = vars(module), vars(clone)
     if _equal(theirs, copied):
         return
@@ -204,7 +204,7 @@ def _take_over(module: torch.nn.Module, clone: torch.nn.Module) -> None:
 
 
 def _equal(theirs: dict[str, Any], copied: dict[str, Any]) -> bool:
-    """Whether nothing is to be done: so it is for most modules without others in them, and this is a quick look."""
+    """A quick check whether there is nothing to copy, as for most modules without children."""
     try:
         return not theirs["_modules"] and theirs == copied
     except (TypeError, ValueError, RuntimeError):  # arrays and tensors, which are not the same ones

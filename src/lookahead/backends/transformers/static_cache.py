@@ -94,7 +94,7 @@ class StaticTreeCache(TreeCache):
         return max(self.lengths(self.batch))
 
     def grow(self, capacity: int) -> None:
-        """Move to buffers of `capacity` columns; whoever knows where the old ones lie must learn it anew."""
+        """Move to buffers of `capacity` columns. References to the old buffers become stale."""
         kept = self.longest
         sizes: dict[tuple[int, int, torch.dtype], list[tuple[TreeLayer, str]]] = {}
         for layer, shape in zip(self.layers, self._shapes, strict=True):

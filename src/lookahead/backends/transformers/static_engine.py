@@ -80,7 +80,7 @@ class StaticBuffers:
             self.steps.cache.copy_to(cache)
 
     def release(self) -> None:
-        """Keep the steps for the model's next call, in place of what was kept before. Not for a call that failed."""
+        """Keep the steps for the model's next call, in place of earlier ones. Not after a call that failed."""
         if self.steps is not None:
             self._state.static_steps = (self._made_for, self.steps)
 

@@ -106,7 +106,7 @@ class StaticSteps:
         self._results: dict[tuple[int, int], torch.Tensor] = {}
 
     def clock(self) -> float:
-        """Seconds from any moment on, without those that recording takes: they are no cost of the step they fall in."""
+        """A clock in seconds that stands still while graphs are recorded, which is no cost of a step."""
         return self._time() - self._recording_seconds
 
     def begin(self, cache: TreeCache) -> None:
@@ -204,7 +204,7 @@ class StaticSteps:
         return self._results[key].numpy()
 
     def _grow(self, needed: int) -> None:
-        """By half at least, as what was captured must be captured anew."""
+        """Grow by half at least, since graphs must be captured again."""
         self.cache.grow(rounded(max(needed, self.cache.capacity * 3 // 2)))
         self._passes.clear()
 

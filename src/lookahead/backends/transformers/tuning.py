@@ -124,7 +124,7 @@ class Stopwatch:
         self.timings.clear()
 
     def median(self, name: str) -> Timing:
-        """The medians of what was timed under `name`."""
+        """The medians of the times recorded under `name`."""
         timings = self.timings[name]
         return Timing(median(one.wall for one in timings), median(one.cpu for one in timings))
 

@@ -117,13 +117,13 @@ class DraftBatch:
                 self._remember(new[len(before) :])
 
     def extend(self, place: int, tokens: Sequence[int] | NDArray[np.integer]) -> None:
-        """The text in a place goes on with tokens of which nothing else is known."""
+        """Extend the text in a place by tokens without predictions."""
         with self.memory.lock:
             self.make_room(len(tokens))
             self._go_on(place, -1, np.array(tokens, dtype=np.int64), self.texts, self.heard, self._settings)
 
     def find(self, wanted: Wanted) -> None:
-        """Draft after some texts; `nodes` and `counts` say what was found."""
+        """Draft after some texts, into `nodes` and `counts`."""
         known = self.memory.ngrams.entries, self.texts, self.heard, self.listed.arrays
         self._find(wanted, Sources(*known, self._weights, self._settings), self.room, self.nodes, self.counts)
 

@@ -126,7 +126,7 @@ class AutoDrafter:
         self.propose_rows([self], [tree])
 
     def propose_certain(self, tree: TokenTree) -> None:
-        """Add what is accepted whatever the model says, as far as it is one path, and nothing else."""
+        """Add the tokens that are certain, as far as they form one path, and nothing else."""
         self._certain, self._rows, self._sure_nodes = 0, _ROOT, 0
         if self._sure is not None:
             tree.add_certain(self._sure.certain()[: self._most])
@@ -169,8 +169,8 @@ class AutoDrafter:
         return True
 
     def _send_certain(self, tree: TokenTree, source: Any) -> bool:
-        """Add what is accepted whatever the model says. Whether that is all for this step; if not, the search goes on
-        behind it."""
+        """Add the tokens that are certain. Returns whether the step sends nothing else; if not, the search continues
+        behind them."""
         certain = source.certain()
         room = min(self._most, tree.room) - len(certain)
         alternatives = source.alternatives() if room > 0 else []

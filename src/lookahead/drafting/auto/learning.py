@@ -116,7 +116,7 @@ def allocate_desk(nodes: int, orders: int) -> Desk:
 def go_on(
     place: int, before: int, tokens: NDArray[np.int64], texts: TextArrays, heard: NDArray[Any], settings: Any
 ) -> None:
-    """The text in a place goes on with these tokens, of which nothing else is known.
+    """Extend the text in a place by these tokens, without predictions.
 
     Where `before` is not below 0 they begin a new text there, which is those from `before` on; those in front are
     searched with it.
@@ -249,7 +249,7 @@ def _weigh_evidence(
 def _compare(
     samples: int, said: NDArray[np.int64], likely: NDArray[np.float32], selected: NDArray[np.int64], of_text: Any
 ) -> None:
-    """Compare the selected tokens with what the model said before them."""
+    """Compare the selected tokens with the model's predictions of them."""
     is_listed = samples > 0 and said.shape[1] > 1
     kept = _KEPT_SAMPLED if is_listed else _KEPT
     for at in range(len(selected)):

@@ -112,7 +112,7 @@ def entry_after(token: int, entries: Entries) -> int:
 
 @inner
 def propose_known(node: int, context: NDArray[np.int64], size: int, proposals: Proposals, entries: Entries) -> int:
-    """Propose what the memory expects after the last 1, 2, ... tokens of a path.
+    """Propose the memory's predictions after the last 1, 2, ... tokens of a path.
 
     Args:
         node: The node at the end of the path.
@@ -163,7 +163,7 @@ def _take_logs(wide: int, probabilities: NDArray[np.float32], logs: NDArray[np.f
 
 @inner
 def _blend(slot: int, wide: int, ids: NDArray[np.int64], entries: Entries, writing: Writing) -> None:
-    """Mix a new prediction into the one that is kept, of which `old_share` stays."""
+    """Update a stored prediction as a moving average with weight `old_share` on the old one."""
     old_share, _, _, logs, tokens, shares = writing
     head, followers = entries.heads[slot], entries.followers[slot]
     count = 0

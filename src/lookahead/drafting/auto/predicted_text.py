@@ -1,4 +1,4 @@
-"""Predicted text: the user expects a text, such as a file that is to be edited, and most of it comes true."""
+"""Predicted text: drafts from a text that the user expects, such as a file that is to be edited."""
 
 from __future__ import annotations
 

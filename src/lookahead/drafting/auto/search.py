@@ -152,7 +152,7 @@ def _find(place: int, most: int, levels: int, least: float, sources: Sources, ro
 
 @inner
 def _propose_siblings(proposals: Proposals, of_text: Any) -> None:
-    """Propose after the root what the model said after the tokens that were rejected in its place."""
+    """Propose after the root the model's predictions after its rejected siblings."""
     logs, siblings, likely = proposals.logs, of_text["siblings"], of_text["likely"]
     column = logs.shape[1] - 1
     if of_text["listed"] > 0:

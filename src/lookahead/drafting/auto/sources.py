@@ -178,7 +178,7 @@ LISTED = np.dtype(
 
 
 class ListedArrays(NamedTuple):
-    """What the sources of a text list, and what came of it.
+    """The proposals of a text's sources, and their outcomes.
 
     Attributes:
         tokens: The paths of all of them as trees, `LISTED`s. The first ones, one for each source, stand for the root.
@@ -209,7 +209,7 @@ class ListedPaths:
         self.arrays.record[:] = PRIOR
 
     def fill(self, paths: Sequence[TokenPaths]) -> None:
-        """Take the paths of each source instead of what was there."""
+        """Replace the paths by those of each source."""
         begin, size = len(paths), len(paths) + sum(len(np.asarray(listed.tokens)) for listed in paths)
         if size > len(self.arrays.tokens):
             self.arrays = self.arrays._replace(tokens=np.zeros(2 * size, dtype=LISTED))
@@ -221,7 +221,7 @@ class ListedPaths:
             begin += len(tokens)
 
     def learn(self, selected: Sequence[int]) -> None:
-        """Compare what was listed with the tokens that a step selected."""
+        """Compare the listed paths with the tokens that a step selected."""
         _compare(np.array(selected, dtype=np.int64), self.arrays.tokens, self.arrays.record)
 
 

@@ -83,7 +83,7 @@ def computes_the_same(clone: PreTrainedModel, model: PreTrainedModel, reads_plai
 
 @torch.no_grad()
 def reads_rows_alike(runner: RowsRunner, alone: PreTrainedModel, exactly: bool) -> bool:
-    """Whether the logits of texts together are those of each alone.
+    """Whether texts in one pass have the logits that each has alone.
 
     Args:
         runner: Runs the texts together.

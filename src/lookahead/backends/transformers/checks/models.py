@@ -117,7 +117,7 @@ def check_adapters(model: torch.nn.Module) -> None:
 
 
 def check_kind(model: PreTrainedModel) -> None:
-    """Refuse what is known from the outside not to work, neither on trees nor on chains.
+    """Refuse models whose configuration already shows that neither trees nor chains work.
 
     Raises:
         UnsupportedModelError: It is of such a kind.

@@ -1,4 +1,4 @@
-"""Attention whose result for a query depends on what it sees, and on nothing else.
+"""Attention whose result for a query depends only on the keys and values that it sees.
 
 Keys and values may lie in one run, or those of a tree's nodes anywhere behind the text; other queries may go along,
 as many as like. A query's bits are the same, since each of its sums has an order of its own: scores over the head size

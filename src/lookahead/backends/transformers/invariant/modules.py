@@ -1,4 +1,4 @@
-"""Modules whose bits for a row do not depend on the rows beside it, in place of those that have no such care."""
+"""Row-invariant replacements of modules: the bits of a row do not depend on the rows beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many rows a product must have for the bits of each to be those that it has in any other company."""
+"""How many rows a product needs so that each row has the same bits whatever rows are beside it."""
 
 from __future__ import annotations
 
