@@ -154,6 +154,9 @@ class RecordedTokens:
     samples: bool = False
     needs_logits = True
 
+    def look_ahead(self, sequence: Any, tree: TokenTree, outputs: NodeOutputs) -> None:
+        """Nothing: nobody waits for recorded tokens."""
+
     def select(self, sequence: Any, outputs: NodeOutputs, node: int) -> int:
         """See `Sampler`."""
         return self.text[len(sequence.tokens)]

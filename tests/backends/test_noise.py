@@ -75,6 +75,45 @@ def test_nothing_is_drawn_again_where_there_is_room() -> None:
     assert noise.drawn_again == 0
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("most_bytes", [1 << 26, 8 * VOCABULARY])
+def test_what_is_drawn_ahead_is_what_is_taken_later(
+    rows: int, most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(noise_module, "draws_row_by_row", lambda *_: False)
+    random = Random(rows)
+    given = distributions(rows, torch.float32, 0)
+    expected, state = at_once(given, 0)
+    generator = torch.Generator().manual_seed(0)
+    noise = SamplingNoise(rows, generator, most_bytes)
+    tokens: list[list[int]] = [[] for _ in range(rows)]
+    while any(len(row) < PLACES for row in tokens):
+        row = random.choice([row for row, found in enumerate(tokens) if len(found) < PLACES])
+        before = generator.get_state()
+        places = random.randint(1, min(5, PLACES - len(tokens[row])))
+        first = len(tokens[row])
+        ahead = noise.row(row).look_ahead(places, given[0, :1])
+        assert torch.equal(generator.get_state(), before), "nothing is taken yet"
+        assert len(ahead) == places or most_bytes < 1 << 26
+        for place in range(first, first + random.randint(0, places)):
+            taken = noise.row(row).take(given[place, row : row + 1])
+            assert all(torch.equal(taken, seen) for seen in ahead[place - first : place - first + 1])
+            tokens[row].append(int((given[place, row] / taken).argmax()))
+    assert tokens == expected
+    assert torch.equal(generator.get_state(), state)
+
+
+def test_what_was_drawn_ahead_is_dropped_when_somebody_else_draws() -> None:
+    given = distributions(1, torch.float32, 0)
+    generator, other = (torch.Generator().manual_seed(0) for _ in range(2))
+    noise = SamplingNoise(1, generator).row()
+    noise.look_ahead(3, given[0])
+    for each in (generator, other):
+        torch.rand(5, generator=each)
+    assert torch.equal(noise.take(given[0]), given[0].new_empty((1, VOCABULARY)).exponential_(generator=other))
+    assert torch.equal(generator.get_state(), other.get_state())
+
+
 def test_the_cpu_draws_row_by_row() -> None:
     # Not a promise of torch; where it does not hold, dropped noise is drawn again for all rows.
     assert draws_row_by_row(torch.device("cpu"), torch.float32, VOCABULARY)

@@ -375,10 +375,9 @@ def test_staged_masks_are_those_of_the_dynamic_engine(name: str) -> None:
             assert inputs.tokens[row].tolist() == [*layout.tokens, *[0] * (inputs.nodes - own)]
         assert inputs.positions.tolist() == positions.tolist()
         assert inputs.columns.tolist() == [max(lengths) + node for node in range(inputs.nodes)]
-        expected = masks.pack(ancestors, lengths, positions, CPU)
-        for kind, packed in zip(masks.kinds, inputs.packed_masks, strict=True):
-            other = expected[kind] if isinstance(expected, dict) else expected
-            assert torch.equal(packed, other)
+        expected = masks.pack(ancestors, lengths, positions)
+        for packed, other in zip(inputs.packed_masks, expected, strict=True):
+            assert torch.equal(packed, torch.from_numpy(other))
             assert unpack(packed, max(lengths) + inputs.nodes).any(dim=-1).all(), "no row of a softmax is empty"
 
 

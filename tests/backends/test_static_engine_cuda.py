@@ -42,7 +42,7 @@ def test_texts_are_those_of_generate(name: str) -> None:
     for config in (LookaheadConfig(engine="dynamic"), STATIC, STATIC):  # the third replays what the second captured
         model(torch.zeros((1, 1), dtype=torch.long, device="cuda"), use_cache=False)  # dynamic RoPE forgets
         assert torch.equal(lookahead.generate(model, prompt, lookahead_config=config, **GREEDY), expected), config
-    engine = engine_model(model, static=True)
+    engine = engine_model(model)
     assert (engine.config._attn_implementation == tree_attention.NAME) >= (name in WITH_KERNEL)
     print(name, engine.config._attn_implementation, "static" if is_static(engine) else "dynamic")
     assert is_static(engine) <= (name not in BY_LENGTH)
@@ -52,7 +52,7 @@ def test_texts_are_those_of_generate(name: str) -> None:
 @pytest.mark.parametrize("name", WITH_KERNEL)
 def test_replays_are_the_dynamic_steps(name: str) -> None:
     """Also with whatever may lie in the cache where no text is: the kernel does not read it."""
-    model = engine_model(on_gpu(name), static=True)
+    model = engine_model(on_gpu(name))
     with torch.no_grad():
         check = ModelRunner(model, 1)
         check_logits(check)
@@ -103,11 +103,11 @@ def test_sampling_works_after_a_capture(failing: bool) -> None:
         torch.manual_seed(seed)
         got = lookahead.generate(model, prompt, lookahead_config=STATIC, max_new_tokens=30, do_sample=True)
         assert torch.equal(got, expected)
-    assert is_static(engine_model(model, static=True)) != failing
+    assert is_static(engine_model(model)) != failing
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_stays_static(dtype: torch.dtype) -> None:
     model = on_gpu("llama").to(dtype)
     lookahead.generate(model, PROMPT.cuda(), lookahead_config=STATIC, **GREEDY)
-    assert is_static(engine_model(model, static=True))
+    assert is_static(engine_model(model))

@@ -455,6 +455,7 @@ def simulated_cuda() -> Iterator[Simulation]:
 
     replaced: dict[str, Any] = {
         "_lazy_init": lambda: None,
+        "default_generators": (torch.default_generator, torch.default_generator),
         "graph_pool_handle": object,
         "CUDAGraph": Graph,
         "graph": _device.capture,

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from lookahead.backends.predictions import argmax, top_predictions
+from lookahead.backends.transfers import Downloads
 
-_NO_IDS: NDArray[np.int64] = np.empty((1, 0), dtype=np.int64)
-_NO_PROBABILITIES: NDArray[np.float32] = np.empty((1, 0), dtype=np.float32)
+
+class Listed(NamedTuple):
+    """What is known of each node of a tree, or of each row of logits.
+
+    Attributes:
+        ids: The likeliest tokens, likeliest first, `[nodes, top_k]` int64; -1 where nothing was read.
+        probabilities: Their probabilities, `[nodes, top_k]` float32; 0 likewise.
+        predictions: The likeliest token, `[nodes]` int64; -1 likewise. `None` to find it when asked for.
+    """
+
+    ids: NDArray[np.int64]
+    probabilities: NDArray[np.float32]
+    predictions: NDArray[np.int64] | None = None
+
+
+_NOTHING = Listed(np.empty((1, 0), dtype=np.int64), np.empty((1, 0), dtype=np.float32))
 
 
 class ForwardResult:
@@ -22,38 +37,47 @@ class ForwardResult:
     Args:
         logits: `[rows, vocabulary]`.
         rows: The row of `logits` for each node that was read.
-        top_ids: As below.
-        top_probabilities: As below.
-        predictions: As below; found when they are first asked for, if not given: a sampled step may not ask.
+        listed: What they say, or what finds it: a pass on another device is waited for when this is first asked for.
         borrowed: Whether the next pass overwrites `logits`.
+        downloads: With what `listed` comes to the host.
 
     Attributes:
         logits: After nodes that were read, float32; in static passes a row for every slot, in the model's number type.
-        rows, borrowed: As above.
-        top_ids: The likeliest tokens after each node, likeliest first, `[nodes, top_k]` int64; -1 where nothing was
-            read.
-        top_probabilities: Their probabilities, `[nodes, top_k]` float32; 0 likewise.
-        predictions: The likeliest token after each node, `[nodes]` int64; -1 likewise.
+        rows, borrowed, downloads: As above.
     """
 
     def __init__(
         self,
         logits: torch.Tensor,
         rows: dict[int, int],
-        top_ids: NDArray[np.int64],
-        top_probabilities: NDArray[np.float32],
-        predictions: NDArray[np.int64] | None = None,
+        listed: Listed | Callable[[], Listed],
         borrowed: bool = False,
+        downloads: Downloads | None = None,
     ) -> None:
         self.logits, self.rows = logits, rows
-        self.top_ids, self.top_probabilities = top_ids, top_probabilities
         self.borrowed = borrowed
-        if predictions is not None:
-            self.predictions = predictions
+        self.downloads = downloads or Downloads()
+        self._given = listed
+
+    @cached_property
+    def _listed(self) -> Listed:
+        return self._given if isinstance(self._given, Listed) else self._given()
+
+    @property
+    def top_ids(self) -> NDArray[np.int64]:
+        """See `NodeOutputs`."""
+        return self._listed.ids
+
+    @property
+    def top_probabilities(self) -> NDArray[np.float32]:
+        """See `NodeOutputs`."""
+        return self._listed.probabilities
 
     @cached_property
     def predictions(self) -> NDArray[np.int64]:
-        """See above."""
+        """See `NodeOutputs`. A sampled step of plain decoding may not ask."""
+        if self._listed.predictions is not None:
+            return self._listed.predictions
         likeliest: NDArray[np.int64] = argmax(self.logits).cpu().numpy()
         if len(self.top_ids) == 1:
             return likeliest
@@ -86,57 +110,74 @@ def forward_results(
         borrowed: Whether the next pass overwrites `logits`.
     """
     if len(lengths) == 1 == lengths[0] == len(logits) and logits.device.type == "cpu":  # a step of plain decoding
-        ids, probabilities = _listed(logits, top_k) if top_k else (_NO_IDS, _NO_PROBABILITIES)
-        return [ForwardResult(logits, {0: 0}, ids, probabilities, borrowed=borrowed)]
-    likeliest, (ids, probabilities) = _likeliest(logits, top_k)
+        return [ForwardResult(logits, {0: 0}, _likeliest(logits, top_k) if top_k else _NOTHING, borrowed)]
+    found: Listed | Callable[[], Listed]
+    downloads = Downloads()
+    if logits.device.type == "cpu":
+        found = _likeliest(logits, top_k)._replace(predictions=argmax(logits).numpy())
+    else:
+        read = downloads.add(pack_likeliest(logits, top_k))
+        found = lambda: unpack_likeliest(read())  # noqa: E731
     results, end = [], 0
-    for place, (length, read) in enumerate(zip(lengths, nodes, strict=True)):
-        start, end = end, end + len(read)
-        own: Any = slice(start, end) if rows is None else rows[place]
-        numbers = range(start, end) if rows is None else rows[place].tolist()
-        results.append(
-            ForwardResult(
-                logits,
-                dict(zip(read.tolist(), numbers, strict=True)),
-                _spread(ids[own], read, length, -1),
-                _spread(probabilities[own], read, length, 0),
-                _spread(likeliest[own], read, length, -1),
-                borrowed,
-            )
-        )
+    for place, (length, read_nodes) in enumerate(zip(lengths, nodes, strict=True)):
+        start, end = end, end + len(read_nodes)
+        numbers = np.arange(start, end) if rows is None else rows[place]
+        numbered = dict(zip(read_nodes.tolist(), numbers.tolist(), strict=True))
+        results.append(ForwardResult(logits, numbered, spread(found, numbers, read_nodes, length), borrowed, downloads))
     return results
+
+
+def pack_likeliest(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    """What the logits `[rows, vocabulary]` say, in int32 `[rows, 1 + 2 * top_k]`: the likeliest token, the `top_k`
+    likeliest ones, and the bits of their probabilities in float32."""
+    top_k = min(top_k, logits.shape[-1])
+    parts = [argmax(logits)[:, None].int()]
+    if top_k:
+        ids, probabilities = top_predictions(logits, top_k)
+        parts += [ids.int(), probabilities.view(torch.int32)]
+    return torch.cat(parts, dim=-1) if top_k else parts[0]
+
+
+def unpack_likeliest(packed: NDArray[np.int32]) -> Listed:
+    """What `pack_likeliest` packed, of each row."""
+    top_k = (packed.shape[1] - 1) // 2
+    ids = packed[:, 1 : 1 + top_k].astype(np.int64)
+    return Listed(ids, packed[:, 1 + top_k :].copy().view(np.float32), packed[:, 0].astype(np.int64))
+
+
+def spread(
+    found: Listed | Callable[[], Listed], rows: NDArray[np.int64], nodes: NDArray[np.int64], length: int
+) -> Listed | Callable[[], Listed]:
+    """What is found of `rows` of logits, which are those after `nodes`, as arrays over all of the tree's nodes."""
+    if callable(found):
+        return lambda: _spread_all(found(), rows, nodes, length)
+    return _spread_all(found, rows, nodes, length)
+
+
+def _spread_all(found: Listed, rows: NDArray[np.int64], nodes: NDArray[np.int64], length: int) -> Listed:
+    assert found.predictions is not None
+    return Listed(
+        _spread(found.ids[rows], nodes, length, -1),
+        _spread(found.probabilities[rows], nodes, length, 0),
+        _spread(found.predictions[rows], nodes, length, -1),
+    )
 
 
 def _spread(values: NDArray[Any], nodes: Any, length: int, unread: int) -> NDArray[Any]:
     """What is known of `nodes` as an array over all of a tree's nodes."""
-    spread = np.full((length, *values.shape[1:]), unread, dtype=values.dtype)
-    spread[nodes] = values
-    return spread
+    whole = np.full((length, *values.shape[1:]), unread, dtype=values.dtype)
+    whole[nodes] = values
+    return whole
 
 
-Top = tuple[NDArray[Any], NDArray[Any]]
-"""Likeliest tokens `[rows, top_k]` and their probabilities."""
+def nothing_listed(rows: int, top_k: int = 0) -> Listed:
+    """Likeliest tokens of none."""
+    return Listed(np.full((rows, top_k), -1, dtype=np.int64), np.zeros((rows, top_k), dtype=np.float32))
 
 
-def _likeliest(logits: torch.Tensor, top_k: int) -> tuple[NDArray[np.int64], Top]:
-    """The likeliest token of each row of logits, and its `top_k` likeliest ones."""
-    rows, top_k = len(logits), min(top_k, logits.shape[-1])
-    if top_k and rows and logits.device.type != "cpu":  # one copy, as each makes the host wait
-        ids, probabilities = top_predictions(logits, top_k)
-        parts = argmax(logits)[:, None].int(), ids.int(), probabilities.view(torch.int32)
-        packed = torch.cat(parts, dim=1).cpu().numpy()
-        listed = packed[:, 1 : 1 + top_k].astype(np.int64), packed[:, 1 + top_k :].view(np.float32)
-        return packed[:, 0].astype(np.int64), listed
-    if top_k and rows:
-        return argmax(logits).cpu().numpy(), _listed(logits, top_k)
-    return argmax(logits).cpu().numpy(), nothing_listed(rows, top_k)
-
-
-def nothing_listed(rows: int, top_k: int = 0) -> Top:
-    """Likeliest tokens of none, and their probabilities."""
-    return np.full((rows, top_k), -1, dtype=np.int64), np.zeros((rows, top_k), dtype=np.float32)
-
-
-def _listed(logits: torch.Tensor, top_k: int) -> Top:
+def _likeliest(logits: torch.Tensor, top_k: int) -> Listed:
+    """The `top_k` likeliest tokens of each row of logits on the CPU."""
+    if not top_k or not len(logits):
+        return nothing_listed(len(logits), min(top_k, logits.shape[-1]))
     ids, probabilities = top_predictions(logits, min(top_k, logits.shape[-1]))
-    return ids.numpy(), probabilities.numpy()
+    return Listed(ids.numpy(), probabilities.numpy())

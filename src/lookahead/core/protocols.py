@@ -119,6 +119,10 @@ class Sampler(Protocol):
     def needs_logits(self) -> bool:
         """Whether more is wanted than the likeliest token of the raw logits."""
 
+    def look_ahead(self, sequence: Any, tree: TokenTree, outputs: NodeOutputs) -> None:
+        """A step's tree was run, of which nothing is selected yet: begin what selecting its tokens one after another
+        would wait for."""
+
     def select(self, sequence: Any, outputs: NodeOutputs, node: int) -> int:
         """The token after `node`, to follow the text of `sequence`, a `SequenceState` of the sampler's own kind."""
 

@@ -114,6 +114,9 @@ def step(backend: Backend, batch: Batch) -> DoneStep:
 
     top_k = max(sequence.ask_drafter(lambda drafter: drafter.top_k, 0) for sequence in sequences)
     outputs = backend.forward(trees, top_k)
+    for sequence, tree, result in zip(sequences, trees, outputs, strict=True):
+        if tree.needs_logits[tree.root] and not sequence.finished:
+            sequence.sampler.look_ahead(sequence, tree, result)
     mark("forward")
     # A device still computes here. What drafters need not know before they draft again could be learned meanwhile.
     walks = batch.verify(batch, trees, outputs)

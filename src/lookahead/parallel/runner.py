@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.backends.transformers import ForwardResult, ModelRunner
+from lookahead.backends.forward_result import ForwardResult, Listed
+from lookahead.backends.transformers import ModelRunner
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.errors import ParallelError
 from lookahead.parallel.exchange import Bytes, Exchange
@@ -268,4 +269,4 @@ def _spread(result: ForwardResult, tree: TokenTree, split: Split, places: dict[i
     predictions[nodes] = result.predictions[local_rows]
     top_ids[nodes], chances[nodes] = result.top_ids[local_rows], result.top_probabilities[local_rows]
     rows = {node: result.rows[place] for node, place in places.items() if place in result.rows}
-    return ForwardResult(result.logits, rows, top_ids, chances, predictions, result.borrowed)
+    return ForwardResult(result.logits, rows, Listed(top_ids, chances, predictions), result.borrowed)

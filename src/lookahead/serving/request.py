@@ -131,8 +131,7 @@ class Request:
     def _events(self, tokens: list[int]) -> list[TokenEvent]:
         if self._logprobs is None:
             return [TokenEvent(token) for token in tokens]
-        noted, self._logprobs.noted = self._logprobs.noted, []
-        return noted
+        return self._logprobs.take()
 
     def end(self, error: BaseException | None = None) -> None:
         """Tell the handle how it ended: complete, with an error, or cancelled."""

@@ -6,6 +6,7 @@ import copy
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     EosTokenCriteria,
@@ -25,11 +26,12 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from lookahead.backends.forward_result import ForwardResult
 from lookahead.backends.prompts import Prompts
+from lookahead.backends.transfers import upload
 from lookahead.backends.transformers.noise import RowNoise
 from lookahead.backends.transformers.sampler import TextSampler
 from lookahead.backends.transformers.text_sequence import TextSequence
-from lookahead.core.protocols import NodeOutputs
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 from lookahead.serving.handle import TokenEvent
 
@@ -95,9 +97,6 @@ class LogprobSampler:
     Args:
         sampler: The other one.
         top: How many of the likeliest tokens to note each time.
-
-    Attributes:
-        noted: One for each token that was selected.
     """
 
     needs_logits = True
@@ -105,20 +104,34 @@ class LogprobSampler:
     def __init__(self, sampler: TextSampler, top: int) -> None:
         self._sampler = sampler
         self._top = top
-        self.noted: list[TokenEvent] = []
+        self._tokens: list[int] = []
+        self._logits: list[torch.Tensor] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
 
-    def select(self, sequence: TextSequence, outputs: NodeOutputs, node: int) -> int:
+    def select(self, sequence: TextSequence, outputs: ForwardResult, node: int) -> int:
         """The token after `node`, to follow the text of `sequence`."""
         token = self._sampler.select(sequence, outputs, node)
-        logits: torch.Tensor = outputs.logits_after(node)[0]
-        logprobs = logits.log_softmax(-1)
-        values, ids = logprobs.topk(min(self._top, len(logprobs))) if self._top else (logprobs[:0], logprobs[:0])
-        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-        self.noted.append(TokenEvent(token, float(logprobs[token]), top))
+        self._tokens.append(token)
+        self._logits.append(outputs.logits_after(node))
         return token
+
+    def take(self) -> list[TokenEvent]:
+        """What is noted of the tokens since the last time, by one copy to the host."""
+        tokens, self._tokens = self._tokens, []
+        logprobs = torch.cat(self._logits).log_softmax(-1)
+        self._logits = []
+        (selected,) = upload(logprobs.device, np.array(tokens))
+        values, ids = logprobs.topk(min(self._top, logprobs.shape[-1])) if self._top else (logprobs[:, :0],) * 2
+        found = torch.cat([logprobs.gather(1, selected[:, None]), values], dim=1)
+        packed = torch.cat([found.view(torch.int32), ids.int()], dim=1).cpu().numpy()
+        chances = packed[:, : found.shape[1]].copy().view(np.float32).tolist()
+        likeliest = packed[:, found.shape[1] :].tolist()
+        return [
+            TokenEvent(token, own, tuple(zip(listed, others, strict=True)))
+            for token, (own, *others), listed in zip(tokens, chances, likeliest, strict=True)
+        ]
 
 
 class StopRule:

@@ -37,15 +37,12 @@ MakeClone = Callable[[PreTrainedModel, str | None, bool | str], SharedClone | st
 reason in its place if it is not right."""
 
 
-def engine_model(
-    model: PreTrainedModel, pack_weights: bool = False, static: bool = False, invariant: bool = False
-) -> PreTrainedModel:
+def engine_model(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> PreTrainedModel:
     """The module that runs the trees of `model`, which itself is not changed. Made and checked once per model object.
 
     Args:
         model: A causal language model of transformers.
         pack_weights: See `LookaheadConfig.pack_weights`; `True` packs where that is faster, see `chosen_packing`.
-        static: Whether it is for the static engine, whose masks are packed.
         invariant: See `LookaheadConfig.invariant`.
 
     Raises:
@@ -59,7 +56,7 @@ def engine_model(
         _check_invariant(model)
         attention: str | None = INVARIANT if model.device.type == "cpu" else tree_attention.BY_POSITION
     else:
-        attention = _attention_for_trees(model, static)
+        attention = _attention_for_trees(model)
         if not pack_weights and attention is None:
             return model
     clone = clone_for(model, attention, pack_weights, _tried_clone)
@@ -104,18 +101,17 @@ def _clone_for(
     return clone
 
 
-def _attention_for_trees(model: PreTrainedModel, static: bool) -> str | None:
+def _attention_for_trees(model: PreTrainedModel) -> str | None:
     """What is faster here than the model's `sdpa`; whoever chose another implementation meant it.
 
-    On a GPU with the static engine it is our kernel: its masks are small and keep their shape, and it skips the empty
-    part of the cache, which `sdpa` with a dense mask would read. On a CPU query heads are folded, if they share heads
-    of keys.
+    On a GPU it is our kernel: its masks are small and keep their shape, and it skips the empty part of the cache, which
+    `sdpa` with a dense mask would read. On a CPU query heads are folded, if they share heads of keys.
     """
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != "sdpa" or not getattr(model, "_supports_attention_backend", False):
         return None
     if model.device.type == "cuda":
-        return tree_attention.NAME if static and find_spec("triton") is not None else None
+        return tree_attention.NAME if find_spec("triton") is not None else None
     sizes = vars(config)  # as a dict: some configurations refuse to name a size that differs between layers
     heads, shared = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
     folds = model.device.type == "cpu" and isinstance(heads, int) and isinstance(shared, int) and shared < heads

@@ -12,20 +12,25 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from lookahead.backends.transfers import upload
 from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.invariant.attention import LEAST_NODES
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
 from lookahead.backends.transformers.invariant.attention import PACKED_ROWS as INVARIANT_ROWS
-from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.masks import FULL, MaskBuilder, dense
 from lookahead.backends.transformers.rows import PackedCache
 from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
 from lookahead.backends.transformers.tree_attention.interface import NAME as TREE_ATTENTION
+from lookahead.backends.transformers.tree_attention.packed_mask import SCRATCH, along_paths, first_position
 from lookahead.core.token_tree import Layout
 
 Integers = NDArray[np.int64]
 
 PACKED_MASKS = (TREE_ATTENTION, INVARIANT, BY_POSITION)
 """Attention that reads packed masks, or what is made of them."""
+
+_ALIGNED = 16
+"""Numbers of a mask at whose multiples a row of it may begin, for the kernels of `sdpa`."""
 
 
 @dataclass
@@ -109,45 +114,54 @@ class Padded:
         placed = positions
         if step.shifts is not None:
             placed = positions + np.array(step.shifts)[:, None]
-        found = Inputs(*_brought(tokens, placed, self._device), keep)
+        found = self._bring(step, tokens, positions, placed, keep)
         if rows > 1:
             found.rows = [row * len(keep) + np.searchsorted(keep, own) for row, own in enumerate(reads)]
-        if rows > 1 or not layouts[0].is_chain or self.is_invariant:
-            self._add_mask(found, step, positions)
-        self._add_keep(found, nodes)
         return found
 
     def _unpadded(self, step: Step, layout: Layout) -> Inputs:
         """The same of one tree, which in a step of plain decoding has little time for anything beside the pass."""
-        positions = step.starts[0] + layout.depths
-        found = Inputs(*_brought(layout.tokens[None], positions[None], self._device), layout.read_slots)
+        positions = (step.starts[0] + layout.depths)[None]
+        return self._bring(step, layout.tokens[None], positions, positions, layout.read_slots)
+
+    def _bring(self, step: Step, tokens: Integers, positions: Integers, placed: Integers, keep: Integers) -> Inputs:
+        """All of it where the model is, by one copy."""
         # Plain decoding of one sequence needs no mask of ours: transformers' own fast path applies.
-        if not layout.is_chain or self.is_invariant:
-            self._add_mask(found, step, positions[None])
-        self._add_keep(found, len(positions))
+        plain = len(step.layouts) == 1 and step.layouts[0].is_chain and not self.is_invariant
+        masks = None if plain else self._masks
+        packs = masks is not None and (self._attention in PACKED_MASKS or self._device.type != "cpu")
+        packed = masks.pack(_ancestors(step, *positions.shape), step.lengths, positions) if masks and packs else []
+        # A number keeps the last ones, without the copy that picking them takes.
+        keeps_last = len(keep) > 0 and positions.shape[1] - int(keep[0]) == len(keep)
+        picks = self._keeps_logits and not keeps_last and not self._is_spread
+        sent = upload(self._device, tokens, placed, *([keep.copy()] if picks else []), *packed)
+        found = Inputs(sent[0], sent[1], keep)
+        if packs and masks is not None:
+            found.arguments["attention_mask"] = self._on_device(masks, sent[len(sent) - len(packed) :], step)
+        elif masks is not None:
+            found.arguments["attention_mask"] = self._dense(masks, step, positions)
+        if picks:
+            found.arguments["logits_to_keep"] = sent[2]
+        elif self._keeps_logits and keeps_last:
+            found.arguments["logits_to_keep"] = len(keep)
         return found
 
-    def _add_keep(self, found: Inputs, nodes: int) -> None:
-        if not self._keeps_logits:
-            return
-        keep = found.keep
-        # A number keeps the last ones, without the copy that picking them takes.
-        if len(keep) > 0 and nodes - int(keep[0]) == len(keep):
-            found.arguments["logits_to_keep"] = len(keep)
-        elif not self._is_spread:
-            found.arguments["logits_to_keep"] = torch.from_numpy(keep.copy()).to(self._device)
+    def _on_device(self, masks: MaskBuilder, packed: Sequence[torch.Tensor], step: Step) -> Any:
+        """The masks that the model takes, of packed ones."""
+        named = dict(zip(masks.kinds, packed, strict=True))
+        if self._attention == BY_POSITION:
+            named = {kind: along_paths(mask) for kind, mask in named.items()}
+        elif self._attention not in PACKED_MASKS:
+            keys, dtype = max(step.lengths) + packed[0].shape[2], self._model.dtype
+            named = {
+                kind: dense(mask, keys, dtype)[..., 0 if kind == FULL else step.dropped :]
+                for kind, mask in named.items()
+            }
+        return masks.arrange(named)
 
-    def _add_mask(self, found: Inputs, step: Step, positions: Integers) -> None:
-        if self._masks is not None:
-            found.arguments["attention_mask"] = self._mask(self._masks, step, positions)
-
-    def _mask(self, masks: MaskBuilder, step: Step, positions: Integers) -> Any:
+    def _dense(self, masks: MaskBuilder, step: Step, positions: Integers) -> Any:
+        """Masks of all columns, made on a CPU."""
         batch, nodes = positions.shape
-        if self._attention in PACKED_MASKS:
-            ancestors = np.zeros((batch, nodes, nodes), dtype=np.bool_)
-            for row, (layout, count) in enumerate(zip(step.layouts, step.counts, strict=True)):
-                ancestors[row, :count, :count] = layout.ancestor_mask()
-            return masks.pack(ancestors, step.lengths, positions, self._device, paths=self._attention == BY_POSITION)
         scratch = max(step.lengths)
         visible = np.zeros((batch, nodes, scratch + nodes), dtype=np.bool_)
         # A padding node sees itself alone, so that no row of the softmax is empty.
@@ -157,7 +171,15 @@ class Padded:
             visible[row, :count, scratch : scratch + count] = layout.ancestor_mask()
         cached = np.broadcast_to(np.arange(scratch), (batch, scratch))
         keys = np.concatenate([cached, positions], axis=1)
-        return masks.build(visible, positions, keys, self._model.dtype, self._device, step.dropped)
+        return masks.build(visible, positions, keys, self._model.dtype, step.dropped)
+
+
+def _ancestors(step: Step, rows: int, nodes: int) -> NDArray[np.bool_]:
+    """Which slots each slot of padded trees may attend to, `[rows, nodes, nodes]`."""
+    ancestors = np.zeros((rows, nodes, nodes), dtype=np.bool_)
+    for row, (layout, count) in enumerate(zip(step.layouts, step.counts, strict=True)):
+        ancestors[row, :count, :count] = layout.ancestor_mask()
+    return ancestors
 
 
 @dataclass(frozen=True)
@@ -198,7 +220,6 @@ class Packed:
         self._model, self._masks, self._device = model, masks, device
         self._keeps_logits = "logits_to_keep" in forward_arguments(model)
         self._is_invariant = model.config._attn_implementation == INVARIANT_ROWS
-        self._reach = masks.shortest_reach
 
     def inputs(self, step: Step, cache: PackedCache) -> Inputs:
         """What the model takes of a step."""
@@ -210,42 +231,63 @@ class Packed:
         if step.shifts is not None:
             placed += np.repeat(step.shifts, step.counts)
         keep = np.concatenate([first + layout.read_slots for first, layout in zip(firsts, layouts, strict=True)])
-        masks = {kind: self._row_masks(kind, step, positions) for kind in self._masks.kinds}
+        counts = step.counts
+        if self._device.type == "cpu":
+            packed: list[NDArray[np.int32]] = []
+        else:  # padded, so that all rows are one tensor
+            places = np.zeros((len(layouts), max(counts)), dtype=np.int64)
+            for row, own in enumerate(positions):
+                places[row, : len(own)] = own
+            packed = self._masks.pack(_ancestors(step, *places.shape), step.lengths, places)
+            for mask in packed:  # each row has columns of its own
+                mask[..., SCRATCH] = np.array(step.lengths)[:, None, None]
         tokens = np.concatenate([layout.tokens for layout in layouts])
-        found = Inputs(*_brought(tokens[None], placed[None], self._device), keep)
+        sent = upload(self._device, tokens[None], placed[None], keep, *packed)
+        found = Inputs(sent[0], sent[1], keep)
+        masks = {
+            kind: self._masks_of(kind, step, positions, sent[3 + place] if packed else None)
+            for place, kind in enumerate(self._masks.kinds)
+        }
         found.arguments["packed_rows"] = PackedStep(
             list(zip(firsts, ends, strict=True)), masks, self._masks.layers, cache
         )
         if self._keeps_logits:
             alone = len(keep) == 1 == ends[-1]  # a number keeps it without a copy
-            found.arguments["logits_to_keep"] = 1 if alone else torch.from_numpy(keep).to(self._device)
+            found.arguments["logits_to_keep"] = 1 if alone else sent[2]
         return found
 
-    def _row_masks(self, kind: str, step: Step, positions: Sequence[Integers]) -> list[torch.Tensor | None]:
+    def _masks_of(
+        self, kind: str, step: Step, positions: Sequence[Integers], packed: torch.Tensor | None
+    ) -> list[torch.Tensor | None]:
         """What layers of a kind add to the scores of each row, see `PackedStep.masks`."""
-        masks: list[torch.Tensor | None] = []
-        for length, layout, own in zip(step.lengths, step.layouts, positions, strict=True):
-            if self._is_invariant:
-                masks.append(self._masks.packed(kind, layout.ancestor_mask()[None], [length], own[None]))
-                continue
-            if len(own) == 1 and (self._reach is None or length + 1 <= self._reach):  # each layer sees all of the text
-                masks.append(None)
-                continue
-            keys = np.concatenate([np.arange(length), own])
-            visible = np.ones((len(own), len(keys)), dtype=np.bool_)
-            visible[:, length:] = layout.ancestor_mask()
-            seen = self._masks.seen(kind, visible[None], own[None], keys[None])
-            plain = len(own) == 1 or length == 0  # where no mask says that each sees all before it
-            if plain and np.array_equal(seen[0], np.tri(len(own), len(keys), len(keys) - len(own), dtype=np.bool_)):
-                masks.append(None)
-            else:
-                masks.append(self._masks.additive(seen, self._model.dtype, self._device))
-        return masks
+        rows = list(zip(step.lengths, step.layouts, positions, strict=True))
+        if self._is_invariant:
+            return [
+                torch.from_numpy(self._masks.packed(kind, layout.ancestor_mask()[None], [length], own[None]))
+                for length, layout, own in rows
+            ]
+        needed = [not self._sees_all_before(kind, *row) for row in rows]
+        if packed is None:
+            return [self._dense(kind, *row) if needs else None for row, needs in zip(rows, needed, strict=True)]
+        if not any(needed):
+            return [None] * len(rows)
+        # Kernels want rows of masks to begin at multiples of 16.
+        width = -(-max(length + len(own) for length, _, own in rows) // _ALIGNED) * _ALIGNED
+        whole = dense(packed, width, self._model.dtype)
+        return [
+            whole[row : row + 1, :, : len(own), : length + len(own)] if needs else None
+            for row, ((length, _, own), needs) in enumerate(zip(rows, needed, strict=True))
+        ]
 
+    def _sees_all_before(self, kind: str, length: int, layout: Layout, own: Integers) -> bool:
+        """Whether each node sees all that is before it, which no mask has to say of one node, or of a whole text."""
+        if len(own) > 1 and (length > 0 or not np.array_equal(layout.ancestor_mask(), np.tri(len(own)))):
+            return False
+        return not first_position(own, *self._masks.reach(kind)).any()
 
-def _brought(tokens: Integers, positions: Integers, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both where the model is, by one copy, as each makes the host wait."""
-    if device.type == "cpu":
-        return torch.from_numpy(tokens), torch.from_numpy(positions)
-    both = torch.from_numpy(np.stack([tokens, positions])).to(device)
-    return both[0], both[1]
+    def _dense(self, kind: str, length: int, layout: Layout, own: Integers) -> torch.Tensor:
+        keys = np.concatenate([np.arange(length), own])
+        visible = np.ones((len(own), len(keys)), dtype=np.bool_)
+        visible[:, length:] = layout.ancestor_mask()
+        seen = self._masks.seen(kind, visible[None], own[None], keys[None])
+        return self._masks.additive(seen, self._model.dtype)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from lookahead.backends.transformers.tree_attention.packed_mask import along_paths, first_position, pack
+from lookahead.backends.transformers.tree_attention.packed_mask import first_position, pack, unpack
 from lookahead.errors import UnsupportedModelError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -60,17 +60,15 @@ class MaskBuilder:
         query_positions: NDArray[np.int64],
         key_positions: NDArray[np.int64],
         dtype: torch.dtype,
-        device: torch.device,
         dropped: int = 0,
     ) -> Any:
-        """The masks of one step.
+        """The masks of one step, on the CPU.
 
         Args:
             visible: Which keys each query may see if its layer sees all the text, `[batch, queries, keys]`.
             query_positions: Position ids of the queries, `[batch, queries]`.
             key_positions: Position ids of the keys, `[batch, keys]`.
             dtype: Number type of the model; masked keys get its lowest number, the others 0.
-            device: Where the masks go.
             dropped: How many of the first keys the layers with a window have forgotten.
 
         Returns:
@@ -79,7 +77,7 @@ class MaskBuilder:
         masks = {}
         for kind in self.kinds:
             seen = self.seen(kind, visible, query_positions, key_positions)
-            masks[kind] = self.additive(seen[:, :, 0 if kind == FULL else dropped :], dtype, device)
+            masks[kind] = self.additive(seen[:, :, 0 if kind == FULL else dropped :], dtype)
         return self.arrange(masks)
 
     def seen(
@@ -97,41 +95,33 @@ class MaskBuilder:
         return visible & (key_positions[:, None, :] >= first[:, :, None])
 
     @staticmethod
-    def additive(seen: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def additive(seen: NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:
         """What is added to scores so that they count where `seen` `[batch, queries, keys]` says, `[batch, 1, ...]`."""
-        allowed = torch.from_numpy(seen).to(device)[:, None]
-        mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
+        allowed = torch.from_numpy(seen)[:, None]
+        mask = torch.zeros(allowed.shape, dtype=dtype)
         return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
 
     def pack(
-        self,
-        ancestors: NDArray[np.bool_],
-        lengths: Sequence[int],
-        positions: NDArray[np.int64],
-        device: torch.device,
-        paths: bool = False,
-    ) -> Any:
-        """The masks of one step for attention that reads packed ones; see `tree_attention.packed_mask.pack`.
+        self, ancestors: NDArray[np.bool_], lengths: Sequence[int], positions: NDArray[np.int64]
+    ) -> list[NDArray[np.int32]]:
+        """The packed mask of each kind of layer; see `tree_attention.packed_mask.pack`.
 
         Args:
             ancestors: Which slots each slot may attend to, `[batch, nodes, nodes]`.
             lengths: Cached tokens of each row.
             positions: Position ids of the nodes, `[batch, nodes]`.
-            device: Where the masks go.
-            paths: Whether masks along paths are wanted, see `along_paths` there.
 
         Returns:
-            As `build`, of `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32.
+            For each kind `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32.
         """
-        masks = {kind: self.packed(kind, ancestors, lengths, positions).to(device) for kind in self.kinds}
-        return self.arrange({kind: along_paths(mask) if paths else mask for kind, mask in masks.items()})
+        return [self.packed(kind, ancestors, lengths, positions) for kind in self.kinds]
 
     def packed(
         self, kind: str, ancestors: NDArray[np.bool_], lengths: Sequence[int], positions: NDArray[np.int64]
-    ) -> torch.Tensor:
-        """The packed mask of layers of a kind, on the CPU; arguments as for `pack`."""
+    ) -> NDArray[np.int32]:
+        """The packed mask of layers of a kind; arguments as for `pack`."""
         window, chunk = self.reach(kind)
-        return pack(ancestors, lengths, positions, window=window, chunk=chunk)
+        return pack(ancestors, lengths, positions, window=window, chunk=chunk).numpy()
 
     @property
     def windows(self) -> list[int | None]:
@@ -155,3 +145,9 @@ class MaskBuilder:
     def arrange(self, masks: Mapping[str, torch.Tensor]) -> Any:
         """The masks of all kinds in the form that the model takes: a dict, or the only one."""
         return dict(masks) if self._takes_dict else masks[self.kinds[0]]
+
+
+def dense(packed: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the scores of `keys` columns, `[batch, 1, nodes, keys]`, where the packed mask is."""
+    visible = unpack(packed, keys)
+    return torch.zeros(visible.shape, dtype=dtype, device=packed.device).masked_fill_(~visible, torch.finfo(dtype).min)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +29,15 @@ class _Part:
     state: torch.Tensor
     waiting: set[int]
     noise: torch.Tensor | None
+
+
+class _Ahead(NamedTuple):
+    """The noise of a place that no row has come to, `[rows, vocabulary]`, with the states of the generator before and
+    after."""
+
+    before: torch.Tensor
+    noise: torch.Tensor
+    after: torch.Tensor
 
 
 class SamplingNoise:
@@ -54,6 +66,7 @@ class SamplingNoise:
         self._left: set[int] = set()
         self._parts: dict[tuple[int, int], _Part] = {}  # by place and row
         self._drawn = 0  # places
+        self._ahead: deque[_Ahead] = deque()  # of the places behind those
         self.kept_bytes = self.drawn_again = 0
 
     def row(self, row: int = 0) -> RowNoise:
@@ -63,7 +76,7 @@ class SamplingNoise:
     def take(self, row: int, probabilities: torch.Tensor) -> torch.Tensor:
         """The noise of the next place of `row`, `[1, vocabulary]`, as `probabilities` are."""
         if self._rows == 1:
-            return torch.empty_like(probabilities).exponential_(generator=self._generator)
+            return self._draw_all(probabilities)
         place = self._places[row]
         if place == self._drawn:
             self._draw(row, probabilities)
@@ -74,6 +87,51 @@ class SamplingNoise:
         if not part.waiting or self.kept_bytes > self._most_bytes:
             self._forget(part)
         return noise[row - part.rows.start : row - part.rows.start + 1]
+
+    def look_ahead(self, row: int, places: int, like: torch.Tensor) -> list[torch.Tensor]:
+        """The noise of the next `places` places of `row`, `[1, vocabulary]` each, none of which it takes: the generator
+        is left as it is, and other rows may come to these places first. Fewer, where that is all that is kept.
+
+        Args:
+            row: Which row.
+            places: How many.
+            like: A row of probabilities, `[1, vocabulary]`.
+        """
+        found: list[torch.Tensor] = []
+        first = self._places[row] if self._rows > 1 else self._drawn
+        for place in range(first, min(first + places, self._drawn)):
+            part = self._parts[place, row]
+            if part.noise is None:
+                return found
+            found.append(part.noise[row - part.rows.start : row - part.rows.start + 1])
+        self._draw_ahead(first + places - self._drawn, like)
+        return found + [ahead.noise[row : row + 1] for ahead in islice(self._ahead, places - len(found))]
+
+    def _draw_ahead(self, places: int, like: torch.Tensor) -> None:
+        """Have the noise of so many places behind those that were drawn, as far as there is room for it."""
+        generator = self._generator_of(like.device)
+        state = generator.get_state()
+        if self._ahead and not torch.equal(self._ahead[0].before, state):  # somebody else has drawn
+            self._ahead.clear()
+        most = max(self._most_bytes // (self._rows * like.nbytes), 1)
+        last = self._ahead[-1].after if self._ahead else state
+        if len(self._ahead) < min(places, most):
+            generator.set_state(last)
+            for _ in range(len(self._ahead), min(places, most)):
+                noise = like.new_empty((self._rows, like.shape[-1])).exponential_(generator=generator)
+                self._ahead.append(_Ahead(last, noise, generator.get_state()))
+                last = self._ahead[-1].after
+            generator.set_state(state)
+
+    def _draw_all(self, like: torch.Tensor) -> torch.Tensor:
+        """Draw the noise of the next place for all rows, unless that was done ahead."""
+        if self._ahead:
+            generator, ahead = self._generator_of(like.device), self._ahead.popleft()
+            if torch.equal(generator.get_state(), ahead.before):
+                generator.set_state(ahead.after)
+                return ahead.noise
+            self._ahead.clear()
+        return like.new_empty((self._rows, like.shape[-1])).exponential_(generator=self._generator)
 
     def leave(self, row: int) -> None:
         """`row` is complete, and takes no more."""
@@ -94,7 +152,10 @@ class SamplingNoise:
         for start in range(0, self._rows, size):
             rows = range(start, start + size)
             state = generator.get_state()
-            noise = probabilities.new_empty((size, vocabulary)).exponential_(generator=generator)
+            if size == self._rows:
+                noise = self._draw_all(probabilities)
+            else:
+                noise = probabilities.new_empty((size, vocabulary)).exponential_(generator=generator)
             if waiting := set(rows) - self._left:
                 parts.append(_Part(rows, state, waiting, noise))
                 self.kept_bytes += noise.nbytes
@@ -140,6 +201,10 @@ class RowNoise:
     def take(self, probabilities: torch.Tensor) -> torch.Tensor:
         """That of its next place, `[1, vocabulary]`, as `probabilities` are."""
         return self.noise.take(self.row, probabilities)
+
+    def look_ahead(self, places: int, like: torch.Tensor) -> list[torch.Tensor]:
+        """That of its next places, as if it took them; see `SamplingNoise.look_ahead`."""
+        return self.noise.look_ahead(self.row, places, like)
 
     def leave(self) -> None:
         """The row is complete."""

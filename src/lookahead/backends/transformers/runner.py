@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.chain_rules import check_chain, has_room
 from lookahead.backends.forward_result import ForwardResult, forward_results, nothing_listed
+from lookahead.backends.transfers import upload
 from lookahead.backends.transformers.cache_exchange import leave_out_hidden
 from lookahead.backends.transformers.chain_cache import ChainRow, SavedState
 from lookahead.backends.transformers.forward_arguments import forward_arguments
@@ -119,7 +120,7 @@ class Runner:
         step = self._step(places, trees)
         logits, inputs = self._run(places, step)
         if "logits_to_keep" not in inputs.arguments:
-            logits = logits[:, torch.from_numpy(inputs.keep.copy()).to(logits.device)]
+            logits = logits[:, upload(logits.device, inputs.keep.copy())[0]]
         # transformers chooses tokens from float32 logits whatever the model's own type
         logits = (logits[0] if len(logits) == 1 else logits.flatten(0, 1)).float()
         nodes = [layout.order[layout.read_slots] for layout in step.layouts]
@@ -543,7 +544,7 @@ class ChainRunner(Runner):
 
     def _pass(self, places: Sequence[int], trees: Sequence[TokenTree], top_k: int) -> Sequence[ForwardResult]:
         if trees[0] is self._idle:
-            return [ForwardResult(torch.empty(0), {}, *nothing_listed(1))]
+            return [ForwardResult(torch.empty(0), {}, nothing_listed(1))]
         return super()._pass(places, trees, top_k)
 
     def _step(self, places: Sequence[int], trees: Sequence[TokenTree]) -> Step:

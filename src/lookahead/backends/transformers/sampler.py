@@ -2,17 +2,62 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
+from lookahead.backends.transfers import Read, upload
 from lookahead.backends.transformers.noise import RowNoise
 from lookahead.backends.transformers.text_sequence import TextSequence
-from lookahead.core.protocols import NodeOutputs
+from lookahead.core.token_tree import NodeKind, TokenTree
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Changes scores `[1, vocabulary]` given the text `[1, tokens]`, as transformers' logits processors do."""
+
+
+IGNORE_TEXT = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+"""Processors that treat each row of scores by itself, and do not look at the text."""
+
+
+class _Foreseen(NamedTuple):
+    """What was sampled after the nodes of a step.
+
+    Attributes:
+        places: Where each node is in the rest.
+        read: Gives the tokens, `[nodes]`; -1 where probabilities are not numbers.
+        scores, probabilities: `[nodes, vocabulary]`.
+    """
+
+    places: dict[int, int]
+    read: Read
+    scores: torch.Tensor
+    probabilities: torch.Tensor
 
 
 class TextSampler:
@@ -36,7 +81,9 @@ class TextSampler:
         keep_scores: bool = False,
     ) -> None:
         self._processor = processor
+        self._ignores_text = all(type(each) in IGNORE_TEXT for each in _listed(processor))
         self._noise = noise
+        self._foreseen: _Foreseen | None = None
         self.logits: list[torch.Tensor] | None = [] if keep_logits else None
         self.scores: list[torch.Tensor] | None = [] if keep_scores else None
 
@@ -55,8 +102,50 @@ class TextSampler:
         """Whether raw logits or processed scores are collected."""
         return self.logits is not None or self.scores is not None
 
-    def select(self, sequence: TextSequence, outputs: NodeOutputs, node: int) -> int:
+    def look_ahead(self, sequence: TextSequence, tree: TokenTree, outputs: Any) -> None:
+        """Begin to sample after all nodes that the walk may come to, where the host would have to wait for each.
+        `outputs` is a `ForwardResult`.
+
+        Each place has its noise, whatever comes before it, so that the token after a node depends on its depth and its
+        logits alone, unless a processor looks at the text. On CUDA each row of a softmax is summed by itself, in an
+        order that depends on the size of the vocabulary alone; of the running sums of top-p even those of a single row
+        are not always the same there.
+        """
+        self._foreseen = None
+        device = sequence.device
+        if self._noise is None or not self._ignores_text or device.type == "cpu" or outputs.logits.device != device:
+            return
+        top = tree.depths[tree.root]
+        nodes = [tree.root, *range(tree.root + 1, len(tree))]
+        nodes = [node for node in nodes if node in outputs.rows and tree.kinds[node] is not NodeKind.WINDOW]
+        like = outputs.logits.new_empty((1, outputs.logits.shape[-1]), dtype=torch.float32)
+        noise = self._noise.look_ahead(1 + max(tree.depths[node] for node in nodes) - top, like)
+        nodes = [node for node in nodes if tree.depths[node] - top < len(noise)]
+        rows, depths = [outputs.rows[node] for node in nodes], [tree.depths[node] - top for node in nodes]
+        places = upload(device, np.array([rows, depths]))[0]
+        scores = outputs.logits.index_select(0, places[0]).float()
+        if self._processor is not None:
+            scores = self._processor(sequence.ids, scores)
+        probabilities = torch.nn.functional.softmax(scores, dim=-1)
+        tokens = (probabilities / torch.cat(noise).index_select(0, places[1])).argmax(dim=-1)
+        # What is not a number is left to `_sample`, which refuses it.
+        unclear = probabilities.gather(1, tokens[:, None])[:, 0].isnan()
+        read = outputs.downloads.add(tokens.masked_fill(unclear, -1).int())
+        self._foreseen = _Foreseen({node: place for place, node in enumerate(nodes)}, read, scores, probabilities)
+
+    def select(self, sequence: TextSequence, outputs: Any, node: int) -> int:
         """The token after `node`, to follow the text of `sequence`."""
+        place = None if self._foreseen is None else self._foreseen.places.get(node)
+        if self._foreseen is not None and place is not None:
+            token = int(self._foreseen.read()[place])
+            if token >= 0:
+                assert self._noise is not None
+                self._noise.take(self._foreseen.probabilities[place : place + 1])
+                if self.logits is not None:
+                    self.logits.append(outputs.logits_after(node).clone())
+                if self.scores is not None:
+                    self.scores.append(self._foreseen.scores[place : place + 1].clone())
+                return token
         text = None if self._processor is None else sequence.ids
         return self.choose(text, outputs.logits_after(node).to(sequence.device))
 
@@ -80,7 +169,16 @@ class TextSampler:
     def _sample(scores: torch.Tensor, noise: RowNoise) -> int:
         """What `torch.multinomial` selects of the softmax of `scores`, with the noise of this place."""
         probabilities = torch.nn.functional.softmax(scores, dim=-1)
-        token = int((probabilities / noise.take(probabilities)).argmax(dim=-1))
-        if math.isnan(probabilities[0, token]):
-            torch.multinomial(probabilities, num_samples=1)  # which refuses them
-        return token
+        selected = (probabilities / noise.take(probabilities)).argmax(dim=-1)
+        # One number, as each makes the host wait for another device.
+        token = int(selected.masked_fill(probabilities.gather(1, selected[:, None])[:, 0].isnan(), -1))
+        if token < 0:
+            torch.multinomial(probabilities, num_samples=1)  # which refuses what is not a number
+        return int(selected) if token < 0 else token
+
+
+def _listed(processor: Processor | None) -> list[Any]:
+    """The processors that one may consist of."""
+    if processor is None:
+        return []
+    return list(processor) if isinstance(processor, LogitsProcessorList) else [processor]

@@ -62,8 +62,7 @@ class TransformersSession:
     def prepare(self, config: LookaheadConfig) -> None:
         """Make the module that runs the model, and try it."""
         if not runs_on_chains(self._model):
-            static = runs_static(self._model, config.engine, config.invariant)
-            engine_model(self._model, config.pack_weights, static, config.invariant)
+            engine_model(self._model, config.pack_weights, config.invariant)
 
     def settle(self, config: LookaheadConfig) -> LookaheadConfig:
         """`config` itself: one process may go by its own clock and memory."""
@@ -139,7 +138,7 @@ class TreeCall:
         self, model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
     ) -> None:
         is_static = runs_static(model, config.engine, config.invariant)
-        engine = engine_model(model, config.pack_weights, is_static, config.invariant)
+        engine = engine_model(model, config.pack_weights, config.invariant)
         kind = equivalence(model)
         self._prompts = prompts
         cache: TreeCache | None = None

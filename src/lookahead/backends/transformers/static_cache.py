@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from lookahead.backends.transfers import upload
 from lookahead.backends.transformers.tree_cache import TreeCache, TreeLayer
 
 
@@ -145,8 +147,7 @@ class StaticTreeCache(TreeCache):
                     sources.append(scratch + slot)
                     targets.append(target)
         if rows:
-            moves = torch.tensor([rows, sources, targets], pin_memory=self._device.type == "cuda")
-            row, source, target = moves.to(self._device, non_blocking=True)
+            row, source, target = upload(self._device, np.array([rows, sources, targets]))[0]
             for buffer in self._buffers:
                 buffer[:, row, :, target] = buffer[:, row, :, source]
         # Last, so that an interruption leaves a shorter text, and never one with wrong states.

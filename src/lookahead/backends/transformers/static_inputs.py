@@ -51,7 +51,7 @@ class StaticInputs:
         on_host = device.type == "cpu"
         # An inference tensor could not be written to by a later call outside of inference mode.
         with torch.inference_mode(False):
-            self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+            self._host = torch.zeros(sum(sizes), dtype=torch.int32)
             self._staged = self._host if on_host else torch.zeros_like(self._host, device=device, pin_memory=False)
             parts = [part.view(shape) for part, shape in zip(torch.split(self._staged, sizes), shapes, strict=True)]
         self.nodes = nodes
@@ -89,7 +89,9 @@ class StaticInputs:
         for row, (layout, length, shift) in enumerate(zip(layouts, lengths, shifts, strict=True)):
             self._stage_row(row, layout, slice(start, start + self.nodes), length, shift)
         if self._staged is not self._host:
-            self._staged.copy_(self._host, non_blocking=True)
+            # Pinned memory of its own, which is not given to others until the copy is done: nobody waits for that.
+            sent = torch.empty_like(self._host, pin_memory=self._staged.is_cuda).copy_(self._host)
+            self._staged.copy_(sent, non_blocking=True)
 
     def _stage_row(self, row: int, layout: Layout, part: slice, length: int, shift: int) -> None:
         tokens, depths = layout.tokens[part], layout.depths[part]

@@ -5,23 +5,22 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from lookahead.backends.forward_result import ForwardResult
-from lookahead.backends.predictions import argmax, top_predictions
+from lookahead.backends.forward_result import ForwardResult, Listed, pack_likeliest, spread, unpack_likeliest
 from lookahead.backends.step_clock import step_clock
+from lookahead.backends.transfers import Downloads, Read
 from lookahead.backends.transformers.graph_recorder import Outputs, Pass, Recorder
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
-from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.masks import MaskBuilder, dense
 from lookahead.backends.transformers.static_cache import LayerShape, StaticTreeCache
 from lookahead.backends.transformers.static_inputs import StaticInputs
 from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
 from lookahead.backends.transformers.tree_attention.interface import NAME as TREE_ATTENTION
-from lookahead.backends.transformers.tree_attention.packed_mask import along_paths, unpack
+from lookahead.backends.transformers.tree_attention.packed_mask import along_paths
 from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.core.token_tree import Layout
 
@@ -103,7 +102,6 @@ class StaticSteps:
         self._compiler = compiler
         self._inputs: dict[int, StaticInputs] = {}
         self._passes: dict[tuple[int, int], Pass] = {}
-        self._results: dict[tuple[int, int], torch.Tensor] = {}
 
     def clock(self) -> float:
         """A clock in seconds that stands still while graphs are recorded, which is no cost of a step."""
@@ -146,13 +144,21 @@ class StaticSteps:
             self._inputs[size] = StaticInputs(self._masks, self._rows, size, self._device, self._most)
         logits, results = self._run(model, layouts, (size, top_k), shifts, 0)
         if parts > 1:  # what a pass gives, the next one overwrites
-            given = [(logits.clone(), results.copy())]
+            given = [(logits.clone(), results.clone())]
             for part in range(1, parts):
                 logits, results = self._run(model, layouts, (size, top_k), shifts, part)
-                given.append((logits.clone(), results.copy()))
-            logits = torch.cat([logits for logits, _ in given], dim=1)
-            results = np.concatenate([results for _, results in given], axis=1)
-        return [_result(layout, logits[row], results[row]) for row, layout in enumerate(layouts)]
+                given.append((logits.clone(), results.clone()))
+            logits, results = (torch.cat(whole, dim=1) for whole in zip(*given, strict=True))
+        downloads = Downloads()
+        read = downloads.add(results)
+        found = []
+        for row, layout in enumerate(layouts):
+            places = layout.read_slots
+            read_nodes = layout.order[places]
+            listed = spread(partial(_unpack_row, read, row), places, read_nodes, len(layout.order))
+            rows = dict(zip(read_nodes.tolist(), places.tolist(), strict=True))
+            found.append(ForwardResult(logits[row], rows, listed, borrowed=True, downloads=downloads))
+        return found
 
     def _run(
         self,
@@ -161,8 +167,8 @@ class StaticSteps:
         key: tuple[int, int],
         shifts: Sequence[int],
         part: int,
-    ) -> tuple[torch.Tensor, NDArray[np.int32]]:
-        """The pass `key` over a part of the trees: logits on the device, and what they say on the host."""
+    ) -> Outputs:
+        """The pass `key` over a part of the trees; see `run_pass`."""
         inputs = self._inputs[key[0]]
         inputs.stage(layouts, self.cache.lengths(self.cache.batch), shifts, part)
         if key not in self._passes:
@@ -170,8 +176,7 @@ class StaticSteps:
             self._passes[key] = self._recorder.record(self._pass(model, inputs, key[1]))
             self.recordings += 1
             self._recording_seconds += self._time() - start
-        logits, packed = self._passes[key]()
-        return logits, self._to_host(key, packed)
+        return self._passes[key]()
 
     def _pass(self, model: PreTrainedModel, inputs: StaticInputs, top_k: int) -> Pass:
         reference, cache, masks = weakref.ref(model), self.cache, self._masks
@@ -191,17 +196,6 @@ class StaticSteps:
                 cache.columns = None
 
         return work
-
-    def _to_host(self, key: tuple[int, int], packed: torch.Tensor) -> NDArray[np.int32]:
-        """One copy, and the only place of a step where the host waits for the device."""
-        if packed.device.type == "cpu":
-            return packed.numpy()
-        if key not in self._results:
-            with torch.inference_mode(False):
-                pin_memory = packed.device.type == "cuda"
-                self._results[key] = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=pin_memory)
-        self._results[key].copy_(packed)
-        return self._results[key].numpy()
 
     def _grow(self, needed: int) -> None:
         """Grow by half at least, since graphs must be captured again."""
@@ -237,7 +231,7 @@ def run_pass(
     if attention == BY_POSITION:
         packed_masks = tuple(along_paths(mask) for mask in packed_masks)
     elif attention not in (TREE_ATTENTION, INVARIANT):
-        packed_masks = tuple(_dense(mask, cache.capacity, model.dtype) for mask in packed_masks)
+        packed_masks = tuple(dense(mask, cache.capacity, model.dtype) for mask in packed_masks)
     logits = model(
         input_ids=tokens.long(),
         position_ids=positions.long(),
@@ -246,31 +240,8 @@ def run_pass(
         use_cache=True,
         return_dict=True,
     ).logits
-    rows = logits.flatten(0, 1)
-    results = [argmax(rows).int()[:, None]]
-    if top_k:
-        ids, probabilities = top_predictions(rows, min(top_k, rows.shape[-1]))
-        results += [ids.int(), probabilities.view(torch.int32)]
-    return logits, torch.cat(results, dim=-1).view(*logits.shape[:2], -1)
+    return logits, pack_likeliest(logits.flatten(0, 1), top_k).view(*logits.shape[:2], -1)
 
 
-def _dense(packed: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the scores of all the columns, `[batch, 1, nodes, keys]`."""
-    visible = unpack(packed, keys)
-    return torch.zeros(visible.shape, dtype=dtype, device=packed.device).masked_fill(~visible, torch.finfo(dtype).min)
-
-
-def _result(layout: Layout, logits: torch.Tensor, results: NDArray[np.int32]) -> ForwardResult:
-    """What one row of the batch says about the nodes of its tree."""
-    slots = layout.read_slots
-    nodes = layout.order[slots]
-    top_k = (results.shape[1] - 1) // 2
-    predictions = np.full(len(layout.order), -1, dtype=np.int64)
-    predictions[nodes] = results[slots, 0]
-    top_ids = np.full((len(layout.order), top_k), -1, dtype=np.int64)
-    top_probabilities = np.zeros((len(layout.order), top_k), dtype=np.float32)
-    if top_k:
-        top_ids[nodes] = results[slots, 1 : 1 + top_k]
-        top_probabilities[nodes] = results[slots, 1 + top_k :].view(np.float32)
-    rows = dict(zip(nodes.tolist(), slots.tolist(), strict=True))
-    return ForwardResult(logits, rows, top_ids, top_probabilities, predictions, borrowed=True)
+def _unpack_row(read: Read, row: int) -> Listed:
+    return unpack_likeliest(read()[row])

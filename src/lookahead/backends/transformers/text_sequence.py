@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from lookahead.backends.transfers import upload
 from lookahead.core.protocols import Drafter
 from lookahead.core.sequence import SequenceState, Stop
 
@@ -58,7 +60,7 @@ class TextSequence(SequenceState):
                 room = self._ids.new_empty((1, self.length + 256))
                 self._ids = torch.cat([self._ids[:, : self._written], room], dim=1)
             new = self.tokens[self._written - self.length :]
-            self._ids[0, self._written : self.length] = torch.tensor(new, device=self._ids.device)
+            self._ids[0, self._written : self.length] = upload(self._ids.device, np.array(new))[0]
             self._written = self.length
         return self._ids[:, : self.length]
 
@@ -66,7 +68,7 @@ class TextSequence(SequenceState):
         """The text so far with its padding, `[1, tokens]` int64, in memory of its own."""
         if self._written == self.length:
             return self._ids[:, : self.length].clone()
-        new = torch.tensor([self.tokens[self._written - self.length :]], device=self.device)
+        (new,) = upload(self.device, np.array([self.tokens[self._written - self.length :]]))
         return torch.cat([self._ids[:, : self._written], new], dim=1)
 
     def append(self, token: int) -> bool:

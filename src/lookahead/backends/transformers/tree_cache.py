@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from lookahead.backends.transfers import upload
 from lookahead.errors import InvalidArgumentError
 
 _FIRST_CAPACITY = 256
@@ -163,7 +165,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
                 columns = [scratch + slot for slot in kept[settled:]]
                 key = self.keys.device, *columns
                 if key not in uploads:
-                    uploads[key] = torch.tensor(columns, device=self.keys.device)
+                    (uploads[key],) = upload(self.keys.device, np.array(columns))
                 source = uploads[key]
                 place = slice(target + settled, target + len(kept))
                 self.keys[row, :, place] = self.keys[row].index_select(1, source)

@@ -170,7 +170,7 @@ class StepBench:
         self._vocabulary = int(vocabulary)
         self.context = context
         is_static = runs_static(model, engine, invariant)
-        module, steps = engine_model(model, pack_weights, is_static, invariant), None
+        module, steps = engine_model(model, pack_weights, invariant), None
         if is_static:
             compiler = "inductor" if engine == "compiled" else None
             steps = StaticBuffers(module, 1, context + 2, max(NODE_COUNTS), compiler, invariant).steps
