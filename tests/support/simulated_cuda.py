@@ -91,7 +91,6 @@ class Simulation:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.graphs: list[Graph] = []
-        self.sync_mode: str | int = "default"
         self._capture: Graph | None = None
         self._capturing_thread = 0
         self._pinned: dict[int, torch.Tensor] = {}  # by address; held, so that none is used again
@@ -109,8 +108,6 @@ class Simulation:
         """The host waits until the device has done all that it was asked for."""
         if self._is_capturing:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what}), {_origin()[0]}")
-        if self.sync_mode == "error":
-            raise RuntimeError(f"called a synchronizing CUDA operation ({what}), {_origin()[0]}")
         for source, then, place in self._under_way:
             if not torch.equal(source, then):
                 raise RuntimeError(f"the host overwrote a pinned buffer while it was copied, {place}")
@@ -449,10 +446,6 @@ def _tree_attention(
 @contextmanager
 def simulated_cuda() -> Iterator[Simulation]:
     """While it lasts, torch has two CUDA devices, for this thread."""
-
-    def set_sync_mode(mode: str | int) -> None:
-        _device.sync_mode = mode
-
     replaced: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "default_generators": (torch.default_generator, torch.default_generator),
@@ -468,8 +461,6 @@ def simulated_cuda() -> Iterator[Simulation]:
         "mem_get_info": lambda *_: (10**10, 10**10),
         "get_device_capability": lambda *_: (9, 0),
         "get_device_name": lambda *_: "simulated",
-        "get_sync_debug_mode": lambda: _device.sync_mode,
-        "set_sync_debug_mode": set_sync_mode,
     }
     before = torch._C._only_lift_cpu_tensors()  # type: ignore[attr-defined]
     torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]

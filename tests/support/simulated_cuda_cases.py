@@ -7,7 +7,7 @@ The simulation patches torch, so `test_simulated_cuda.py` runs this file in a pr
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from threading import Thread
 from typing import Any
@@ -21,7 +21,11 @@ import lookahead
 from fuzz.families import build as build_family
 from fuzz.images import image_prompt
 from fuzz.variant import Variant
-from lookahead import Engine, LookaheadConfig
+from lookahead import Engine, LookaheadConfig, LookaheadWarning
+from lookahead.backends.transformers import engine_model
+from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder
+from lookahead.backends.transformers.model_state import state_of
+from lookahead.backends.transformers.static_steps import PAYS_FROM
 from lookahead.core.statistics import StepRecord
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 from model_zoo import ARCHITECTURES, build
@@ -44,9 +48,10 @@ from simulated_cuda import (
 PROMPT = torch.tensor([[5, 11, 7, 3, 13, 2, 17, 5, 11, 7, 3, 19, 5, 11, 7]])
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
-EAGER = LookaheadConfig(step_budget=16)
+EAGER = LookaheadConfig(step_budget=16, engine="dynamic")
 GRAPHS = LookaheadConfig(step_budget=16, engine="static")
-PLAIN = LookaheadConfig(preset="autoregressive")
+PLAIN = LookaheadConfig(preset="autoregressive", engine="dynamic")
+AUTO = LookaheadConfig(step_budget=16)
 
 
 @pytest.fixture(scope="session")
@@ -138,6 +143,31 @@ def test_replays_run_no_python_on_the_same_memory(device: Simulation) -> None:
         result.item()
 
 
+def test_what_waits_is_refused_before_it_is_captured(device: Simulation) -> None:
+    there = torch.ones(3, device="cuda:0")
+    recorder = CudaGraphRecorder(torch.device("cuda:0"))
+    waits: list[Callable[[], object]] = [
+        lambda: int(there[0]),
+        lambda: there[there > 0],
+        lambda: there.cpu(),
+        lambda: there.nonzero(),
+        lambda: torch.zeros(3).to("cuda:0"),
+    ]
+    for wait in waits:
+        with pytest.raises(RuntimeError, match="waits for the device"):
+            recorder.record(lambda wait=wait: (there + 1, wait()))  # type: ignore[misc]
+    other: list[list[float]] = []
+
+    def work() -> tuple[torch.Tensor, torch.Tensor]:
+        thread = Thread(target=lambda: other.append(there.tolist()))  # who waits for what is its own
+        thread.start()
+        thread.join()
+        return there + 1, there * 2
+
+    recorder.record(work)
+    assert other == [[1.0] * 3] * 3
+
+
 def test_a_buffer_overwritten_while_it_is_copied_is_an_error(device: Simulation) -> None:
     buffer = torch.zeros(2, pin_memory=True)
     copied = buffer.to("cuda", non_blocking=True)
@@ -167,6 +197,7 @@ MOST_OF_A_STEP = {
     "sampled by the text": (EAGER, {**SAMPLED, "repetition_penalty": 1.1}, 1, 5, 90),
     "batch": (EAGER, GREEDY, 2, 1, 57),
     "sampled batch": (EAGER, SAMPLED, 2, 1, 100),
+    "auto": (AUTO, GREEDY, 1, 1, 1.4),
     "graphs, plain": (LookaheadConfig(preset="autoregressive", engine="static"), GREEDY, 1, 1, 0),
     "graphs, tree": (GRAPHS, GREEDY, 1, 1, 1.4),
     "graphs, sampled": (GRAPHS, SAMPLED, 1, 1, 36),
@@ -188,7 +219,7 @@ def test_steps_wait_for_the_device_as_often_as_they_must(
     def note(record: StepRecord) -> None:
         steps.append((record.nodes, device.take()))
 
-    if config.engine == "static":  # captures
+    if config.engine != "dynamic":  # captures
         generated(there, inputs, config, **options)
     device.take()
     got = generated(there, inputs, config, on_step=note, **options)
@@ -202,8 +233,31 @@ def test_steps_wait_for_the_device_as_often_as_they_must(
     assert waits <= most_waits
     assert operations <= most_operations
     kinds = {event.kind for _, events in steps for event in events}
-    assert (REPLAY in kinds) == (config.engine == "static")
+    assert (REPLAY in kinds) == (config.engine != "dynamic")
     assert CAPTURE not in kinds
+
+
+def test_a_short_text_is_not_worth_a_capture(device: Simulation, demo: PreTrainedModel, prompt: torch.Tensor) -> None:
+    model, inputs = on_cuda(copy.deepcopy(demo)), {"input_ids": prompt}
+    for tokens, captures in ((PAYS_FROM - 2, False), (4 * PAYS_FROM, True)):
+        device.take()
+        options = {"max_new_tokens": tokens, "eos_token_id": None, "pad_token_id": 0, **GREEDY}
+        assert torch.equal(generated(model, inputs, AUTO, **options), expected(demo, inputs, **options))
+        engine = engine_model(model)
+        kept = state_of(engine).static_steps
+        assert kept is not None
+        assert (kept[1].recordings > 0) == captures
+
+
+def test_a_model_that_cannot_be_captured_says_so_and_runs(device: Simulation) -> None:
+    model, inputs = build("llama"), {"input_ids": PROMPT}
+    there = on_cuda(copy.deepcopy(model))
+    there.model.layers[0].register_forward_hook(lambda *_: None)
+    options = {"max_new_tokens": 16, "return_dict_in_generate": True, **GREEDY}
+    with pytest.warns(LookaheadWarning, match="without fixed shapes or CUDA graphs: its LlamaDecoderLayer has hooks"):
+        output = lookahead.generate(there, PROMPT.to("cuda:0"), lookahead_config=AUTO, **options)
+    assert output.statistics.engine == "dynamic"
+    assert torch.equal(to_host(output.sequences), expected(model, inputs, max_new_tokens=16, **GREEDY))
 
 
 MOST_OF_AN_ENGINE_STEP = {1: (1, 34), 4: (1, 37), 16: (1, 240)}

@@ -127,6 +127,7 @@ class Call:
             feeder.end()
         cache = self._call.release(keeps_cache)
         statistics.state_bytes, statistics.invariant_rows = self._call.state_bytes, self._call.invariant_rows
+        statistics.engine = self._call.engine
         sequences = [request.sequence for request in self._requests]
         cache = cache if self._returns_cache else None
         output = make_output(sequences, self._arguments, self._pad_token, statistics, cache)
@@ -201,7 +202,12 @@ def _packed_runner(arguments: Arguments, config: LookaheadConfig) -> RowsRunner 
     leaves_cache = asked.return_dict_in_generate and asked.use_cache
     if prompts.rows == 1 or prompts.cache is not None or prompts.inputs or leaves_cache:
         return None
-    if config.engine != "dynamic" or config.invariant or config.pack_weights or model.device.type != "cpu":
+    if (
+        config.engine not in ("auto", "dynamic")
+        or config.invariant
+        or config.pack_weights
+        or model.device.type != "cpu"
+    ):
         return None
     clone = packed_clone(model, pack_weights=False, invariant=False)
     return None if isinstance(clone, str) else RowsRunner(clone, equivalence(model).holds("positions_end"))

@@ -33,6 +33,7 @@ class Call(Protocol):
         keeps_cache: Whether the cache that a call leaves can be handed on.
         most_nodes: Nodes that the tree of each row may have.
         invariant_rows: See `Statistics.invariant_rows`.
+        engine: See `Statistics.engine`.
     """
 
     runner: Any
@@ -42,6 +43,7 @@ class Call(Protocol):
     keeps_cache: bool
     most_nodes: int
     invariant_rows: int
+    engine: str
 
     @property
     def state_bytes(self) -> int:

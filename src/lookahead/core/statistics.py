@@ -78,6 +78,7 @@ class Statistics:
         state_bytes: Bytes of running states copied so that rejected drafts could be undone; 0 for models without such
             states.
         invariant_rows: Least number of rows of any product with `LookaheadConfig.invariant`; 0 without it.
+        engine: The engine that ran: "dynamic", "static" or "compiled"; see `LookaheadConfig.engine`.
         sources: What each sequence drafts from at the end: entries, hit rates and so on of the n-gram pool
             (`NGramPool.statistics`) or memory (`MemoryStatistics`); counts go on over calls that share it.
     """
@@ -90,6 +91,7 @@ class Statistics:
     seconds: Seconds = field(default_factory=Seconds)
     state_bytes: int = 0
     invariant_rows: int = 0
+    engine: str = "dynamic"
     sources: list[dict[str, Any]] = field(default_factory=list)
 
     def record(self, step: StepRecord) -> None:

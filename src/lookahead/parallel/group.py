@@ -176,6 +176,7 @@ class RanksCall:
         self.clock: Callable[[], float] = local.clock
         self.keeps_cache, self.most_nodes = local.keeps_cache, local.most_nodes
         self.invariant_rows, self.state_bytes = local.invariant_rows, 0
+        self.engine = local.engine
 
     def backend(self, batch: Batch, asks_others: bool) -> ParallelRunner:
         """What runs the trees of `batch` on all ranks, which then walk them together."""

@@ -117,6 +117,6 @@ class EngineModel:
 
 def _checked(config: LookaheadConfig | None) -> LookaheadConfig:
     checked = check_config(config)
-    if checked.engine != "dynamic":
-        raise UnsupportedArgumentError(f"engine={checked.engine!r} is not supported by an Engine; use engine='dynamic'")
+    if checked.engine not in ("auto", "dynamic"):
+        raise UnsupportedArgumentError(f"engine={checked.engine!r} is not supported by an Engine; use engine='auto'")
     return checked

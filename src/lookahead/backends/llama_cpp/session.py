@@ -131,6 +131,7 @@ class GGUFCall:
     keeps_cache = packs = False
     state_bytes = 0
     invariant_rows = 0
+    engine = "dynamic"
 
     def __init__(
         self, model: GGUFModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
@@ -188,7 +189,7 @@ def check_settings(config: LookaheadConfig) -> None:
     Raises:
         InvalidArgumentError: There is one.
     """
-    if config.pack_weights or config.invariant or config.engine != "dynamic":
+    if config.pack_weights or config.invariant or config.engine not in ("auto", "dynamic"):
         what = f"pack_weights={config.pack_weights!r}" if config.pack_weights else f"engine={config.engine!r}"
         what = "invariant=True" if config.invariant and not config.pack_weights else what
         raise InvalidArgumentError(f"{what} is about models of transformers, but this is a GGUF model; leave it out")

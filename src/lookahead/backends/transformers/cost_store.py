@@ -134,7 +134,7 @@ def describe_setting(model: PreTrainedModel, engine: Mapping[str, Any] | None = 
 def engine_setting(config: LookaheadConfig) -> dict[str, Any]:
     """The options of the engine that change how fast it is, by name."""
     setting: dict[str, Any] = {"pack_weights": config.pack_weights}
-    if config.engine != "dynamic":
+    if config.engine not in ("auto", "dynamic"):
         setting["engine"] = config.engine
     if config.invariant:
         setting["invariant"] = True

@@ -128,8 +128,8 @@ def _check_packing(model: PreTrainedModel) -> None:
 
 
 def runs_static(model: PreTrainedModel, engine: str, invariant: bool) -> bool:
-    """Whether steps have fixed shapes: with a static `LookaheadConfig.engine`, and on CUDA where passes are invariant,
-    which they are by that alone.
+    """Whether steps have fixed shapes: with a static `LookaheadConfig.engine`, and on CUDA with "auto", or where passes
+    are invariant, which they are by that alone.
 
     Raises:
         UnsupportedArgumentError: There are no such steps.
@@ -139,7 +139,7 @@ def runs_static(model: PreTrainedModel, engine: str, invariant: bool) -> bool:
             "engine='compiled' has no invariant passes, as the compiler chooses the order of sums; use "
             "engine='static', or invariant=False"
         )
-    return engine != "dynamic" or (invariant and model.device.type == "cuda")
+    return engine in ("static", "compiled") or (model.device.type == "cuda" and (engine == "auto" or invariant))
 
 
 def _check_invariant(model: PreTrainedModel) -> None:

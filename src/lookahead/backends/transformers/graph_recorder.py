@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Pass = Callable[[], Outputs]
@@ -19,6 +20,9 @@ class Recorder(Protocol):
     def record(self, work: Pass) -> Pass:
         """A pass that does what `work` does with what lies in its tensors then; `work` may be called meanwhile."""
 
+    def forget(self) -> None:
+        """Nothing that was recorded will be run again."""
+
 
 class NoRecorder:
     """Passes are called as they are: on a CPU there are no launches to save."""
@@ -26,6 +30,9 @@ class NoRecorder:
     def record(self, work: Pass) -> Pass:
         """`work` itself."""
         return work
+
+    def forget(self) -> None:
+        """Nothing was kept."""
 
 
 class CudaGraphRecorder:
@@ -52,7 +59,7 @@ class CudaGraphRecorder:
             side.wait_stream(current)
             with torch.cuda.stream(side):
                 work()  # compiles kernels, chooses algorithms, takes work space
-                with _waiting_is_an_error():
+                with _RefuseWaiting():  # type: ignore[no-untyped-call]
                     work()
             current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
@@ -66,19 +73,40 @@ class CudaGraphRecorder:
 
         return replay
 
+    def forget(self) -> None:
+        """Take another pool: the memory of this one goes with its graphs."""
+        self._pool = torch.cuda.graph_pool_handle()
+
 
 def recorder_for(device: torch.device) -> Recorder:
     """What pays on `device`."""
     return CudaGraphRecorder(device) if device.type == "cuda" else NoRecorder()
 
 
-@contextmanager
-def _waiting_is_an_error() -> Iterator[None]:
-    """What waits for the device cannot be captured. It is better found out here: a capture that breaks off may
-    leave the device's random numbers in a state in which nobody can draw."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+class _RefuseWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What waits for the device cannot be captured. It is better found out before: a capture that breaks off may leave
+    the device's random numbers in a state in which nobody can draw. Other threads may wait as they like."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _waits(operation, args, kwargs):
+            raise RuntimeError(f"{operation} waits for the device")
+        return operation(*args, **kwargs)
+
+
+_VALUES_DECIDE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def _waits(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the host must know values that are on a device, or copies from one to the other and waits for it."""
+    tensors = [part for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)]
+    kinds = {tensor.device.type for tensor in tensors}
+    if operation in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+        target = kwargs.get("device")
+        kinds |= set() if target is None else {torch.device(target).type}
+        return len(kinds) > 1 and not kwargs.get("non_blocking", False)
+    if kinds <= {"cpu"}:
+        return False
+    if operation is torch.ops.aten.index.Tensor:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return bool(_VALUES_DECIDE & set(operation.tags))

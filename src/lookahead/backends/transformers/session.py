@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from itertools import chain
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -25,7 +26,7 @@ from lookahead.backends.transformers.text_limits import check_chain_text, check_
 from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 from lookahead.core.step import Batch
-from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
+from lookahead.errors import LookaheadWarning, UnsupportedArgumentError, UnsupportedModelError
 
 
 class TransformersSession:
@@ -125,6 +126,7 @@ class TreeCall:
         keeps_cache: Whether the cache that a call leaves can be handed on; see `QUESTIONS`.
         most_nodes: Nodes that the tree of each row may have.
         invariant_rows: See `Statistics.invariant_rows`.
+        engine: See `Statistics.engine`.
 
     Raises:
         LookaheadError: The model or its settings cannot do what is asked for.
@@ -148,6 +150,9 @@ class TreeCall:
             cache = TreeCache()
         self._buffers = _static_buffers(engine, config, prompts, generation_config) if is_static else None
         steps = self._buffers.steps if self._buffers else None
+        self.engine = "dynamic"
+        if steps is not None:
+            self.engine = "compiled" if config.engine == "compiled" else "static"
         self.invariant_rows = 0
         if config.invariant:
             self.invariant_rows = FIXED_ROWS if steps is not None else least_rows(engine)
@@ -192,16 +197,22 @@ def _static_buffers(
     Raises:
         UnsupportedArgumentError: Its passes would not be invariant without.
     """
-    longest = max(prompts.before) + generation_config.max_length
-    compiler = "inductor" if config.engine == "compiled" else None
-    buffers = StaticBuffers(engine, prompts.rows, longest, config.max_nodes, compiler, config.invariant)
+    before = max(prompts.before)
+    longest = before + generation_config.max_length
+    buffers = StaticBuffers(engine, config, prompts.rows, longest, before + prompts.width)
     if buffers.steps is not None:
         return buffers
     if config.invariant and engine.device.type == "cuda":
         raise UnsupportedArgumentError(
             f"invariant=True is not possible for this {type(engine).__name__} and texts of {longest} tokens: it cannot "
-            "be run with fixed shapes; use invariant=False"
+            f"be run with fixed shapes, as {buffers.obstacle}; use invariant=False"
         )
+    warnings.warn(
+        f"steps of this {type(engine).__name__} are run one kernel at a time, without fixed shapes or CUDA graphs: "
+        f"{buffers.obstacle}. engine='dynamic' says so beforehand",
+        LookaheadWarning,
+        stacklevel=2,
+    )
     return None
 
 
@@ -224,6 +235,7 @@ class ChainCall:
     """
 
     chains, packs = True, False
+    engine = "dynamic"
     most_nodes = MAX_NODES_PER_STEP
     invariant_rows = 0
 

@@ -22,9 +22,14 @@ from lookahead.backends.transformers.static_steps import (
     rounded,
 )
 from lookahead.backends.transformers.tree_cache import TreeCache
+from lookahead.config import LookaheadConfig
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
 Shapes = tuple[LayerShape | None, ...]
+
+GROWS_BY = 1024
+"""Tokens behind a prompt that memory is taken for at first: few calls write more, and growing captures all sizes
+again."""
 
 
 class StaticBuffers:
@@ -32,36 +37,38 @@ class StaticBuffers:
 
     Args:
         model: The module that runs the trees.
+        config: How steps are run, and the nodes of the largest tree.
         batch: Rows.
-        text: Tokens that the longest text may come to.
-        nodes: Nodes of the largest tree.
-        compiler: See `StaticSteps`.
-        one_size: Whether all passes are of one size, for steps that are invariant.
+        longest: Tokens that the longest text may come to.
+        start: Tokens of the longest prompt. With `engine="auto"` memory is taken for some more than these, and a size
+            is captured only if enough tokens are left to pay for it; else for all of the text, and as soon as a
+            step has that size.
 
     Attributes:
         steps: The steps; `None` if the model cannot be run with fixed shapes.
+        obstacle: Why not; empty if it can.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        batch: int,
-        text: int,
-        nodes: int,
-        compiler: str | None = None,
-        one_size: bool = False,
+        self, model: PreTrainedModel, config: LookaheadConfig, batch: int, longest: int, start: int | None = None
     ) -> None:
         self.steps: StaticSteps | None = None
+        self.obstacle = ""
+        compiler = "inductor" if config.engine == "compiled" else None
         shapes = _static_shapes(model, compiler is not None)
-        if shapes is None:
+        if isinstance(shapes, str):
+            self.obstacle = shapes
             return
-        sizes, most = pass_sizes(nodes), None
-        if one_size:
+        sizes, most = pass_sizes(config.max_nodes), None
+        if config.invariant:
             sizes = fixed_sizes(batch)
-            most = sizes[0] + nodes  # a part of a prompt, and what is drafted
+            most = sizes[0] + config.max_nodes  # a part of a prompt, and what is drafted
+        patient = config.engine == "auto" and not config.invariant and start is not None
+        text = min(longest, start + GROWS_BY) if patient and start is not None else longest
         capacity = rounded(text + (most or 0) + sizes[-1])
         first = SlotLimit(model.config).first
-        if first is not None and capacity > first:  # such a model would take the whole buffer for text
+        if first is not None and rounded(longest + (most or 0) + sizes[-1]) > first:
+            self.obstacle = f"it would take memory beyond {first} tokens for text"
             return
         self._state = state_of(model)
         self._made_for = (_wiring(model), batch, sizes, compiler, most)
@@ -70,9 +77,10 @@ class StaticBuffers:
         if kept is not None and kept[0] == self._made_for and capacity <= kept[1].cache.capacity <= 4 * capacity:
             self.steps = kept[1]
             self.steps.cache.reset()
-            return
-        del kept  # before new memory is taken
-        self.steps = StaticSteps(model, shapes, batch, capacity, sizes, recorder_for(model.device), compiler, most)
+        else:
+            del kept  # before new memory is taken
+            self.steps = StaticSteps(model, shapes, batch, capacity, sizes, recorder_for(model.device), compiler, most)
+        self.steps.last = longest if patient else None
 
     def copy_cache(self, cache: TreeCache) -> None:
         """Copy the texts' keys and values to `cache`, for callers who keep it."""
@@ -106,17 +114,19 @@ def fixed_runner(model: PreTrainedModel, batch: int) -> ModelRunner:
         UnsupportedModelError: The model cannot be run with fixed shapes.
     """
     shapes = _static_shapes(model)
-    if shapes is None:
-        raise UnsupportedModelError("its static passes fail, or differ from dynamic ones")
+    if isinstance(shapes, str):
+        raise UnsupportedModelError(shapes)
     sizes, recorder = fixed_sizes(batch), recorder_for(model.device)
     steps = StaticSteps(model, shapes, batch, 2 * FIXED_ROWS + CHECK_LENGTH, sizes, recorder, most=2 * sizes[0])
     return ModelRunner(model, batch, steps=steps)
 
 
-def _static_shapes(model: PreTrainedModel, compiled: bool = False) -> Shapes | None:
-    """What the layers keep of a token; `None` if the model cannot be run with fixed shapes. Tried once per model."""
-    if not _is_free_of_python(model):
-        return None
+def _static_shapes(model: PreTrainedModel, compiled: bool = False) -> Shapes | str:
+    """What the layers keep of a token; why the model cannot be run with fixed shapes, if it cannot. Tried once per
+    model."""
+    obstacle = _obstacle(model)
+    if obstacle:
+        return obstacle
     state = state_of(model)
     setting = (model.config._attn_implementation, model.dtype, model.device, compiled)
     with state.lock:
@@ -126,25 +136,28 @@ def _static_shapes(model: PreTrainedModel, compiled: bool = False) -> Shapes | N
         return state.static_shapes[setting]
 
 
-def _is_free_of_python(model: PreTrainedModel) -> bool:
-    """Whether all that a pass does is done by the device: what Python does is not done by a captured graph.
+def _obstacle(model: PreTrainedModel) -> str:
+    """What a pass does that a device does not: what Python does is not done by a captured graph. Empty if nothing.
 
     So models are left alone that have hooks, adapters that can be switched, or frequencies of positions that are
     chosen anew when a text becomes long.
     """
-    return (
-        model.device.type != "meta"
-        and can_be_cloned(model)
-        and PositionLimit(model.config).changes_after is None
-        and not any(
-            module._forward_hooks or module._forward_pre_hooks or type(module).__module__.startswith("peft.")
-            for module in model.modules()
-        )
-    )
+    if model.device.type == "meta":
+        return "its weights are loaded when they are needed"
+    if not can_be_cloned(model):
+        return "the forward of a module in it was replaced"
+    if PositionLimit(model.config).changes_after is not None:
+        return "its positions change when a text becomes long"
+    for module in model.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"its {type(module).__name__} has hooks"
+        if type(module).__module__.startswith("peft."):
+            return "it has adapters"
+    return ""
 
 
 @torch.no_grad()
-def _try_static(model: PreTrainedModel, compiler: str | None = None) -> Shapes | None:
+def _try_static(model: PreTrainedModel, compiler: str | None = None) -> Shapes | str:
     """Compare logits of static steps with those of dynamic ones."""
     dynamic = ModelRunner(model, 1)
     expected = check_logits(dynamic)
@@ -156,10 +169,10 @@ def _try_static(model: PreTrainedModel, compiler: str | None = None) -> Shapes |
             sizes, most, capacity = fixed_sizes(1), FIXED_ROWS, CHECK_LENGTH + FIXED_ROWS
         steps = StaticSteps(model, shapes, 1, capacity, sizes, recorder, compiler, most)
         logits = check_logits(ModelRunner(model, 1, steps=steps))
-    except Exception:
+    except Exception as error:
         # Whatever it is, a model that needs shapes or contents to be other than fixed runs as it did before.
-        return None
-    return shapes if agree(logits, expected, model.dtype) else None
+        return f"passes of fixed shapes fail ({type(error).__name__}: {error})"
+    return shapes if agree(logits, expected, model.dtype) else "passes of fixed shapes give other logits"
 
 
 def _wiring(model: PreTrainedModel) -> tuple[object, ...]:

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers import ModelRunner, StaticBuffers, engine_model, runs_static
+from lookahead.config import LookaheadConfig
 from lookahead.core.step_costs import StepCosts
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
@@ -162,7 +163,7 @@ class StepBench:
         context: int,
         seed: int = 0,
         pack_weights: bool = False,
-        engine: str = "dynamic",
+        engine: str = "auto",
         invariant: bool = False,
     ) -> None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -172,8 +173,8 @@ class StepBench:
         is_static = runs_static(model, engine, invariant)
         module, steps = engine_model(model, pack_weights, invariant), None
         if is_static:
-            compiler = "inductor" if engine == "compiled" else None
-            steps = StaticBuffers(module, 1, context + 2, max(NODE_COUNTS), compiler, invariant).steps
+            sizes = LookaheadConfig(step_budget=max(NODE_COUNTS), engine=engine, invariant=invariant)
+            steps = StaticBuffers(module, sizes, 1, context + 2).steps
         self._runner = ModelRunner(module, 1, steps=steps)
         self.text = self._random.integers(self._vocabulary, size=context + 1).tolist()
         last = self._runner.last_length
