@@ -26,6 +26,7 @@ from lookahead.backends.transformers import engine_model
 from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.static_steps import PAYS_FROM
+from lookahead.backends.transformers.tuning import measure
 from lookahead.core.statistics import StepRecord
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 from model_zoo import ARCHITECTURES, build
@@ -247,6 +248,20 @@ def test_a_short_text_is_not_worth_a_capture(device: Simulation, demo: PreTraine
         kept = state_of(engine).static_steps
         assert kept is not None
         assert (kept[1].recordings > 0) == captures
+
+
+def test_tune_times_graphs_and_no_capture(device: Simulation, there: PreTrainedModel) -> None:
+    captured: list[bool] = []
+
+    def note(what: str) -> None:
+        captured.append(any(event.kind == CAPTURE for event in device.take()))
+
+    measured = measure(there, node_counts=(1, 8), contexts=(64,), repeats=2, progress=note)
+    assert [point.nodes for point in measured.points] == [1, 8]
+    assert any(event.kind == REPLAY for event in device.take())
+    rounds = len(captured) // 3
+    assert any(captured[: rounds + 2])
+    assert not any(captured[-2 * rounds :]), "only the round that does not count captures"
 
 
 def test_a_model_that_cannot_be_captured_says_so_and_runs(device: Simulation) -> None:

@@ -20,12 +20,12 @@ Read = Callable[[], NDArray[np.int32]]
 
 
 def upload(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
-    """The arrays on `device`, by one copy for which the host does not wait; on a CPU they share their memory."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
+    """The arrays on `device`: on CUDA by one copy, for which the host does not wait; on a CPU in the same memory."""
+    if device.type != "cuda":
+        return [torch.from_numpy(array).to(device) for array in arrays]
     sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
     ends = np.cumsum(sizes).tolist()
-    staged = torch.empty(max(ends[-1], 1), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    staged = torch.empty(max(ends[-1], 1), dtype=torch.uint8, pin_memory=True)
     on_host = staged.numpy()
     for array, end, size in zip(arrays, ends, sizes, strict=True):
         on_host[end - size : end - size + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

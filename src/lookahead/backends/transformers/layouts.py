@@ -129,7 +129,7 @@ class Padded:
         # Plain decoding of one sequence needs no mask of ours: transformers' own fast path applies.
         plain = len(step.layouts) == 1 and step.layouts[0].is_chain and not self.is_invariant
         masks = None if plain else self._masks
-        packs = masks is not None and (self._attention in PACKED_MASKS or self._device.type != "cpu")
+        packs = masks is not None and (self._attention in PACKED_MASKS or self._device.type == "cuda")
         packed = masks.pack(_ancestors(step, *positions.shape), step.lengths, positions) if masks and packs else []
         # A number keeps the last ones, without the copy that picking them takes.
         keeps_last = len(keep) > 0 and positions.shape[1] - int(keep[0]) == len(keep)
@@ -160,7 +160,7 @@ class Padded:
         return masks.arrange(named)
 
     def _dense(self, masks: MaskBuilder, step: Step, positions: Integers) -> Any:
-        """Masks of all columns, made on a CPU."""
+        """Masks of all columns, made on the host."""
         batch, nodes = positions.shape
         scratch = max(step.lengths)
         visible = np.zeros((batch, nodes, scratch + nodes), dtype=np.bool_)
@@ -171,7 +171,7 @@ class Padded:
             visible[row, :count, scratch : scratch + count] = layout.ancestor_mask()
         cached = np.broadcast_to(np.arange(scratch), (batch, scratch))
         keys = np.concatenate([cached, positions], axis=1)
-        return masks.build(visible, positions, keys, self._model.dtype, step.dropped)
+        return masks.build(visible, positions, keys, self._model.dtype, self._device, step.dropped)
 
 
 def _ancestors(step: Step, rows: int, nodes: int) -> NDArray[np.bool_]:
@@ -232,7 +232,7 @@ class Packed:
             placed += np.repeat(step.shifts, step.counts)
         keep = np.concatenate([first + layout.read_slots for first, layout in zip(firsts, layouts, strict=True)])
         counts = step.counts
-        if self._device.type == "cpu":
+        if self._device.type != "cuda":
             packed: list[NDArray[np.int32]] = []
         else:  # padded, so that all rows are one tensor
             places = np.zeros((len(layouts), max(counts)), dtype=np.int64)
@@ -290,4 +290,4 @@ class Packed:
         visible = np.ones((len(own), len(keys)), dtype=np.bool_)
         visible[:, length:] = layout.ancestor_mask()
         seen = self._masks.seen(kind, visible[None], own[None], keys[None])
-        return self._masks.additive(seen, self._model.dtype)
+        return self._masks.additive(seen, self._model.dtype, self._device)

@@ -60,15 +60,17 @@ class MaskBuilder:
         query_positions: NDArray[np.int64],
         key_positions: NDArray[np.int64],
         dtype: torch.dtype,
+        device: torch.device,
         dropped: int = 0,
     ) -> Any:
-        """The masks of one step, on the CPU.
+        """The masks of one step.
 
         Args:
             visible: Which keys each query may see if its layer sees all the text, `[batch, queries, keys]`.
             query_positions: Position ids of the queries, `[batch, queries]`.
             key_positions: Position ids of the keys, `[batch, keys]`.
             dtype: Number type of the model; masked keys get its lowest number, the others 0.
+            device: Where the masks go.
             dropped: How many of the first keys the layers with a window have forgotten.
 
         Returns:
@@ -77,7 +79,7 @@ class MaskBuilder:
         masks = {}
         for kind in self.kinds:
             seen = self.seen(kind, visible, query_positions, key_positions)
-            masks[kind] = self.additive(seen[:, :, 0 if kind == FULL else dropped :], dtype)
+            masks[kind] = self.additive(seen[:, :, 0 if kind == FULL else dropped :], dtype, device)
         return self.arrange(masks)
 
     def seen(
@@ -95,10 +97,10 @@ class MaskBuilder:
         return visible & (key_positions[:, None, :] >= first[:, :, None])
 
     @staticmethod
-    def additive(seen: NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:
+    def additive(seen: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """What is added to scores so that they count where `seen` `[batch, queries, keys]` says, `[batch, 1, ...]`."""
-        allowed = torch.from_numpy(seen)[:, None]
-        mask = torch.zeros(allowed.shape, dtype=dtype)
+        allowed = torch.from_numpy(seen).to(device)[:, None]
+        mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
         return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
 
     def pack(

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 )
 
 from lookahead.backends.transfers import Read, upload
-from lookahead.backends.transformers.noise import RowNoise
+from lookahead.backends.transformers.noise import MOST_BYTES, RowNoise
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.core.token_tree import NodeKind, TokenTree
 
@@ -113,11 +113,13 @@ class TextSampler:
         """
         self._foreseen = None
         device = sequence.device
-        if self._noise is None or not self._ignores_text or device.type == "cpu" or outputs.logits.device != device:
+        if self._noise is None or not self._ignores_text or device.type != "cuda" or outputs.logits.device != device:
             return
         top = tree.depths[tree.root]
         nodes = [tree.root, *range(tree.root + 1, len(tree))]
         nodes = [node for node in nodes if node in outputs.rows and tree.kinds[node] is not NodeKind.WINDOW]
+        # What is left out is selected when the walk comes to it.
+        nodes = nodes[: max(MOST_BYTES // (4 * outputs.logits.shape[-1]), 1)]
         like = outputs.logits.new_empty((1, outputs.logits.shape[-1]), dtype=torch.float32)
         noise = self._noise.look_ahead(1 + max(tree.depths[node] for node in nodes) - top, like)
         nodes = [node for node in nodes if tree.depths[node] - top < len(noise)]
