@@ -68,8 +68,8 @@ HEADS = ((32, 8, 128), (16, 8, 256), (32, 32, 96), (40, 8, 80), (8, 8, 64))
 
 METHODS: dict[str, LookaheadConfig] = {
     "auto": LookaheadConfig(),
-    "auto, static": LookaheadConfig(engine="static"),
-    "auto, static, 32 nodes": LookaheadConfig(engine="static", step_budget=32),
+    "auto, eager": LookaheadConfig(engine="dynamic"),
+    "auto, 32 nodes": LookaheadConfig(step_budget=32),
     "paper": LookaheadConfig(preset="paper"),
 }
 LOADS = (1, 4, 16, 64)
@@ -333,7 +333,7 @@ def units_of(options: Options, device: Device) -> Iterator[tuple[str, str, Calla
     for heads, groups, size in HEADS if device.is_cuda else ():
         yield "right", f"kernel {heads} {groups} {size}", partial(kernel_rows, device, heads, groups, size)
     for dtype in ("float32", "bfloat16"):
-        for name in ("auto", "auto, static", "paper") if dtype == "float32" else ("auto, static",):
+        for name in ("auto", "auto, eager", "paper") if dtype == "float32" else ("auto",):
             yield "right", f"texts, {name}, {dtype}", partial(texts_of_generate, device, name, METHODS[name], dtype)
     for context in options.contexts:
         for engine in ("dynamic", "static"):
