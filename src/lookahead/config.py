@@ -362,6 +362,6 @@ class LookaheadConfig:
 
 
 OWNERS: dict[str, tuple[str, ...]] = {
-    each.name: each.metadata["presets"] for each in fields(LookaheadConfig) if each.metadata["presets"] != PRESETS
+    field.name: field.metadata["presets"] for field in fields(LookaheadConfig) if field.metadata["presets"] != PRESETS
 }
 """Fields that are about some presets only, and which these are."""

@@ -95,8 +95,10 @@ class ChainDrafter:
         """What the drafter says of those nodes that were sent."""
         if tree is not self._tree or self._sketch is None:
             return Explanation()
-        told, first = explain(self._drafter, self._sketch), self._sketch.root + 1
-        return Explanation([told.origins[place - first] for place in self._places if place >= first], told.entries)
+        explanation, first = explain(self._drafter, self._sketch), self._sketch.root + 1
+        return Explanation(
+            [explanation.origins[place - first] for place in self._places if place >= first], explanation.entries
+        )
 
     def observe(self, result: StepResult) -> None:
         """Let the drafter learn from what was sent."""

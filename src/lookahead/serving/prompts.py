@@ -170,7 +170,7 @@ def predicted_texts(
             f"prediction has {len(given)} texts for {rows} prompts; give a list with one for each, None where nothing "
             "is expected"
         )
-    texts = [[] if each is None else token_ids("prediction", each, vocabulary) for each in given]
+    texts = [[] if item is None else token_ids("prediction", item, vocabulary) for item in given]
     return [PredictedText(text) if text else None for text in texts]
 
 

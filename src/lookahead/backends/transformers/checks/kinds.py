@@ -129,8 +129,8 @@ class _Comparison:
         output = self._model.generate(
             ids, attention_mask=mask, max_new_tokens=1, do_sample=False, return_dict_in_generate=True
         )
-        own, plain = (cache.layers[0].keys[0] for cache in (runner.cache, output.past_key_values))
-        return self._same([own[:, :_PROMPT]], [plain[:, padding : padding + _PROMPT]])
+        padded, plain = (cache.layers[0].keys[0] for cache in (runner.cache, output.past_key_values))
+        return self._same([padded[:, :_PROMPT]], [plain[:, padding : padding + _PROMPT]])
 
     def _runner(self, rows: int = 1, padding: Sequence[int] | None = None) -> ModelRunner:
         runner = ModelRunner(self._model, rows, most_nodes=_NODES, positions_end=self._ends)

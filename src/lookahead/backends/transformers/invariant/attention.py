@@ -91,7 +91,7 @@ def invariant_attention(
         attend(*about, (0, units))
     else:
         bounds = [units * part // threads for part in range(threads + 1)]
-        for part in [_pool(threads).submit(attend, *about, each) for each in pairwise(bounds)]:
+        for part in [_pool(threads).submit(attend, *about, part_bounds) for part_bounds in pairwise(bounds)]:
             part.result()
     return output.to(query.dtype), None
 
