@@ -146,7 +146,6 @@ def test_all_methods_on_all_tasks(bench: Bench, folder: Path, capsys: pytest.Cap
         assert bool(row["seconds"]) == ("lookahead" in row["settings"]["method"])
         assert row["machine"]["threads"] == torch.get_num_threads()
         assert row["versions"]["torch"] == torch.__version__
-        assert len(row["config"]) == 16
     assert len({tuple(row["output"]) for row in rows if row["reference"]}) == 4, "the texts are different ones"
 
 

@@ -64,7 +64,6 @@ def row(
         "steps": len(lengths),
         "cpu_seconds": cpu,
         "wall_seconds": 2 * cpu,
-        "resident_bytes": 2**20,
         "cycle_share": 0.25,
         "tokens_before_cycles": sum(early),
         "steps_before_cycles": len(early),

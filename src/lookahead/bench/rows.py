@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
-from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
@@ -30,22 +29,6 @@ from lookahead.errors import InvalidArgumentError
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """The processor that does the work, and how many threads it may use."""
     return {"type": device.type, "device": device_name(device), "threads": torch.get_num_threads()}
-
-
-def resident_bytes() -> int | None:
-    """Memory of this process that lies in RAM, in bytes; `None` where that cannot be had.
-
-    From the system itself on Linux, elsewhere from psutil, if that is installed.
-    """
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        pass
-    try:
-        return int(import_module("psutil").Process().memory_info().rss)
-    except ImportError:
-        return None
 
 
 Row = dict[str, Any]
@@ -103,7 +86,6 @@ def build_row(request: Request, run: Run, circumstances: Mapping[str, Any]) -> R
         circumstances: Versions and machine.
     """
     model, task, method, prompt, repeat = request.key
-    settings = request.settings()
     early = steps_within(run.accepted_lengths, tokens_before_cycles(run.output))
     return {
         "model": model,
@@ -121,7 +103,6 @@ def build_row(request: Request, run: Run, circumstances: Mapping[str, Any]) -> R
         "cpu_seconds": round(run.cpu_seconds, 6),
         "wall_seconds": round(run.wall_seconds, 6),
         "seconds": {part: round(seconds, 6) for part, seconds in run.seconds.items()},
-        "resident_bytes": resident_bytes(),
         "cycle_share": round(repeated_cycle_share(run.output), 4),
         "tokens_before_cycles": sum(early),
         "steps_before_cycles": len(early),
@@ -129,8 +110,7 @@ def build_row(request: Request, run: Run, circumstances: Mapping[str, Any]) -> R
         "nodes_per_step": run.nodes_per_step,
         "accepted_lengths": run.accepted_lengths,
         "output": run.output,
-        "config": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16],
-        "settings": settings,
+        "settings": request.settings(),
         **circumstances,
         "date": date.today().isoformat(),
     }
