@@ -26,7 +26,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from lookahead import LookaheadConfig
-from lookahead.bench.method_runner import ForwardCounter
+from lookahead.bench.measuring import ForwardCounter
 from lookahead.bench.models import BenchModel, sharing_weights
 from lookahead.bench.rows import Row
 from lookahead.core.protocols import StepResult

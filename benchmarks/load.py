@@ -27,7 +27,6 @@ from typing import Any
 
 import httpx
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 
 import lookahead
 from lookahead.bench.rows import Row
@@ -38,13 +37,6 @@ from probe import Probe, Unit, option, prompts_of
 START_SECONDS = 300
 PROMPT_CHARACTERS = 450
 """Length of a prompt of `own_prompts`, about that of HumanEval's."""
-
-NOTES = {
-    "steps": "lookahead:steps_total",
-    "drafted": "vllm:spec_decode_num_draft_tokens_total",
-    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
-}
-"""What a server of ours says of a load, by name in a row."""
 
 SERVERS = ("lookahead serve", "lookahead serve, no drafts", "transformers serve")
 
@@ -144,9 +136,9 @@ class Bench:
             start = 0
             for users, requests in zip(self._options.users, self._options.requests, strict=True):
                 texts, start = self._prompts[start : start + requests], start + requests
-                before = _counts(url, process)
+                before = _seconds(process)
                 benchmark = self._load(url, name, texts, users)
-                after = _counts(url, process)
+                after = _seconds(process)
                 row: Row = {"kind": "run", "server": server, "repeat": repeat, "users": users}
                 yield row | self._figures(benchmark) | {key: after[key] - before[key] for key in after}
 
@@ -182,17 +174,10 @@ class Bench:
         return row
 
 
-def _counts(url: str, process: psutil.Process) -> dict[str, float]:
-    """What a server has done so far, and the load generators: seconds of CPU time, steps and drafts."""
+def _seconds(process: psutil.Process) -> dict[str, float]:
+    """CPU seconds that a server has taken so far, and the load generators."""
     times = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = {"cpu_seconds": sum(process.cpu_times()[:2]), "generator_cpu_seconds": times.ru_utime + times.ru_stime}
-    answer = httpx.get(f"{url}/metrics")
-    if answer.status_code != 200:
-        return seconds
-    told = {
-        sample.name: sample.value for each in text_string_to_metric_families(answer.text) for sample in each.samples
-    }
-    return seconds | {key: told[name] for key, name in NOTES.items() if name in told}
+    return {"cpu_seconds": sum(process.cpu_times()[:2]), "generator_cpu_seconds": times.ru_utime + times.ru_stime}
 
 
 def probe(options: Options) -> Probe:

@@ -29,7 +29,7 @@ from bench_suite import (
     make_model,
     write_prompts,
 )
-from lookahead.bench.method_runner import ForwardCounter, MethodRunner, Run
+from lookahead.bench.measuring import ForwardCounter, MethodRunner, Run
 from lookahead.bench.models import load, sharing_weights
 from lookahead.bench.suite import ModelSpec
 from lookahead.cli import main

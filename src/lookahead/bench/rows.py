@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from itertools import accumulate
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import torch
 
 from lookahead.backends.transformers.cost_store import device_name
-from lookahead.bench.method_runner import Run
 from lookahead.bench.models import BenchModel, Prompt
 from lookahead.bench.repetition import repeated_cycle_share, tokens_before_cycles
 from lookahead.bench.suite import MethodSpec, TaskSpec
@@ -33,6 +32,29 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 Row = dict[str, Any]
 Key = tuple[str, str, str, str, int]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one call did.
+
+    Attributes:
+        output: The tokens generated.
+        steps: Forward passes that decoded tokens.
+        nodes_per_step: Tokens sent in each of them, those of the prompt not counted.
+        accepted_lengths: Tokens that each of them added.
+        cpu_seconds: CPU time of the call, all threads together.
+        wall_seconds: Wall time of the call.
+        seconds: Wall time by part of the step, empty for transformers.
+    """
+
+    output: list[int]
+    steps: int
+    nodes_per_step: list[int]
+    accepted_lengths: list[int]
+    cpu_seconds: float
+    wall_seconds: float
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
