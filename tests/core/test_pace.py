@@ -55,7 +55,6 @@ class Text:
                 row.offer(np.full(row.most, likely), sent.append)
                 accepted, longer = next(drafts)
                 accepted = min(accepted, sent[-1])
-                row.learn(range(accepted))
             nodes = 1 + sent[-1]
             seconds = seconds_of(self._curve, nodes) * longer
             self.pace.book(StepTime(nodes, 100, seconds * self._jitter(), 1 + accepted, 1, not rests))
@@ -153,8 +152,6 @@ def test_chains_of_honest_probabilities_go_about_as_fast_as_with_the_best_fixed_
             accepted = 0
             while accepted < sent[-1] and generator.random() < ease:
                 accepted += 1
-            if nodes is None and not is_plain:
-                row.learn(range(accepted))
             took = seconds_of(curve, 1 + sent[-1])
             pace.book(StepTime(1 + sent[-1], 100, took, 1 + accepted, 1, not is_plain))
             seconds, tokens = seconds + took, tokens + 1 + accepted
@@ -217,7 +214,7 @@ def test_costs_are_learned_from_noisy_steps_and_never_fall(curve: str) -> None:
     for step in range(300):
         nodes = sizes[step % 5] if step % 6 else 1
         costs.observe(nodes, 100, 0.01 * seconds_of(curve, nodes) * noise(), plain=nodes == 1)
-    assert costs.seconds(1, plain=True) == pytest.approx(0.01, rel=0.1)
+    assert costs.plain(1) == pytest.approx(0.01, rel=0.1)
     for nodes in sizes:
         assert costs.seconds(nodes) == pytest.approx(0.01 * seconds_of(curve, nodes), rel=0.08)
     assert (np.diff(costs.curve) >= 0).all()
@@ -229,7 +226,7 @@ def test_three_plain_steps_show_that_they_take_longer_now() -> None:
         costs.observe(1 if step % 2 else 16, 100, 0.01, plain=step % 2 > 0)
     for _ in range(3):
         costs.observe(1, 2000, 0.015, plain=True)
-    assert costs.seconds(1, plain=True) == pytest.approx(0.015, rel=0.05)
+    assert costs.plain(1) == pytest.approx(0.015, rel=0.05)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])

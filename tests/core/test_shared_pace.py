@@ -105,7 +105,6 @@ class Load:
             sent = 0 if rests else sum(send(self.shared, [[0.4] * 8] * self._rows))
             share, longer = (0.0, 1.0) if rests else next(drafts)
             accepted = round(share * sent)
-            self.shared.learn(0.4 * sent, accepted)
             took = (1 + self._slope * (self._rows + sent - 1)) * longer
             tokens = self._rows + accepted
             self.shared.book(StepTime(self._rows + sent, 100, took, tokens, self._rows, not rests))

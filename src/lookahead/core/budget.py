@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -45,9 +45,6 @@ class StepBudget(Protocol):
             pending: Nodes of the row without them.
         """
 
-    def learn(self, accepted: Sequence[int]) -> None:
-        """Note which of the candidates that were sent were accepted, by their places in what was offered."""
-
 
 class FixedBudget:
     """Sends all candidates up to a number of nodes.
@@ -76,6 +73,3 @@ class FixedBudget:
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
         """See `StepBudget`."""
         send(min(int(np.count_nonzero(likely >= self._least)), self.most))
-
-    def learn(self, accepted: Sequence[int]) -> None:
-        """See `StepBudget`."""

@@ -7,44 +7,32 @@ what later steps are drafted from. Whether drafting goes on at all is a running 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.budget import Send
 from lookahead.core.compiled import compiled
-from lookahead.core.step_costs import PLAIN, StepCosts, seconds_at
+from lookahead.core.step_costs import PLAIN, SURPRISE, StepCosts, seconds_at
 from lookahead.core.step_time import StepTime
 
 FIRST_NODES = 8
 """Nodes of a row in the first step. Steps grow to twice as many as were run: nobody pays for a large one before a
 smaller one has shown what steps cost."""
 
-USUAL_NODES, CHEAP = 32, 1.15
-"""Most nodes of a row; twice as many where these take less than `CHEAP` plain steps. With the rule below 32 nodes were
-best on every curve of a CPU that was played (float32, 16 bits with AVX-512 and AMX), 64 nodes 2 to 5 % worse; on a GPU,
-where 64 nodes cost what 8 do, they gave 1.15 of 32."""
-
-WORTH = 1.2
-"""A node is sent where this many times its probability pays: it also teaches. Played, GSM8K, HumanEval and stories:
-1.0 to 1.7 are within 2 % of each other; by the rate of late steps instead of the plain one, 3 to 7 % worse."""
-
-DEAR = 3.0
-"""After each plain step that was timed, and after a rest, a step sends all it may, as far as it takes no more than so
-many plain ones: for its time to be known anew, and for what it teaches."""
+USUAL_NODES = 32
+"""Most nodes of a row; twice as many where these cost less than they teach. With the rule below 32 nodes were best on
+every curve of a CPU that was played (float32, 16 bits with AVX-512 and AMX), 64 nodes 2 to 5 % worse; on a GPU, where
+64 nodes cost what 8 do, they gave 1.15 of 32."""
 
 TAUGHT = 0.007
 """What a node is worth besides, in tokens, whatever becomes of it: what the model says after it fills the memory.
 Played with AMX and on a GPU: 1.05 to 1.15 of the speed without it, by nodes that cost next to nothing; with AVX-512
 0.95 to 1.05, and with 0.02 less."""
 
-FADING = 0.99
-"""What evidence of how many candidates come true keeps of its weight from one step to the next."""
-
-LOOKING = 1.03
-"""What a step takes that was drafted and sends nothing, until some were timed, in plain steps."""
+DEAR = 3.0
+"""After plain steps that were timed, and after a rest, a step sends all it may, as far as it takes no more than so many
+plain ones: for its time to be known anew, and for what it teaches."""
 
 FIRST_CREDIT, TRIAL, MOST_CREDIT = 5.0, 2.0, 16.0
 """What drafts may lose at first, each time they are tried again, and after they have paid, in plain steps."""
@@ -53,18 +41,13 @@ REST, COVER = 16, 100
 """Plain steps of the first rest; each is twice as long as the one before, up to `COVER` for each plain step that was
 lost. First rests of 64 steps cost texts of 128 tokens a fifth of their speed where early drafts were unlucky."""
 
-MOST_SURPRISE = 1.3
-"""A step counts no longer than so many times what is usual for its size: others use the machine, too."""
-
-FIRST_INTERVAL, INTERVAL = 2, 256
-"""Drafted steps before the first plain one, and the most between two."""
-
-SETTLED_PLAIN = 2
+PLAIN_STEPS = 2
 """Of plain steps in a row so many are run and the last one is timed: the first after a draft took a third longer than
 those of plain decoding (stories260k), and drafts that lost seemed to pay."""
 
-LEAST_LIKELY = 0.01
-"""A candidate less likely than this is never looked for where many rows share a step."""
+TIMED = 4
+"""Plain steps are run after as many drafted ones, and then after so many times more, until they are one in `COVER`.
+Played with twice instead of four times more: 2 to 3 % less on texts of 128 to 200 tokens."""
 
 
 class Credit:
@@ -123,14 +106,12 @@ class Pace:
         self.rows = rows
         self.credit = Credit(FIRST_CREDIT)
         self._tried = FIRST_NODES // 2 * rows
-        self._accepted = self._expected = 1.0
         self._plain = 0  # plain steps since the last drafted one
-        self._since, self._interval = 0, FIRST_INTERVAL  # drafted steps since the last plain one, and until the next
+        self._since, self._interval = 0, PLAIN_STEPS  # drafted steps since the last plain one, and until the next
 
     def similar(self, rows: int) -> Pace:
-        """For another number of rows, beginning with what is known here of costs and of how much comes true."""
+        """For another number of rows, beginning with what is known here of costs."""
         pace = Pace(self.costs.similar(), rows)
-        pace._accepted, pace._expected = self._accepted, self._expected
         pace._tried = max(pace._tried, self._tried)
         if self.credit.failures:
             pace.credit = Credit(TRIAL)
@@ -154,10 +135,11 @@ class Pace:
     @property
     def nodes(self) -> int:
         """Nodes of the coming step for each row, the root included, at most."""
-        nodes, plain = USUAL_NODES, self.costs.seconds(self.rows, plain=True)
-        while nodes < MOST_CHOSEN_NODES and self.costs.seconds(nodes * self.rows) <= CHEAP * plain:
+        costs, rows, nodes = self.costs, self.rows, USUAL_NODES
+        taught = TAUGHT * costs.plain(rows)
+        while nodes < MOST_CHOSEN_NODES and rows * costs.added(rows, nodes * rows) < taught:
             nodes *= 2
-        return max(min(self.costs.padded(nodes * self.rows), self.room) // self.rows, 1)
+        return max(min(costs.padded(nodes * rows), self.room) // rows, 1)
 
     def choose(self, likely: NDArray[np.float64], pending: int = 1, resends: bool = False, shared: bool = False) -> int:
         """How many candidates are sent, the first ones.
@@ -170,33 +152,20 @@ class Pace:
             shared: Whether they are those of all rows. Else each row sends as many.
         """
         costs, rows = self.costs, 1 if shared else self.rows
-        plain, idle = costs.seconds(self.rows, plain=True), costs.seconds(pending * rows)
-        if pending * rows == self.rows:
-            idle = min(idle, LOOKING * plain)
+        plain = costs.plain(self.rows)
         if self._since == 0 and not resends:
             sent = len(likely)
             while sent and costs.seconds((pending + sent) * rows) > DEAR * plain:
                 sent //= 2
             return sent
-        price = self.rows / rows / plain
-        worth, taught = self._accepted / self._expected, 0.0
-        if not resends:
-            worth, taught = worth * WORTH, TAUGHT
-        chosen = _choose(likely, pending, rows, resends, worth, idle, price, taught, costs.curve)
+        chosen = _choose(likely, pending, rows, resends, plain * rows / self.rows, costs.curve)
         if chosen:  # what fills a pass of fixed size costs nothing
             chosen = min(costs.padded((pending + chosen) * rows) // rows - pending, len(likely))
         return chosen
 
     def least(self, rows: int) -> float:
         """How likely a candidate of one of so many rows that share a step must be for it to be sent, about."""
-        plain, nodes = self.costs.seconds(rows, plain=True), 2 * rows
-        slope = (self.costs.seconds(nodes) - self.costs.seconds(rows)) / (nodes - rows)
-        return max(rows * slope / plain * self._expected / (WORTH * self._accepted), LEAST_LIKELY)
-
-    def learn(self, expected: float, accepted: int) -> None:
-        """Note how many of the candidates that a step sent were to be accepted, and how many were."""
-        self._accepted = FADING * self._accepted + accepted
-        self._expected = FADING * self._expected + expected
+        return max(rows * self.costs.added(rows, 2 * rows) / self.costs.plain(rows), TAUGHT)
 
     def book(self, step: StepTime) -> None:
         """Note a step. One that carried prompts says nothing."""
@@ -206,13 +175,13 @@ class Pace:
             self._book_draft(step)
             return
         self._plain += 1
-        if self._plain >= SETTLED_PLAIN:
+        if self._plain >= PLAIN_STEPS:
             seconds = step.seconds * self._without_certain(step)
             self.costs.observe(step.nodes - step.certain_nodes, step.context, seconds, plain=True)
         if self.credit.rest:
             self.credit.wait()
-        elif self._since and self._plain >= SETTLED_PLAIN:
-            self._since, self._interval = 0, min(2 * self._interval, INTERVAL)
+        elif self._since and self._plain >= PLAIN_STEPS:
+            self._since, self._interval = 0, min(TIMED * self._interval, PLAIN_STEPS * COVER)
 
     def _book_draft(self, step: StepTime) -> None:
         costs, tokens = self.costs, (step.tokens - step.certain_tokens) / step.rows
@@ -220,8 +189,8 @@ class Pace:
         self._plain = 0
         self._tried = max(self._tried, step.nodes)
         costs.observe(step.nodes, step.context, step.seconds)
-        seconds = min(step.seconds, MOST_SURPRISE * costs.seconds(step.nodes))
-        cost = seconds * self._without_certain(step) / costs.seconds(self.rows, plain=True)
+        seconds = min(step.seconds, (1 + SURPRISE) * costs.seconds(step.nodes))
+        cost = seconds * self._without_certain(step) / costs.plain(self.rows)
         if costs.times[PLAIN]:
             self.credit.book(tokens - cost)
         if self.credit.rest:  # what costs were, may be why
@@ -250,7 +219,6 @@ class PacedRow:
         self._pace = pace
         self._resends = resends
         self._most = most
-        self._expected = 0.0
         self.most = 0
         self.backs_off = pace.rests
 
@@ -267,40 +235,26 @@ class PacedRow:
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
         """See `StepBudget`."""
         most = min(self.most, max(self._pace.room - pending, 0)) if self._resends else self.most
-        chosen = self._pace.choose(likely[:most], pending, self._resends)
-        self._expected = float(likely[:chosen].sum())
-        send(chosen)
-
-    def learn(self, accepted: Sequence[int]) -> None:
-        """See `StepBudget`."""
-        if self._expected:
-            self._pace.learn(self._expected, len(accepted))
+        send(self._pace.choose(likely[:most], pending, self._resends))
 
 
 @compiled
 def _choose(
-    likely: NDArray[np.float64],
-    pending: int,
-    rows: int,
-    resends: bool,
-    worth: float,
-    idle: float,
-    price: float,
-    taught: float,
-    curve: NDArray[np.float64],
+    likely: NDArray[np.float64], pending: int, rows: int, resends: bool, plain: float, curve: NDArray[np.float64]
 ) -> int:
     """How many candidates gain the most, in tokens; of others that come before them they need the more, the later.
 
-    `rows` send as many each; `idle` is the seconds of a step that sends none, `price` the tokens that a second brings
-    elsewhere.
+    `rows` send as many each; `plain` is the seconds in which plain decoding brings a token.
     """
-    chosen, gain, most, before, last = 0, 0.0, 0.0, 1.0, idle
+    chosen, gain, most, before = 0, 0.0, 0.0, 1.0
+    last = seconds_at(curve, pending * rows)
+    taught = 0.0 if resends else TAUGHT
     for sent in range(len(likely)):
         time = seconds_at(curve, (pending + sent + 1) * rows)
         # That the draft fails here has all before it sent again.
-        probability = min(likely[sent] * worth, before)
+        probability = min(likely[sent], before)
         again = (before - probability) * (pending + sent) if resends else 0.0
-        gain += probability + taught - price * (time - last) * (1 + again)
+        gain += probability + taught - (time - last) / plain * (1 + again)
         if gain > most:
             chosen, most = sent + 1, gain
         before, last = probability if resends else 1.0, time
@@ -312,5 +266,4 @@ def compile_pace() -> None:
     pace = Pace(StepCosts())
     for step in range(2):
         pace.choose(np.ones(1), resends=step > 0)
-        pace.learn(1.0, 1)
         pace.book(StepTime(2, 1, 1.0, 2, 1, True))

@@ -47,15 +47,12 @@ class SharedPace:
         self._nodes = nodes
         self._paces: dict[tuple[int, float], Pace] = {}
         self._pace: Pace | None = None
-        self._offers: list[tuple[SharedRow, NDArray[np.float64], Send]] = []
-        self._outcome = 0.0, 0  # of the last step: how many were to be accepted, and how many were
+        self._offers: list[tuple[NDArray[np.float64], Send]] = []
 
     def begin(self, rows: int, temperature: float = 0.0) -> None:
         """Begin a step of so many rows, whose tokens are sampled with this temperature in the mean."""
         self._offers.clear()
-        if self._pace is not None and self._outcome[0]:
-            self._pace.learn(*self._outcome)
-        self._outcome, self.rows = (0.0, 0), rows
+        self.rows = rows
         if self._nodes is not None:
             self.backs_off = self._nodes <= rows
             return
@@ -84,13 +81,9 @@ class SharedPace:
         """Most candidates of a row that may be sent."""
         return (MOST_CHOSEN_NODES if self._nodes is None else self._nodes) - 1
 
-    def offer(self, row: SharedRow, likely: NDArray[np.float64], send: Send) -> None:
+    def offer(self, likely: NDArray[np.float64], send: Send) -> None:
         """Note that a row has candidates; `send` sends the first of them."""
-        self._offers.append((row, likely, send))
-
-    def learn(self, expected: float, accepted: int) -> None:
-        """Note what came of the candidates of a row."""
-        self._outcome = self._outcome[0] + expected, self._outcome[1] + accepted
+        self._offers.append((likely, send))
 
     def share_out(self, trees: Sequence[TokenTree]) -> None:
         """Choose among all that was offered, and have it sent.
@@ -98,9 +91,8 @@ class SharedPace:
         Args:
             trees: Those of the step, with roots and pending tokens alone.
         """
-        counts = self.share([likely for _, likely, _ in self._offers], sum(map(len, trees)))
-        for (row, likely, send), count in zip(self._offers, counts, strict=True):
-            row.expected = float(likely[:count].sum())
+        counts = self.share([likely for likely, _ in self._offers], sum(map(len, trees)))
+        for (_, send), count in zip(self._offers, counts, strict=True):
             send(count)
         self._offers.clear()
 
@@ -131,15 +123,10 @@ class SharedPace:
 
 
 class SharedRow:
-    """What one row takes of a `SharedPace`; a `StepBudget`.
-
-    Attributes:
-        expected: How many candidates of this step are to be accepted.
-    """
+    """What one row takes of a `SharedPace`; a `StepBudget`."""
 
     def __init__(self, shared: SharedPace) -> None:
         self._shared = shared
-        self.expected = 0.0
 
     @property
     def backs_off(self) -> bool:
@@ -163,16 +150,10 @@ class SharedRow:
 
     def begin(self) -> None:
         """See `StepBudget`."""
-        self.expected = 0.0
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
         """See `StepBudget`: sent when all rows have offered theirs."""
-        self._shared.offer(self, likely[: self.most], send)
-
-    def learn(self, accepted: Sequence[int]) -> None:
-        """See `StepBudget`."""
-        if self.expected:
-            self._shared.learn(self.expected, len(accepted))
+        self._shared.offer(likely[: self.most], send)
 
 
 def compile_shared_pace() -> None:

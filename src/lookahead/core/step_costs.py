@@ -22,13 +22,12 @@ NODE_COST = 0.012
 """What a node adds to a step where nothing else is known, in plain steps: as in 16 bits on a CPU, where 8 nodes took
 1.1 to 1.3 and 64 nodes 1.8 to 4 plain steps. Steps of 8, 16 and 32 nodes correct it within three steps."""
 
-TIMES, PLAIN_TIMES = 9, 5
-"""Times of a bucket whose median counts; older ones are forgotten. Five steps show a change, one bad step does not. Of
-plain steps, which are rare while drafts pay, fewer: texts get longer meanwhile."""
+TIMES = 5
+"""Times of a bucket whose median counts; older ones are forgotten. Three steps show a change, one bad step does not."""
 
-SETTLED, DRIFT, MOST_DRIFT = 4, 0.05, 0.3
-"""From so many times on, a step moves all buckets by this part of its surprise, which counts up to `MOST_DRIFT`: texts
-get longer, and others use the machine."""
+DRIFT, SURPRISE = 0.05, 0.3
+"""A step whose bucket is full moves all buckets by this part of its surprise, which counts up to `SURPRISE`: texts get
+longer, and others use the machine."""
 
 _FORMAT = 2
 
@@ -61,7 +60,7 @@ class StepCosts:
         self._ratios = np.zeros((PLAIN + 1, TIMES))
         self._expected = guess.copy()  # after as much text as the latest step had
         self._levels = np.ones(2)  # of all steps, and of plain ones beside it
-        self._plain_place = 0  # of the nodes of the latest plain step
+        self._plain_nodes = 1  # of the latest plain step
         self.curve = guess.copy()
         self.times = np.zeros(PLAIN + 1, dtype=np.int64)
 
@@ -105,20 +104,25 @@ class StepCosts:
 
     def observe(self, nodes: int, context: int, seconds: float, plain: bool = False) -> None:
         """Learn from a step. A time that no step can have, as from a coarse clock, teaches nothing."""
-        if not 0 < seconds < math.inf:
-            return
-        nodes = self.padded(nodes)
-        np.add(self._guess[0], context * self._guess[1], out=self._expected)
-        ratio, place = seconds / seconds_at(self._expected, nodes), bucket(nodes)
-        if plain:
-            self._plain_place, place = place, PLAIN
-        _observe(place, self._plain_place, ratio, self._ratios, self.times, self._levels, self._expected, self.curve)
+        if 0 < seconds < math.inf:
+            nodes = self.padded(nodes)
+            if plain:
+                self._plain_nodes = nodes
+            times = self._ratios, self.times, self._levels
+            _observe(nodes, context, seconds, self._plain_nodes, plain, self._guess, *times, self._expected, self.curve)
 
-    def seconds(self, nodes: int, plain: bool = False) -> float:
-        """Seconds of a step of so many nodes; of a plain one, in which no draft is looked for."""
-        if plain:
-            return float(self._levels.prod()) * seconds_at(self._expected, self.padded(nodes))
+    def seconds(self, nodes: int) -> float:
+        """Seconds of a step of so many nodes."""
         return seconds_at(self.curve, self.padded(nodes))
+
+    def plain(self, rows: int) -> float:
+        """Seconds of a step of so many rows in which no draft is looked for."""
+        overall, beside = self._levels.tolist()
+        return float(overall * beside * seconds_at(self._expected, self.padded(rows)))
+
+    def added(self, fewer: int, more: int) -> float:
+        """Seconds that each node adds to a step between two numbers of nodes."""
+        return (self.seconds(more) - self.seconds(fewer)) / (more - fewer)
 
     def expected(self, nodes: float | NDArray[np.int64], context: int) -> NDArray[np.float64]:
         """What steps of so many nodes were guessed or measured to take before any was timed, in the guess's unit."""
@@ -162,8 +166,8 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return 0.0, float(contexts @ seconds / (contexts @ contexts))
 
 
-@compiled
-def bucket(nodes: int) -> int:
+@inner
+def _bucket(nodes: int) -> int:
     """The place in `GRID` of the size that is nearest to `nodes`, by ratio."""
     place = 0
     while place + 1 < PLAIN and GRID[place] * GRID[place + 1] < nodes * nodes:
@@ -197,25 +201,43 @@ def _median(times: NDArray[np.float64], seen: int) -> float:
 
 @compiled
 def _observe(
-    place: int,
-    plain_place: int,
-    ratio: float,
+    nodes: int,
+    context: int,
+    seconds: float,
+    plain_nodes: int,
+    plain: bool,
+    guess: NDArray[np.float64],
     ratios: NDArray[np.float64],
     times: NDArray[np.int64],
     levels: NDArray[np.float64],
     expected: NDArray[np.float64],
     curve: NDArray[np.float64],
 ) -> None:
-    """Put the time of a step, over the guessed one, into its bucket; draw the curve anew."""
+    """Put the time of a step, over the guessed one, into its bucket, and draw the curve anew."""
+    for size in range(PLAIN):
+        expected[size] = guess[0, size] + context * guess[1, size]
+    ratio, place = seconds / seconds_at(expected, nodes), PLAIN if plain else _bucket(nodes)
     if times.sum() == 0:
         levels[0] = ratio
-    if times[place] >= SETTLED:
-        usual = levels[1] if place == PLAIN else _median(ratios[place], times[place])
-        surprise = ratio / levels[0] / usual - 1
-        levels[0] *= 1 + DRIFT * min(max(surprise, -MOST_DRIFT), MOST_DRIFT)
-    ratios[place, times[place] % (PLAIN_TIMES if place == PLAIN else TIMES)] = ratio / levels[0]
+    if times[place] >= TIMES:
+        surprise = ratio / levels[0] / _median(ratios[place], times[place]) - 1
+        levels[0] *= 1 + DRIFT * min(max(surprise, -SURPRISE), SURPRISE)
+    ratios[place, times[place] % TIMES] = ratio / levels[0]
     times[place] += 1
-    levels[1] = _median(ratios[PLAIN], min(times[PLAIN], PLAIN_TIMES))
+    levels[1] = _median(ratios[PLAIN], times[PLAIN])
+    _draw(_bucket(plain_nodes), ratios, times, levels, expected, curve)
+
+
+@inner
+def _draw(
+    plain_place: int,
+    ratios: NDArray[np.float64],
+    times: NDArray[np.int64],
+    levels: NDArray[np.float64],
+    expected: NDArray[np.float64],
+    curve: NDArray[np.float64],
+) -> None:
+    """Draw the curve through the medians."""
     last = -1  # size that was seen
     for size in range(PLAIN):
         curve[size] = _median(ratios[size], times[size])
@@ -232,7 +254,7 @@ def _observe(
     for size in range(PLAIN):
         curve[size] *= levels[0] * expected[size]
     for size in range(last - 1, -1, -1):  # what few steps say of a size, a larger one may belie
-        if times[size] < SETTLED:
+        if times[size] < TIMES:
             curve[size] = min(curve[size], curve[size + 1])
     least = levels[0] * levels[1] * expected[plain_place]
     for size in range(plain_place, PLAIN):

@@ -104,8 +104,6 @@ class ChainDrafter:
         """Let the drafter learn from what was sent."""
         self._prompt = False
         drafted = result.tree is self._tree
-        if self._budget is not None and drafted:
-            self._budget.learn(range(len(result.path)))
         if drafted and self._sketch is not None:
             result = seen_in_sketch(result, self._sketch, self._places)
         self._drafter.observe(result)

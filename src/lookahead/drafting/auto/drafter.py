@@ -272,15 +272,11 @@ class AutoDrafter:
             return False
         is_drafted = result.tree is tree
         result = result.beyond(self._certain)
-        if is_drafted and self._batch is not None:
-            if self._sources:
-                with self.memory.lock:
-                    self._batch.listed.learn(result.tokens)
-            if len(self._rows) > 1:
-                sent = result.tree.root + len(self._rows)
-                self.budget.learn([node - result.tree.root - 1 for node in result.path if node < sent])
-        else:
+        if not is_drafted or self._batch is None:
             self._rows = _ROOT
+        elif self._sources:
+            with self.memory.lock:
+                self._batch.listed.learn(result.tokens)
         is_shown = result.top_ids.shape[1] > 0 or self._is_lost or self.memory.ngrams.observed
         if not self._learns or not is_shown:
             self._late += result.tokens

@@ -165,8 +165,6 @@ class LookaheadProposer:
         if self._pace is None or self._began is None or not len(added) or not rows.verified.all():
             return
         nodes, tokens = int(rows.counts.sum()), int(added.sum())
-        if nodes > len(added):
-            self._pace.learn(float(self._likely(rows.places).sum()), tokens - len(added))
         context = int((lengths - added).max())
         self._pace.book(StepTime(nodes, context, now - self._began, tokens, len(added), not self._rests))
 
@@ -214,11 +212,6 @@ class LookaheadProposer:
         self.statistics.steps += 1
         self.statistics.drafted += int(np.maximum(batch.counts[places[places >= 0]], 0).sum())
         return places
-
-    def _likely(self, places: NDArray[np.int64]) -> NDArray[np.float64]:
-        """How likely each drafted token of some texts is to be accepted, `[places, most]`; 0 behind the draft."""
-        drafted = np.arange(self._most_drafted) < self._batch.counts[places, None]
-        return np.where(drafted, self._batch.nodes["probability"][places, 1:], 0.0)
 
     @property
     def _rests(self) -> bool:
