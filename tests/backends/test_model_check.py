@@ -7,7 +7,6 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -143,12 +142,6 @@ def from_config(model_type: str, **overrides: Any) -> PreTrainedModel:
         (lambda: from_config("mamba", state_size=4), "Mamba-style"),
         (lambda: from_config("bloom", n_head=2, n_layer=2), "BloomForCausalLM"),
         (lambda: from_config("falcon", alibi=True), "FalconForCausalLM"),
-        (
-            lambda: AutoModelForSeq2SeqLM.from_config(
-                AutoConfig.for_model("t5", vocab_size=64, d_model=32, num_layers=1)
-            ),
-            "encoder-decoder",
-        ),
     ],
 )
 def test_other_kinds_of_models_are_refused(model: Any, reason: str) -> None:

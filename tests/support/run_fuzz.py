@@ -4,6 +4,7 @@
     python tests/support/run_fuzz.py --seed 123              # one of them again, in words
     python tests/support/run_fuzz.py --family qwen3 --cases 50
     python tests/support/run_fuzz.py --running-states --equal 500
+    python tests/support/run_fuzz.py --encoders --equal 300
     python tests/support/run_fuzz.py --images --equal 200 --output benchmarks/results/fuzz.jsonl
 
 A case is made from one number alone. The last lines count what came of the cases; the exit code is 1 if any was wrong.
@@ -28,7 +29,8 @@ import torch
 from transformers.utils import logging
 
 from fuzz.case import Case, draw_case
-from fuzz.families import family_names, image_families, keeps_running_state
+from fuzz.encoder_decoders import encoder_families
+from fuzz.families import INDEXED, family_names, image_families, keeps_running_state
 from fuzz.outcome import EQUAL, WRONG, Outcome, run_case
 from fuzz.report import describe, report
 from fuzz.rows import CaseRows, reason_not_to_run
@@ -42,6 +44,10 @@ def main() -> int:
     """Run the cases that the command line asks for."""
     arguments = _parse()
     families = image_families() if arguments.images else family_names()
+    if arguments.encoders:
+        families = encoder_families()
+    if arguments.indexed:
+        families = list(INDEXED)
     if arguments.seed is not None:
         outcome = run_case(draw_case(arguments.seed, families, arguments.images))
         print("\n".join(describe(outcome)))
@@ -50,6 +56,7 @@ def main() -> int:
         return 1 if outcome.kind == WRONG else 0
     cases = draw_cases(arguments.seed_start, families, arguments.family, arguments.images)
     of = "images" if arguments.images else "running states" if arguments.running_states else "all"
+    of = "encoders" if arguments.encoders else "indexed" if arguments.indexed else of
     if arguments.running_states:
         cases = (case for case in cases if keeps_running_state(case.family))
     outcomes: list[Outcome] = []
@@ -130,9 +137,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seed-start", type=int, default=0, help="number of the first case (default: 0)")
     parser.add_argument("--seed", type=int, help="run the case with this number alone")
     parser.add_argument("--shrink", action="store_true", help="with --seed: look for a simpler case that fails")
-    parser.add_argument("--family", choices=family_names(), metavar="NAME", help="only cases with this family")
+    parser.add_argument(
+        "--family", choices=[*family_names(), *encoder_families()], metavar="NAME", help="only cases with this family"
+    )
     parser.add_argument("--running-states", action="store_true", help="only cases of families with running states")
     parser.add_argument("--images", action="store_true", help="only prompts with images, of classes that see them")
+    parser.add_argument("--encoders", action="store_true", help="only models with an encoder for text or speech")
+    parser.add_argument("--indexed", action="store_true", help="only models whose layers pick the keys they attend to")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines: a row for each case, added at once")
     return parser.parse_args()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,8 @@ class Prompts:
         cache: What the caller passed to go on from, if anything.
         inputs: What transformers would hand to the model, if that is more than tokens: images, say, or positions that
             follow an image. Then the prompt is read by the model's own prefill.
+        source: What an encoder has read before, for all rows, as arguments of each pass of its decoder.
+        source_tokens: The token ids that it read, for each row; empty where these were none.
     """
 
     input_ids: torch.Tensor
@@ -31,6 +34,8 @@ class Prompts:
     before: list[int]
     cache: Cache | None
     inputs: dict[str, Any] = field(default_factory=dict)
+    source: Mapping[str, Any] = field(default_factory=dict)
+    source_tokens: Sequence[Sequence[int]] = ()
 
     @cached_property
     def all_count(self) -> bool:

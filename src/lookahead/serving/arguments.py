@@ -11,6 +11,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from lookahead.backends.prompts import Prompts
+from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import NGramPool
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
@@ -195,7 +196,7 @@ def check_model_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any], use
     modalities = model.input_modalities
     reads_text_alone = modalities == "text" or set(modalities) == {"text"}
     for name in inputs_beside_tokens(model_kwargs):
-        if reads_text_alone or name in _NOT_OF_PROMPTS:
+        if reads_text_alone or name in _NOT_OF_PROMPTS or is_encoder_decoder(model):
             kind = type(model_kwargs[name]).__name__
             raise _unsupported(name, kind, "steps send the model token ids alone; leave it out")
         if not use_cache:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers.cache_utils import Cache
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.generation.streamers import BaseStreamer
 
 from lookahead.backends.transformers.text_sequence import TextSequence
@@ -29,13 +29,23 @@ class LookaheadOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
     statistics: Statistics | None = None
 
 
+class EncoderDecoderOutput(GenerateEncoderDecoderOutput):  # type: ignore[misc]
+    """The same for a model with an encoder: all fields of transformers' `GenerateEncoderDecoderOutput`.
+
+    Attributes:
+        statistics: Counts and times of the call; no item of the dict, as Whisper takes each item for tensors.
+    """
+
+    statistics: Statistics | None = None
+
+
 def make_output(
     sequences: Sequence[TextSequence],
     arguments: Arguments,
     pad_token: int | None,
     statistics: Statistics,
     cache: Cache | None = None,
-) -> torch.Tensor | LookaheadOutput:
+) -> torch.Tensor | LookaheadOutput | EncoderDecoderOutput:
     """What `generate` returns of its rows: the texts `[batch, tokens]`, or all of it, as `arguments` ask for.
 
     Args:
@@ -49,13 +59,17 @@ def make_output(
     if not arguments.config.return_dict_in_generate:
         return texts
     statistics.sources = [sequence.ask_drafter(lambda drafter: drafter.statistics(), {}) for sequence in sequences]
-    return LookaheadOutput(
-        sequences=texts,
-        scores=stack_collected([sequence.sampler.scores for sequence in sequences]),
-        logits=stack_collected([sequence.sampler.logits for sequence in sequences]),
-        past_key_values=cache,
-        statistics=statistics,
-    )
+    fields = {
+        "sequences": texts,
+        "scores": stack_collected([sequence.sampler.scores for sequence in sequences]),
+        "logits": stack_collected([sequence.sampler.logits for sequence in sequences]),
+        "past_key_values": cache,
+    }
+    if not arguments.prompts.source:
+        return LookaheadOutput(**fields, statistics=statistics)
+    output = EncoderDecoderOutput(**fields)
+    output.statistics = statistics
+    return output
 
 
 def stack_texts(sequences: Sequence[TextSequence], pad_token: int | None) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers import check_adapters
+from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder, source_tokens, take_source
 from lookahead.errors import InvalidArgumentError
 from lookahead.serving.arguments import (
     check_call,
@@ -71,9 +72,13 @@ def read_arguments(
     generation_config: GenerationConfig,
     *,
     streamer: BaseStreamer | None = None,
+    source_ids: torch.Tensor | None = None,
     **model_kwargs: Any,
 ) -> Arguments:
     """What transformers hands to any of its decoding methods.
+
+    Args:
+        source_ids: What the encoder read, if the model has one.
 
     Raises:
         InvalidArgumentError: Something cannot work.
@@ -82,8 +87,12 @@ def read_arguments(
     check_devices(model, model_kwargs.pop("synced_gpus", False))
     check_mode(generation_config)
     check_prompt_ids(input_ids)
+    source = take_source(model_kwargs) if is_encoder_decoder(model) else {}
     check_model_inputs(model, model_kwargs, generation_config.use_cache)
     prompts = read_prompts(model, input_ids, model_kwargs, generation_config)
+    if source:
+        read = source_tokens(model, source, source_ids, prompts.rows)
+        prompts = replace(prompts, source=source, source_tokens=read)
     return Arguments(model, prompts, generation_config, logits_processor, stopping_criteria, streamer)
 
 
@@ -112,15 +121,16 @@ def hand_over(
             raise InvalidArgumentError("input_ids and inputs are two names of the same prompt; pass one of them")
         input_ids = kwargs.pop("inputs")
     check_call(model, kwargs)
-    if input_ids is not None:
+    if input_ids is not None and not is_encoder_decoder(model):  # an encoder may read something else
         check_prompt_ids(input_ids)
+    source_ids = input_ids if input_ids is not None else kwargs.get("input_ids")
     # transformers drops these before it calls a custom generate function, so they are passed around it
     streamer = kwargs.pop("streamer", None)
     _take_stop_strings(model, kwargs)
 
     # Transformers passes the arguments that this signature names; so none of them can be mistyped by a user.
     def decode_here(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> Any:
-        return decode(read_arguments(model, input_ids, streamer=streamer, **prepared))
+        return decode(read_arguments(model, input_ids, streamer=streamer, source_ids=source_ids, **prepared))
 
     prompt = () if input_ids is None else (input_ids,)  # which some models call otherwise
     return type(model).generate(model, *prompt, custom_generate=decode_here, **kwargs)

@@ -81,6 +81,8 @@ class Request:
             index=place,
             most_tokens=rule.most_tokens(prompts.width, len(tokens)),
         )
+        if prompts.source_tokens and (read := prompts.source_tokens[place]):  # texts copy from what they are about
+            self.sequence.ask_drafter(lambda drafter: drafter.start([*read, *tokens]), None)
         if (trace := drafting.config.trace) is not None:
             self.sequence.watcher = trace.begin(tokens)
 

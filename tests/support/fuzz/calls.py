@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import lookahead
 from fuzz.case import Turn
+from fuzz.encoder_decoders import is_encoder_decoder, read_by
 from fuzz.images import with_images
 from fuzz.settings import PAD_TOKEN, Recorder, arguments
 
@@ -59,28 +60,36 @@ def call(
     ids, mask = _prompt(turn, earlier)
     values = arguments(turn.settings) | (changes or {})
     if turn.images:
-        ids, mask, read = with_images(model, ids, mask, seed=sum(turn.prompts[0]))
-        values |= read
-    given = ids
+        ids, mask, pictures = with_images(model, ids, mask, seed=sum(turn.prompts[0]))
+        values |= pictures
+    given, read = ids, {"inputs": ids, "attention_mask": mask}
+    encodes = is_encoder_decoder(model)
     if turn.cache == "empty":
         values["past_key_values"] = DynamicCache(config=model.config) if len(turn.prompts) % 2 else DynamicCache()
     elif turn.cache and earlier is not None and earlier.cache is not None:  # ours may have none to hand on
         values["past_key_values"] = earlier.cache
         if turn.cache == "tail":
             given = ids[:, min(earlier.cache.get_seq_length(), ids.shape[1] - 1) :]
+            read["inputs"] = given
     left_out = ids.shape[1] - given.shape[1]
+    if encodes:
+        read = read_by(model, ids, mask)
     torch.manual_seed(turn.settings.get("seed", 0))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if ours:
             config = lookahead.LookaheadConfig(**turn.drafting)
-            result = lookahead.generate(model, given, attention_mask=mask, lookahead_config=config, **values)
+            result = lookahead.generate(model, lookahead_config=config, **read, **values)
         else:
-            result = model.generate(given, attention_mask=mask, **values)
+            result = model.generate(**read, **values)
     streamer = values.get("streamer")
     sequences = result if isinstance(result, Tensor) else result.sequences
+    if encodes:  # the texts hold nothing of what was read
+        given = sequences[:, :1]
     new_tokens = sequences.shape[1] - given.shape[1]
     repeats = sequences.shape[0] // ids.shape[0]
+    if encodes:
+        ids, mask, repeats = given, torch.ones_like(given), 1
     whole = torch.cat([ids[:, :left_out].repeat_interleave(repeats, 0), sequences], 1)
     grown = torch.ones(whole.shape[0], new_tokens, dtype=torch.long)
     return Answer(

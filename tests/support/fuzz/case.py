@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from random import Random
 from typing import Any
 
+from fuzz.encoder_decoders import ENCODER
 from fuzz.families import keeps_running_state
 from fuzz.images import IMAGE_TOKEN
 from fuzz.settings import draw_settings
@@ -89,6 +90,8 @@ def draw_case(seed: int, families: list[str], images: bool = False) -> Case:
     # Most of what is drawn for others is refused where there are running states, and would say nothing of them.
     if keeps_running_state(family) and random.random() < 0.9:
         turns = tuple(map(_for_running_states, turns))
+    if family.endswith(ENCODER):
+        turns = tuple(map(_for_encoder_decoders, turns))
     if images:
         turns = tuple(map(_with_images, turns))
     return Case(seed, family, variant, attention, double, turns)
@@ -102,6 +105,16 @@ def _for_running_states(turn: Turn) -> Turn:
         drafting = {"preset": "auto"}
     prompt = max(turn.prompts, key=len)
     return replace(turn, prompts=(prompt,), padding=(0,), holes=(), settings=settings, drafting=drafting)
+
+
+def _for_encoder_decoders(turn: Turn) -> Turn:
+    """The turn as a call by itself, without what has no meaning for a decoder."""
+    left_out = ("guidance_scale", "prefill_chunk_size")
+    settings = {name: value for name, value in turn.settings.items() if name not in left_out}
+    drafting = {name: value for name, value in turn.drafting.items() if name != "pack_weights"}
+    if drafting["preset"] == "paper":
+        drafting = {"preset": "auto"}
+    return replace(turn, settings=settings, drafting=drafting, cache="")
 
 
 def _with_images(turn: Turn) -> Turn:

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
+from fuzz.encoder_decoders import ENCODER, NAMES, START_TOKEN, is_encoder_decoder
 from fuzz.tiny_config import tiny_config
 from fuzz.variant import Variant
 from fuzz.weights import draw_weights
@@ -30,6 +31,9 @@ _MULTIMODAL_NAMES = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_
 
 _STATEFUL = ("lfm", "inkling")
 """Beginnings of model types with running states whose classes do not say so."""
+
+INDEXED = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
+"""Model types whose layers pick the keys that they attend to."""
 
 
 class CannotBuild(Exception):
@@ -52,6 +56,8 @@ def image_families() -> list[str]:
 
 def keeps_running_state(family: str) -> bool:
     """Whether the models of a family keep something else of the text than keys and values of each token."""
+    if family.endswith(ENCODER):
+        return False
     kind = family.removesuffix(MULTIMODAL)
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind == family else _MULTIMODAL_NAMES
     return (
@@ -84,8 +90,10 @@ def build(family: str, variant: Variant, attention: str, double: bool = False) -
 
 
 def _build(family: str, variant: Variant, attention: str, experts: str) -> PreTrainedModel:
-    kind = family.removesuffix(MULTIMODAL)
+    kind = family.removesuffix(MULTIMODAL).removesuffix(ENCODER)
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind == family else _MULTIMODAL_NAMES
+    if family.endswith(ENCODER):
+        names = NAMES
     model_class: type[PreTrainedModel] = getattr(transformers, names[kind])
     with _quiet(), _defined_memory():
         config = tiny_config(kind, model_class, variant)
@@ -95,8 +103,10 @@ def _build(family: str, variant: Variant, attention: str, experts: str) -> PreTr
         with suppress(ValueError):  # it has none
             model.set_experts_implementation(experts)
         draw_weights(model.eval(), variant.seed, variant.embedding_gain, variant.spread)
-    for token in ("bos_token_id", "eos_token_id", "pad_token_id", "forced_eos_token_id", "decoder_start_token_id"):
-        setattr(model.generation_config, token, None)
+    for token in ("bos", "eos", "pad", "forced_bos", "forced_eos", "decoder_start"):
+        setattr(model.generation_config, f"{token}_token_id", None)
+    if is_encoder_decoder(model):
+        model.generation_config.decoder_start_token_id = START_TOKEN
     return model
 
 

@@ -18,7 +18,7 @@ class CaseRows:
 
     Args:
         path: The file; it is made if it is not there, and else goes on.
-        of: From what the cases were drawn: `"running states"`, `"images"` or `"all"`.
+        of: From what the cases were drawn: `"running states"`, `"images"`, `"encoders"`, `"indexed"` or `"all"`.
     """
 
     def __init__(self, path: Path, of: str) -> None:

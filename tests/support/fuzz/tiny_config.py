@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from fuzz.encoder_decoders import START_TOKEN
 from fuzz.sizes import MROPE, SPECIAL
 from fuzz.variant import Variant
 from lookahead.backends.transformers.miniature.config import is_doubled
@@ -42,6 +43,8 @@ def tiny_config(kind: str, model_class: type[PreTrainedModel], variant: Variant)
         config = config.get_text_config(decoder=True)
     if hasattr(config, "is_decoder"):  # of encoders that can also be run as decoders
         config.is_decoder = True
+    if config.is_encoder_decoder:  # generate wants one before it begins
+        config.decoder_start_token_id = START_TOKEN
     for part in {id(part): part for part in (config, config.get_text_config(decoder=True))}.values():
         for name in _END_TOKENS:
             with suppress(StrictDataclassFieldValidationError):  # some must have one

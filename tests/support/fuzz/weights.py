@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from fuzz.encoder_decoders import is_encoder_decoder, read_by
 from lookahead.backends.transformers.miniature.sizes import VOCABULARY
 
 
@@ -56,10 +57,12 @@ def _scale_logits(model: PreTrainedModel, random: torch.Generator, spread: float
     projection = model.get_output_embeddings()
     weight = getattr(projection, "weight", None)
     ids = torch.randint(1, VOCABULARY, (2, 8), generator=random)
+    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if is_encoder_decoder(model):
+        read = read_by(model, torch.ones_like(ids) if model.main_input_name != "input_ids" else ids, ids > 0)
+        arguments = {**read, "decoder_input_ids": ids}
     for _ in range(3):  # more than once, as a soft cap on the logits is not linear
-        deviation = float(
-            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float().std()
-        )
+        deviation = float(model(**arguments, use_cache=False).logits.float().std())
         if not math.isfinite(deviation) or deviation == 0:
             raise ValueError("the logits are not finite, or all the same")
         if weight is None:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import torch
 from transformers import DynamicCache, cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from lookahead.backends.transformers.tree_cache import TreeCache, TreeLayer
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
 _BLANK = 2.0**-7
 """What fills the columns of hidden tokens: finite, as attention multiplies it by 0, and known again by its looks."""
+
+_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
 
 _EMPTY_LAYERS: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_utils, "DummyLayer") else ()
 """Layers that never hold states; from transformers 5.20 on."""
@@ -36,7 +44,7 @@ def adopt_cache(cache: Cache, mask: torch.Tensor) -> TreeCache:
     elif (
         not isinstance(cache, DynamicCache)
         or cache.offloading
-        or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, *_EMPTY_LAYERS) for layer in cache.layers)
+        or any(type(layer) not in (*_LAYERS, *_EMPTY_LAYERS) for layer in cache.layers)
     ):
         raise UnsupportedArgumentError(
             f"past_key_values={type(cache).__name__} is not supported by lookahead decoding; pass a DynamicCache, the "
@@ -76,7 +84,8 @@ def return_cache(decoded: TreeCache, cache: Cache | None, mask: torch.Tensor) ->
         cache.layers = decoded.layers
         return cache
     while len(cache.layers) < len(decoded.layers):
-        cache.layers.append(DynamicLayer())
+        picks = decoded.layers[len(cache.layers)].indexer is not None
+        cache.layers.append(DynamicIndexedLayer() if picks else DynamicLayer())
     # Layers that borrow the states of others hold nothing, and decoding may not have come to them.
     for layer, states in zip(cache.layers, decoded.layers, strict=False):
         if not states.is_initialized:
@@ -89,6 +98,9 @@ def return_cache(decoded: TreeCache, cache: Cache | None, mask: torch.Tensor) ->
             start = max(0, end - layer.sliding_window + 1)
         start, end = start - states.dropped, end - states.dropped
         layer.keys, layer.values = states.keys[:, :, start:end].clone(), states.values[:, :, start:end].clone()
+        if states.indexer is not None and isinstance(layer, DynamicIndexedLayer):
+            layer.lazy_initialization_indexer(states.indexer.keys)
+            layer.indexer_keys = states.indexer.keys[:, 0, :end].clone()
     return cache
 
 
@@ -127,20 +139,28 @@ def _moved(cache: TreeCache, sources: list[torch.Tensor], targets: list[torch.Te
     copied = TreeCache()
     lengths = [int(places[-1]) + 1 if len(places) else 0 for places in targets]
     for layer in cache.layers:
-        moved_layer = TreeLayer()
-        copied.layers.append(moved_layer)
-        if not layer.is_initialized:
-            continue
-        moved_layer.lazy_initialization(layer.keys, layer.values)
-        moved_layer.lengths = list(lengths)
-        for name in ("keys", "values"):
-            # Zeros for what a sliding layer has forgotten: its window hides them.
-            states = torch.nn.functional.pad(getattr(layer, name), (0, 0, layer.dropped, 0))
-            moved = states.new_full((*states.shape[:2], max(lengths), states.shape[3]), fill)
-            for row, (source, target) in enumerate(zip(sources, targets, strict=True)):
-                moved[row][:, target.to(states.device)] = states[row][:, source.to(states.device)]
-            setattr(moved_layer, name, moved)
+        moved, *indexer = [_moved_layer(part, sources, targets, lengths, fill) for part in layer.parts]
+        moved.indexer = indexer[0] if indexer else None
+        copied.layers.append(moved)
     return copied
+
+
+def _moved_layer(
+    layer: TreeLayer, sources: list[torch.Tensor], targets: list[torch.Tensor], lengths: list[int], fill: float
+) -> TreeLayer:
+    own = TreeLayer()
+    if not layer.is_initialized:
+        return own
+    own.lazy_initialization(layer.keys, layer.values)
+    own.lengths = list(lengths)
+    for name in ("keys", "values"):
+        # Zeros for what a sliding layer has forgotten: its window hides them.
+        states = torch.nn.functional.pad(getattr(layer, name), (0, 0, layer.dropped, 0))
+        moved = states.new_full((*states.shape[:2], max(lengths), states.shape[3]), fill)
+        for row, (source, target) in enumerate(zip(sources, targets, strict=True)):
+            moved[row][:, target.to(states.device)] = states[row][:, source.to(states.device)]
+        setattr(own, name, moved)
+    return own
 
 
 def _columns(mine: torch.Tensor, length: int) -> torch.Tensor:
@@ -162,4 +182,6 @@ def _adopt_layer(layer: CacheLayerMixin) -> TreeLayer:
     copied.dropped = length - layer.keys.shape[2]
     copied.keys, copied.values = layer.keys.clone(), layer.values.clone()
     copied.lengths = [length] * layer.keys.shape[0]
+    if getattr(layer, "is_indexer_initialized", False):
+        copied.update_indexer(layer.indexer_keys)
     return copied

@@ -6,9 +6,11 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.generation.configuration_utils import GenerationMode
 
+from lookahead.backends.transformers.encoder_decoder import Source, is_encoder_decoder
 from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
@@ -79,7 +81,7 @@ class SavedState:
         elif isinstance(value, tuple):
             for item in value:
                 self._visit(item, copies)
-        elif opens or isinstance(value, CacheLayerMixin | LinearAttentionCacheLayerMixin):
+        elif opens or isinstance(value, Cache | CacheLayerMixin | LinearAttentionCacheLayerMixin):
             attributes = vars(value)
             self._containers.append((attributes, dict(attributes)))
             running = _RUNNING_STATES if isinstance(value, LinearAttentionCacheLayerMixin) else ()
@@ -107,6 +109,7 @@ class ChainRow:
         model: The model that it belongs to.
         content: A cache that is filled already; an empty one if not given.
         before: How many tokens of it come before the text that is decoded.
+        source: What an encoder gave for this text.
 
     Attributes:
         name: What the model calls its cache.
@@ -119,13 +122,16 @@ class ChainRow:
         copied_bytes: Bytes of states that `save` copied so far.
     """
 
-    def __init__(self, model: PreTrainedModel, content: Cache | None = None, before: int = 0) -> None:
+    def __init__(
+        self, model: PreTrainedModel, content: Cache | None = None, before: int = 0, source: Source | None = None
+    ) -> None:
         self.name = cache_name(model)
         self.content: Any = empty_cache(model) if content is None else content
         self.length = 0 if content is None else content.get_seq_length()
         self.before, self.shift = before, 0
         self.most_pending: int | None = None
         self.copied_bytes = 0
+        self._source = source or {}
         self._buffers: list[torch.Tensor] = []
         self._saved: SavedState | None = None
 
@@ -141,7 +147,7 @@ class ChainRow:
 
     def arguments(self) -> dict[str, Any]:
         """What a pass takes of it."""
-        return {} if self.content is None else {self.name: self.content}
+        return {**self._source} if self.content is None else {**self._source, self.name: self.content}
 
     def save(self) -> None:
         """Remember the cache as it is; the copies are taken into the buffers of the last time."""
@@ -196,6 +202,10 @@ def check_states(model: PreTrainedModel, cache: Cache) -> None:
     Raises:
         UnsupportedArgumentError: It has no room for the model's states, or they are elsewhere.
     """
+    if is_encoder_decoder(model):
+        raise UnsupportedArgumentError(
+            f"past_key_values is not supported for {type(model).__name__}, an encoder-decoder; leave it out"
+        )
     expected = empty_cache(model)
     layers = [] if expected is None else [type(layer) for layer in expected.layers]
     if not layers or cache.offloading or [type(layer) for layer in cache.layers] != layers:
@@ -213,6 +223,12 @@ def cache_name(model: PreTrainedModel) -> str:
 
 def empty_cache(model: PreTrainedModel) -> Cache | None:
     """The cache that transformers begins with; `None` where the model makes it in its first pass."""
+    if is_encoder_decoder(model):  # some classes have a way of their own to make its second part
+        made: dict[str, Any] = {}
+        model._prepare_cache_for_generation(GenerationConfig(), made, GenerationMode.GREEDY_SEARCH, 1, 1)
+        cache: Cache | None = made.get(cache_name(model))
+        return cache
     if not model._supports_default_dynamic_cache():
         return None
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
+    config = model.config.get_text_config(decoder=True)
+    return DynamicCache(config=config)

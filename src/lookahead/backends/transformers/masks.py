@@ -14,6 +14,8 @@ from lookahead.backends.transformers.tree_attention.packed_mask import first_pos
 from lookahead.errors import UnsupportedModelError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+INDEXED = "indexed_attention"
+"""Of the keys that the mask shows, an indexer picks those with the largest scores; see `PositionLimit`."""
 
 
 class MaskBuilder:
@@ -47,11 +49,11 @@ class MaskBuilder:
             self.kinds = [FULL]
         self.layers = list(layer_types) if layer_types is not None else self.kinds
         for kind in self.kinds:
-            if kind not in (FULL, SLIDING, CHUNKED):
+            if kind not in (FULL, INDEXED, SLIDING, CHUNKED):
                 raise UnsupportedModelError(
                     f"{type(config).__name__} has layers of the kind {kind!r}, whose state is not a key-value cache "
                     "per token; such a state cannot take back a token that was not accepted. Lookahead decoding "
-                    f"needs layers of the kinds {FULL}, {SLIDING} or {CHUNKED}"
+                    f"needs layers of the kinds {FULL}, {INDEXED}, {SLIDING} or {CHUNKED}"
                 )
 
     def build(
@@ -79,7 +81,7 @@ class MaskBuilder:
         masks = {}
         for kind in self.kinds:
             seen = self.seen(kind, visible, query_positions, key_positions)
-            masks[kind] = self.additive(seen[:, :, 0 if kind == FULL else dropped :], dtype, device)
+            masks[kind] = self.additive(seen[:, :, 0 if kind in (FULL, INDEXED) else dropped :], dtype, device)
         return self.arrange(masks)
 
     def seen(
@@ -129,7 +131,7 @@ class MaskBuilder:
     def windows(self) -> list[int | None]:
         """The tokens that each layer needs to keep, as transformers counts them: those of its window or of a chunk;
         `None` for all. One entry stands for all layers of a model that does not list them."""
-        sizes = {FULL: None, SLIDING: self._sliding_window, CHUNKED: self._chunk_size}
+        sizes = {FULL: None, INDEXED: None, SLIDING: self._sliding_window, CHUNKED: self._chunk_size}
         return [sizes[kind] for kind in self.layers]
 
     def reach(self, kind: str) -> tuple[int | None, int | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
+from lookahead.backends.transformers.masks import INDEXED
 from lookahead.backends.transformers.version import TRANSFORMERS
 
 _CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")
@@ -22,11 +23,12 @@ _MENDED = (5, 20)
 class PositionLimit:
     """Where the next place is that a model's positions change, so that no step reaches across it.
 
-    Plain decoding sends one position at a time. A tree sends several, and four kinds of models would notice:
+    Plain decoding sends one position at a time. A tree sends several, and five kinds of models would notice:
     one with a table of positions cannot look beyond its end; one with long RoPE switches to other frequencies
     for the whole pass once any position passes the original context; one with dynamic RoPE scaling changes
-    them at every position beyond it; and one that attends to the best of its compressed entries (DeepSeek V4), many of
-    whose scores are exactly 0, chooses others among equal ones in a pass that has made further entries.
+    them at every position beyond it; and one that attends to the best of its keys (DeepSeek V3.2) or compressed
+    entries (DeepSeek V4), many of whose scores are exactly 0, chooses others among equal ones in a pass with further
+    ones, even where a mask hides these.
 
     Args:
         config: The model's configuration.
@@ -40,6 +42,7 @@ class PositionLimit:
         recompute_at: Text length at which transformers computes the whole cache anew for this model, because
             its keys were made with the frequencies for short texts (Phi-3 and its kin); `None` for all others.
         broken_after: Longest text that plain decoding reads as a whole; `None` for any.
+        picks_after: Longest text of which a layer attends to all keys; `None` for models whose layers do not pick.
     """
 
     def __init__(self, config: PreTrainedConfig, positions_end: bool = True) -> None:
@@ -51,7 +54,10 @@ class PositionLimit:
         ends = self.context is not None and not any(ropes) and positions_end
         self.last_length: int | None = self.context + 1 if self.context is not None and ends else None
         originals = [(str(rope.get("rope_type", "default")), self._original(rope, text_config)) for rope in ropes]
+        self.picks_after = _picks_after(text_config)
         self._chooses_after = _chooses_after(text_config)
+        if self.picks_after is not None:
+            self._chooses_after = self.picks_after + 1  # a text's last token is not read
         self._changes = [(kind, end) for kind, end in originals if _changes(kind) and end is not None]
         self.changes_after: int | None = min((end for _, end in self._changes), default=None)
         original = next((end for _, end in self._changes or originals), None)
@@ -96,6 +102,12 @@ def _chooses_after(config: PreTrainedConfig) -> int | None:
     """Longest text all of whose compressed entries are attended to; `None` for models that do not choose."""
     rate = (getattr(config, "compress_rates", None) or {}).get("compressed_sparse_attention")
     return None if rate is None else int((config.index_topk + 1) * rate - 1)
+
+
+def _picks_after(config: PreTrainedConfig) -> int | None:
+    """Longest text all of whose keys are attended to; `None` for models whose layers do not pick by an indexer."""
+    topk = getattr(config, "index_topk", None)
+    return topk if INDEXED in (getattr(config, "layer_types", None) or ()) and isinstance(topk, int) else None
 
 
 def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, object]]:

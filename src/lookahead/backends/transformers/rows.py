@@ -134,6 +134,15 @@ class PaddedCache(RowsCache):
         keys, values = zip(*found, strict=True)
         return self._padded(keys, key_states), self._padded(values, value_states)
 
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """The same for the keys `[rows, nodes, size]` of the indexer of one layer."""
+        new = indexer_key_states[:, None]
+        found = [
+            row.cache.update_indexer(indexer_key_states[place, None, :count], layer_idx)[:, None]
+            for place, (row, count) in enumerate(self._rows)
+        ]
+        return self._padded(found, new)[:, 0]
+
     def _padded(self, rows: Sequence[torch.Tensor], new: torch.Tensor) -> torch.Tensor:
         """`[rows, heads, longest text + nodes, head_dim]`."""
         padded = new.new_zeros((*new.shape[:2], self._longest + new.shape[2], new.shape[3]))

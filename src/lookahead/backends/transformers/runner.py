@@ -19,6 +19,7 @@ from lookahead.backends.forward_result import ForwardResult, forward_results, no
 from lookahead.backends.transfers import upload
 from lookahead.backends.transformers.cache_exchange import leave_out_hidden
 from lookahead.backends.transformers.chain_cache import ChainRow, SavedState
+from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder
 from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.invariant.attention import PACKED_ROWS
 from lookahead.backends.transformers.layouts import PACKED_MASKS, Inputs, Packed, Padded, Step
@@ -85,9 +86,9 @@ class Runner:
         self._limit, self._slots = limit, slots = _limits(model, positions_end)
         self.context, self.last_length, self.broken_after = limit.context, limit.last_length, limit.broken_after
         self.changes_after = min(
-            (text for text in (limit.changes_after, slots.first) if text is not None), default=None
+            (text for text in (limit.changes_after, limit.picks_after, slots.first) if text is not None), default=None
         )
-        self._takes_positions = True
+        self._takes_positions, self._tokens_name = True, "input_ids"
         self._layouts: list[Layout] = []
 
     def idle_tree(self) -> TokenTree:
@@ -129,9 +130,8 @@ class Runner:
     def _call(self, model: PreTrainedModel, inputs: Inputs, cache: dict[str, Any]) -> Any:
         """What `model` gives."""
         positions = {"position_ids": inputs.positions} if self._takes_positions else {}
-        return model(
-            input_ids=inputs.tokens, **positions, **cache, **inputs.arguments, use_cache=True, return_dict=True
-        )
+        tokens = {self._tokens_name: inputs.tokens}
+        return model(**tokens, **positions, **cache, **inputs.arguments, use_cache=True, return_dict=True)
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Keep what the last step computed of `kept`, for each sequence a path of nodes from its tree's first one
@@ -236,7 +236,8 @@ class ModelRunner(Runner):
             between: Whether some are hidden between others, and not only before the first that counts.
         """
         reach = self._masks.shortest_reach if between else None
-        return min((length for length in (self._slots.first, reach) if length is not None), default=None)
+        lengths = (self._slots.first, self._limit.picks_after, reach)
+        return min((length for length in lengths if length is not None), default=None)
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
         """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens."""
@@ -484,8 +485,12 @@ class ChainRunner(Runner):
     ) -> None:
         super().__init__(model, positions_end, device)
         self._drafts = drafts
+        self._uncounted: int | None = None
         self.changes_after = self._limit.changes_after  # a chain is read as plain decoding reads it wherever it lies
         self._takes_positions = "position_ids" in forward_arguments(model)
+        if is_encoder_decoder(model):
+            self._takes_positions, self._tokens_name = False, "decoder_input_ids"
+            self._uncounted = model.config.get_text_config(decoder=True).pad_token_id
         self._engine = model if engine is None else engine
         self.rows = [ChainRow(model)] if rows is None else list(rows)
         self._layout = Padded(model, None, self._device)
@@ -555,9 +560,24 @@ class ChainRunner(Runner):
     def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
         inputs, row = self._layout.inputs(step), self.rows[places[0]]
         module = self._engine if inputs.tokens.shape[1] <= SHORT else self.model
-        outputs = self._call(module, inputs, row.arguments())
-        row.keep(outputs)
-        return outputs.logits, inputs
+        parts = self._parts(inputs) if row.length else [inputs]
+        logits = []
+        for part in parts:
+            outputs = self._call(module, part, row.arguments())
+            row.keep(outputs)
+            logits.append(outputs.logits)
+        return (logits[0], inputs) if len(parts) == 1 else (torch.cat(logits, dim=1), parts[0])
+
+    def _parts(self, inputs: Inputs) -> list[Inputs]:
+        """A pass in parts, each of which ends with a padding token: some decoders (M2M-100) count the positions of a
+        pass without these, where plain decoding, which sends them one by one, counts them."""
+        if self._uncounted is None or not bool((inputs.tokens[0, :-1] == self._uncounted).any()):
+            return [inputs]
+        ends = ((inputs.tokens[0, :-1] == self._uncounted).nonzero()[:, 0] + 1).tolist()
+        bounds = zip([0, *ends], [*ends, inputs.tokens.shape[1]], strict=True)
+        return [
+            Inputs(inputs.tokens[:, start:end], inputs.positions[:, start:end], inputs.keep) for start, end in bounds
+        ]
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Keep the states of rows all nodes of whose trees are `kept`; the others go back to those of before."""

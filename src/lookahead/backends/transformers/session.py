@@ -16,6 +16,7 @@ from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, ch
 from lookahead.backends.transformers.chain_engine import chain_engine
 from lookahead.backends.transformers.checks.kinds import equivalence
 from lookahead.backends.transformers.checks.models import check_plain, runs_on_chains
+from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder, source_of_row
 from lookahead.backends.transformers.engine_model import engine_model, rows_runner, runs_static
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_watch import ModelWatch
@@ -80,6 +81,11 @@ class TransformersSession:
         self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
     ) -> tuple[RowsRunner | ChainRunner, int | None, int]:
         """What runs rows that come and go, any number of them."""
+        if is_encoder_decoder(self._model):
+            raise UnsupportedModelError(
+                f"model={type(self._model).__name__} is an encoder-decoder, which an Engine does not run; use "
+                "lookahead.generate"
+            )
         try:
             on_chains, drafts = runs_on_chains(self._model), True
         except UnsupportedModelError as refusal:
@@ -245,7 +251,9 @@ class ChainCall:
         _check_settings(model, config)
         if prompts.cache is not None:
             check_states(model, prompts.cache)
-        self._rows = [ChainRow(model, prompts.cache, before) for before in prompts.before]
+        sources = [source_of_row(prompts.source, row, prompts.rows) for row in range(prompts.rows)]
+        rows = zip(prompts.before, sources, strict=True)
+        self._rows = [ChainRow(model, prompts.cache, before, source) for before, source in rows]
         self._before = None if prompts.cache is None else SavedState(prompts.cache, [])
         ends = equivalence(model).holds("positions_end")
         self.runner = ChainRunner(model, self._rows, prompts.input_ids.device, ends, chain_engine(model))

@@ -42,6 +42,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         block: Tokens by which it grows; if `None`, by a part of what it has.
         window: As above.
         dropped: Columns that were forgotten: the first one in `keys` is that of token number `dropped`.
+        indexer: Keys by which the layer picks those that it attends to, without values; `None` if it attends to all.
     """
 
     is_croppable = True
@@ -53,6 +54,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         self.block: int | None = None
         self.window = window
         self.dropped = 0
+        self.indexer: TreeLayer | None = None
 
     @property
     def is_sliding(self) -> bool:
@@ -117,6 +119,19 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         keys.index_copy_(2, place, key_states)
         values.index_copy_(2, place, value_states)
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """`update` for the keys `[batch, nodes, size]` of `indexer`, which are returned in the same way."""
+        if self.indexer is None:
+            self.indexer = TreeLayer()
+            self.indexer.keeps_all, self.indexer.block = self.keeps_all, self.block
+        keys = indexer_key_states[:, None]
+        return self.indexer.update(keys, keys[..., :0])[0][:, 0]
+
+    @property
+    def parts(self) -> list[TreeLayer]:
+        """The layer and, if there is one, its indexer."""
+        return [self] if self.indexer is None else [self, self.indexer]
 
     def drop(self) -> None:
         """Forget the columns that no later token sees, if there are some; one more is kept, for `crop`.
@@ -199,7 +214,8 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             raise InvalidArgumentError(
                 f"tokens_to_remove={tokens_to_remove} is more than a layer with a window of {self.window} can forget"
             )
-        self.lengths = lengths
+        for part in self.parts:
+            part.lengths = list(lengths)
 
     def lacks(self, lengths: Sequence[int]) -> bool:
         """Whether texts of `lengths` could not go on, as columns that they see were forgotten."""
@@ -207,14 +223,15 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything, keep the memory."""
-        self.lengths = [0] * len(self.lengths)
-        self.dropped = 0
+        for part in self.parts:
+            part.lengths = [0] * len(part.lengths)
+            part.dropped = 0
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows, in this order."""
-        if self.is_initialized:
-            self.keys, self.values = self.keys[indices], self.values[indices]
-            self.lengths = torch.tensor(self.lengths)[indices.cpu()].tolist()
+        for part in self.parts if self.is_initialized else ():
+            part.keys, part.values = part.keys[indices], part.values[indices]
+            part.lengths = torch.tensor(part.lengths)[indices.cpu()].tolist()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put the rows into another order."""
@@ -222,9 +239,9 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
-        if self.is_initialized:
-            self.keys, self.values = (states.repeat_interleave(repeats, dim=0) for states in (self.keys, self.values))
-            self.lengths = [length for length in self.lengths for _ in range(repeats)]
+        for part in self.parts if self.is_initialized else ():
+            part.keys, part.values = (states.repeat_interleave(repeats, dim=0) for states in (part.keys, part.values))
+            part.lengths = [length for length in part.lengths for _ in range(repeats)]
 
     def _is_read_only(self) -> bool:
         """Whether these are tensors of inference mode, which torch lets nobody write to outside of it.
@@ -302,20 +319,24 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     def _set_keeps_all(self, keeps_all: bool) -> None:
         self._keeps_all = keeps_all
-        for layer in self.layers:
+        for layer in self._parts:
             layer.keeps_all = keeps_all
 
     def _make_writable(self) -> None:
         """Copy tensors of inference mode, which torch lets nobody write to outside of it."""
         if not torch.is_inference_mode_enabled():
-            for layer in self.layers:
-                if layer.is_initialized and layer.keys.is_inference():
+            for layer in self._filled:
+                if layer.keys.is_inference():
                     layer._grow(layer.longest - layer.dropped)
+
+    @property
+    def _parts(self) -> list[TreeLayer]:
+        return [part for layer in self.layers for part in layer.parts]
 
     @property
     def _filled(self) -> list[TreeLayer]:
         """The layers that the model has written to; some models have layers that borrow the states of others."""
-        return [layer for layer in self.layers if layer.is_initialized]
+        return [layer for layer in self._parts if layer.is_initialized]
 
     def lengths(self, batch_size: int) -> list[int]:
         """Tokens kept, per row."""
@@ -340,6 +361,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         for index, layer in enumerate(other.layers):
             if layer.is_initialized:
                 self.update(layer.keys.narrow(2, 0, tokens), layer.values.narrow(2, 0, tokens), index)
+            if layer.indexer is not None:
+                self.update_indexer(layer.indexer.keys[:, 0, :tokens], index)
 
     def commit(self, slots: Sequence[Sequence[int]]) -> None:
         """Keep the states of `slots[row]` in every layer; see `TreeLayer.commit`."""

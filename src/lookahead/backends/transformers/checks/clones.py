@@ -10,6 +10,8 @@ from itertools import pairwise
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.backends.transformers.chain_cache import ChainRow
+from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder, tried_source
 from lookahead.backends.transformers.findings import architecture, recall, remember
 from lookahead.backends.transformers.invariant.modules import foreign_product
 from lookahead.backends.transformers.rows import Row
@@ -35,13 +37,19 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return size
 
 
+def trial_runner(model: PreTrainedModel) -> ChainRunner:
+    """An empty runner of chains, with what stands for an encoder's output if `model` has one."""
+    source = tried_source(model) if is_encoder_decoder(model) else None
+    return ChainRunner(model, [ChainRow(model, source=source)])
+
+
 def goes_on_rightly(model: PreTrainedModel, engine: PreTrainedModel) -> bool:
     """Whether `engine` reads chains as `model` reads one token at a time."""
     vocabulary = vocabulary_size(model)
     for number in range(_CHAIN_TEXTS):
         text = [(token + number) % vocabulary for token in _TEXT]
-        expected = follow(ChainRunner(model), [text], _CHAIN_PROMPT, nothing)
-        found = follow(ChainRunner(engine), [text], _CHAIN_PROMPT, chains(random.Random(number)))
+        expected = follow(trial_runner(model), [text], _CHAIN_PROMPT, nothing)
+        found = follow(trial_runner(engine), [text], _CHAIN_PROMPT, chains(random.Random(number)))
         least = _CHAIN_TOLERANCE * float(expected[0].abs().max())
         if difference(found, expected) <= max(least, rounding(expected, model.dtype)):  # not if they are no numbers
             return True

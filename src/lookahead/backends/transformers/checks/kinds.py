@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.transformers import packed_attention
 from lookahead.backends.transformers.chain_cache import ChainRow, has_running_state
+from lookahead.backends.transformers.checks.clones import trial_runner
 from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet
 from lookahead.backends.transformers.model_state import same_values, state_of
 from lookahead.backends.transformers.position_limit import PositionLimit
@@ -89,7 +90,7 @@ class _Comparison:
         """Along a text, with drafts that are rejected, states that are put back, and pending tokens sent again."""
         if not self._is_alike:
             return False
-        found = follow(ChainRunner(self._model), [self._text], _PROMPT, chains(self._draws))
+        found = follow(trial_runner(self._model), [self._text], _PROMPT, chains(self._draws))
         return self._same(found, [self._expected])
 
     def plain(self) -> bool:

@@ -27,6 +27,7 @@ from lookahead.backends.transformers.chain_cache import has_running_state
 from lookahead.backends.transformers.chain_engine import chain_engine
 from lookahead.backends.transformers.checks.clones import goes_on_rightly, vocabulary_size
 from lookahead.backends.transformers.checks.kinds import equivalence
+from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder
 from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import Setting, state_of
@@ -64,10 +65,6 @@ REFUSED: tuple[tuple[Callable[[PreTrainedModel], object], str], ...] = (
             model.device.type == "meta" and not (hasattr(model, "_hf_hook") or hasattr(model, "hf_device_map"))
         ),
         "is on the device 'meta': it has no weights, and no hooks of accelerate that would bring them. Load them first",
-    ),
-    (
-        lambda model: model.config.is_encoder_decoder,
-        "is an encoder-decoder; lookahead decoding runs decoder-only models",
     ),
 )
 """Models that neither trees nor chains run on: what they are known by, and why."""
@@ -174,7 +171,7 @@ def runs_on_chains(model: PreTrainedModel) -> bool:
     if _on_chains(setting) in checked:
         check_kind(model)
         return True
-    if setting not in checked and has_running_state(type(model), model.config):
+    if setting not in checked and (is_encoder_decoder(model) or has_running_state(type(model), model.config)):
         check_kind(model)
         _check_chains(model)
         return True
@@ -302,15 +299,18 @@ def _another(token: int, than: int, vocabulary: int) -> int:
 
 def _check_chains(model: PreTrainedModel) -> None:
     kind, name = equivalence(model), type(model).__name__
+    what = (
+        "is an encoder-decoder"
+        if is_encoder_decoder(model)
+        else "keeps a running state (Mamba-style or linear attention)"
+    )
     if not kind.holds("chains"):
         found = (
             "a small copy of it that goes on from its state over several tokens differs from plain decoding"
             if kind.has_miniature
             else "no small copy of it can be run to see whether it goes on from its state as plain decoding does"
         )
-        raise UnsupportedModelError(
-            f"model={name} keeps a running state (Mamba-style or linear attention), and {found}. Use model.generate"
-        )
+        raise UnsupportedModelError(f"model={name} {what}, and {found}. Use model.generate")
     state = state_of(model)
     with state.lock:
         try:
@@ -323,8 +323,8 @@ def _check_chains(model: PreTrainedModel) -> None:
             ) from error
         if not same:
             raise UnsupportedModelError(
-                f"model={name} keeps a running state, and goes on from it over several tokens otherwise than one token "
-                "at a time; call model.eval() if it is in training mode, and if it still does, use model.generate"
+                f"model={name} {what}, and goes on over several tokens otherwise than one token at a time; call "
+                "model.eval() if it is in training mode, and if it still does, use model.generate"
             )
         state.checked.add(_on_chains(checked_setting(model)))
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
+from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder, tried_source
 from lookahead.backends.transformers.miniature.config import miniature_config
 from lookahead.backends.transformers.miniature.sizes import VOCABULARY
 
@@ -72,8 +73,11 @@ def _draw_weights(model: PreTrainedModel, random: torch.Generator) -> None:
                 parameter.copy_(1.3 * noise / fan_in**0.5)
     weight = getattr(model.get_output_embeddings(), "weight", None)
     tokens = torch.randint(1, VOCABULARY, (2, 16), generator=random)
+    arguments = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if is_encoder_decoder(model):
+        arguments = {**tried_source(model), "decoder_input_ids": tokens[:1]}
     for _ in range(3):  # more than once, as a soft cap on the logits is not linear
-        logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+        logits = model(**arguments, use_cache=False).logits
         deviation = float(logits.std())
         if weight is not None and math.isfinite(deviation) and deviation > 0:
             weight.mul_(min(max(_SPREAD / deviation, 1e-3), 1e3))

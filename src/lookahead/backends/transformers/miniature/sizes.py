@@ -107,7 +107,7 @@ OTHERS: dict[str, Any] = {
 # How many layers a model has, by the name a configuration gives to it.
 LAYERS = (
     *("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "num_blocks", "layers"),
-    *("num_decoder_layers", "num_layers_per_stack"),
+    *("num_decoder_layers", "num_layers_per_stack", "encoder_layers"),
 )
 
 # Lengths behind which a layer sees no further, or reads keys or queries otherwise.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder, tried_source
 from lookahead.backends.transformers.miniature.sizes import VOCABULARY
 
 
@@ -51,9 +53,13 @@ def plain_logits(
     mask = torch.ones_like(ids)
     for row, places in enumerate(hidden or []):
         mask[row, list(places)] = 0
-    output = model.generate(
-        ids[:, :prompt],
-        attention_mask=mask[:, :prompt],
+    arguments: dict[str, Any] = {"input_ids": ids[:, :prompt], "attention_mask": mask[:, :prompt]}
+    if is_encoder_decoder(model):
+        starts = [text[0] for text in texts]
+        arguments = {**tried_source(model), "decoder_input_ids": ids[:, :prompt], "decoder_start_token_id": starts}
+    output = GenerationMixin.generate(  # some classes have one of their own, which calls this
+        model,
+        **arguments,
         max_new_tokens=ids.shape[1] - prompt,
         do_sample=False,
         logits_processor=LogitsProcessorList([_Forced(ids)]),

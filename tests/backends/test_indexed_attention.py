@@ -1,0 +1,101 @@
+"""Layers that pick the keys they attend to: their indexers' keys are kept and moved with a path as others are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import lookahead
+from fuzz.families import INDEXED, build
+from fuzz.variant import Variant
+from lookahead import Engine, LookaheadConfig, UnsupportedArgumentError
+from lookahead.backends.transformers import runs_on_chains
+from lookahead.backends.transformers.tree_cache import TreeCache
+
+PICKED = 40
+"""Keys that a layer picks, of texts of 72 tokens."""
+
+
+def tiny(family: str = "deepseek_v32", picked: int = PICKED) -> PreTrainedModel:
+    return build(family, Variant(window=picked), "sdpa")
+
+
+def prompt(seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(seed)).repeat(1, 2)
+
+
+@pytest.mark.parametrize("family", INDEXED)
+def test_texts_past_the_keys_that_are_picked(family: str) -> None:
+    """Drafts end where layers begin to pick, as which of equal scores are picked depends on how many keys there are."""
+    model = tiny(family)
+    assert not runs_on_chains(model)
+    options: dict[str, Any] = {"max_new_tokens": 48, "return_dict_in_generate": True, "output_scores": True}
+    for sampled in (False, True):
+        torch.manual_seed(1)
+        expected = model.generate(prompt(), do_sample=sampled, **options)
+        torch.manual_seed(1)
+        found = lookahead.generate(
+            model, prompt(), lookahead_config=LookaheadConfig(step_budget=16), do_sample=sampled, **options
+        )
+        assert torch.equal(found.sequences, expected.sequences)
+        for mine, theirs in zip(found.scores, expected.scores, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
+    after = PICKED - prompt().shape[1]
+    assert max(found.statistics.nodes_per_step) > 1
+    assert found.statistics.nodes_per_step[-(48 - after - 1) :] == [1] * (48 - after - 1)
+
+
+@pytest.mark.parametrize("family", INDEXED[::2])
+def test_rows_side_by_side(family: str) -> None:
+    model = tiny(family, picked=64)
+    rows = torch.cat([prompt(), prompt(1)])
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    assert torch.equal(lookahead.generate(model, rows, **options), model.generate(rows, **options))
+    with Engine(model, LookaheadConfig(step_budget=24)) as engine:
+        handles = [engine.submit(row[start:], **options) for start, row in enumerate(rows)]
+        for start, handle in enumerate(handles):
+            assert torch.equal(handle.result(), model.generate(rows[start : start + 1, start:], **options))
+    # Past what is picked, rows would pick otherwise beside others than alone.
+    with pytest.raises(UnsupportedArgumentError, match="64"):
+        lookahead.generate(model, rows, max_new_tokens=60)
+
+
+def test_caches_go_to_and_fro() -> None:
+    model = tiny(picked=64)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    whole = model.generate(prompt(), **{**options, "max_new_tokens": 16}).sequences
+    ours = lookahead.generate(model, prompt(), lookahead_config=LookaheadConfig(step_budget=8), **options)
+    assert torch.equal(ours.sequences, whole[:, :32])
+    theirs = model.generate(prompt(), **options)
+    # Ours to transformers, and transformers' to ours, which fills it as generate would.
+    cache = copy.deepcopy(ours.past_key_values)
+    assert torch.equal(model.generate(whole[:, :32], past_key_values=cache, **options).sequences, whole)
+    back = lookahead.generate(model, whole[:, :32], past_key_values=theirs.past_key_values, **options)
+    assert torch.equal(back.sequences, whole)
+    expected = model.generate(prompt(), **{**options, "max_new_tokens": 16}).past_key_values
+    for mine, plain in zip(back.past_key_values.layers, expected.layers, strict=True):
+        torch.testing.assert_close(mine.keys, plain.keys, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(mine.indexer_keys, plain.indexer_keys, atol=1e-4, rtol=1e-3)
+
+
+def test_indexers_move_with_a_path() -> None:
+    """What is committed of a tree, cropped and reordered is what a cache of each row alone would hold."""
+    cache = TreeCache()
+    keys = torch.arange(24.0).reshape(2, 1, 4, 3)
+    with cache.scratch():
+        cache.update(keys, -keys, 0)
+        cache.update_indexer(keys[:, 0] + 100, 0)
+    cache.commit([[0, 2], [1, 2, 3]])
+    layer = cache.layers[0]
+    assert layer.indexer.lengths == layer.lengths == [2, 3]
+    for row, kept in enumerate(([0, 2], [1, 2, 3])):
+        assert torch.equal(layer.keys[row, :, : len(kept)], keys[row][:, kept])
+        assert torch.equal(layer.indexer.keys[row, 0, : len(kept)], keys[row, 0, kept] + 100)
+    cache.batch_select_indices(torch.tensor([1]))
+    cache.crop(-1)
+    assert layer.indexer.lengths == layer.lengths == [2]
+    assert torch.equal(layer.indexer.keys[0, 0, :2], keys[1, 0, [1, 2]] + 100)
