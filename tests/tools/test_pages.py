@@ -145,3 +145,11 @@ def headings(page: Path) -> set[str]:
     """The anchors of a page's headings, as mkdocs and GitHub make them."""
     lines = re.findall(r"(?m)^#+ (.+)$", page.read_text())
     return {re.sub(r"[^\w\- ]", "", line.replace("`", "").lower()).strip().replace(" ", "-") for line in lines}
+
+
+def test_the_readme_counts_families_as_the_page_of_models_does() -> None:
+    page, readme = (ROOT / "docs" / "models.md").read_text(), (ROOT / "README.md").read_text()
+    (row,) = re.findall(r"(?m)^\| text \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", page)
+    _, trees, chains, refused = row
+    assert f"({trees} families on trees, {chains} on chains)" in readme
+    assert f"[{refused} families](docs/models.md)" in readme
