@@ -2,10 +2,12 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -178,6 +180,18 @@ def compile_step(
     return used
 
 
+def stack_bytes(cubin: bytes) -> int:
+    """Bytes of memory that each thread has for registers that it has not enough of."""
+    reader = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "kernel.cubin").write_bytes(cubin)
+        command = [str(reader), "--dump-resource-usage", "kernel.cubin"]
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    found = re.findall(r"STACK:(\d+)", result.stdout)
+    assert found, result.stdout
+    return sum(map(int, found))
+
+
 @needs_triton
 @pytest.mark.parametrize(
     ("capability", "dtype", "size", "nodes", "keys", "softcap"),
@@ -199,6 +213,7 @@ def test_kernel_compiles(
     softcap: float | None,
 ) -> None:
     compile_step(launches, capability, dtype, size, nodes, keys, softcap)
+    assert stack_bytes(launches[0].compile(capability).asm["cubin"]) == 0
 
 
 @needs_triton
