@@ -167,10 +167,10 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def picture(seed: int, side: int = 40) -> bytes:
-    pixels = numpy.random.default_rng(seed).integers(0, 255, (side, side, 3), dtype=numpy.uint8)
+def picture(seed: int, form: str = "PNG") -> bytes:
+    pixels = numpy.random.default_rng(seed).integers(0, 255, (40, 40, 3), dtype=numpy.uint8)
     file = BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
+    Image.fromarray(pixels).save(file, form)
     return file.getvalue()
 
 
@@ -248,6 +248,7 @@ def test_images_are_seen_as_transformers_sees_them(seeing: Path, host: str) -> N
             f"file:///{host}/picture": "no host",
             "data:image/png;base64,%%%": "base64",
             as_url(b"no image"): "no image",
+            as_url(picture(1, "TIFF")): "no image in PNG",
         }.items():
             with pytest.raises(BadRequestError, match=said):
                 told(asked(url))

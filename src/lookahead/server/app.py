@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
+from PIL.Image import Image
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
@@ -22,11 +23,13 @@ from lookahead.server.answers import ChatForm, CompletionForm
 from lookahead.server.errors import ApiError
 from lookahead.server.grammar import callable_tools
 from lookahead.server.guard import Guard, Limits, ServerSettings, write_entry
+from lookahead.server.images import read_images
 from lookahead.server.metrics import Metrics
 from lookahead.server.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Message,
     TokenizeRequest,
 )
 from lookahead.server.responses import RESPONSES_NAMES, ResponsesForm, ResponsesRequest
@@ -130,15 +133,17 @@ def _add_texts(app: FastAPI, service: Service, limits: Limits) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, http: Request) -> Response:
         """Continue a conversation."""
-        return await service.answer(request, http, ChatForm, lambda served: [_chat_prompt(served, request, limits)], 1)
+        images = await _images(service.model(request.model), request.messages, limits)
+        return await service.answer(request, http, ChatForm, lambda served: [_chat_prompt(served, request, images)], 1)
 
     @app.post("/v1/responses")
     async def responses(request: ResponsesRequest, http: Request) -> Response:
         """Answer a text or a conversation."""
         chat = request.as_chat()
         try:
+            images = await _images(service.model(chat.model), chat.messages, limits)
             return await service.answer(
-                chat, http, ResponsesForm, lambda served: [_chat_prompt(served, chat, limits)], 1
+                chat, http, ResponsesForm, lambda served: [_chat_prompt(served, chat, images)], 1
             )
         except ApiError as error:
             raise error.renamed(RESPONSES_NAMES) from error
@@ -153,7 +158,8 @@ def _add_texts(app: FastAPI, service: Service, limits: Limits) -> None:
         if prompt is not None:
             tokens = await service.prepared(lambda: served.encode(prompt, request.add_special_tokens))
         else:
-            tokens = (await service.prepared(lambda: served.encode_chat(messages or [], limits=limits))).tokens
+            images = await _images(served, messages or [], limits)
+            tokens = (await service.prepared(lambda: served.encode_chat(messages or [], images=images))).tokens
         return {"count": len(tokens), "max_model_len": served.context_length, "tokens": tokens}
 
     @app.post("/detokenize")
@@ -189,7 +195,15 @@ def _prompts(served: ServedModel, request: CompletionRequest) -> list[Prompt]:
     return [Prompt(served.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in request.prompts]
 
 
-def _chat_prompt(served: ServedModel, request: ChatRequest, limits: Limits) -> Prompt:
+async def _images(served: ServedModel, messages: Sequence[Message], limits: Limits) -> list[Image]:
+    """The images of a conversation, read in a thread that no other request waits for."""
+    urls = [url for message in messages for url in message.images]
+    if urls and served.processor is None:
+        raise errors.refused("messages", "messages has an image, but this model reads text alone")
+    return await asyncio.to_thread(read_images, urls, limits) if urls else []
+
+
+def _chat_prompt(served: ServedModel, request: ChatRequest, images: Sequence[Image]) -> Prompt:
     options: dict[str, Any] = dict(request.chat_template_kwargs)
     if taken := sorted(_OWN_ARGUMENTS & set(options)):
         raise errors.refused(
@@ -199,7 +213,7 @@ def _chat_prompt(served: ServedModel, request: ChatRequest, limits: Limits) -> P
         options["reasoning_effort"] = request.reasoning_effort
     begun = request.add_generation_prompt and not request.continue_final_message
     options |= {"add_generation_prompt": begun, "continue_final_message": request.continue_final_message}
-    return served.encode_chat(request.messages, callable_tools(request), options, limits)
+    return served.encode_chat(request.messages, callable_tools(request), options, images)
 
 
 def _is_json(content_type: str) -> bool:

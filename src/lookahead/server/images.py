@@ -21,6 +21,9 @@ MOST_IMAGES = 16
 _MOST_PIXELS = 2**25
 """Of an image: a small file may unfold to gigabytes."""
 
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""Decoders of other formats are seldom tried, and one calls a program."""
+
 _SECONDS = 10.0
 """In which a host has to send an image."""
 
@@ -38,11 +41,11 @@ def read_images(urls: list[str], limits: Limits) -> list[Image.Image]:
 
 def _decoded(data: bytes) -> Image.Image:
     try:
-        image = Image.open(BytesIO(data))
+        image = Image.open(BytesIO(data), formats=_FORMATS)
         if image.width * image.height <= _MOST_PIXELS:
             return image.convert("RGB")
     except Exception as error:  # decoders raise what they like
-        raise refused("messages", "messages: image_url holds no image that can be read") from error
+        raise refused("messages", f"messages: image_url holds no image in {', '.join(_FORMATS)}") from error
     raise refused("messages", f"messages: an image has more than {_MOST_PIXELS} pixels")
 
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from llguidance import LLTokenizer
+from PIL.Image import Image
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import ApiError, refused
 from lookahead.server.grammar import grammar_tokenizer
-from lookahead.server.guard import Limits
-from lookahead.server.images import read_images
 from lookahead.server.requests import FunctionTool, Message, TextPart, ToolCall
 from lookahead.server.text import token_bytes
 from lookahead.server.tools import THINK, THOUGHT, Thinking, ToolFormat, format_of, thinking_of
@@ -146,7 +145,7 @@ class ServedModel:
         messages: Sequence[Message],
         tools: Sequence[FunctionTool] = (),
         options: Mapping[str, Any] | None = None,
-        limits: Limits | None = None,
+        images: Sequence[Image] = (),
     ) -> Prompt:
         """A conversation, up to where the answer begins.
 
@@ -156,15 +155,11 @@ class ServedModel:
             messages: The conversation.
             tools: Functions that may be called.
             options: Further arguments of `apply_chat_template`, those of the template among them.
-            limits: Where images may be from.
+            images: Those of all messages.
 
         Raises:
-            ApiError: The template refuses it, or has no place for tools, or images cannot be read.
+            ApiError: The template refuses it, or has no place for tools or images.
         """
-        urls = [url for message in messages for url in message.images]
-        if urls and self.processor is None:
-            raise refused("messages", "messages has an image, but this model reads text alone")
-        images = read_images(urls, limits or Limits())
         if tools and self.tool_format is None:
             raise refused("tools", "the chat template of this model has no place for tools")
         if not self.template:
@@ -187,7 +182,7 @@ class ServedModel:
             return Prompt(self.encode(str(text), special=False, field="messages"))
         return self._with_images(str(text), images)
 
-    def _with_images(self, text: str, images: Sequence[Any]) -> Prompt:
+    def _with_images(self, text: str, images: Sequence[Image]) -> Prompt:
         self._check_length(text, "messages")
         try:
             read = self.processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
