@@ -23,7 +23,7 @@ import lookahead
 from lookahead.cli import main
 from lookahead.cli.compare import Difference
 from lookahead.cli.loading import OutOfMemoryError, is_out_of_memory, memory_errors_explained
-from lookahead.cli.rendering import IncrementalText, StepPrinter
+from lookahead.cli.rendering import StepPrinter
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 from lookahead.drafting import DraftMemory
 
@@ -580,22 +580,31 @@ def test_models_that_ship_stop_strings(capsys: pytest.CaptureFixture[str], tmp_p
 # text
 
 
-def test_characters_split_over_tokens_are_held_back(tokenizer: Any) -> None:
+def printed(tokenizer: Any, *steps: list[int]) -> list[str]:
+    """What is shown after each step, and at the end."""
+    out = io.StringIO()
+    printer, shown = StepPrinter(Console(file=out), tokenizer), []
+    for tokens in steps:
+        printer.step(tokens)
+        shown.append(out.getvalue())
+    printer.finish()
+    return [*shown, out.getvalue()]
+
+
+def test_characters_are_printed_whole(tokenizer: Any) -> None:
     text = "naïve 日本語 🦙 end"
     tokens = tokenizer(text).input_ids
     assert len(tokens) > len(text.split())
-    incremental = IncrementalText(tokenizer)
-    pieces = [incremental.push([token]) for token in tokens]
-    assert "\ufffd" not in "".join(pieces)
-    assert "" in pieces
-    assert "".join(pieces) + incremental.finish() == text
+    *shown, whole = printed(tokenizer, *([token] for token in tokens))
+    assert all(text.startswith(begin) for begin in shown)
+    assert len(set(shown)) < len(shown), "some tokens are parts of a character"
+    assert whole == text + "\n"
 
 
 def test_an_unfinished_character_is_printed_at_the_end(tokenizer: Any) -> None:
-    incremental = IncrementalText(tokenizer)
-    tokens = tokenizer("a🦙").input_ids
-    assert "".join(incremental.push([token]) for token in tokens[:-1]) == "a"
-    assert incremental.finish() == "\ufffd"
+    *_, last, whole = printed(tokenizer, *([token] for token in tokenizer("a🦙").input_ids[:-1]))
+    assert last == "a"
+    assert whole == "a\ufffd\n"
 
 
 def test_leading_space_rules_are_those_of_the_whole_text() -> None:
@@ -605,8 +614,7 @@ def test_leading_space_rules_are_those_of_the_whole_text() -> None:
         def decode(self, token_ids: list[int], **options: Any) -> str:
             return "".join([" once", " upon", " a", " time"][token] for token in token_ids).removeprefix(" ")
 
-    incremental = IncrementalText(Words())
-    assert [incremental.push(tokens) for tokens in ([0], [1, 2], [3])] == ["once", " upon a", " time"]
+    assert printed(Words(), [0], [1, 2], [3])[:3] == ["once", "once upon a", "once upon a time"]
 
 
 def test_steps_take_turns_with_two_colours(tokenizer: Any) -> None:

@@ -20,8 +20,8 @@ from lookahead.server.errors import ApiError
 from lookahead.server.grammar import grammar_of
 from lookahead.server.requests import ChatRequest, Message
 from lookahead.server.served_model import ServedModel
-from lookahead.server.text import TextBuilder
 from lookahead.server.tools import FORMATS, HERMES, AnswerReader, Thinking, ToolFormat, format_of
+from lookahead.text import TextBuilder
 from random_schemas import random_schema
 
 TURN = [{"role": "user", "content": "def add(a, b):"}]

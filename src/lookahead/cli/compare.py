@@ -28,9 +28,10 @@ from lookahead.cli.generate import (
 )
 from lookahead.cli.inputs import is_gguf
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
-from lookahead.cli.rendering import Consoles, StepPrinter, Tokenizer, decode, measuring_progress, print_json, visible
+from lookahead.cli.rendering import Consoles, StepPrinter, decode, measuring_progress, print_json, visible
 from lookahead.cli.settings import CompareSettings
 from lookahead.config import LookaheadConfig
+from lookahead.text import Tokenizer
 
 WARM_UP_TOKENS = 8
 

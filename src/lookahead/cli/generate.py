@@ -16,11 +16,12 @@ from lookahead.api.generation import generate
 from lookahead.cli import process
 from lookahead.cli.inputs import is_gguf
 from lookahead.cli.loading import LoadedModel, load_for_decoding, memory_errors_explained, quiet_libraries
-from lookahead.cli.rendering import Consoles, StepPrinter, Tokenizer, decode, print_json
+from lookahead.cli.rendering import Consoles, StepPrinter, decode, print_json
 from lookahead.cli.settings import DecodingSettings, GenerateSettings, Sampling
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import Statistics, StepRecord
 from lookahead.errors import InvalidArgumentError
+from lookahead.text import Tokenizer
 from lookahead.trace import Trace
 
 if TYPE_CHECKING:

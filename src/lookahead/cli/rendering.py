@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -16,13 +16,13 @@ from rich.segment import Segment, Segments
 from rich.spinner import Spinner
 from rich.style import Style
 
+from lookahead.text import TextBuilder, Tokenizer
+
 STEP_STYLES = (Style(color="cyan"), Style(color="magenta"))
 """Steps take turns with these; both can be read on a dark and on a light background."""
 
 _CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 """Visible replacements, so that a model cannot send escape sequences to the terminal."""
-
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def visible(text: str) -> str:
@@ -83,47 +83,9 @@ def starting(no_color: bool) -> AbstractContextManager[None]:
     return spinner(_console(sys.stderr, no_color), "loading the model")
 
 
-class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that turns tokens back into text."""
-
-    def decode(self, token_ids: Any, /, **options: Any) -> Any:
-        """The text of these tokens."""
-
-
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """The text of generated tokens, without special tokens."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-class IncrementalText:
-    """Hands out the text of a growing list of tokens piece by piece.
-
-    All tokens so far are decoded together every time: one token alone may hold half a character, and some
-    tokenizers drop the space before the first token of whatever they are given.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._given = ""
-
-    def push(self, tokens: Sequence[int]) -> str:
-        """Add tokens and return the text that is new and cannot change any more."""
-        self._tokens.extend(tokens)
-        # A replacement character at the end may be the first bytes of a character that is still to come.
-        certain = decode(self._tokenizer, self._tokens).rstrip(_REPLACEMENT)
-        if not certain.startswith(self._given):
-            return ""
-        return self._give(certain)
-
-    def finish(self) -> str:
-        """Return the rest, whatever it looks like."""
-        return self._give(decode(self._tokenizer, self._tokens))
-
-    def _give(self, text: str) -> str:
-        new = text[len(self._given) :]
-        self._given = text
-        return new
 
 
 class StepPrinter:
@@ -131,13 +93,15 @@ class StepPrinter:
 
     def __init__(self, out: Console, tokenizer: Tokenizer) -> None:
         self._out = out
-        self._text = IncrementalText(tokenizer)
+        self._text = TextBuilder(tokenizer)
         self._steps = 0
         self._last = "\n"
 
     def step(self, tokens: Sequence[int]) -> None:
         """Print what is certain of the text after one more step."""
-        self._print(self._text.push(tokens))
+        for token in tokens:
+            self._text.add(token)
+        self._print(self._text.take())
         self._steps += 1
 
     def finish(self) -> None:

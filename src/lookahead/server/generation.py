@@ -18,9 +18,9 @@ from lookahead.server.errors import ApiError
 from lookahead.server.metrics import RequestClock
 from lookahead.server.plan import Plan, StepTree, TreeWatcher
 from lookahead.server.served_model import ServedModel
-from lookahead.server.text import TextBuilder
 from lookahead.serving import RequestHandle
 from lookahead.serving.handle import TokenEvent
+from lookahead.text import TextBuilder
 
 
 @dataclass

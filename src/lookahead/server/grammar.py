@@ -32,8 +32,8 @@ from lookahead.server.requests import (
     StructuredOutputs,
     TextRequest,
 )
-from lookahead.server.text import token_bytes
 from lookahead.server.tools import THINK, THOUGHT, Thinking, ToolFormat, call_rules, literal, up_to
+from lookahead.text import token_bytes
 
 _FORCED = 0.99
 """How likely a token is that has to follow one which is not certain."""

@@ -18,9 +18,9 @@ from lookahead.config import LookaheadConfig
 from lookahead.server.errors import ApiError, refused
 from lookahead.server.grammar import grammar_tokenizer
 from lookahead.server.requests import FunctionTool, Message, TextPart, ToolCall
-from lookahead.server.text import token_bytes
 from lookahead.server.tools import THINK, THOUGHT, Thinking, ToolFormat, format_of, thinking_of
 from lookahead.serving import Engine
+from lookahead.text import token_bytes
 
 _TAIL = 8
 """Tokens at the end of a prompt that show whether it has begun to reason."""

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from lookahead.server.requests import FunctionTool
-from lookahead.server.text import held_back
+from lookahead.text import held_back
 
 NAME = "NAME"
 """Where the name of the function stands in a format."""

@@ -39,7 +39,11 @@ class TextBuilder:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str], dropped: Collection[int] | None = None
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        stops: Sequence[str] = (),
+        dropped: Collection[int] | None = None,
     ) -> None:
         self._tokenizer, self._dropped = tokenizer, dropped
         self._stops = list(stops)
