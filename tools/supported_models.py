@@ -92,11 +92,10 @@ def try_family(family: str) -> Row:
         prompt = {"input_ids": ids} if kind == family else image_prompt(model, ids.tolist(), 0)
     except CannotBuild as error:
         return Row(family, NOT_TRIED, _in_words(str(error)))
-    if kind != family:
-        try:
-            model.generate(**prompt, max_new_tokens=2)
-        except Exception as error:
-            return Row(family, NOT_TRIED, _in_words(f"its own generate fails: {type(error).__name__}: {error}"))
+    try:
+        model.generate(**prompt, max_new_tokens=2)
+    except Exception as error:
+        return Row(family, NOT_TRIED, _in_words(f"its own generate fails: {type(error).__name__}: {error}"))
     try:
         way = CHAINS if runs_on_chains(model) else TREES
         ours = _texts(model, lookahead.generate, prompt)
