@@ -22,12 +22,11 @@ from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
 from lookahead.drafting import NGramPool
 from lookahead.serving.arguments import check_own_prefill
-from lookahead.serving.drafting import Drafting
+from lookahead.serving.drafting import Drafting, shielded
 from lookahead.serving.output import LookaheadOutput, StreamFeeder, make_output, padded_texts
 from lookahead.serving.prepared import Arguments
 from lookahead.serving.prompts import Prediction, predicted_texts
 from lookahead.serving.request import Request
-from lookahead.serving.shielding import shielded
 from lookahead.serving.steps import Steps
 
 if TYPE_CHECKING:
