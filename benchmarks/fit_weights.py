@@ -33,6 +33,8 @@ import lookahead
 from lookahead.config import LookaheadConfig
 from lookahead.core.protocols import StepResult
 from lookahead.drafting import AutoDrafter, DraftMemory
+from lookahead.drafting.auto.batch import DraftBatch
+from lookahead.drafting.auto.texts import MATCH_CLASSES
 from lookahead.drafting.auto.weights import MATCHES, feature_names
 from lookahead.drafting.text_only import text_memory
 from probe import load_model, prompts_of, token_ids
@@ -73,25 +75,44 @@ class RecordingDrafter(AutoDrafter):
     def observe(self, result: StepResult) -> None:
         """Keep lessons, then learn."""
         if result.tree is self._tree and self._batch is not None:
-            room, nodes = self._batch.room, self._batch.nodes[self._place]
-            proposals, count = room.proposals, int(room.proposals.search["count"])
-            features = features_of(proposals.rows[:count], proposals.logs[:count])
             selected = dict(zip(result.selected_after, result.tokens, strict=True))
             for node, row in enumerate(self._rows.tolist(), start=result.tree.root):
-                part = np.flatnonzero(proposals.rows["node"][:count] == row)
                 predicted = int(result.top_ids[node, 0]) if result.top_ids.shape[1] else -1
                 token = selected.get(node, predicted)
-                if len(part) and token >= 0:
-                    outcomes = (proposals.rows["token"][part] == token).astype(np.float64)
+                tokens, features, known = candidates_of(self._batch, self._place, row)
+                if len(tokens) and token >= 0:
+                    outcomes = (tokens == token).astype(np.float64)
                     weight = 1.0 if node in selected else OFF_PATH
-                    self.lessons.append(Lesson(features[part], outcomes, int(nodes["known"][row]), weight))
+                    self.lessons.append(Lesson(features, outcomes, known, weight))
         super().observe(result)
 
 
-def features_of(rows: NDArray[Any], logs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What the sources said of some proposals, in the columns of the weights, `[proposals, columns]`."""
-    matches = (rows["match"][:, None] == np.arange(len(MATCHES))).astype(np.float64)
-    return np.concatenate([rows["listed"][:, None], logs[:, :-1], matches, logs[:, -1:]], axis=1)
+def candidates_of(batch: DraftBatch, place: int, row: int) -> tuple[NDArray[np.int64], NDArray[np.float64], int]:
+    """What the memory and matches named after a node of a draft: tokens, what was said of each in the columns of the
+    weights, `[tokens, columns]`, and the length of the longest known context."""
+    ngrams, nodes, node = batch.memory.ngrams, batch.nodes[place], row
+    path = []
+    while node > 0:
+        path.append(int(nodes["token"][node]))
+        node = int(nodes["parent"][node])
+    text = batch.texts.tokens[place, : batch.texts.lengths[place]]
+    path += text[::-1][: ngrams.orders].tolist()
+    slots = ngrams.slots(np.array([path[: ngrams.orders]], dtype=np.int64))[0]
+    known = int(np.argmax(np.append(slots, -1) < 0))
+    columns: dict[int, NDArray[np.float64]] = {}
+    empty = np.zeros(1 + ngrams.orders + len(MATCHES))
+    empty[1 : 1 + known] = ngrams.entries.heads["floor"][slots[:known]]
+    for order in range(known):
+        for follower in ngrams.entries.followers[slots[order]]:
+            if follower["token"] >= 0:
+                columns.setdefault(int(follower["token"]), empty.copy())[1 + order] = follower["log"]
+    for occurrence in batch.room.followed[row, : nodes["matches"][row]]:
+        of_token = columns.setdefault(int(text[occurrence["place"]]), empty.copy())[1 + ngrams.orders :]
+        kind = int(np.searchsorted(MATCH_CLASSES, occurrence["length"], side="right")) - 1
+        kind = max(kind, int(of_token.argmax()) if of_token.any() else 0)
+        of_token[:] = np.arange(len(MATCHES)) == kind
+    features = np.stack([*columns.values()]) if columns else empty[None, :0]
+    return np.array([*columns], dtype=np.int64), features, known
 
 
 class Part(NamedTuple):

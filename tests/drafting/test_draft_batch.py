@@ -81,7 +81,7 @@ class Texts:
                 ids[end - count : end], shares[end - count : end] = each
         nodes = np.concatenate([np.arange(count) for count in counts])
         added, tokens = np.array([len(new) for new in selected]), np.array([token for new in selected for token in new])
-        step = Step(self.places, np.cumsum(counts), tokens, added, np.zeros_like(added), nodes, ids, shares)
+        step = Step(self.places, np.cumsum(counts), tokens, added, nodes, ids, shares)
         return self.batch.learn(step)
 
     def step(self, model: Model) -> int:
@@ -169,13 +169,12 @@ def test_rows_are_written_as_one_by_one_with_real_text_last(texts: int) -> None:
     for _ in range(8):
         drafts = paths.propose()
         found = [model.verify(text, draft) for text, draft in zip(paths.texts, drafts, strict=True)]
-        selected, rejected = [], []
+        told = []
         for text, draft, (tokens, (ids, shares)) in zip(paths.texts, drafts, found, strict=True):
             rows = [(context([*text, *draft[:row]]), ids[row], shares[row]) for row in range(len(ids))]
-            selected += rows[: len(tokens)]
-            rejected += rows[len(tokens) : len(tokens) + REJECTED]
-        paths.learn([tokens for tokens, _ in found], [told for _, told in found])
-        for tokens, ids_of_row, shares_of_row in rejected + selected:
+            told += [*rows[len(tokens) : len(tokens) + REJECTED], *rows[: len(tokens)]]
+        paths.learn([tokens for tokens, _ in found], [said for _, said in found])
+        for tokens, ids_of_row, shares_of_row in told:
             expected.insert(np.array([tokens]), ids_of_row[None], shares_of_row[None])
     asked = random.integers(0, VOCABULARY, (300, ORDERS))
     for found_there, expected_there in zip(

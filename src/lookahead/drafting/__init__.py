@@ -13,7 +13,6 @@ from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.auto.predicted_text import PredictedText
 from lookahead.drafting.auto.sources import CheckedSource, Source, TokenPaths
-from lookahead.drafting.auto.weights import SIBLINGS
 from lookahead.drafting.chain import SKETCHED_NODES, ChainDrafter
 from lookahead.drafting.checked_drafter import CheckedDrafter
 from lookahead.drafting.jacobi import JacobiBlockDrafter
@@ -151,7 +150,7 @@ def _sources(
         InvalidArgumentError: One of them is no source, or has the name of another.
     """
     sources: list[Source] = []
-    names = [SIBLINGS]
+    names: list[str] = []
     for make in config.sources:
         source = CheckedSource(make(), vocabulary)
         if source.name in names:

@@ -16,14 +16,14 @@ from lookahead.drafting.auto.learning import (
     MOST_TRIED,
     SETTINGS,
     UNTRUSTED,
+    Known,
     Step,
     allocate_desk,
     go_on,
     learn,
 )
-from lookahead.drafting.auto.proposals import MOST_LISTED, NODE, allocate_proposals
-from lookahead.drafting.auto.search import Room, Sources, Wanted, find
-from lookahead.drafting.auto.sources import ListedPaths
+from lookahead.drafting.auto.search import NODE, Room, Wanted, find
+from lookahead.drafting.auto.sources import MOST_LISTED, ListedPaths
 from lookahead.drafting.auto.texts import LONGEST, OCCURRENCE, REACH, SEARCHED, allocate_texts, with_room
 
 _SUREST, _SUREST_OBSERVED = 0.999, 0.95
@@ -57,7 +57,7 @@ class DraftBatch:
         counts: How many nodes it has, `[places]`; -1 where none was looked for since the text went on.
         heard: What the model said about each, `HEARD`s, `[places]`.
         listed: What sources list.
-        proposals: Those of the last text that was drafted for.
+        room: That of the last search.
     """
 
     def __init__(
@@ -77,11 +77,17 @@ class DraftBatch:
         self.reads = not ngrams.observed
         size, at_a_node = nodes + 1, ngrams.orders * ngrams.top_k + SEARCHED + (1 + sources) * MOST_LISTED
         self.texts, self.nodes = allocate_texts(places, 1, reach), np.zeros((places, size), dtype=NODE)
-        proposals = allocate_proposals(size * at_a_node + MOST_TRIED, at_a_node + MOST_TRIED, ngrams.orders)
-        self.room = Room(proposals, np.zeros((size, SEARCHED), dtype=OCCURRENCE), np.zeros(LONGEST, dtype=np.int64))
+        self.room = Room(
+            np.zeros(size * at_a_node + MOST_TRIED, dtype=NODE),
+            np.zeros(size, dtype=np.int64),
+            np.zeros((size, SEARCHED), dtype=OCCURRENCE),
+            np.zeros(LONGEST, dtype=np.int64),
+            np.zeros(ngrams.orders, dtype=np.int64),
+        )
         self.counts = np.full(places, -1, dtype=np.int64)
         self._recalled = np.zeros(places, dtype=bool)  # whether the memory has learned the text itself
-        self.heard, self._desk = np.zeros(places, dtype=HEARD), allocate_desk(places * size, ngrams.orders)
+        self.heard = np.zeros(places, dtype=HEARD)
+        self._desk = allocate_desk(ngrams.writing, places * size, ngrams.orders)
         self.heard["share"] = 1.0
         self.listed = ListedPaths(sources, size)
         surest = _SUREST_OBSERVED if ngrams.observed else _SUREST
@@ -111,7 +117,7 @@ class DraftBatch:
         new = np.array([*before, *tokens], dtype=np.int64) if len(before) else np.array(tokens, dtype=np.int64)
         with self.memory.lock:
             self.texts = with_room(self.texts, 0, len(new))
-            self._go_on(place, len(before), new, self.texts, self.heard, self._settings)
+            self._go_on(place, len(before), new, self._known)
             self.counts[place], self._recalled[place] = -1, False
             if not self.reads:
                 self._remember(new[len(before) :])
@@ -120,12 +126,15 @@ class DraftBatch:
         """Extend the text in a place by tokens without predictions."""
         with self.memory.lock:
             self.make_room(len(tokens))
-            self._go_on(place, -1, np.array(tokens, dtype=np.int64), self.texts, self.heard, self._settings)
+            self._go_on(place, -1, np.array(tokens, dtype=np.int64), self._known)
 
     def find(self, wanted: Wanted) -> None:
         """Draft after some texts, into `nodes` and `counts`."""
-        known = self.memory.ngrams.entries, self.texts, self.heard, self.listed.arrays
-        self._find(wanted, Sources(*known, self._weights, self._settings), self.room, self.nodes, self.counts)
+        self._find(wanted, self._known, self.listed.arrays, self.room, self.nodes, self.counts)
+
+    @property
+    def _known(self) -> Known:
+        return Known(self.memory.ngrams.entries, self.texts, self.heard, self._weights, self._settings)
 
     def learn(self, step: Step) -> int:
         """Learn from a step: its tokens are of the texts then, and their drafts are done with.
@@ -136,9 +145,8 @@ class DraftBatch:
         ngrams, present = self.memory.ngrams, step.places[step.places >= 0]
         self.make_room(int(step.added.max(initial=0)))
         if len(step.nodes) > len(self._desk.following):
-            self._desk = allocate_desk(2 * len(step.nodes), ngrams.orders)
-        learned = ngrams.entries, ngrams.writing, self._desk, self._settings
-        accepted: int = self._learn(step, ngrams.tick(), self.nodes, self.texts, self.heard, *learned)
+            self._desk = allocate_desk(ngrams.writing, 2 * len(step.nodes), ngrams.orders)
+        accepted: int = self._learn(step, ngrams.tick(), self.nodes, self._known, self._desk)
         self.counts[present] = -1
         for place in present[(self.heard["share"][present] < UNTRUSTED) & ~self._recalled[present]].tolist():
             self._recalled[place] = True

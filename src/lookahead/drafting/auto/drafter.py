@@ -299,7 +299,7 @@ class AutoDrafter:
         else:
             ids = result.predictions[:count, None]
             probabilities = np.ones(ids.shape, dtype=np.float32)
-        return _Shown(self._place, nodes, result.tokens, result.samples, ids, probabilities)
+        return _Shown(self._place, nodes, result.tokens, ids, probabilities)
 
     def statistics(self) -> dict[str, Any]:
         """Of the n-gram memory; see `MemoryStatistics`."""
@@ -319,14 +319,13 @@ class _Shown(NamedTuple):
     place: int
     nodes: NDArray[np.int64]
     tokens: list[int]
-    samples: bool
     ids: NDArray[np.int64]
     probabilities: NDArray[np.float32]
 
 
 def _step_of(rows: Sequence[_Shown]) -> Step:
     """The rows of a step."""
-    places, nodes, tokens, samples, ids, probabilities = zip(*rows, strict=True)
+    places, nodes, tokens, ids, probabilities = zip(*rows, strict=True)
     counts = [(len(of_row), len(new)) for of_row, new in zip(nodes, tokens, strict=True)]
     ends, added = np.cumsum([count for count, _ in counts]), np.array([count for _, count in counts])
     return Step(
@@ -334,7 +333,6 @@ def _step_of(rows: Sequence[_Shown]) -> Step:
         ends,
         np.array([token for new in tokens for token in new], dtype=np.int64),
         added,
-        np.array(samples, dtype=np.int64),
         np.concatenate(nodes),
         np.concatenate(ids),
         np.concatenate(probabilities),

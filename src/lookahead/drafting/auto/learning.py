@@ -1,8 +1,7 @@
 """What a step teaches about the texts that it was for: one loop over all of them.
 
-What the model said after each node goes to the n-gram memory, what it said after tokens that were rejected in the place
-of the one selected is kept for the next draft, and so is what it thought of lately. All that counts as far as its
-predictions are what is selected: not where processors or a grammar decide otherwise.
+What the model said after each node goes to the n-gram memory, and what it thought of lately is kept to be tried. That
+counts as far as its predictions are what is selected: not where processors or a grammar decide otherwise.
 """
 
 from __future__ import annotations
@@ -14,41 +13,34 @@ from numpy.typing import NDArray
 
 from lookahead.core.compiled import FIRST, compiled, inner
 from lookahead.drafting.auto.ngrams import EVIDENCE_PRIOR, Entries, Writing, write_entry
-from lookahead.drafting.auto.proposals import MOST_LISTED
 from lookahead.drafting.auto.texts import TextArrays, append, begin_text, read_context
 
 UNTRUSTED = 0.35
-"""Share of selected tokens that were predicted below which predictions that are not on the path teach nothing."""
+"""Share of selected tokens among the likeliest below which predictions that are not on the path teach nothing."""
 
-_KEPT, _KEPT_SAMPLED = 0.9, 0.98
-"""What is left of the weight of a token with each that follows; of sampled ones, by which little is told, more."""
-
-_SURE = 0.5
-"""Share from which predictions are believed in full when sampling: that it is not 1 may be chance."""
+_KEPT = 0.95
+"""What is left of the weight of a token in that share with each that follows."""
 
 _EVIDENCE_KEPT = 0.995
 """What is left of the record of a kind of evidence after each step of a text."""
 
-_READ, MOST_TRIED = 512, 64
-"""Tokens at the end of a prompt that are looked at, and recent predictions that are kept to be tried."""
+MOST_TRIED = 64
+"""Recent predictions that are kept to be tried."""
 
-_ROOM = 16 * MOST_LISTED
-"""Tokens that are told apart among what the model says after rejected ones."""
+MOST_GUESSED = 8
+"""Tokens that are kept of what the model said after a rejected one."""
 
 
 HEARD = np.dtype(
     [
-        # How many of the latest selected tokens its predictions account for, and how many they would if they were
-        # right. Where the likeliest token is selected, these are the tokens that are it. Where tokens are sampled,
-        # they are as probable in the mean as the distribution says.
-        ("agreed", np.float64),
-        ("expected", np.float64),
+        ("seen", np.float64),  # selected tokens lately
+        ("agreed", np.float64),  # how many of them were among those that the model thought likely
         ("share", np.float64),  # the one over the other
         ("count", np.int64),  # of `recent`
+        ("guessed", np.int64),  # of `guesses`
+        ("guesses", np.int64, (MOST_GUESSED,)),  # what it said after the likeliest token rejected in the root's place
+        ("likely", np.float64, (MOST_GUESSED,)),  # how likely these are
         ("recent", np.int64, (MOST_TRIED,)),  # end of the prompt and what it predicted since, each once, latest first
-        ("listed", np.int64),  # how many `siblings` are
-        ("siblings", np.int64, (MOST_LISTED,)),  # what follows the tokens rejected in the root's place, likeliest first
-        ("likely", np.float64, (MOST_LISTED,)),  # how likely these are
     ]
 )
 """What the model said lately about a text."""
@@ -65,6 +57,24 @@ SETTINGS = np.dtype(
 """How the texts of a batch are drafted for and learned from."""
 
 
+class Known(NamedTuple):
+    """What drafts come from, but for what sources list.
+
+    Attributes:
+        entries: The n-gram memory.
+        texts: The texts.
+        heard: What the model said lately of each, `HEARD`s, `[places]`.
+        weights: Weigh what the memory and matches say; see `build_weights`.
+        settings: A `SETTINGS`.
+    """
+
+    entries: Entries
+    texts: TextArrays
+    heard: NDArray[Any]
+    weights: NDArray[np.float64]
+    settings: Any
+
+
 class Step(NamedTuple):
     """What a step showed, a row for each text, and one row's nodes after another's.
 
@@ -73,7 +83,6 @@ class Step(NamedTuple):
         ends: Where the nodes of each row end, `[rows]`.
         tokens: The tokens that the step added to the texts, row after row.
         added: How many of them are of each row, `[rows]`.
-        samples: 1 where tokens are sampled, 0 where the likeliest ones are selected, `[rows]`.
         nodes: Which node of its tree each one is: 0 for the last token of the text, -1 for the one before it, and so
             on, `[nodes]`; ascending in each row.
         ids: The likeliest tokens after each, likeliest first, `[nodes, listed]`; -1 where nothing was read. They are
@@ -85,7 +94,6 @@ class Step(NamedTuple):
     ends: NDArray[np.int64]
     tokens: NDArray[np.int64]
     added: NDArray[np.int64]
-    samples: NDArray[np.int64]
     nodes: NDArray[np.int64]
     ids: NDArray[np.int64]
     probabilities: NDArray[np.float32]
@@ -95,97 +103,78 @@ class Desk(NamedTuple):
     """Room for what a step teaches.
 
     Attributes:
+        writing: How entries are written.
         following: The token that was selected after each of its nodes, -1 for those that are not of the text now.
         context: Last tokens of a path, `[longest context]`.
-        tokens, shares: What is ordered anew: recent predictions or continuations.
+        recent: Recent predictions while they are put in order.
     """
 
+    writing: Writing
     following: NDArray[np.int64]
     context: NDArray[np.int64]
-    tokens: NDArray[np.int64]
-    shares: NDArray[np.float64]
+    recent: NDArray[np.int64]
 
 
-def allocate_desk(nodes: int, orders: int) -> Desk:
+def allocate_desk(writing: Writing, nodes: int, orders: int) -> Desk:
     """Room for steps of so many nodes in all, and contexts of up to `orders` tokens."""
-    following, context = (np.zeros(size, dtype=np.int64) for size in (nodes, orders))
-    return Desk(following, context, np.zeros(_ROOM, dtype=np.int64), np.zeros(_ROOM))
+    return Desk(writing, *(np.zeros(size, dtype=np.int64) for size in (nodes, orders, MOST_TRIED)))
 
 
 @compiled
-def go_on(
-    place: int, before: int, tokens: NDArray[np.int64], texts: TextArrays, heard: NDArray[Any], settings: Any
-) -> None:
+def go_on(place: int, before: int, tokens: NDArray[np.int64], known: Known) -> None:
     """Extend the text in a place by these tokens, without predictions.
 
     Where `before` is not below 0 they begin a new text there, which is those from `before` on; those in front are
     searched with it.
     """
-    of_text = heard[place]
-    of_text["listed"] = 0
+    of_text = known.heard[place]
+    of_text["guessed"] = 0
     if before >= 0:
-        begin_text(place, texts)
-        texts.dropped[place] = -before
-        of_text["agreed"] = of_text["expected"] = of_text["share"] = 1.0
+        begin_text(place, known.texts)
+        known.texts.dropped[place] = -before
+        of_text["seen"] = of_text["agreed"] = of_text["share"] = 1.0
         of_text["count"] = 0
-        at = len(tokens) - 1
-        while settings["explores"] and at >= max(before, len(tokens) - _READ):
-            of_text["count"] = _add_recent(tokens[at], of_text["count"], of_text["recent"])
-            at -= 1
-    append(place, tokens, FIRST, len(tokens), texts)
+        for back in range(len(tokens) - before if known.settings["explores"] else 0):
+            of_text["count"] = _add_recent(tokens[len(tokens) - 1 - back], of_text["count"], of_text["recent"])
+    append(place, tokens, FIRST, len(tokens), known.texts)
 
 
 @compiled
-def learn(
-    step: Step,
-    clock: int,
-    trees: NDArray[Any],
-    texts: TextArrays,
-    heard: NDArray[Any],
-    entries: Entries,
-    writing: Writing,
-    desk: Desk,
-    settings: Any,
-) -> int:
+def learn(step: Step, clock: int, trees: NDArray[Any], known: Known, desk: Desk) -> int:
     """Learn from a step, and let the texts go on; returns how many drafted tokens were accepted.
 
     Args:
         step: What it showed.
         clock: Dates what is written to the memory.
         trees: Those that were found after the texts, `NODE`s, `[places, nodes]`.
-        texts, heard, entries, writing, desk, settings: See there.
+        known: Gets what was learned.
+        desk: See there.
     """
-    places, ends, tokens, added, samples, at_nodes, ids, probabilities = step
-    following, context, room, _ = desk
-    accepted = 0
-    for is_text in (False, True):  # what is text now comes last, so that it counts
-        begin = first = FIRST
-        for row in range(len(places)):
-            place, end, last = places[row], ends[row], first + added[row]
-            if place >= 0:
-                nodes, of_text, of_row = trees[place], heard[place], at_nodes[begin:end]
-                said, likely, selected = ids[begin:end], probabilities[begin:end], following[begin:end]
-                if not is_text:
-                    accepted += _follow(of_row, tokens[first:last], nodes, said, selected)
-                    _weigh_evidence(of_row, nodes, selected, entries.evidence)
-                    if not settings["observes"]:
-                        _compare(samples[row], said, likely, selected, of_text)
-                    if settings["observes"] or of_text["share"] < UNTRUSTED:
-                        _believe(said, likely, selected)
-                    _list_siblings(of_row, nodes, said, likely, selected, of_text, desk)
-                written = 0
+    entries, texts, heard, _, settings = known
+    accepted, begin, first = 0, FIRST, FIRST
+    for row in range(len(step.places)):
+        place, end, last = step.places[row], step.ends[row], first + step.added[row]
+        if place >= 0:
+            nodes, of_text, of_row = trees[place], heard[place], step.nodes[begin:end]
+            said, likely, selected = step.ids[begin:end], step.probabilities[begin:end], desk.following[begin:end]
+            accepted += _follow(of_row, step.tokens[first:last], nodes, said, selected)
+            _weigh_evidence(of_row, nodes, selected, entries.evidence)
+            if not settings["observes"]:
+                _compare(said, selected, of_text)
+            if settings["observes"] or of_text["share"] < UNTRUSTED:
+                _believe(said, likely, selected)
+            _keep_guesses(of_row, nodes, said, likely, selected, of_text)
+            if settings["explores"]:
+                _note_recent(of_row, said, selected, of_text, desk.recent)
+            for is_text in (False, True):  # what is text now comes last, so that it counts
+                left = len(of_row) if is_text else settings["rejected"]
                 for at in range(len(of_row)):
-                    if (of_row[at] <= 0 or selected[at] >= 0) == is_text and said[at, 0] >= 0:
-                        if not is_text and written >= settings["rejected"]:
-                            break
-                        written += 1
-                        size = read_context(place, of_row[at], nodes, texts, context)
-                        write_entry(context[:size], said[at], likely[at], clock, entries, writing)
-                if is_text:
-                    if settings["explores"]:
-                        _note_recent(of_row, said, selected, of_text, room)
-                    append(place, tokens, first, last, texts)
-            begin, first = end, last
+                    if left > 0 and said[at, 0] >= 0 and is_text == (of_row[at] <= 0 or selected[at] >= 0):
+                        left -= 1
+                        size = read_context(place, of_row[at], nodes, texts, desk.context)
+                        write_entry(desk.context[:size], said[at], likely[at], clock, entries, desk.writing)
+            append(place, step.tokens, first, last, texts)
+        begin, first = end, last
     return accepted
 
 
@@ -246,26 +235,16 @@ def _weigh_evidence(
 
 
 @inner
-def _compare(
-    samples: int, said: NDArray[np.int64], likely: NDArray[np.float32], selected: NDArray[np.int64], of_text: Any
-) -> None:
-    """Compare the selected tokens with the model's predictions of them."""
-    is_listed = samples > 0 and said.shape[1] > 1
-    kept = _KEPT_SAMPLED if is_listed else _KEPT
+def _compare(said: NDArray[np.int64], selected: NDArray[np.int64], of_text: Any) -> None:
+    """Compare the selected tokens with those that the model thought likely."""
     for at in range(len(selected)):
-        if selected[at] < 0 or said[at, 0] < 0:
-            continue
-        agreed, expected = 1.0 if said[at, 0] == selected[at] else 0.0, 1.0
-        if is_listed:
-            agreed = expected = 0.0
+        if selected[at] >= 0 and said[at, 0] >= 0:
+            of_text["seen"] = _KEPT * of_text["seen"] + 1.0
+            of_text["agreed"] *= _KEPT
             for rank in range(said.shape[1]):
-                share = float(likely[at, rank])
-                expected += share * share
-                agreed += share if said[at, rank] == selected[at] else 0.0
-        of_text["agreed"] = kept * of_text["agreed"] + agreed
-        of_text["expected"] = kept * of_text["expected"] + expected
-    share = min(of_text["agreed"] / of_text["expected"], 1.0)
-    of_text["share"] = 1.0 if samples > 0 and share > _SURE else share
+                if said[at, rank] == selected[at]:
+                    of_text["agreed"] += 1.0
+    of_text["share"] = of_text["agreed"] / of_text["seen"]
 
 
 @inner
@@ -279,51 +258,25 @@ def _believe(said: NDArray[np.int64], likely: NDArray[np.float32], selected: NDA
 
 
 @inner
-def _list_siblings(
+def _keep_guesses(
     of_row: NDArray[np.int64],
     nodes: NDArray[Any],
     said: NDArray[np.int64],
     likely: NDArray[np.float32],
     selected: NDArray[np.int64],
     of_text: Any,
-    desk: Desk,
 ) -> None:
-    """Keep what the model says after the nodes in whose place another token was selected last, each of them as likely
-    as it was: it often says the same after the right one."""
-    _, _, tokens, shares = desk
-    before, count, total = 0, 0, 0.0
+    """Keep what the model says after the likeliest of the nodes in whose place another token was selected last. Often
+    it says the same after that one."""
+    last = of_text["guessed"] = FIRST
     for at in range(len(of_row)):
-        before = at if selected[at] >= 0 else before
-    for at in range(before + 1, len(of_row)):
-        node = nodes[of_row[at]]
-        if node["parent"] != of_row[before]:
-            continue
-        for rank in range(said.shape[1]):
-            token = said[at, rank]
-            if token < 0:
-                break
-            found = 0
-            while found < count and tokens[found] != token:
-                found += 1
-            if found == len(tokens):
-                continue
-            if found == count:
-                tokens[found], shares[found] = token, 0.0
-                count += 1
-            shares[found] += node["probability"] * float(likely[at, rank])
-    for index in range(count):
-        total += shares[index]
-    of_text["listed"] = min(count, MOST_LISTED)
-    siblings, of_siblings = of_text["siblings"], of_text["likely"]
-    for rank in range(of_text["listed"]):
-        best = rank
-        for other in range(rank + 1, count):
-            best = other if shares[other] > shares[best] else best
-        token, share = tokens[best], shares[best]
-        for other in range(best, rank, -1):
-            tokens[other], shares[other] = tokens[other - 1], shares[other - 1]
-        tokens[rank], shares[rank] = token, share
-        siblings[rank], of_siblings[rank] = token, share / total
+        last = at if selected[at] >= 0 else last
+    for at in range(last + 1, len(of_row)):
+        if nodes[of_row[at]]["parent"] == of_row[last] and of_text["guessed"] == 0:
+            for rank in range(min(said.shape[1], MOST_GUESSED)):
+                if said[at, rank] >= 0:
+                    of_text["guesses"][rank], of_text["likely"][rank] = said[at, rank], likely[at, rank]
+                    of_text["guessed"] = rank + 1
 
 
 @inner
@@ -339,7 +292,7 @@ def _note_recent(
     for rank in range(min(said.shape[1], 2)):
         for is_text in (False, True):
             for at in range(len(of_row)):
-                if (of_row[at] <= 0 or selected[at] >= 0) == is_text and said[at, 0] >= 0 and said[at, rank] >= 0:
+                if (of_row[at] <= 0 or selected[at] >= 0) == is_text and said[at, rank] >= 0:
                     count = _add_recent(said[at, rank], count, fresh)
     for index in range(of_text["count"]):
         count = _add_recent(recent[index], count, fresh)

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import FIRST, compiled, inner
-from lookahead.drafting.auto.proposals import Proposals, proposal_of, set_default
+from lookahead.core.compiled import compiled, inner
 from lookahead.drafting.auto.texts import MATCH_CLASSES
 from lookahead.drafting.stored_arrays import MOST_BYTES, DamagedFileError, expect
 from lookahead.errors import InvalidArgumentError
@@ -24,11 +23,8 @@ from lookahead.errors import InvalidArgumentError
 WAYS = 4
 """Entries in a set: the places where one context may be kept."""
 
-LEAST_LOG_PROBABILITY = -9.2
-"""Smallest log-probability that is distinguished from zero (one in 10,000)."""
-
-LEAST_PROBABILITY = 1e-30
-"""What is kept of a probability of zero, which has no logarithm."""
+LEAST_PROBABILITY = 1e-4
+"""Smallest probability that is distinguished from zero."""
 
 _UNLISTED = 0.3
 """What a token that is not listed is taken to have of the probability of the last one that is."""
@@ -103,51 +99,28 @@ def entry_of(first: int, second: int, order: int, entries: Entries) -> int:
 
 
 @inner
-def entry_after(token: int, entries: Entries) -> int:
-    """Where the context of this token alone is kept; -1 if it is not."""
-    return entry_of(
-        (FIRST_FACTOR + token + 1) % FIRST_PRIME, (SECOND_FACTOR + token + 1) % SECOND_PRIME, FIRST, entries
-    )
-
-
-@inner
-def propose_known(node: int, context: NDArray[np.int64], size: int, proposals: Proposals, entries: Entries) -> int:
-    """Propose the memory's predictions after the last 1, 2, ... tokens of a path.
+def look_up(context: NDArray[np.int64], size: int, entries: Entries, slots: NDArray[np.int64]) -> int:
+    """Find the contexts of the last 1, 2, ... tokens of a path, up to one that is not kept.
 
     Args:
-        node: The node at the end of the path.
-        context: Its last tokens, the very last one first; `size` of them count.
+        context: The last tokens of the path, the very last one first; `size` of them count.
         size: See there.
-        proposals: Get what may follow.
         entries: The memory.
+        slots: Gets where each is kept.
 
     Returns:
-        Length of the longest context that is known; 0 if none is.
+        How many are.
     """
-    heads, followers, lookups, _ = entries
     first = second = 1
-    longest = 0
-    for order in range(min(len(lookups), size)):
-        token = context[order]
-        first = (first * FIRST_FACTOR + token + 1) % FIRST_PRIME
-        second = (second * SECOND_FACTOR + token + 1) % SECOND_PRIME
-        slot = entry_of(first, second, order, entries)
-        lookups[order, 0] += 1
-        if slot < 0:
-            continue
-        lookups[order, 1] += 1
-        longest = order + 1
-        set_default(order, max(float(heads[slot]["floor"]), LEAST_LOG_PROBABILITY), proposals)
-        for rank in range(followers.shape[1]):
-            follower = followers[slot, rank]
-            if follower["token"] < 0:
-                break
-            row = proposal_of(
-                np.int64(follower["token"]), node, proposals
-            )  # one type for all tokens: it is compiled once
-            proposals.logs[row, order] = max(float(follower["log"]), LEAST_LOG_PROBABILITY)
-            proposals.rows[row]["order"] = order + 1
-    return longest
+    for order in range(min(len(slots), size)):
+        first = (first * FIRST_FACTOR + context[order] + 1) % FIRST_PRIME
+        second = (second * SECOND_FACTOR + context[order] + 1) % SECOND_PRIME
+        slots[order] = entry_of(first, second, order, entries)
+        entries.lookups[order, 0] += 1
+        if slots[order] < 0:
+            return order
+        entries.lookups[order, 1] += 1
+    return min(len(slots), size)
 
 
 @inner
@@ -425,11 +398,16 @@ class NGramMemory:
             Whether the context of each length is known, `[contexts, orders]`; the next tokens, likeliest first, -1
             where there are no more, and their probabilities, `[contexts, orders, top_k]` both.
         """
-        slots = np.full(contexts.shape, -1, dtype=np.int64)
-        _find_entries(contexts, self.entries, slots)
+        slots = self.slots(contexts)
         known, followers = slots >= 0, self.entries.followers[slots]
         ids = np.where(known[:, :, None], followers["token"], np.int32(-1))
         return known, ids, np.where(ids >= 0, np.exp(followers["log"]), np.float32(0))
+
+    def slots(self, contexts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where each length of each context is kept, -1 where it is not; shapes as for `lookup`."""
+        slots = np.full(contexts.shape, -1, dtype=np.int64)
+        _find_entries(contexts, self.entries, slots)
+        return slots
 
     def statistics(self) -> MemoryStatistics:
         """What the memory holds and how it was used."""

@@ -28,6 +28,8 @@ def origins_of(rows: Sequence[int], place: int, batch: DraftBatch, names: Sequen
     found = []
     for row in rows:
         evidence = [*_evidence(nodes[row]), *((0.5, name) for name in _listing(row, nodes, listed, names))]
+        if not evidence and nodes["listed"][row] > 0:
+            evidence = [(0.5, _SIBLING)]
         named = tuple(name for _, name in sorted(evidence, key=lambda each: -each[0]))
         found.append(Origin(named or (_RECENT,), float(nodes["probability"][row])))
     return found
@@ -40,8 +42,6 @@ def _evidence(node: np.void) -> Iterator[tuple[float, str]]:
         yield order + 0.5, f"n-gram memory, {_tokens(order)}"
     if match >= 0:
         yield MATCH_CLASSES[match], f"context match, {_match_length(match)}"
-    if node["sibling"]:
-        yield 0.5, _SIBLING
 
 
 def _listing(row: int, nodes: NDArray[np.void], listed: ListedArrays, names: Sequence[str]) -> Iterator[str]:

@@ -1,44 +1,41 @@
-"""The search of `preset="auto"`: all sources propose, and the most probable continuation is added next."""
+"""The search of `preset="auto"`: all sources propose, and the most probable continuation is added next.
+
+Rows of several numbers are numpy records: compiled loops take each array of them as one argument, whatever it holds.
+"""
 
 from __future__ import annotations
 
-from math import log
+from math import exp
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import FIRST, compiled, inner
-from lookahead.drafting.auto.learning import UNTRUSTED
-from lookahead.drafting.auto.ngrams import Entries, entry_after, propose_known
-from lookahead.drafting.auto.proposals import (
-    Proposals,
-    begin_node,
-    begin_tree,
-    is_proposed,
-    is_useful,
-    let_none_wait,
-    pop,
-    power_of,
-    proposal_of,
-    push,
-    set_default,
+from lookahead.drafting.auto.learning import UNTRUSTED, Known
+from lookahead.drafting.auto.ngrams import look_up
+from lookahead.drafting.auto.sources import MOST_LISTED, ListedArrays, follow_listed
+from lookahead.drafting.auto.texts import follow_matches, match_class, read_context
+
+NODE = np.dtype(
+    [
+        ("token", np.int64),
+        ("parent", np.int64),  # the node that it follows
+        ("depth", np.int64),  # levels below the root
+        ("order", np.int64),  # length of the longest context after which the memory names it; 0 if it does not
+        ("match", np.int64),  # class of the longest context match that it follows, -1 if it follows none
+        ("weighed", np.int64),  # 1 where its probability came of weighed evidence, which it is a test of
+        ("matches", np.int64),  # how many earlier occurrences the path to it follows
+        ("listed", np.float64),  # how likely it is after its parent at least, as what lists it has it
+        ("probability", np.float64),  # estimated probability that the path to it is accepted
+    ]
 )
-from lookahead.drafting.auto.sources import ListedArrays, propose_listed
-from lookahead.drafting.auto.texts import TextArrays, propose_matches, read_context
-from lookahead.drafting.auto.weights import estimate
+"""A node of the tree found after a text, the most probable one first; node 0 is the last token of the text, the root.
+The trees of all texts are `[places, nodes]`."""
 
-_LEAST_CHAINED = 0.001
-"""A chain grows no further than to where it is accepted with this probability."""
 
-UNLISTED_LOG = -7.0
-"""Log-probability of a token that does not follow the rejected ones, where others do."""
-
-_SURE_LOG = -1e-12
-"""That of one that surely does: 0 stands for a token of which nothing is said."""
-
-_KNOWN_SHARE = 0.25
-"""What a prediction counts if the memory knows already what comes after it: what it teaches is worth less."""
+_GUESSES_COUNT = 0.25
+"""What a prediction after a rejected token counts after the selected one, at least."""
 
 
 class Wanted(NamedTuple):
@@ -57,139 +54,190 @@ class Wanted(NamedTuple):
     least: NDArray[np.float64]
 
 
-class Sources(NamedTuple):
-    """Where proposals come from, and how they are weighed.
-
-    Attributes:
-        entries: The n-gram memory.
-        texts: The texts.
-        heard: What the model said lately of each, `HEARD`s, `[places]`.
-        listed: What the sources of a text list.
-        weights: See `build_weights`.
-        settings: See `SETTINGS`.
-    """
-
-    entries: Entries
-    texts: TextArrays
-    heard: NDArray[Any]
-    listed: ListedArrays
-    weights: NDArray[np.float64]
-    settings: Any
-
-
 class Room(NamedTuple):
     """Room for the search of one tree.
 
     Attributes:
-        proposals: What may follow its nodes.
+        candidates: `NODE`s that may be added; those after one node stand together.
+        queue: Numbers of the likeliest of them, likeliest first, `[nodes]`. Those that were added are in front.
         followed: `OCCURRENCE`s in the text that each node follows, `[nodes, SEARCHED]`.
         context: The last tokens of a path, `[LONGEST]`.
+        slots: Where the memory keeps what follows the last 1, 2, ... of them, `[orders]`.
     """
 
-    proposals: Proposals
+    candidates: NDArray[Any]
+    queue: NDArray[np.int64]
     followed: NDArray[Any]
     context: NDArray[np.int64]
+    slots: NDArray[np.int64]
 
 
 @compiled
-def find(wanted: Wanted, sources: Sources, room: Room, trees: NDArray[Any], counts: NDArray[np.int64]) -> None:
+def find(
+    wanted: Wanted,
+    known: Known,
+    listed: ListedArrays,
+    room: Room,
+    trees: NDArray[Any],
+    counts: NDArray[np.int64],
+) -> None:
     """Draft after some texts: add the most probable unexplored continuation again and again, until there are enough.
 
     Args:
-        wanted: See there.
-        sources: See there.
-        room: See there.
+        wanted, known, room: See there.
+        listed: What the sources of a text list.
         trees: Get the trees, each in its place, `NODE`s, `[places, nodes]`.
         counts: Gets the number of nodes below the root of each tree, `[places]`.
     """
-    places, most, levels, least = wanted
-    for row in range(len(places)):
-        place = places[row]
-        if place >= 0:
-            counts[place] = _find(place, most[row], levels[row], least[row], sources, room, trees[place])
-
-
-@inner
-def _find(place: int, most: int, levels: int, least: float, sources: Sources, room: Room, nodes: NDArray[Any]) -> int:
-    """Draft after one text; returns how many nodes were found."""
-    entries, texts, heard, listed, weights, settings = sources
-    proposals, followed, context = room
-    rows, search = proposals.rows, proposals.search
-    chains, of_text = settings["chains"], heard[place]
-    begin_tree(proposals)
-    nodes[0]["depth"], nodes[0]["probability"] = 0, 1.0
-    count = node = FIRST
-    while count < most:
-        begin = begin_node(proposals)
-        if chains:
-            let_none_wait(search)
-        if nodes[node]["depth"] < levels:
-            # All sources propose what may follow the node: a new one is a line here.
-            size = read_context(place, node, nodes, texts, context)
-            known = propose_known(node, context, size, proposals, entries)
-            propose_matches(place, node, context, size, nodes, proposals, texts, followed)
-            if node == 0:
-                _propose_siblings(proposals, of_text)
-            propose_listed(node, nodes, proposals, listed)
-            nodes[node]["known"] = known
-            estimate(begin, search["count"], known, weights, proposals, entries.evidence)
-            for found in range(begin, search["count"]):
-                probability = nodes[node]["probability"] * min(rows[found]["estimate"], settings["surest"])
-                rows[found]["estimate"] = probability
-                if probability >= least and is_useful(probability, 1 if chains else most, search):
-                    push(found, proposals)
-            if node == 0 and settings["explores"] and of_text["share"] >= UNTRUSTED:
-                _try_recent(most, least, proposals, of_text, entries)
-        if chains and node == 0:
-            least = max(least, _LEAST_CHAINED)
-        if search["waiting"] == 0:
-            break
-        count += 1
-        node = count
-        _add(nodes[node], nodes, pop(proposals), proposals)
-    return count
-
-
-@inner
-def _propose_siblings(proposals: Proposals, of_text: Any) -> None:
-    """Propose after the root the model's predictions after its rejected siblings."""
-    logs, siblings, likely = proposals.logs, of_text["siblings"], of_text["likely"]
-    column = logs.shape[1] - 1
-    if of_text["listed"] > 0:
-        set_default(column, UNLISTED_LOG, proposals)
-    for index in range(of_text["listed"]):
-        row = proposal_of(siblings[index], FIRST, proposals)
-        logs[row, column] = min(max(log(likely[index]), UNLISTED_LOG), _SURE_LOG)
-
-
-@inner
-def _try_recent(most: int, least: float, proposals: Proposals, of_text: Any, entries: Entries) -> None:
-    """Queue recent predictions after the root, behind all that is better, those first whose continuation is unknown."""
-    rows, recent = proposals.rows, of_text["recent"]
-    for index in range(of_text["count"]):
-        token = recent[index]
-        probability = 0.001 / (4.0 + index)
-        if probability < least or power_of(probability) > proposals.search["power"]:
-            break  # there are enough that are better
-        if is_proposed(token, FIRST, proposals):
+    chains, explores = known.settings["chains"], known.settings["explores"]
+    for row in range(len(wanted.places)):
+        place, most, least = wanted.places[row], wanted.nodes[row], wanted.least[row]
+        if place < 0:
             continue
-        if entry_after(token, entries) >= 0:
-            probability *= _KNOWN_SHARE
-        if probability >= least and is_useful(probability, most, proposals.search):
-            row = len(rows) - 1 - index
-            proposal = rows[row]
-            proposal["token"], proposal["node"], proposal["estimate"] = token, 0, probability
-            proposal["order"], proposal["match"], proposal["listed"] = 0, -1, 1
-            proposals.logs[row, proposals.logs.shape[1] - 1] = 0.0
-            push(row, proposals)
+        nodes = trees[place]
+        nodes[0]["depth"], nodes[0]["probability"] = 0, 1.0
+        node = waiting = end = FIRST
+        while node < most:
+            begin = end
+            if chains:  # one node is added at each level
+                waiting = node
+            if nodes[node]["depth"] < wanted.levels[row]:
+                end = _propose(place, node, begin, known, listed, room, nodes)
+                for candidate in range(begin, end):
+                    waiting = _wait(candidate, least, waiting, node + 1 if chains else most, room)
+            if node == 0 and explores and known.heard[place]["share"] >= UNTRUSTED:
+                end, waiting = _try_recent(end, least, waiting, most, room, known.heard[place])
+            if node == waiting:
+                break
+            nodes[node + 1] = room.candidates[room.queue[node]]
+            node += 1
+        counts[place] = node
 
 
 @inner
-def _add(node: Any, nodes: NDArray[Any], row: int, proposals: Proposals) -> None:
-    """Add a proposal to the tree."""
-    proposal, sibling = proposals.rows[row], proposals.logs[row, proposals.logs.shape[1] - 1]
-    node["token"], node["parent"], node["probability"] = proposal["token"], proposal["node"], proposal["estimate"]
-    node["depth"] = nodes[proposal["node"]]["depth"] + 1
-    node["order"], node["match"] = proposal["order"], proposal["match"]
-    node["weighed"] = 1 - proposal["listed"]
-    node["sibling"] = 1 if proposal["node"] == 0 and UNLISTED_LOG < sibling < 0 else 0
+def _propose(
+    place: int,
+    node: int,
+    begin: int,
+    known: Known,
+    listed: ListedArrays,
+    room: Room,
+    nodes: NDArray[Any],
+) -> int:
+    """Write what may follow a node to the candidates from `begin` on, with the probabilities of their paths; returns
+    where they end. All sources propose: a new one is a loop here."""
+    entries, texts, heard, weights, settings = known
+    candidates, _, followed, context, slots = room
+    size, end = read_context(place, node, nodes, texts, context), begin
+    longest = look_up(context, size, entries, slots)
+    of_known = weights[longest]
+    floors = 0.0  # what the memory says for a token that it does not name
+    for order in range(longest):
+        floors += of_known[1 + order] * float(entries.heads[slots[order]]["floor"])
+    for order in range(longest):
+        floor, followers = float(entries.heads[slots[order]]["floor"]), entries.followers[slots[order]]
+        for rank in range(len(followers)):
+            follower = followers[rank]
+            if follower["token"] < 0:
+                break
+            row = _candidate_of(np.int64(follower["token"]), begin, end, floors, candidates)
+            end = max(end, row + 1)
+            candidates[row]["order"] = order + 1
+            candidates[row]["probability"] += of_known[1 + order] * (float(follower["log"]) - floor)
+    matches = follow_matches(place, node, context, size, nodes, texts, followed)
+    for match in range(matches):
+        occurrence = followed[node, match]
+        row = _candidate_of(texts.tokens[place, occurrence["place"]], begin, end, floors, candidates)
+        end = max(end, row + 1)
+        candidates[row]["match"] = max(candidates[row]["match"], match_class(occurrence["length"]))
+    for rank in range(heard[place]["guessed"] if node == 0 else 0):
+        row = _candidate_of(heard[place]["guesses"][rank], begin, end, floors, candidates)
+        end = max(end, row + 1)
+        candidates[row]["listed"] = _GUESSES_COUNT * heard[place]["likely"][rank]
+    for source in range(len(listed.record)):
+        at, record = follow_listed(source, node, nodes, listed), listed.record[source]
+        count = 0
+        while at >= 0 and count < MOST_LISTED:
+            row = _candidate_of(listed.tokens[at]["token"], begin, end, floors, candidates)
+            end = max(end, row + 1)
+            likely = min(listed.tokens[at]["probability"] * record[0] / record[1], 1.0)
+            candidates[row]["listed"] = max(candidates[row]["listed"], likely)
+            at = listed.tokens[at]["sibling"]
+            count += 1
+    _weigh(node, nodes, of_known, entries.evidence, settings["surest"], candidates[begin:end])
+    return end
+
+
+@inner
+def _candidate_of(token: int, begin: int, end: int, score: float, candidates: NDArray[Any]) -> int:
+    """Number of the candidate with this token among those from `begin` to `end`; else of a new one behind them."""
+    for row in range(begin, end):
+        if candidates[row]["token"] == token:
+            return row
+    new = candidates[end]
+    new["token"], new["order"], new["match"], new["listed"], new["probability"] = token, 0, -1, 0.0, score
+    return end
+
+
+@inner
+def _weigh(
+    node: int,
+    nodes: NDArray[Any],
+    weights: NDArray[np.float64],
+    evidence: NDArray[np.float64],
+    surest: float,
+    candidates: NDArray[Any],
+) -> None:
+    """Make probabilities of the scores of what may follow a node, and make it a node of each candidate.
+
+    What neither memory nor matches name has no score: it is as likely as what lists it has it, and so is at least any
+    other that is listed. `evidence` corrects the others; see `Entries`.
+    """
+    mass, parent = exp(weights[0]), nodes[node]
+    classes = evidence.shape[1]  # the weights of matches stand behind those of contexts
+    for row in range(len(candidates)):
+        candidate = candidates[row]
+        score = candidate["probability"]
+        if candidate["match"] >= 0:
+            score += weights[classes + candidate["match"]]
+        candidate["probability"] = exp(score) if candidate["match"] >= 0 or candidate["order"] > 0 else 0.0
+        mass += candidate["probability"]
+    for row in range(len(candidates)):
+        candidate = candidates[row]
+        record = evidence[1 + candidate["match"], candidate["order"]]
+        likely = candidate["probability"] / mass * record[0] / record[1]
+        candidate["weighed"] = 1 if likely >= candidate["listed"] else 0
+        likely = min(max(likely, candidate["listed"]), surest)
+        candidate["probability"] = parent["probability"] * likely
+        candidate["parent"], candidate["depth"] = node, parent["depth"] + 1
+
+
+@inner
+def _wait(row: int, least: float, waiting: int, most: int, room: Room) -> int:
+    """Put a candidate into the queue, if it is likely enough and one of the likeliest `most`; returns how many wait."""
+    candidates, queue = room.candidates, room.queue
+    probability, at = candidates[row]["probability"], min(waiting, most - 1)
+    if probability < least or (at < waiting and probability <= candidates[queue[at]]["probability"]):
+        return waiting
+    while at > 0 and probability > candidates[queue[at - 1]]["probability"]:
+        queue[at] = queue[at - 1]
+        at -= 1
+    queue[at] = row
+    return min(waiting + 1, most)
+
+
+@inner
+def _try_recent(end: int, least: float, waiting: int, most: int, room: Room, heard: Any) -> tuple[int, int]:
+    """Queue recent predictions after the root, behind all that is better; returns where candidates end, and how many
+    wait."""
+    candidates = room.candidates
+    for index in range(heard["count"]):
+        row = _candidate_of(heard["recent"][index], FIRST, end, 0.001 / (4.0 + index), candidates)
+        if row == end:
+            new = candidates[row]
+            new["parent"], new["depth"], new["weighed"] = 0, 1, 0
+            before, end = waiting, end + 1
+            waiting = _wait(row, least, waiting, most, room)
+            if waiting == before:
+                break  # there are enough that are better
+    return end, waiting

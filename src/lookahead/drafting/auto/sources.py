@@ -14,7 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from lookahead.core.compiled import compiled, inner
 from lookahead.core.protocols import StepResult
-from lookahead.drafting.auto.proposals import MOST_LISTED, Proposals, proposal_of
 from lookahead.errors import InvalidArgumentError
 
 MEMBERS = ("name", "start", "propose", "observe")
@@ -159,6 +158,9 @@ def permitted(sources: Sequence[Any], tokens: NDArray[np.int64], parents: NDArra
     return np.flatnonzero(can)
 
 
+MOST_LISTED = 16
+"""Most tokens that a source proposes after a node."""
+
 PRIOR = 4.0
 """Tokens of a source that are counted beforehand, as if they had come true as often as it said."""
 
@@ -267,33 +269,14 @@ def _compare(selected: NDArray[np.int64], listed: NDArray[Any], record: NDArray[
 
 
 @inner
-def propose_listed(node: int, nodes: NDArray[Any], proposals: Proposals, listed: ListedArrays) -> None:
-    """Propose the tokens that sources list after the path to a node.
-
-    Args:
-        node: The node at the end of the path.
-        nodes: The tree.
-        proposals: Get what may follow.
-        listed: The paths.
-    """
-    tokens, reached, record = listed
-    for source in range(len(record)):
-        place = source
-        if node > 0:
-            place = reached[source, nodes[node]["parent"]]
-            place = tokens[place]["child"] if place >= 0 else -1
-            while place >= 0 and tokens[place]["token"] != nodes[node]["token"]:
-                place = tokens[place]["sibling"]
-        reached[source, node] = place
-        child = tokens[place]["child"] if place >= 0 else -1
-        proposed = 0
-        while child >= 0 and proposed < MOST_LISTED:
-            new = proposals.search["count"]
-            row = proposal_of(tokens[child]["token"], node, proposals)
-            proposal = proposals.rows[row]
-            likely = tokens[child]["probability"] * record[source, 0] / record[source, 1]
-            proposal["least"] = max(proposal["least"], min(likely, 1.0))
-            if row == new:
-                proposal["listed"] = 1
-            proposed += 1
-            child = tokens[child]["sibling"]
+def follow_listed(source: int, node: int, nodes: NDArray[Any], listed: ListedArrays) -> int:
+    """The first token that a source lists after the path to a node; -1 if it lists none."""
+    tokens, reached, _ = listed
+    place = source
+    if node > 0:
+        place = reached[source, nodes[node]["parent"]]
+        place = tokens[place]["child"] if place >= 0 else -1
+        while place >= 0 and tokens[place]["token"] != nodes[node]["token"]:
+            place = tokens[place]["sibling"]
+    reached[source, node] = place
+    return int(tokens[place]["child"]) if place >= 0 else -1

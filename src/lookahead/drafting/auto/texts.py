@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import inner
-from lookahead.drafting.auto.proposals import Proposals, proposal_of
 from lookahead.errors import InvalidArgumentError
 
 RUNS = (8, 4, 2)
@@ -137,21 +136,7 @@ def find_matches(place: int, context: NDArray[np.int64], size: int, texts: TextA
 
 
 @inner
-def _go_on(
-    token: int, before: NDArray[Any], count: int, text: NDArray[np.int64], length: int, found: NDArray[Any]
-) -> int:
-    """Note which of the first `count` occurrences `before` go on with a token, as `found`; returns how many."""
-    going_on = 0
-    for match in range(count):
-        end = before[match]["place"]
-        if text[end] == token and end + 1 < length:
-            found[going_on]["place"], found[going_on]["length"] = end + 1, min(before[match]["length"] + 1, LONGEST)
-            going_on += 1
-    return going_on
-
-
-@inner
-def _class_of(length: int) -> int:
+def match_class(length: int) -> int:
     """Class of an agreement of so many tokens."""
     kind = 0
     while kind + 1 < len(MATCH_CLASSES) and length >= MATCH_CLASSES[kind + 1]:
@@ -160,40 +145,43 @@ def _class_of(length: int) -> int:
 
 
 @inner
-def propose_matches(
+def follow_matches(
     place: int,
     node: int,
     context: NDArray[np.int64],
     size: int,
     nodes: NDArray[Any],
-    proposals: Proposals,
     texts: TextArrays,
     followed: NDArray[Any],
-) -> None:
-    """Propose what followed where the text has been before; the longest agreement counts.
+) -> int:
+    """Find where the text has been at the end of a path before.
 
     Args:
         place: That of the text.
-        node: The node at the end of a path.
+        node: The node at the end of the path.
         context: Its last tokens, the very last one first; `size` of them count.
         size: See there.
         nodes: The tree.
-        proposals: Get what may follow.
         texts: The texts.
-        followed: Occurrences that the path has followed so far go on; others are looked for when there are none left.
+        followed: Gets the `OCCURRENCE`s of the node, `[nodes, SEARCHED]`: those of its parent that continue with its
+            token, others where there are none left.
+
+    Returns:
+        How many there are.
     """
-    text, length, found = texts.tokens[place], texts.lengths[place], followed[node]
     count = 0
     if node > 0:
-        parent = nodes[node]["parent"]
-        count = _go_on(nodes[node]["token"], followed[parent], nodes[parent]["matches"], text, length, found)
+        text, found = texts.tokens[place], followed[node]
+        before = followed[nodes[node]["parent"]]
+        for match in range(nodes[nodes[node]["parent"]]["matches"]):
+            end = before[match]["place"]
+            if text[end] == nodes[node]["token"] and end + 1 < texts.lengths[place]:
+                found[count]["place"], found[count]["length"] = end + 1, min(before[match]["length"] + 1, LONGEST)
+                count += 1
     if count == 0:
-        count = find_matches(place, context, size, texts, found)
+        count = find_matches(place, context, size, texts, followed[node])
     nodes[node]["matches"] = count
-    for match in range(count):
-        token, kind = text[found[match]["place"]], _class_of(found[match]["length"])
-        proposal = proposals.rows[proposal_of(token, node, proposals)]
-        proposal["match"] = max(proposal["match"], kind)
+    return count
 
 
 @inner

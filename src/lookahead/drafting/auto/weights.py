@@ -1,10 +1,9 @@
 """How likely each proposal is, from the evidence of the sources: a conditional logit with constant weights.
 
 Token t scores s(t) = w · x(t), "none of those proposed" scores a constant b, and the probabilities are their softmax.
-The features x(t) are the log-probability that the memory gives t after the last 1, 2, ... tokens; the class of the
-longest context match that t follows (one of eight is 1, the others 0); and the log-probability that rejected-sibling
-continuations give it after the root. There is one set of w and b for each length of the longest context that the memory
-knows, so the lengths are blended, not just backed off from.
+The features x(t) are the log-probability that the memory gives t after the last 1, 2, ... tokens, and the class of the
+longest context match that t follows (one of eight is 1, the others 0). There is one set of w and b for each length of
+the longest context that the memory knows, so the lengths are blended, not just backed off from.
 
 Both tables were fitted by `benchmarks/fit_weights.py`, whose module docstring has the commands.
 """
@@ -12,21 +11,16 @@ Both tables were fitted by `benchmarks/fit_weights.py`, whose module docstring h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import exp
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.compiled import inner
-from lookahead.drafting.auto.proposals import Proposals
 from lookahead.drafting.auto.texts import MATCH_CLASSES
 
 NOTHING = "nothing"
 """All tokens that no source proposed; its weight b is in column 0."""
 
 MATCHES = tuple(f"match of {length} tokens" for length in MATCH_CLASSES)
-SIBLINGS = "rejected siblings"
-
 MODEL_WEIGHTS: dict[str, tuple[float, ...]] = {
     "nothing": (0.99, -0.47, -2.31, -3.17, -3.89),
     "after 1 token": (0.00, 0.71, 0.42, 0.34, 0.31),
@@ -41,7 +35,6 @@ MODEL_WEIGHTS: dict[str, tuple[float, ...]] = {
     "match of 16 tokens": (3.05, 5.78, 5.62, 5.73, 3.46),
     "match of 24 tokens": (1.43, 4.85, 4.88, 4.81, 4.14),
     "match of 32 tokens": (6.59, 6.59, 6.59, 6.59, 5.54),
-    "rejected siblings": (0.72, 0.01, 0.04, 0.04, 0.03),
 }
 """Where the memory holds a model's predictions: by feature, for each length of the longest known context, 0 to 4."""
 
@@ -61,7 +54,6 @@ TEXT_WEIGHTS: dict[str, tuple[float, ...]] = {
     "match of 16 tokens": (5.77, 5.78, 5.62, 5.73, 4.88, 4.88, 3.14),
     "match of 24 tokens": (4.91, 4.85, 4.88, 4.81, 4.90, 4.90, 3.52),
     "match of 32 tokens": (6.59, 6.59, 6.59, 6.59, 6.66, 6.66, 3.71),
-    "rejected siblings": (0.12, 0.03, 0.01, -0.02, -0.02, -0.02, -0.02),
 }
 """Where it holds what followed in texts, of which no predictions are known: for lengths 0 to 6."""
 
@@ -74,7 +66,7 @@ def context_name(length: int) -> str:
 def feature_names(orders: int) -> list[str]:
     """The feature of each column, for a memory of contexts of up to `orders` tokens."""
     contexts = [context_name(length) for length in range(1, orders + 1)]
-    return [NOTHING, *contexts, *MATCHES, SIBLINGS]
+    return [NOTHING, *contexts, *MATCHES]
 
 
 def build_weights(orders: int, table: Mapping[str, Sequence[float]] = MODEL_WEIGHTS) -> NDArray[np.float64]:
@@ -83,8 +75,8 @@ def build_weights(orders: int, table: Mapping[str, Sequence[float]] = MODEL_WEIG
     Where contexts are longer than those of the table, the longest one counts as the longest of the table does.
 
     Returns:
-        b in column 0, then w for contexts of 1, 2, ... tokens, the classes of matches, and siblings, for each length of
-        the longest known context, 0 included, `[orders + 1, columns]`.
+        b in column 0, then w for contexts of 1, 2, ... tokens, and the classes of matches, for each length of the
+        longest known context, 0 included, `[orders + 1, columns]`.
     """
     names, longest = feature_names(orders), len(table[NOTHING]) - 1
     rows = np.minimum(np.arange(orders + 1), longest)
@@ -93,37 +85,3 @@ def build_weights(orders: int, table: Mapping[str, Sequence[float]] = MODEL_WEIG
     for known in range(longest + 1, orders + 1):
         values[known, known], values[known, longest] = values[known, longest], 0.0
     return values
-
-
-@inner
-def estimate(
-    begin: int, end: int, known: int, weights: NDArray[np.float64], proposals: Proposals, evidence: NDArray[np.float64]
-) -> None:
-    """Write the probabilities of the proposals of one node, from `begin` to before `end`.
-
-    A token that a source lists is at least as likely as the source's record has it (`proposals.least`). `known` is the
-    length of the longest context of the node that the memory knows. `evidence` corrects them; see `Entries`.
-    """
-    rows, logs = proposals.rows, proposals.logs
-    siblings, of_siblings = logs.shape[1] - 1, weights.shape[1] - 1
-    top = nothing = weights[known, 0]
-    for row in range(begin, end):
-        score = 0.0
-        for order in range(siblings):
-            score += logs[row, order] * weights[known, 1 + order]
-        if rows[row]["match"] >= 0:
-            score += weights[known, 1 + siblings + rows[row]["match"]]
-        score += logs[row, siblings] * weights[known, of_siblings]
-        rows[row]["estimate"] = score
-        if rows[row]["listed"] == 0:
-            top = max(top, score)
-    mass = exp(nothing - top)
-    for row in range(begin, end):
-        share = exp(rows[row]["estimate"] - top) if rows[row]["listed"] == 0 else 0.0
-        rows[row]["estimate"] = share
-        mass += share
-    for row in range(begin, end):
-        record = evidence[1 + rows[row]["match"], rows[row]["order"]]
-        weighed = rows[row]["estimate"] / mass * record[0] / record[1]
-        rows[row]["estimate"] = max(weighed, rows[row]["least"])
-        rows[row]["listed"] = 1 if weighed < rows[row]["least"] else 0

@@ -190,7 +190,7 @@ class LookaheadProposer:
         sizes = zip(lengths.tolist(), added.tolist(), strict=True)
         new = [tokens[row, length - count : length] for row, (length, count) in enumerate(sizes)]
         selected = np.concatenate(new, dtype=np.int64) if new else np.empty(0, dtype=np.int64)
-        step = Step(rows.places, ends, selected, added, np.zeros_like(added), nodes, *predictions)
+        step = Step(rows.places, ends, selected, added, nodes, *predictions)
         with batch.memory.lock:
             self.statistics.accepted += batch.learn(step)
 
