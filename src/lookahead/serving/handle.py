@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Condition
 from time import perf_counter
 from typing import Protocol
@@ -250,37 +250,26 @@ class TokenEvents:
 
 
 @dataclass
-class LoadStatistics:
-    """Counts of the steps of a load.
+class EngineStatistics:
+    """Counts of an engine.
 
     Attributes:
         steps: Forward passes.
         rows: Rows served, over all of them.
         nodes: Nodes sent, prompt tokens not counted.
         tokens: Tokens generated.
+        preempted: How often a running request had to wait again for want of memory.
+        prompt_tokens: Tokens of the texts that requests began with, computed or reused.
+        reused_tokens: Those whose keys and values another text had.
     """
 
     steps: int = 0
     rows: int = 0
     nodes: int = 0
     tokens: int = 0
-
-
-@dataclass
-class EngineStatistics(LoadStatistics):
-    """Counts of an engine.
-
-    Attributes:
-        preempted: How often a running request had to wait again for want of memory.
-        prompt_tokens: Tokens of the texts that requests began with, computed or reused.
-        reused_tokens: Those whose keys and values another text had.
-        by_load: Counts by the number of rows: of 1, of 2, of 3 to 4, of 5 to 8, ... rows, under the largest.
-    """
-
     preempted: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    by_load: dict[int, LoadStatistics] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:
@@ -289,12 +278,10 @@ class EngineStatistics(LoadStatistics):
 
     def count(self, rows: int, nodes: int, tokens: int) -> None:
         """Count a step."""
-        load = 1 << max(rows - 1, 0).bit_length()
-        for counts in (self, self.by_load.setdefault(load, LoadStatistics())):
-            counts.steps += 1
-            counts.rows += rows
-            counts.nodes += nodes
-            counts.tokens += tokens
+        self.steps += 1
+        self.rows += rows
+        self.nodes += nodes
+        self.tokens += tokens
 
 
 @dataclass(frozen=True)
