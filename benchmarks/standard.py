@@ -139,7 +139,7 @@ def held_out(seconds: Mapping[str, Sequence[float]]) -> Row:
     return {
         "best": " / ".join(dict.fromkeys(chosen)), "best_speed": round(median(best), 4),
         "auto_speed": round(median(speeds("auto", range(count))), 4),
-        "ratio": round(1 + whole.median, 4), "low": round(1 + whole.low, 4), "high": round(1 + whole.high, 4),
+        "over_best": round(1 + whole.median, 4), "low": round(1 + whole.low, 4), "high": round(1 + whole.high, 4),
     }  # fmt: skip
 
 

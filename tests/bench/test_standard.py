@@ -15,5 +15,5 @@ def test_compares_with_the_way_that_is_best_on_the_other_half() -> None:
     found = held_out(seconds)
     assert found["best"] == "lucky / steady"
     assert found["auto_speed"] == 2.0
-    assert found["ratio"] == pytest.approx((8.0 / 2 + 1.6 / 2) / 2)  # the median of four lies between both
-    assert found["low"] <= found["ratio"] <= found["high"]
+    assert found["over_best"] == pytest.approx((8.0 / 2 + 1.6 / 2) / 2)  # the median of four lies between both
+    assert found["low"] <= found["over_best"] <= found["high"]
