@@ -286,3 +286,13 @@ def test_without_a_memory_it_drafts_from_the_text_alone() -> None:
     assert chain.text == expected[: len(chain.text)]
     assert drafter.memory.ngrams.statistics().entries == [0]
     assert max(sent) > 1
+
+
+def test_a_tree_without_room_below_its_root_gets_no_draft() -> None:
+    drafter = AutoDrafter(DraftMemory(), 16)
+    chain = Chain(drafter, [1, 2, 3, 1, 2])
+    for _ in range(6):
+        chain.step()
+    tree = TokenTree(chain.text[-1:], 0)
+    drafter.propose(tree)
+    assert tree.is_chain

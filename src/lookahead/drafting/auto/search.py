@@ -105,8 +105,8 @@ def find(
                 end = _propose(place, node, begin, known, listed, room, nodes)
                 for candidate in range(begin, end):
                     waiting = _wait(candidate, least, waiting, node + 1 if chains else most, room)
-            if node == 0 and explores and known.heard[place]["share"] >= UNTRUSTED:
-                end, waiting = _try_recent(end, least, waiting, most, room, known.heard[place])
+                if node == 0 and explores and known.heard[place]["share"] >= UNTRUSTED:
+                    end, waiting = _try_recent(end, least, waiting, most, room, known.heard[place])
             if node == waiting:
                 break
             nodes[node + 1] = room.candidates[room.queue[node]]
