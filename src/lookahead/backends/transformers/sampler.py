@@ -116,8 +116,8 @@ class TextSampler:
         if self._noise is None or not self._ignores_text or device.type != "cuda" or outputs.logits.device != device:
             return
         top = tree.depths[tree.root]
-        nodes = [tree.root, *range(tree.root + 1, len(tree))]
-        nodes = [node for node in nodes if node in outputs.rows and tree.kinds[node] is not NodeKind.WINDOW]
+        below = range(tree.root, len(tree))
+        nodes = [node for node in below if node in outputs.rows and tree.kinds[node] is not NodeKind.WINDOW]
         # What is left out is selected when the walk comes to it.
         nodes = nodes[: max(MOST_BYTES // (4 * outputs.logits.shape[-1]), 1)]
         like = outputs.logits.new_empty((1, outputs.logits.shape[-1]), dtype=torch.float32)
@@ -129,10 +129,9 @@ class TextSampler:
         if self._processor is not None:
             scores = self._processor(sequence.ids, scores)
         probabilities = torch.nn.functional.softmax(scores, dim=-1)
-        tokens = (probabilities / torch.cat(noise).index_select(0, places[1])).argmax(dim=-1)
         # What is not a number is left to `_sample`, which refuses it.
-        unclear = probabilities.gather(1, tokens[:, None])[:, 0].isnan()
-        read = outputs.downloads.add(tokens.masked_fill(unclear, -1).int())
+        _, tokens = _largest(probabilities, torch.cat(noise).index_select(0, places[1]))
+        read = outputs.downloads.add(tokens.int())
         self._foreseen = _Foreseen({node: place for place, node in enumerate(nodes)}, read, scores, probabilities)
 
     def select(self, sequence: TextSequence, outputs: Any, node: int) -> int:
@@ -171,12 +170,18 @@ class TextSampler:
     def _sample(scores: torch.Tensor, noise: RowNoise) -> int:
         """What `torch.multinomial` selects of the softmax of `scores`, with the noise of this place."""
         probabilities = torch.nn.functional.softmax(scores, dim=-1)
-        selected = (probabilities / noise.take(probabilities)).argmax(dim=-1)
-        # One number, as each makes the host wait for another device.
-        token = int(selected.masked_fill(probabilities.gather(1, selected[:, None])[:, 0].isnan(), -1))
+        selected, marked = _largest(probabilities, noise.take(probabilities))
+        token = int(marked)  # one number, as each makes the host wait for another device
         if token < 0:
             torch.multinomial(probabilities, num_samples=1)  # which refuses what is not a number
         return int(selected) if token < 0 else token
+
+
+def _largest(probabilities: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `torch.multinomial` selects of each row with its noise, `[rows]`; and the same, with -1 where the
+    probabilities are not numbers."""
+    selected = (probabilities / noise).argmax(dim=-1)
+    return selected, selected.masked_fill(probabilities.gather(1, selected[:, None])[:, 0].isnan(), -1)
 
 
 def _listed(processor: Processor | None) -> list[Any]:
