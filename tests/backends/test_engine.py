@@ -5,7 +5,7 @@ import torch
 from transformers import DeepseekV4Config, Gemma3TextConfig, GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from lookahead.backends.transformers import ModelRunner
-from lookahead.backends.transformers.position_limit import PositionLimit
+from lookahead.backends.transformers.limits import Limits
 from lookahead.backends.transformers.runner import LONGEST_DRAFTED_PREFILL
 from lookahead.core.token_tree import TokenTree
 from model_zoo import ARCHITECTURES, build
@@ -92,19 +92,19 @@ def test_a_long_prompt_is_sent_without_a_draft(llama: PreTrainedModel) -> None:
 
 
 def test_trees_end_where_the_context_does() -> None:
-    table = PositionLimit(GPT2Config(n_positions=100))
+    table = Limits(GPT2Config(n_positions=100))
     assert table.deepest(10) == 99
     assert table.deepest(99) == 99
     assert table.deepest(100) is None
     assert table.last_length == 101
-    assert PositionLimit(LlamaConfig(max_position_embeddings=100)).deepest(10) == 99
-    assert PositionLimit(LlamaConfig(max_position_embeddings=100)).last_length is None
-    assert PositionLimit(PreTrainedConfig()).deepest(10) is None
+    assert Limits(LlamaConfig(max_position_embeddings=100)).deepest(10) == 99
+    assert Limits(LlamaConfig(max_position_embeddings=100)).last_length is None
+    assert Limits(PreTrainedConfig()).deepest(10) is None
 
 
 def test_trees_end_where_a_model_begins_to_choose_what_it_attends_to() -> None:
     config = DeepseekV4Config(index_topk=3, compress_rates={"compressed_sparse_attention": 4})
-    limit = PositionLimit(config)
+    limit = Limits(config)
     # The token at place 15 completes a fourth entry of four tokens; the one before it may come with what is pending.
     assert [limit.deepest(place) for place in (0, 12, 13, 14, 15, 40)] == [13, 13, 13, 14, 15, 40]
 
@@ -113,11 +113,11 @@ def test_trees_do_not_reach_across_a_change_of_rope() -> None:
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 32}
     sizes = {"hidden_size": 32, "num_attention_heads": 2}
     rope = {"rope_type": "longrope", "rope_theta": 10_000.0, **factors}
-    longrope = PositionLimit(LlamaConfig(**sizes, max_position_embeddings=100, rope_parameters=rope))
+    longrope = Limits(LlamaConfig(**sizes, max_position_embeddings=100, rope_parameters=rope))
     assert longrope.deepest(10) == 31
     assert longrope.deepest(32) == 99
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
-    dynamic = PositionLimit(LlamaConfig(**sizes, max_position_embeddings=32, rope_parameters=rope))
+    dynamic = Limits(LlamaConfig(**sizes, max_position_embeddings=32, rope_parameters=rope))
     assert dynamic.deepest(10) == 30  # a pass that comes to the last place keeps the frequencies of a longer text
     assert dynamic.deepest(40) == 40, "the frequencies change with every position: one at a time"
 
@@ -128,6 +128,6 @@ def test_rope_may_change_at_a_place_of_its_own_in_each_kind_of_layers() -> None:
         "full_attention": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
         "sliding_attention": {"rope_type": "longrope", "rope_theta": 10_000.0, **factors},
     }
-    limit = PositionLimit(Gemma3TextConfig(head_dim=16, max_position_embeddings=64, rope_parameters=ropes))
+    limit = Limits(Gemma3TextConfig(head_dim=16, max_position_embeddings=64, rope_parameters=ropes))
     assert [limit.deepest(position) for position in (10, 31, 32, 61, 62, 70)] == [31, 31, 62, 62, 62, 70]
     assert limit.changes_after == 32

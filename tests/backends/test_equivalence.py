@@ -30,7 +30,7 @@ from transformers import (
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.backends.transformers import check_model, equivalence
-from lookahead.backends.transformers.position_limit import PositionLimit
+from lookahead.backends.transformers.limits import Limits
 from model_zoo import build
 from quick import quickly
 
@@ -309,7 +309,7 @@ def test_phi4_multimodal_up_to_where_plain_decoding_breaks() -> None:
     config.vision_config = config.audio_config = None
     kind = equivalence(AutoModelForCausalLM.from_config(AutoConfig.for_model("phi3", **SIZES)))
     assert kind.holds("trees")
-    runner = PositionLimit(config)
+    runner = Limits(config)
     assert (runner.broken_after, runner.recompute_at) == (40, None)
 
 
@@ -317,8 +317,8 @@ def test_phi4_multimodal_up_to_where_plain_decoding_breaks() -> None:
 def test_phi3_up_to_where_plain_decoding_breaks_before_transformers_5_20(
     version: tuple[int, int], broken_after: int | None, recompute_at: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lookahead.backends.transformers.position_limit.TRANSFORMERS", version)
-    limit = PositionLimit(build("phi3_long_rope").config)
+    monkeypatch.setattr("lookahead.backends.transformers.limits.TRANSFORMERS", version)
+    limit = Limits(build("phi3_long_rope").config)
     assert (limit.broken_after, limit.recompute_at) == (broken_after, recompute_at)
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from lookahead import LookaheadConfig, UnsupportedModelError
+from lookahead import LookaheadConfig
 from lookahead.backends.transformers import equivalence
-from lookahead.backends.transformers.engine_model import packed_rows_model, rows_runner
+from lookahead.backends.transformers.engine_model import packed_clone, rows_runner
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.rows import Row
 from lookahead.backends.transformers.runner import RowsRunner
@@ -72,10 +72,16 @@ def sequence_of(request: Request, index: int) -> TextSequence:
     return TextSequence(prompt, request.prompt, drafter, sampler, stop, index=index)
 
 
+def packed_model(model: PreTrainedModel) -> PreTrainedModel:
+    runner = rows_runner(model)
+    assert runner.packed
+    return runner.model
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_rows_that_come_and_go_are_as_each_alone(name: str) -> None:
     model = build(name)
-    check_rows(model, RowsRunner(packed_rows_model(model)), ARCHITECTURES.index(name))
+    check_rows(model, RowsRunner(packed_model(model)), ARCHITECTURES.index(name))
 
 
 @pytest.mark.parametrize("name", UNPACKABLE)
@@ -132,7 +138,7 @@ def check_rows(model: PreTrainedModel, runner: RowsRunner, seed: int) -> None:
 def test_plain_steps_of_one_row_past_every_window(name: str) -> None:
     model = build(name)
     request = Request(0, [3, 1, 4, 1, 5], 2 * SLIDING_WINDOW + 5, sample=False, nodes=1, chunk=None)
-    runner = RowsRunner(packed_rows_model(model))
+    runner = RowsRunner(packed_model(model))
     runner.rows = [Row()]
     sequence = sequence_of(request, 0)
     decode(runner, batch := Batch([sequence]))
@@ -142,7 +148,7 @@ def test_plain_steps_of_one_row_past_every_window(name: str) -> None:
 
 def test_a_step_moves_nothing_of_rows_that_stay() -> None:
     model = build("llama")
-    runner = RowsRunner(packed_rows_model(model))
+    runner = RowsRunner(packed_model(model))
     stays, leaves, joins = Row(), Row(), Row()
     runner.rows = [leaves, stays]
     runner.forward([TokenTree([5, 9, 3]), TokenTree([7, 8])])
@@ -157,7 +163,7 @@ def test_a_step_moves_nothing_of_rows_that_stay() -> None:
 
 def test_a_step_sends_no_padding() -> None:
     model = build("llama")
-    clone = packed_rows_model(model)
+    clone = packed_model(model)
     sent: list[tuple[int, ...]] = []
     hook = clone.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: sent.append(inputs[0].shape))
     runner = RowsRunner(clone)
@@ -171,8 +177,7 @@ def test_a_step_sends_no_padding() -> None:
 def test_models_of_which_rows_cannot_be_packed_are_refused(name: str) -> None:
     # Attention of their own, a soft cap that "sdpa" has not, and keys that are not those of the cache.
     model = build(name, attention="eager" if name == "gemma2" else "sdpa")
-    with pytest.raises(UnsupportedModelError, match=r"lookahead\.generate"):
-        packed_rows_model(model)
+    assert isinstance(packed_clone(model, pack_weights=False, invariant=False), str)
 
 
 def small_llama(**options: object) -> PreTrainedModel:
@@ -194,7 +199,6 @@ class Leaky(LlamaForCausalLM):
 def test_a_model_whose_rows_see_each_other_is_refused() -> None:
     model = small_llama()
     assert equivalence(model).has_miniature or equivalence(model).holds("packed_rows")
-    packed_rows_model(model)
+    packed_model(model)
     leaky = Leaky(model.config).eval()
-    with pytest.raises(UnsupportedModelError, match="Leaky"):
-        packed_rows_model(leaky)
+    assert isinstance(packed_clone(leaky, pack_weights=False, invariant=False), str)

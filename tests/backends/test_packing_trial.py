@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers import engine_model, findings, model_state, packing_trial
-from lookahead.backends.transformers.engine_model import packed_rows_model
+from lookahead.backends.transformers.engine_model import rows_runner
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.packed_linear import PackedForSeveralRows, PackedLinear
 from lookahead.errors import UnsupportedArgumentError
@@ -72,7 +72,7 @@ def test_products_that_are_slower_are_not_used(
     clock.seconds = seconds
     model = llama()
     assert type(engine_model(model, pack_weights=True).lm_head) is kind
-    assert type(packed_rows_model(model, pack_weights=True).lm_head) is kind
+    assert type(rows_runner(model, pack_weights=True).model.lm_head) is kind
 
 
 @pytest.mark.parametrize(("seconds", "kind"), OUTCOMES[:3])

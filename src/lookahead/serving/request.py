@@ -8,9 +8,9 @@ from types import FrameType
 from typing import cast
 
 from lookahead.backends.session import EngineRunner, Session
+from lookahead.backends.transformers.checks.texts import check_length
 from lookahead.backends.transformers.noise import RowNoise
 from lookahead.backends.transformers.sampler import TextSampler
-from lookahead.backends.transformers.text_limits import check_length
 from lookahead.backends.transformers.text_sequence import TextSequence
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep, StepRecord

@@ -217,23 +217,9 @@ def rows_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: b
     return runner
 
 
-def packed_rows_model(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> PreTrainedModel:
-    """A clone of `model` for `RowsRunner`, with the model's own weights. Made and tried once per model object.
-
-    Arguments as for `rows_runner`.
-
-    Raises:
-        UnsupportedArgumentError: Passes of the model cannot be invariant.
-        UnsupportedModelError: The model cannot be run on token trees, or not with packed rows.
-    """
-    clone = packed_clone(model, pack_weights, invariant)
-    if isinstance(clone, str):
-        raise _unsupported(model, clone)
-    return clone
-
-
 def packed_clone(model: PreTrainedModel, pack_weights: bool, invariant: bool) -> PreTrainedModel | str:
-    """What `packed_rows_model` gives, or why there is none.
+    """A clone of `model` whose rows are packed, with the model's own weights, made and tried once per model object; why
+    there is none, if so. Arguments as for `rows_runner`.
 
     Raises:
         UnsupportedArgumentError: Passes of the model cannot be invariant.

@@ -15,7 +15,7 @@ from lookahead.errors import UnsupportedModelError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 INDEXED = "indexed_attention"
-"""Of the keys that the mask shows, an indexer picks those with the largest scores; see `PositionLimit`."""
+"""Of the keys that the mask shows, an indexer picks those with the largest scores; see `Limits`."""
 
 
 class MaskBuilder:

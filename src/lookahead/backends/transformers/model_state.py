@@ -25,9 +25,8 @@ from lookahead.errors import InvalidArgumentError, LookaheadWarning
 
 if TYPE_CHECKING:
     from lookahead.backends.transformers.checks.kinds import Equivalence
-    from lookahead.backends.transformers.position_limit import PositionLimit
+    from lookahead.backends.transformers.limits import Limits
     from lookahead.backends.transformers.shared_clone import SharedClone
-    from lookahead.backends.transformers.slot_limit import SlotLimit
     from lookahead.backends.transformers.static_cache import LayerShape
     from lookahead.backends.transformers.static_steps import StaticSteps
 
@@ -73,7 +72,7 @@ class ModelState:
     spare: NGramMemory | None = None
     files: dict[str, MemoryFile] = field(default_factory=dict)
     layer_weights: int | None = None
-    limits: dict[bool, tuple[dict[str, object], tuple[PositionLimit, SlotLimit]]] = field(default_factory=dict)
+    limits: dict[bool, tuple[dict[str, object], Limits]] = field(default_factory=dict)
     equivalence: tuple[str | None, dict[str, object], ReferenceType[Equivalence]] | None = None
 
 

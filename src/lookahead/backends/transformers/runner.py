@@ -7,7 +7,6 @@ a token.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,11 +22,9 @@ from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder
 from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.invariant.attention import PACKED_ROWS
 from lookahead.backends.transformers.layouts import PACKED_MASKS, Inputs, Packed, Padded, Step
+from lookahead.backends.transformers.limits import limits_of, shortest
 from lookahead.backends.transformers.masks import MaskBuilder
-from lookahead.backends.transformers.model_state import same_values, state_of
-from lookahead.backends.transformers.position_limit import PositionLimit
 from lookahead.backends.transformers.rows import PackedCache, PaddedCache, Row
-from lookahead.backends.transformers.slot_limit import SlotLimit
 from lookahead.backends.transformers.static_steps import StaticSteps
 from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.config import MAX_NODES_PER_STEP, MOST_CHOSEN_NODES
@@ -44,27 +41,17 @@ SHORT = 64
 """Tokens up to which a chain is a draft rather than a prompt."""
 
 
-def _limits(model: PreTrainedModel, positions_end: bool) -> tuple[PositionLimit, SlotLimit]:
-    """What the configuration says of positions and places; kept for the next call."""
-    values, state = vars(model.config), state_of(model)
-    kept = state.limits.get(positions_end)
-    if kept is None or not same_values(kept[0], values):
-        limits = PositionLimit(model.config, positions_end), SlotLimit(model.config)
-        kept = state.limits[positions_end] = (copy.deepcopy(values), limits)
-    return kept[1]
-
-
 class Runner:
     """Texts on one model, and the way in and out of what is kept of them.
 
     Args:
         model: What runs the trees.
-        positions_end: See `PositionLimit`.
+        positions_end: See `Limits`.
         device: Where inputs go if the model cannot say, because its weights are loaded when they are needed.
 
     Attributes:
         model: As above.
-        context, last_length, broken_after: See `PositionLimit`.
+        context, last_length, broken_after: See `Limits`.
         changes_after: Longest text of which rows of a pass may be at different places, if longer ones are read
             otherwise.
         most_nodes: Nodes that the tree of each row may have.
@@ -83,11 +70,9 @@ class Runner:
         self.model = model
         on_meta = model.device.type == "meta"
         self._device = (device or torch.device("cpu")) if on_meta else model.device
-        self._limit, self._slots = limit, slots = _limits(model, positions_end)
-        self.context, self.last_length, self.broken_after = limit.context, limit.last_length, limit.broken_after
-        self.changes_after = min(
-            (text for text in (limit.changes_after, limit.picks_after, slots.first) if text is not None), default=None
-        )
+        self._limits = limits = limits_of(model, positions_end)
+        self.context, self.last_length, self.broken_after = limits.context, limits.last_length, limits.broken_after
+        self.changes_after = shortest(limits.changes_after, limits.picks_after, limits.places_after)
         self._takes_positions, self._tokens_name = True, "input_ids"
         self._layouts: list[Layout] = []
 
@@ -156,7 +141,7 @@ class Runner:
 
     def _tree(self, pending: Sequence[int], place: int, cached: int, shift: int = 0) -> TokenTree:
         """A tree of pending tokens, the last of which is at `place`, behind `cached` tokens."""
-        deepest = self._limit.deepest(place + shift)
+        deepest = self._limits.deepest(place + shift)
         return TokenTree(pending, None if deepest is None else deepest - shift - cached)
 
     def plain_step(self, model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
@@ -188,7 +173,7 @@ class ModelRunner(Runner):
         steps: Runs trees of up to a certain size over fixed buffers; `cache` is copied into its own. Larger trees,
             such as a prompt, are run as they are without it, unless its passes are of one size only.
         most_nodes: Nodes, the root included, that a draft makes of a tree at most.
-        positions_end: See `PositionLimit`.
+        positions_end: See `Limits`.
 
     Attributes:
         cache: Keys and values.
@@ -236,14 +221,13 @@ class ModelRunner(Runner):
             between: Whether some are hidden between others, and not only before the first that counts.
         """
         reach = self._masks.shortest_reach if between else None
-        lengths = (self._slots.first, self._limit.picks_after, reach)
-        return min((length for length in lengths if length is not None), default=None)
+        return shortest(self._limits.places_after, self._limits.picks_after, reach)
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
         """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens."""
         cached, before = self.cache.lengths(self._batch_size)[row], self.before[row]
-        if self._limit.recompute_at is not None and not before:
-            recompute_at = self._limit.recompute_at - self.padding[row]
+        if self._limits.recompute_at is not None and not before:
+            recompute_at = self._limits.recompute_at - self.padding[row]
             if cached < recompute_at <= len(text):
                 self.cache.forget(row)
                 cached = 0
@@ -255,7 +239,7 @@ class ModelRunner(Runner):
         Not if it is a prompt too long to be sent with a mask, or the model would go by the draft's places in the cache.
         """
         start = max(self.cache.lengths(self._batch_size))
-        return tree.root < LONGEST_DRAFTED_PREFILL and self._slots.allows(start, tree.root + self._drafted)
+        return tree.root < LONGEST_DRAFTED_PREFILL and self._limits.allows(start, tree.root + self._drafted)
 
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
         """See `Runner`; in a static pass, if there is one of that size."""
@@ -340,7 +324,7 @@ class RowsRunner(Runner):
 
     Args:
         model: What runs; see `rows_runner`.
-        positions_end: See `PositionLimit`.
+        positions_end: See `Limits`.
         packed: Whether its attention is that of packed rows.
         together: Whether rows of different lengths may share a padded pass; else each has its own.
 
@@ -391,7 +375,7 @@ class RowsRunner(Runner):
         if self.packed or not tree.needs_logits[tree.root]:
             return tree.needs_logits[tree.root]
         longest = max(row.length for row in self.rows)
-        return self._slots.allows(longest, tree.root + MAX_NODES_PER_STEP)
+        return self._limits.allows(longest, tree.root + MAX_NODES_PER_STEP)
 
     @torch.no_grad()
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
@@ -462,7 +446,7 @@ class ChainRunner(Runner):
         model: A causal language model of transformers that `runs_on_chains`.
         rows: The states of the beginning of each text; those of one empty text if not given.
         device: See `Runner`.
-        positions_end: See `PositionLimit`.
+        positions_end: See `Limits`.
         engine: Runs chains of at most `SHORT` tokens; the model itself if not given.
         drafts: Whether it is exact for drafts. Else a text goes on one token at a time after its prompt, sent whole.
 
@@ -486,7 +470,7 @@ class ChainRunner(Runner):
         super().__init__(model, positions_end, device)
         self._drafts = drafts
         self._uncounted: int | None = None
-        self.changes_after = self._limit.changes_after  # a chain is read as plain decoding reads it wherever it lies
+        self.changes_after = self._limits.changes_after  # a chain is read as plain decoding reads it wherever it lies
         self._takes_positions = "position_ids" in forward_arguments(model)
         if is_encoder_decoder(model):
             self._takes_positions, self._tokens_name = False, "decoder_input_ids"

@@ -16,6 +16,7 @@ from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, ch
 from lookahead.backends.transformers.chain_engine import chain_engine
 from lookahead.backends.transformers.checks.kinds import equivalence
 from lookahead.backends.transformers.checks.models import check_plain, runs_on_chains
+from lookahead.backends.transformers.checks.texts import check_texts
 from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder, source_of_row
 from lookahead.backends.transformers.engine_model import engine_model, rows_runner, runs_static
 from lookahead.backends.transformers.invariant.modules import least_rows
@@ -23,7 +24,6 @@ from lookahead.backends.transformers.model_watch import ModelWatch
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
 from lookahead.backends.transformers.static_engine import StaticBuffers
 from lookahead.backends.transformers.static_steps import FIXED_ROWS
-from lookahead.backends.transformers.text_limits import check_chain_text, check_text
 from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 from lookahead.core.step import Batch
@@ -176,7 +176,7 @@ class TreeCall:
         self._lengths, self._saved = self._cache.lengths(prompts.rows), self._cache.saved()
         self.clock = step_clock(model.device) if steps is None else steps.clock
         self.keeps_cache = prompts.all_count or kind.holds("padded_caches")
-        check_text(self.runner, kind, type(model).__name__, prompts, generation_config)
+        check_texts(model, self.runner, prompts, generation_config)
 
     def backend(self, batch: Batch, asks_others: bool) -> ModelRunner:
         """The runner, which has all rows."""
@@ -259,7 +259,7 @@ class ChainCall:
         self.runner = ChainRunner(model, self._rows, prompts.input_ids.device, ends, chain_engine(model))
         self.clock = step_clock(model.device)
         self.keeps_cache = prompts.rows == 1  # each row has a cache of its own
-        check_chain_text(model, self.runner, prompts, generation_config)
+        check_texts(model, self.runner, prompts, generation_config)
 
     @property
     def state_bytes(self) -> int:

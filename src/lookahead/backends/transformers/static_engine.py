@@ -7,11 +7,10 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.checks.clones import CHECK_LENGTH, agree, check_logits
 from lookahead.backends.transformers.graph_recorder import recorder_for
+from lookahead.backends.transformers.limits import limits_of
 from lookahead.backends.transformers.model_state import state_of
-from lookahead.backends.transformers.position_limit import PositionLimit
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import can_be_cloned
-from lookahead.backends.transformers.slot_limit import SlotLimit
 from lookahead.backends.transformers.static_cache import LayerShape, layer_shapes
 from lookahead.backends.transformers.static_steps import (
     FIXED_ROWS,
@@ -66,7 +65,7 @@ class StaticBuffers:
         patient = config.engine == "auto" and not config.invariant and start is not None
         text = min(longest, start + GROWS_BY) if patient and start is not None else longest
         capacity = rounded(text + (most or 0) + sizes[-1])
-        first = SlotLimit(model.config).first
+        first = limits_of(model).places_after
         if first is not None and rounded(longest + (most or 0) + sizes[-1]) > first:
             self.obstacle = f"it would take memory beyond {first} tokens for text"
             return
@@ -146,7 +145,7 @@ def _obstacle(model: PreTrainedModel) -> str:
         return "its weights are loaded when they are needed"
     if not can_be_cloned(model):
         return "the forward of a module in it was replaced"
-    if PositionLimit(model.config).changes_after is not None:
+    if limits_of(model).changes_after is not None:
         return "its positions change when a text becomes long"
     for module in model.modules():
         if module._forward_hooks or module._forward_pre_hooks:

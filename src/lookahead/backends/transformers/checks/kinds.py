@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from lookahead.backends.transformers import packed_attention
 from lookahead.backends.transformers.chain_cache import ChainRow, has_running_state
 from lookahead.backends.transformers.checks.clones import trial_runner
+from lookahead.backends.transformers.limits import Limits
 from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet
 from lookahead.backends.transformers.model_state import same_values, state_of
-from lookahead.backends.transformers.position_limit import PositionLimit
 from lookahead.backends.transformers.rows import Row
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
 from lookahead.backends.transformers.shared_clone import SharedClone
@@ -58,7 +58,7 @@ class _Comparison:
         self._is_alike = not keeps_state or has_running_state(type(model), model.config)
         self._draws = random.Random(seed)
         self._ends = False
-        limit = PositionLimit(model.config)
+        limit = Limits(model.config)
         self._text = draw_text(_TEXT, seed)[: limit.broken_after]
         context = limit.context
         try:

@@ -1,10 +1,13 @@
-"""How far ahead of the text a tree may reach, for models whose positions end or change somewhere."""
+"""Where a model's positions, and its places in the cache, end or change, so that no step reaches across it."""
 
 from __future__ import annotations
 
-from transformers import PreTrainedConfig
+import copy
+
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lookahead.backends.transformers.masks import INDEXED
+from lookahead.backends.transformers.model_state import same_values, state_of
 from lookahead.backends.transformers.version import TRANSFORMERS
 
 _CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")
@@ -20,8 +23,8 @@ _MENDED = (5, 20)
 """The version of transformers before which those of `_RECOMPUTING` read the last token alone, too."""
 
 
-class PositionLimit:
-    """Where the next place is that a model's positions change, so that no step reaches across it.
+class Limits:
+    """How far ahead of the text a tree may reach.
 
     Plain decoding sends one position at a time. A tree sends several, and five kinds of models would notice:
     one with a table of positions cannot look beyond its end; one with long RoPE switches to other frequencies
@@ -29,6 +32,11 @@ class PositionLimit:
     them at every position beyond it; and one that attends to the best of its keys (DeepSeek V3.2) or compressed
     entries (DeepSeek V4), many of whose scores are exactly 0, chooses others among equal ones in a pass with further
     ones, even where a mask hides these.
+
+    The nodes of a tree lie one after another in the cache, so a branch lies further on than its position ids say. Two
+    kinds of models go by that place: Llama 4 scales queries by the number of places before them, in periods of
+    `floor_scale` (attention temperature tuning); GPT-Neo cuts its local layers' masks from a table, by the numbers of
+    the keys. A chain is read as plain decoding reads it wherever it lies.
 
     Args:
         config: The model's configuration.
@@ -43,6 +51,7 @@ class PositionLimit:
             its keys were made with the frequencies for short texts (Phi-3 and its kin); `None` for all others.
         broken_after: Longest text that plain decoding reads as a whole; `None` for any.
         picks_after: Longest text of which a layer attends to all keys; `None` for models whose layers do not pick.
+        places_after: Longest text in which no place in the cache matters; `None` if none ever does.
     """
 
     def __init__(self, config: PreTrainedConfig, positions_end: bool = True) -> None:
@@ -66,6 +75,8 @@ class PositionLimit:
         broken = config.model_type in _BROKEN or (drops and not recomputes)
         self.recompute_at: int | None = original + 1 if recomputes and original is not None else None
         self.broken_after: int | None = original if broken else None
+        self._period, self._places_end = _scale_period(text_config), _mask_table_end(text_config)
+        self.places_after: int | None = self._places_end if self._period is None else self._period - 1
 
     def deepest(self, root_position: int) -> int | None:
         """Largest position id in a tree whose root is at `root_position`; `None` for any.
@@ -85,6 +96,13 @@ class PositionLimit:
                 limits.append(root_position)
         return min(limits) if limits else None
 
+    def allows(self, start: int, nodes: int) -> bool:
+        """Whether `nodes` nodes of a tree may lie in the cache behind `start` kept tokens."""
+        if self._places_end is not None and start + nodes > self._places_end:
+            return False
+        # The scale changes with the place that makes a multiple of the period, itself included.
+        return self._period is None or (start + 1) // self._period == (start + nodes) // self._period
+
     def _original(self, rope: dict[str, object], text_config: PreTrainedConfig) -> int | None:
         """Where a kind of RoPE changes, if it does."""
         if "dynamic" in str(rope.get("rope_type")):
@@ -92,6 +110,20 @@ class PositionLimit:
         original = rope.get("original_max_position_embeddings")
         original = original or getattr(text_config, "original_max_position_embeddings", None) or self.context
         return original if isinstance(original, int) else None
+
+
+def limits_of(model: PreTrainedModel, positions_end: bool = True) -> Limits:
+    """What the configuration of `model` says; kept for the next call."""
+    values, state = vars(model.config), state_of(model)
+    kept = state.limits.get(positions_end)
+    if kept is None or not same_values(kept[0], values):
+        kept = state.limits[positions_end] = (copy.deepcopy(values), Limits(model.config, positions_end))
+    return kept[1]
+
+
+def shortest(*lengths: int | None) -> int | None:
+    """The shortest of some lengths, of which `None` is any; `None` if all are."""
+    return min((length for length in lengths if length is not None), default=None)
 
 
 def _changes(rope_type: str) -> bool:
@@ -115,3 +147,21 @@ def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, object]]:
     rope = getattr(text_config, "rope_parameters", None) or {}
     kinds = [dict(value) for value in rope.values() if isinstance(value, dict)]
     return kinds or [dict(rope)]
+
+
+def _scale_period(config: PreTrainedConfig) -> int | None:
+    """Consecutive places for which Llama 4 scales queries by the same factor; `None` for other models."""
+    if not getattr(config, "attn_temperature_tuning", False) or all(getattr(config, "no_rope_layers", None) or [1]):
+        return None
+    period = getattr(config, "floor_scale", None)
+    return period if isinstance(period, int) else None
+
+
+def _mask_table_end(config: PreTrainedConfig) -> int | None:
+    """Places that every layer of a GPT-Neo sees in full; `None` for other models."""
+    layers = getattr(config, "attention_layers", None)
+    if not layers or not hasattr(config, "window_size"):
+        return None
+    return int(
+        min(config.window_size, config.max_position_embeddings) if "local" in layers else config.max_position_embeddings
+    )

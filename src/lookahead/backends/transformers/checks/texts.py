@@ -1,4 +1,12 @@
-"""How long a text may become for what a call asks of a model, checked before anything runs."""
+"""What is asked of the texts of a call: whether they may come to where the model cannot be exact.
+
+| what the call asks for | what is refused |
+| --- | --- |
+| a prompt, and tokens after it | more than there are positions for; what plain decoding reads wrongly |
+| several rows, `use_cache=False` | texts that may come to where all positions change |
+| hidden tokens | a model that counts them, a kind of model that reads them otherwise, a model that runs on chains |
+| several rows, a cache | a kind of model that reads them otherwise |
+"""
 
 from __future__ import annotations
 
@@ -9,13 +17,13 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.transformers.chain_cache import has_running_state
-from lookahead.backends.transformers.checks.kinds import Equivalence
+from lookahead.backends.transformers.checks.kinds import Equivalence, equivalence
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
 
 class Positions(Protocol):
-    """What limits the texts of a runner; see `PositionLimit`."""
+    """What limits the texts of a runner; see `Limits`."""
 
     @property
     def context(self) -> int | None:
@@ -30,15 +38,14 @@ class Positions(Protocol):
         """Longest text that plain decoding reads as a whole; `None` for any."""
 
 
-def check_text(
-    runner: ModelRunner, kind: Equivalence, name: str, prompts: Prompts, generation_config: GenerationConfig
+def check_texts(
+    model: PreTrainedModel, runner: ModelRunner | ChainRunner, prompts: Prompts, generation_config: GenerationConfig
 ) -> None:
     """Refuse a call whose texts may come to where the model cannot be exact.
 
     Args:
-        runner: Runs the model.
-        kind: What the equivalence check found about its class.
-        name: Name of the class.
+        model: The model.
+        runner: Runs it.
         prompts: What the rows begin with.
         generation_config: The configuration of the call.
 
@@ -46,17 +53,19 @@ def check_text(
         InvalidArgumentError: A prompt is longer than the model's table of positions.
         UnsupportedArgumentError: Rows, hidden tokens or `use_cache=False` do not go with the model.
     """
+    name = type(model).__name__
+    if isinstance(runner, ChainRunner):
+        _check_chains(model, prompts, generation_config)
     new_tokens = generation_config.max_length - prompts.width
     check_length(runner, name, prompts, new_tokens)
     _check_changing_positions(runner, prompts, new_tokens, generation_config.use_cache)
-    _check_hidden(runner, prompts, new_tokens)
-    _check_kind(kind, name, prompts)
+    if isinstance(runner, ModelRunner):
+        _check_hidden(runner, prompts, new_tokens)
+        _check_kind(equivalence(model), name, prompts)
 
 
-def check_chain_text(
-    model: PreTrainedModel, runner: ChainRunner, prompts: Prompts, generation_config: GenerationConfig
-) -> None:
-    """Refuse a call that chains cannot be exact for; see `check_text`."""
+def _check_chains(model: PreTrainedModel, prompts: Prompts, generation_config: GenerationConfig) -> None:
+    """Refuse what does not go with chains: their states are those of a whole text, a row's apart from the others'."""
     name = type(model).__name__
     if not generation_config.use_cache and has_running_state(type(model), model.config):
         raise UnsupportedArgumentError(
@@ -74,9 +83,6 @@ def check_chain_text(
             f"attention_mask hides tokens, and lookahead decoding does not send them; {name} is run on chains, "
             "and they may have a part in its state; leave them out of input_ids, or use the model's own generate"
         )
-    new_tokens = generation_config.max_length - prompts.width
-    check_length(runner, name, prompts, new_tokens)
-    _check_changing_positions(runner, prompts, new_tokens, generation_config.use_cache)
 
 
 def check_length(runner: Positions, name: str, prompts: Prompts, new_tokens: int) -> None:
