@@ -31,6 +31,8 @@ import lookahead
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.backends.transformers import check_model, equivalence
 from lookahead.backends.transformers.limits import Limits
+from lookahead.backends.transformers.miniature import build_miniature
+from lookahead.backends.transformers.miniature.config import miniature_config
 from model_zoo import build
 from quick import quickly
 
@@ -370,3 +372,14 @@ def test_miniatures_of_the_last_kinds_alone_are_kept() -> None:
     gc.collect()
     assert checks[0]() is None
     assert len(kept._known) <= kept._KEPT
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "dots3_note_text"])
+def test_sizes_that_layers_have_for_themselves(family: str) -> None:
+    """A miniature has fewer layers, so they have other numbers, and small sizes as all else has."""
+    config = AutoConfig.for_model(family)
+    assert config.to_dict()["per_layer_config"]
+    kind = type(AutoModelForCausalLM.from_config(miniature_config(config)))
+    small = build_miniature(kind, config, seed=0)
+    assert set(small.config.layer_types) == set(config.layer_types)
+    assert sum(weights.numel() for weights in small.parameters()) < 1_000_000

@@ -99,3 +99,13 @@ def test_indexers_move_with_a_path() -> None:
     cache.crop(-1)
     assert layer.indexer.lengths == layer.lengths == [2]
     assert torch.equal(layer.indexer.keys[0, 0, :2], keys[1, 0, [1, 2]] + 100)
+
+
+def test_keys_computed_anew_are_refused() -> None:
+    """Without a cache, plain decoding would pick anew for the whole text; on chains as well as on trees."""
+    variants = {False: Variant(window=PICKED), True: Variant(window=5, seed=1, spread=8.0)}
+    for on_chains, variant in variants.items():  # the second picks where trees are tried
+        model = build("axk2", variant, "eager")
+        assert runs_on_chains(model) == on_chains
+        with pytest.raises(UnsupportedArgumentError, match="use_cache=False"):
+            lookahead.generate(model, prompt(), max_new_tokens=30, use_cache=False)

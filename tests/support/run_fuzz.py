@@ -5,6 +5,7 @@
     python tests/support/run_fuzz.py --family qwen3 --cases 50
     python tests/support/run_fuzz.py --running-states --equal 500
     python tests/support/run_fuzz.py --encoders --equal 300
+    python tests/support/run_fuzz.py --indexed --equal 200 --each
     python tests/support/run_fuzz.py --images --equal 200 --output benchmarks/results/fuzz.jsonl
 
 A case is made from one number alone. The last lines count what came of the cases; the exit code is 1 if any was wrong.
@@ -19,7 +20,7 @@ import argparse
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
@@ -36,6 +37,12 @@ from fuzz.report import describe, report
 from fuzz.rows import CaseRows, reason_not_to_run
 from fuzz.shrink import shrink
 
+FAMILIES: dict[str, Callable[[], list[str]]] = {
+    "images": image_families,
+    "encoders": encoder_families,
+    "indexed": lambda: list(INDEXED),
+}
+"""From what cases of a kind are drawn; others are drawn from all families."""
 SAME_REASON = 2
 """After how many cases with the same reason a family is left out."""
 
@@ -43,27 +50,22 @@ SAME_REASON = 2
 def main() -> int:
     """Run the cases that the command line asks for."""
     arguments = _parse()
-    families = image_families() if arguments.images else family_names()
-    if arguments.encoders:
-        families = encoder_families()
-    if arguments.indexed:
-        families = list(INDEXED)
+    families = FAMILIES.get(arguments.of, family_names)()
+    images = arguments.of == "images"
     if arguments.seed is not None:
-        outcome = run_case(draw_case(arguments.seed, families, arguments.images))
+        outcome = run_case(draw_case(arguments.seed, families, images))
         print("\n".join(describe(outcome)))
         if arguments.shrink and outcome.kind == WRONG:
             print("\n".join(["simplified:", *describe(shrink(outcome))]))
         return 1 if outcome.kind == WRONG else 0
-    cases = draw_cases(arguments.seed_start, families, arguments.family, arguments.images)
-    of = "images" if arguments.images else "running states" if arguments.running_states else "all"
-    of = "encoders" if arguments.encoders else "indexed" if arguments.indexed else of
-    if arguments.running_states:
+    cases = draw_cases(arguments.seed_start, families, arguments.family, images)
+    if arguments.of == "running states":
         cases = (case for case in cases if keeps_running_state(case.family))
     outcomes: list[Outcome] = []
     with ExitStack() as stack:
-        rows = stack.enter_context(CaseRows(arguments.output, of)) if arguments.output else None
+        rows = stack.enter_context(CaseRows(arguments.output, arguments.of)) if arguments.output else None
         try:
-            enough = Enough(arguments.cases, arguments.equal)
+            enough = Enough(arguments.cases, arguments.equal, families if arguments.each else [])
             run_all(cases, enough, outcomes, skips=arguments.family is None, rows=rows)
         except KeyboardInterrupt:
             print("\ninterrupted")
@@ -84,16 +86,24 @@ class Enough:
     Attributes:
         cases: After so many cases, if `equal` is not given.
         equal: After so many that were equal.
+        families: Each of which has to have so many; none if it is all together.
     """
 
     cases: int
     equal: int | None = None
+    families: Sequence[str] = ()
 
-    def is_reached(self, outcomes: list[Outcome], before: int) -> bool:
-        """Whether `outcomes`, and so many equal ones before them, are enough."""
+    def is_reached(self, ran: int, equal: Counter[str]) -> bool:
+        """Whether so many cases, and of each family so many equal ones, are enough."""
         if self.equal is None:
-            return len(outcomes) >= self.cases
-        return before + sum(outcome.kind == EQUAL for outcome in outcomes) >= self.equal
+            return ran >= self.cases
+        if self.families:
+            return all(self.has_enough(equal, family) for family in self.families)
+        return equal.total() >= self.equal
+
+    def has_enough(self, equal: Counter[str], family: str) -> bool:
+        """Whether no further case of `family` is needed."""
+        return family in self.families and self.equal is not None and equal[family] >= self.equal
 
 
 def run_all(
@@ -106,14 +116,17 @@ def run_all(
     """
     begin = time.monotonic()
     reasons: dict[str, list[str]] = defaultdict(list) if rows is None else rows.reasons()
-    before = 0 if rows is None else rows.equal()
+    equal = Counter() if rows is None else rows.equal()
     for case in cases:
-        if enough.is_reached(outcomes, before):
+        if enough.is_reached(len(outcomes), equal):
             break
-        if (rows is not None and case.seed in rows) or (skips and _is_hopeless(reasons[case.family])):
+        if (rows is not None and case.seed in rows) or enough.has_enough(equal, case.family):
+            continue
+        if skips and _is_hopeless(reasons[case.family]):
             continue
         outcome = run_case(case)
         outcomes.append(outcome)
+        equal[case.family] += outcome.kind == EQUAL
         if rows is not None:
             rows.add(outcome)
         reasons[case.family].append(reason_not_to_run(outcome))
@@ -140,10 +153,16 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--family", choices=[*family_names(), *encoder_families()], metavar="NAME", help="only cases with this family"
     )
-    parser.add_argument("--running-states", action="store_true", help="only cases of families with running states")
-    parser.add_argument("--images", action="store_true", help="only prompts with images, of classes that see them")
-    parser.add_argument("--encoders", action="store_true", help="only models with an encoder for text or speech")
-    parser.add_argument("--indexed", action="store_true", help="only models whose layers pick the keys they attend to")
+    parser.add_argument("--each", action="store_true", help="--equal is of each family, not of all together")
+    kinds = {
+        "running states": "only cases of families with running states",
+        "images": "only prompts with images, of classes that see them",
+        "encoders": "only models with an encoder for text or speech",
+        "indexed": "only models whose layers pick the keys they attend to",
+    }
+    for kind, what in kinds.items():
+        flag = f"--{kind.replace(' ', '-')}"
+        parser.add_argument(flag, dest="of", action="store_const", const=kind, default="all", help=what)
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines: a row for each case, added at once")
     return parser.parse_args()
 

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from fuzz.encoder_decoders import ENCODER
-from fuzz.families import keeps_running_state
+from fuzz.families import INDEXED, keeps_running_state
 from fuzz.images import IMAGE_TOKEN
 from fuzz.settings import draw_settings
 from fuzz.variant import Variant, draw_variant
@@ -87,9 +87,13 @@ def draw_case(seed: int, families: list[str], images: bool = False) -> Case:
     attention = "sdpa" if random.random() < 0.6 else "eager"
     double = random.random() < 0.12
     turns = tuple(_draw_turns(random))
-    # Most of what is drawn for others is refused where there are running states, and would say nothing of them.
+    # Most of what is drawn for others is refused for these, and would say nothing of them.
     if keeps_running_state(family) and random.random() < 0.9:
         turns = tuple(map(_for_running_states, turns))
+    if family in INDEXED:  # most texts begin on trees, and end where keys are picked
+        variant = replace(variant, window=random.choice((5, 12, 16, 24, 32, 48, 64)))
+        if random.random() < 0.9:
+            turns = tuple(_without(_with_one_row(turn), "use_cache") for turn in turns)
     if family.endswith(ENCODER):
         turns = tuple(map(_for_encoder_decoders, turns))
     if images:
@@ -97,29 +101,36 @@ def draw_case(seed: int, families: list[str], images: bool = False) -> Case:
     return Case(seed, family, variant, attention, double, turns)
 
 
-def _for_running_states(turn: Turn) -> Turn:
-    """The turn with one row, without hidden tokens and settings that need trees."""
-    settings = {name: value for name, value in turn.settings.items() if name != "num_return_sequences"}
+def _without(turn: Turn, *settings: str) -> Turn:
+    """The turn without some of its settings."""
+    return replace(turn, settings={name: value for name, value in turn.settings.items() if name not in settings})
+
+
+def _with_one_row(turn: Turn) -> Turn:
+    """The turn with its longest prompt alone, without hidden tokens."""
+    return replace(
+        _without(turn, "num_return_sequences"), prompts=(max(turn.prompts, key=len),), padding=(0,), holes=()
+    )
+
+
+def _for_chains(turn: Turn) -> Turn:
+    """The turn without settings that need trees."""
     drafting = {name: value for name, value in turn.drafting.items() if name != "pack_weights"}
-    if drafting["preset"] == "paper":
-        drafting = {"preset": "auto"}
-    prompt = max(turn.prompts, key=len)
-    return replace(turn, prompts=(prompt,), padding=(0,), holes=(), settings=settings, drafting=drafting)
+    return replace(turn, drafting={"preset": "auto"} if drafting["preset"] == "paper" else drafting)
+
+
+def _for_running_states(turn: Turn) -> Turn:
+    return _for_chains(_with_one_row(turn))
 
 
 def _for_encoder_decoders(turn: Turn) -> Turn:
     """The turn as a call by itself, without what has no meaning for a decoder."""
-    left_out = ("guidance_scale", "prefill_chunk_size")
-    settings = {name: value for name, value in turn.settings.items() if name not in left_out}
-    drafting = {name: value for name, value in turn.drafting.items() if name != "pack_weights"}
-    if drafting["preset"] == "paper":
-        drafting = {"preset": "auto"}
-    return replace(turn, settings=settings, drafting=drafting, cache="")
+    return replace(_for_chains(_without(turn, "guidance_scale", "prefill_chunk_size")), cache="")
 
 
 def _with_images(turn: Turn) -> Turn:
     """The turn with images, unless it goes on from a cache, and without what is refused for them."""
-    settings = {name: value for name, value in turn.settings.items() if name not in ("use_cache", "prefill_chunk_size")}
+    settings = dict(_without(turn, "use_cache", "prefill_chunk_size").settings)
     if turn.cache:
         settings["use_cache"] = True
     prompts = tuple(tuple(token if token != IMAGE_TOKEN else 1 for token in row) for row in turn.prompts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from datetime import date
 from pathlib import Path
 
@@ -39,9 +39,9 @@ class CaseRows:
         """Write what came of a case."""
         self._file.append(row_of(outcome, self._of))
 
-    def equal(self) -> int:
-        """How many cases were equal."""
-        return sum(row.get("of") == self._of and row["kind"] == EQUAL for row in self._file.rows)
+    def equal(self) -> Counter[str]:
+        """How many cases of each family were equal."""
+        return Counter(row["family"] for row in self._file.rows if row.get("of") == self._of and row["kind"] == EQUAL)
 
     def reasons(self) -> dict[str, list[str]]:
         """Of each family, why its cases were not run; empty for one that was."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lookahead.backends.transformers.miniature.sizes import HIDDEN
+from lookahead.backends.transformers.miniature.sizes import HEAD_DIM, HEADS, HIDDEN
 
 _SLIDING_FULL = ["sliding_attention", "full_attention"]
 _HYBRID = ["linear_attention", "full_attention"]
@@ -23,6 +23,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_text": {
+        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), HEADS),
+        **dict.fromkeys(("swa_q_lora_rank", "swa_kv_lora_rank", "swa_head_dim", "swa_v_head_dim"), HEAD_DIM),
+        "swa_qk_nope_head_dim": HEAD_DIM // 2,
+    },
     "dots3_note_vision_encoder": {"adapter_in_dim": HIDDEN, "adapter_merge_size": 2},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "dots3_note_audio_encoder": {"adapter_input_size": HIDDEN},

@@ -470,7 +470,8 @@ class ChainRunner(Runner):
         super().__init__(model, positions_end, device)
         self._drafts = drafts
         self._uncounted: int | None = None
-        self.changes_after = self._limits.changes_after  # a chain is read as plain decoding reads it wherever it lies
+        # A chain is read as plain decoding reads it wherever it lies.
+        self.changes_after = shortest(self._limits.changes_after, self._limits.picks_after)
         self._takes_positions = "position_ids" in forward_arguments(model)
         if is_encoder_decoder(model):
             self._takes_positions, self._tokens_name = False, "decoder_input_ids"

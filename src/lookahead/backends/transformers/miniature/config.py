@@ -60,6 +60,8 @@ def _shrunk(config: PreTrainedConfig, tower: bool) -> dict[str, Any]:
             small[name] = _rope(value, fields)
         elif isinstance(value, list) and depth and len(value) == depth:
             small[name] = [value[layer] for layer in layers]
+        elif name == "per_layer_config" and value:
+            small[name] = _layer_sizes(value, fields, layers, tower)
         elif name in OTHERS and value is not None:
             small[name] = OTHERS[name]
         elif value is None and name == "head_dim":
@@ -89,6 +91,21 @@ def _size(name: str, value: int, fields: dict[str, Any], layers: int, tower: boo
     if name.endswith(("token_id", "token_index")):
         return min(value, VOCABULARY - 1)
     return min(value, sizes.get(name, value)) if value > 0 else value
+
+
+def _layer_sizes(
+    sizes: Mapping[str, Mapping[str, Any]], fields: dict[str, Any], layers: list[int], tower: bool
+) -> dict[int, dict[str, Any]]:
+    """What some of the layers have instead of the model's own sizes, by their numbers in the miniature."""
+    by_layer = {int(layer): dict(changes) for layer, changes in sizes.items()}
+    return {
+        place: {
+            name: _size(name, value, fields | by_layer[layer], len(layers), tower) if type(value) is int else value
+            for name, value in by_layer[layer].items()
+        }
+        for place, layer in enumerate(layers)
+        if layer in by_layer
+    }
 
 
 def is_doubled(fields: Mapping[str, Any]) -> bool:
