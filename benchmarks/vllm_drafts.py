@@ -5,8 +5,8 @@
 It runs in vLLM's environment (`make build/vllm`), and adds rows to FILE. vLLM's own methods are its own objects, called
 with the arguments that vLLM gives them. They all draft for the same engine in the same process, a few prompts each in
 turn, so that what else the machine does disturbs them alike. Each keeps what it learned to itself. Steps are those of
-the engine, counted from outside. Texts are greedy, go past their end, and are compared with those that the engine makes
-without drafts.
+the engine, counted from outside: those at full load, and those of the whole run, prompts and the tail included. Texts
+are greedy, go past their end, and are compared with those that the engine makes without drafts.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ class Bench:
     def texts(self, prompts: Sequence[list[int]], new: int) -> tuple[list[list[int]], Counter[str]]:
         """Continue prompts, so many at once; returns the texts, and counts of steps that carried no prompt and as many
         requests: how many they were, the tokens that they added, the tokens that were drafted for them, and their CPU
-        seconds."""
+        seconds. Counts of the whole run, in which prompts are read and the last requests have fewer beside them, are
+        named so."""
         asked = vllm.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
         texts: dict[str, list[int]] = {}  # of requests that have a token
         running: set[str] = set()
@@ -157,11 +158,11 @@ class Bench:
                 texts[output.request_id] = list(output.outputs[0].token_ids)
                 if output.finished:
                     running.remove(output.request_id)
+            step = Counter(steps=1, tokens=sum(map(len, texts.values())) - before, microseconds=int(1e6 * seconds))
+            counts.update({f"whole_{name}": count for name, count in step.items()})
             if decodes:
-                counts["steps"] += 1
-                counts["tokens"] += sum(map(len, texts.values())) - before
+                counts.update(step)
                 counts["drafts"] += self._switch.drafts - drafts
-                counts["microseconds"] += int(1e6 * seconds)
         return [texts[name] for name in sorted(texts, key=int)], counts
 
     def round(self, prompts: Sequence[list[int]], warm: list[int]) -> dict[str, Counter[str]]:
@@ -197,6 +198,9 @@ class Bench:
             row |= {"drafts": counts["drafts"], "seconds": counts["microseconds"] / 1e6}
             times = [one["microseconds"] / 1000 / one["tokens"] for one in each]
             row |= {"S": row["tokens"] / row["steps"], "ms_per_token": median(times), "rounds": times}
+            wholes = [one["whole_microseconds"] / 1000 / one["whole_tokens"] for one in each]
+            row |= {"whole_tokens": counts["whole_tokens"], "whole_steps": counts["whole_steps"]}
+            row |= {"whole_S": row["whole_tokens"] / row["whole_steps"], "whole_ms_per_token": median(wholes)}
             row |= {"drafts_per_step": row["drafts"] / row["steps"], "differing": counts["differing"]}
             if row["differing"]:
                 row["error"] = f"{name}, {path.stem}, {options.drafted} drafted tokens: texts differ"

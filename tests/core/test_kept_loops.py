@@ -5,10 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 pytest.importorskip("numba")
+
+HERE = (
+    "from pathlib import Path\nfrom lookahead.core import kept_loops\n\n"
+    "kept_loops._PACKAGE = Path(__file__).parent\nfor kept in (kept_loops._stamp, kept_loops.loops_folder):\n"
+    "    kept.cache_clear()\nkept_loops._cache_class.cache_clear()\n"
+)
+"""Begins a program whose loops are kept beside it, as those of the package are kept in it."""
 
 MODULES = {
     "called.py": "from lookahead.core.compiled import inner\n\n@inner\ndef step(x):\n    return x + {step}\n",
@@ -16,12 +24,7 @@ MODULES = {
         "from called import step\nfrom lookahead.core.compiled import compiled\n\n"
         "@compiled\ndef run(x):\n    return step(x)\n"
     ),
-    "main.py": (
-        "from pathlib import Path\nfrom lookahead.core import kept_loops\n\n"
-        "kept_loops._PACKAGE = Path(__file__).parent\nfor kept in (kept_loops._stamp, kept_loops.loops_folder):\n"
-        "    kept.cache_clear()\nkept_loops._cache_class.cache_clear()\nfrom loop import run\n\n"
-        "print(run(1), len(run.stats.cache_hits), kept_loops.loops_folder())\n"
-    ),
+    "main.py": (HERE + "from loop import run\n\nprint(run(1), len(run.stats.cache_hits), kept_loops.loops_folder())\n"),
 }
 
 
@@ -42,3 +45,55 @@ def test_a_loop_follows_what_it_calls_in_other_files(tmp_path: Path) -> None:
     assert (result, was_kept) == (11, False)
     assert second.parent == first.parent == tmp_path / "__pycache__"
     assert not first.exists(), "loops of earlier sources are removed"
+
+
+AT_ONCE = (
+    HERE + "import os\nimport sys\nimport time\n\nimport numpy as np\n\nfrom loop import total\n\n"
+    "wholes, waits = np.arange(8), [float(wait) for wait in sys.argv[2:]]\n"
+    "numbers = {'whole': wholes, 'half': wholes[::2], 'short': wholes.astype(np.int32)}[sys.argv[1]]\n\n\n"
+    "def replace(source, target, at_once=os.replace):\n"
+    "    time.sleep(waits.pop(0) if waits else 0)\n    at_once(source, target)\n\n\n"
+    "os.replace = replace\nprint('ready', flush=True)\ninput()\n"
+    "print(total(numbers) == numbers.sum(), len(total.stats.cache_hits))\n"
+)
+"""Adds up numbers of some type, and takes its time to put each file in its place."""
+
+ADDED = (
+    "from lookahead.core.compiled import compiled\n\n@compiled\ndef total(numbers):\n    sum = 0\n"
+    "    for number in numbers:\n        sum += number\n    return sum\n"
+)
+
+
+def begin(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Such a program, ready to go on when it is told to."""
+    command = [sys.executable, str(folder / "main.py"), *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert opened(process.stdout).readline() == "ready\n"
+    return process
+
+
+def opened(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None
+    return stream
+
+
+@pytest.mark.parametrize("other", ["half", "short"])
+def test_processes_that_compile_for_two_types_at_once_do_not_mix_them_up(tmp_path: Path, other: str) -> None:
+    (tmp_path / "loop.py").write_text(ADDED)
+    (tmp_path / "main.py").write_text(AT_ONCE)
+    # With numbered files and an index: the other's index is the last one, and the first one's code is under its number.
+    processes = [begin(tmp_path, "whole", "0.5", "1.5"), begin(tmp_path, other, "1", "0.5")]
+    for process in processes:
+        opened(process.stdin).write("\n")
+        opened(process.stdin).flush()
+    assert [process.communicate()[0] for process in processes] == ["True 0\n"] * 2
+    for numbers in ("whole", other):
+        assert begin(tmp_path, numbers).communicate("\n")[0] == "True 1\n"
+
+
+def test_what_is_damaged_is_compiled_anew(tmp_path: Path) -> None:
+    _, _, folder = run_in(tmp_path, step=1)
+    for file in folder.iterdir():
+        file.write_bytes(file.read_bytes()[:100])
+    assert run_in(tmp_path, step=1) == (2, False, folder)
+    assert run_in(tmp_path, step=1) == (2, True, folder)

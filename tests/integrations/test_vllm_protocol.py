@@ -282,3 +282,10 @@ def test_a_target_without_logits_is_drafted_for() -> None:
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidArgumentError, match=named.replace("(", r"\(")):
         LookaheadProposer(config(**settings))
+
+
+def test_the_second_model_runner_is_refused_with_what_to_do() -> None:
+    given = config()
+    given.use_v2_model_runner = True
+    with pytest.raises(InvalidArgumentError, match="VLLM_USE_V2_MODEL_RUNNER=1.* unset it"):
+        LookaheadProposer(given)

@@ -202,6 +202,20 @@ def test_a_request_that_takes_too_long_is_given_up(served: ServedModel) -> None:
         assert streamed.text.endswith("data: [DONE]\n\n")
 
 
+def test_what_goes_wrong_in_a_stream_is_in_the_log(
+    demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> str:
+        raise RuntimeError("this tokenizer is broken")
+
+    served = ServedModel("demo", *demo, Engine(demo[0], kv_bytes=2**28), LookaheadConfig(), context_length=2048)
+    monkeypatch.setattr(served.tokenizer, "decode", fail)
+    with TestClient(create_app([served], ServerSettings()), base_url="http://localhost") as client:
+        answer = client.post("/v1/completions", json={"model": "demo", "prompt": "x", "stream": True})
+    assert "the server failed; its log says why" in answer.text
+    assert "RuntimeError: this tokenizer is broken" in capsys.readouterr().err
+
+
 def test_a_server_goes_on_where_its_log_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stderr", full)

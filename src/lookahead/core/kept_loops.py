@@ -1,7 +1,9 @@
 """Where compiled loops are kept between processes: a folder for each state of the sources, and each numba.
 
 numba by itself compiles a loop anew when the file that it stands in has changed. But other files' loops become part of
-it: after a change of those, as by an upgrade, it would go on as it was.
+it: after a change of those, as by an upgrade, it would go on as it was. And it numbers the types that a loop was
+compiled for in an index: two processes that compile for different types at once give both the same number, and from
+then on arrays of one type are read as those of the other.
 """
 
 from __future__ import annotations
@@ -93,10 +95,31 @@ def _cache_class() -> Any:
         def from_function(cls, function: Any, file: str) -> Any:
             return cls(function)
 
+    class Files(caching.IndexDataCacheFile):  # type: ignore[misc, name-defined]
+        """A file for each loop and the types that it takes, instead of numbered files and an index of them."""
+
+        def save(self, key: Any, data: Any) -> None:
+            with suppress(OSError):  # a full disk, or a folder that an upgrade has removed: the loop runs all the same
+                self._save_data(self._name(key), (key, data))
+
+        def load(self, key: Any) -> Any:
+            try:
+                kept, data = self._load_data(self._name(key))
+            except Exception:  # not there, or not whole, for which pickle has many errors
+                return None
+            return data if kept == key else None
+
+        def _name(self, key: Any) -> str:
+            return f"{self._index_name}-{hashlib.sha256(str(key).encode()).hexdigest()[:16]}"
+
     class Form(caching.CompileResultCacheImpl):  # type: ignore[misc, name-defined]
         _locator_classes = (Locator,)
 
     class LoopCache(caching.Cache):  # type: ignore[misc, name-defined]
         _impl_class = Form
+
+        def __init__(self, function: Any) -> None:
+            super().__init__(function)
+            self._cache_file = Files(str(folder), self._impl.filename_base, _stamp())
 
     return LoopCache

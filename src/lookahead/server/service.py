@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from traceback import format_exception
 from typing import Any
 
 from fastapi import Request
@@ -17,7 +18,7 @@ from lookahead.server import errors
 from lookahead.server.answers import CompletionForm, Form
 from lookahead.server.errors import CLOSE, ApiError, of_library
 from lookahead.server.generation import Generation, Piece
-from lookahead.server.guard import ServerSettings
+from lookahead.server.guard import ServerSettings, write_line
 from lookahead.server.metrics import Metrics, RequestClock
 from lookahead.server.plan import Plan, make_plan
 from lookahead.server.requests import ChoicesRequest, CompletionRequest
@@ -234,11 +235,12 @@ async def _events(form: Form, generation: Generation) -> AsyncIterator[bytes]:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Any error in the form that clients know."""
+    """Any error in the form that clients know; what nobody expected goes to the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, LookaheadError):
         return of_library(error)
+    write_line("".join(format_exception(error)))
     return ApiError(500, "the server failed; its log says why")
 
 

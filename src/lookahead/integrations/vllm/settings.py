@@ -34,8 +34,13 @@ class Settings:
         """What `additional_config={"lookahead": {...}}` says.
 
         Raises:
-            InvalidArgumentError: It says something unknown.
+            InvalidArgumentError: It says something unknown, or asks for vLLM's second model runner.
         """
+        if getattr(vllm_config, "use_v2_model_runner", False):
+            raise InvalidArgumentError(
+                "VLLM_USE_V2_MODEL_RUNNER=1: vLLM's second model runner takes no drafts of a class; unset it or set it "
+                "to 0, or leave speculative_config out"
+            )
         given = vllm_config.additional_config
         given = given.get("lookahead", {}) if isinstance(given, Mapping) else {}
         names = [field.name for field in fields(cls)]
