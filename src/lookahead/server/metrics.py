@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter as Counts
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -12,10 +11,41 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 if TYPE_CHECKING:
     from lookahead.server.generation import Answer
 
-FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
-WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
-"""Bounds of histograms, in seconds."""
+PROMPT_TOKENS = "vllm:prompt_tokens"
+_LEFT = "lookahead:disconnected_requests"
+_GENERATED, _STEPS = "vllm:generation_tokens", "lookahead:steps"
+_DRAFTS, _DRAFTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens"
+_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+_ASKED, _REUSED = "vllm:prefix_cache_queries", "vllm:prefix_cache_hits"
+_COUNTERS = {
+    PROMPT_TOKENS: "Prompt tokens of requests.",
+    _GENERATED: "Tokens generated.",
+    _DRAFTS: "Steps of a request that carried a draft.",
+    _DRAFTED: "Tokens drafted: nodes but the root.",
+    _ACCEPTED: "Drafted tokens accepted.",
+    _ASKED: "Prompt tokens looked up.",
+    _REUSED: "Prompt tokens that another text had.",
+    _STEPS: "Steps, counted for each request by itself.",
+    _LEFT: "Requests whose client went away.",
+}
+
+_BY_DEPTH, _FINISHED, _REFUSED = f"{_ACCEPTED}_per_pos", "vllm:request_success", "lookahead:refused_requests"
+_LABELLED = {
+    _BY_DEPTH: ("Drafted tokens accepted, by depth.", "position"),
+    _FINISHED: ("Answers completed.", "finished_reason"),
+    _REFUSED: ("Requests refused, by status.", "status"),
+}
+
+_FIRST_TOKEN, _PER_TOKEN = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"
+_QUEUE, _WHOLE = "vllm:request_queue_time_seconds", "vllm:e2e_request_latency_seconds"
+_REQUEST_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
+_TIMES = {
+    _FIRST_TOKEN: ("Until the first token.", (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)),
+    _PER_TOKEN: ("Between tokens.", (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)),
+    _QUEUE: ("Until the first step.", _REQUEST_SECONDS),
+    _WHOLE: ("Whole requests.", _REQUEST_SECONDS),
+}
+"""What each histogram is about, and its bounds, in seconds."""
 
 
 class Metrics:
@@ -27,78 +57,59 @@ class Metrics:
     """
 
     def __init__(self, model: str, others: Metrics | None = None) -> None:
-        self._registry: CollectorRegistry = CollectorRegistry() if others is None else others._registry
-        self._families: dict[str, Any] = {} if others is None else others._families
-        if others is None:
-            ProcessCollector(registry=self._registry)  # memory, time, open files of this process
         self._model = model
-        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests.")
-        self.generated_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
-        self.drafts = self._counter("vllm:spec_decode_num_drafts", "Steps of a request that carried a draft.")
-        self.draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted: nodes but the root.")
-        self.accepted_tokens = self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.")
-        self._asked = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
-        self._reused = self._counter("vllm:prefix_cache_hits", "Prompt tokens that another text had.")
-        self.steps = self._counter("lookahead:steps", "Steps, counted for each request by itself.")
-        self.disconnected = self._counter("lookahead:disconnected_requests", "Requests whose client went away.")
-        self._accepted_per_position = self._labelled_counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafted tokens accepted, by depth.", "position"
-        )
-        self._finished = self._labelled_counter("vllm:request_success", "Answers completed.", "finished_reason")
-        self._refused = self._labelled_counter("lookahead:refused_requests", "Requests refused, by status.", "status")
-        self.first_token = self._histogram("vllm:time_to_first_token_seconds", "Until the first token.", FIRST_TOKEN)
-        self.per_token = self._histogram("vllm:inter_token_latency_seconds", "Between tokens.", PER_TOKEN)
-        self._queue = self._histogram("vllm:request_queue_time_seconds", "Until the first step.", WHOLE)
-        self.whole = self._histogram("vllm:e2e_request_latency_seconds", "Whole requests.", WHOLE)
+        if others is not None:
+            self._registry, self._families = others._registry, others._families
+        else:
+            self._registry, self._families = CollectorRegistry(), dict[str, Any]()
+            ProcessCollector(registry=self._registry)  # memory, time, open files of this process
+            for name, (about, label) in _LABELLED.items():
+                self._family(Counter, name, about, label)
+        for name, about in _COUNTERS.items():
+            self._family(Counter, name, about).labels(model)  # which is told from now on, even if it stays 0
+        for name, (about, bounds) in _TIMES.items():
+            self._family(Histogram, name, about, buckets=bounds).labels(model)
 
     def gauge(self, name: str, about: str, value: Callable[[], float]) -> None:
         """Add a number that is asked for when it is told."""
         self._family(Gauge, name, about).labels(self._model).set_function(value)
 
+    def count(self, name: str, amount: int = 1, label: str | int | None = None) -> None:
+        """Add to a counter; `label` is what it has besides the model."""
+        labels = (self._model,) if label is None else (self._model, label)
+        self._families[name].labels(*labels).inc(amount)
+
+    def time(self, name: str, seconds: float) -> None:
+        """Add to a histogram."""
+        self._families[name].labels(self._model).observe(seconds)
+
     def step(self, tokens: int, nodes: int) -> None:
         """Count a step of one request."""
-        self.steps.inc()
-        self.generated_tokens.inc(tokens)
+        self.count(_STEPS)
+        self.count(_GENERATED, tokens)
         if nodes > 1:
-            self.drafts.inc()
-            self.draft_tokens.inc(nodes - 1)
-            self.accepted_tokens.inc(max(tokens - 1, 0))
+            self.count(_DRAFTS)
+            self.count(_DRAFTED, nodes - 1)
+            self.count(_ACCEPTED, max(tokens - 1, 0))
             for position in range(tokens - 1):
-                self._accepted_per_position.labels(self._model, str(position)).inc()
+                self.count(_BY_DEPTH, label=position)
 
     def through(self, answers: Sequence[Answer], count: int) -> None:
         """Count the prompts of answers that are through, `count` of each, and how long these waited."""
         for answer in answers[::count]:
-            self._asked.inc(len(answer.plan.prompt))
-            self._reused.inc(answer.handle.statistics.reused_tokens)
+            self.count(_ASKED, len(answer.plan.prompt))
+            self.count(_REUSED, answer.handle.statistics.reused_tokens)
         for answer in answers:
-            waited = answer.handle.statistics.queue_seconds
-            if waited is not None:
-                self._queue.observe(waited)
-
-    def finished(self, reason: str) -> None:
-        """Count an answer."""
-        self._finished.labels(self._model, reason).inc()
+            if (waited := answer.handle.statistics.queue_seconds) is not None:
+                self.time(_QUEUE, waited)
 
     def refused(self, status: int) -> None:
         """Count a request that was not answered."""
-        self._refused.labels(self._model, str(status)).inc()
+        self.count(_REFUSED, label=status)
 
     def text(self) -> bytes:
         """All of it, as Prometheus reads it."""
         return generate_latest(self._registry)
-
-    def _counter(self, name: str, about: str) -> Counter:
-        made: Counter = self._family(Counter, name, about).labels(self._model)
-        return made
-
-    def _labelled_counter(self, name: str, about: str, label: str) -> Counter:
-        made: Counter = self._family(Counter, name, about, label)
-        return made
-
-    def _histogram(self, name: str, about: str, bounds: tuple[float, ...]) -> Histogram:
-        made: Histogram = self._family(Histogram, name, about, buckets=bounds).labels(self._model)
-        return made
 
     def _family(self, kind: type[Any], name: str, about: str, *labels: str, **more: Any) -> Any:
         """The numbers of one name, of all models."""
@@ -118,29 +129,26 @@ class RequestClock:
         self._metrics = metrics
         self._begin = perf_counter()
         self._last: dict[int, float] = {}
-        self.finished: Counts[str] = Counts()
 
     def step(self, answer: int, tokens: int, nodes: int) -> None:
         """A step of an answer."""
-        now = perf_counter()
-        before = self._last.get(answer)
+        now, before = perf_counter(), self._last.get(answer)
         self._last[answer] = now
         self._metrics.step(tokens, nodes)
         if before is None:
-            self._metrics.first_token.observe(now - self._begin)
-        elif tokens:
+            self._metrics.time(_FIRST_TOKEN, now - self._begin)
+        else:
             for _ in range(tokens):
-                self._metrics.per_token.observe((now - before) / tokens)
+                self._metrics.time(_PER_TOKEN, (now - before) / tokens)
 
     def finish(self, reason: str) -> None:
         """An answer is complete."""
-        self.finished[reason] += 1
-        self._metrics.finished(reason)
+        self._metrics.count(_FINISHED, label=reason)
 
     def leave(self) -> None:
         """The client has gone before the answers were complete."""
-        self._metrics.disconnected.inc()
+        self._metrics.count(_LEFT)
 
     def end(self) -> None:
         """The request is through."""
-        self._metrics.whole.observe(perf_counter() - self._begin)
+        self._metrics.time(_WHOLE, perf_counter() - self._begin)

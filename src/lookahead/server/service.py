@@ -19,7 +19,7 @@ from lookahead.server.answers import CompletionForm, Form
 from lookahead.server.errors import CLOSE, ApiError, of_library
 from lookahead.server.generation import Generation, Piece
 from lookahead.server.guard import ServerSettings, write_line
-from lookahead.server.metrics import Metrics, RequestClock
+from lookahead.server.metrics import PROMPT_TOKENS, Metrics, RequestClock
 from lookahead.server.plan import Plan, make_plan
 from lookahead.server.requests import ChoicesRequest, CompletionRequest
 from lookahead.server.served_model import Prompt, ServedModel
@@ -115,7 +115,7 @@ class Service:
 
         try:
             plans = await self.prepared(prepare)
-            metrics.prompt_tokens.inc(sum(len(plan.prompt) for plan in plans))
+            metrics.count(PROMPT_TOKENS, sum(len(plan.prompt) for plan in plans))
             return await deliver(http, form(served, request, plans), generation, request.stream)
         except BaseException:
             generation.close()
