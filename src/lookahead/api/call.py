@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lookahead.backends.session import CallSession, open_session
+from lookahead.backends.base import CallSession
+from lookahead.backends.session import open_session
 from lookahead.backends.transformers import PromptPass, equivalence
 from lookahead.backends.transformers.engine_model import packed_clone
 from lookahead.backends.transformers.model_state import draft_pace

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -17,8 +16,9 @@ from transformers.cache_utils import Cache
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+from lookahead.backends.base import Call, CallSession
 from lookahead.backends.prompts import Prompts
-from lookahead.backends.session import Call, open_session
+from lookahead.backends.session import open_session
 from lookahead.backends.transformers import ModelRunner
 from lookahead.backends.transformers.identity import model_identity
 from lookahead.config import BUDGETED, LookaheadConfig
@@ -104,7 +104,7 @@ class ParallelGroup:
         self.close()
 
 
-class RanksSession:
+class RanksSession(CallSession):
     """A model that all ranks run together, as `generate` sees it.
 
     Args:
@@ -115,7 +115,7 @@ class RanksSession:
         speaks: Whether this rank serves streamers and `on_step`.
     """
 
-    refuses_inputs: str | None = "one process has to read it; leave parallel out"
+    refuses_inputs = "one process has to read it; leave parallel out"
 
     def __init__(self, exchange: Exchange, model: PreTrainedModel) -> None:
         self._exchange, self._model = exchange, model
@@ -159,24 +159,19 @@ class RanksSession:
         return RanksCall(self._exchange, local)
 
 
-class RanksCall:
-    """What a call runs on; see `Call`.
+class RanksCall(Call):
+    """What a call runs on, on all ranks.
 
     Args:
         exchange: Communication with the other ranks.
         local: What this one runs.
     """
 
-    packs = False
-    chains = False
-
     def __init__(self, exchange: Exchange, local: Call) -> None:
         self._exchange, self._local = exchange, local
-        self.runner: Any = local.runner
-        self.clock: Callable[[], float] = local.clock
+        self.runner, self.clock, self.engine = local.runner, local.clock, local.engine
         self.keeps_cache, self.most_nodes = local.keeps_cache, local.most_nodes
-        self.invariant_rows, self.state_bytes = local.invariant_rows, 0
-        self.engine = local.engine
+        self.invariant_rows = local.invariant_rows
 
     def backend(self, batch: Batch, asks_others: bool) -> ParallelRunner:
         """What runs the trees of `batch` on all ranks, which then walk them together."""

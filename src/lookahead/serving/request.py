@@ -7,7 +7,8 @@ from traceback import walk_tb
 from types import FrameType
 from typing import cast
 
-from lookahead.backends.session import EngineRunner, Session
+from lookahead.backends.base import Session
+from lookahead.backends.session import EngineRunner
 from lookahead.backends.transformers.checks.texts import check_length
 from lookahead.backends.transformers.noise import RowNoise
 from lookahead.backends.transformers.sampler import TextSampler

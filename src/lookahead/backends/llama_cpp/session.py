@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from transformers import GenerationConfig
 
+from lookahead.backends.base import Call, Session
 from lookahead.backends.free_memory import free_bytes
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES
 from lookahead.backends.llama_cpp.model import GGUFModel, no_cache
@@ -14,7 +15,6 @@ from lookahead.backends.llama_cpp.runner import LlamaChainRunner, LlamaRowsRunne
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.step_clock import step_clock
 from lookahead.config import LookaheadConfig
-from lookahead.core.step import Batch
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 
 _LEAVES_ON_CPU = 64
@@ -28,18 +28,14 @@ _KEPT_SHARE = 4
 """Part of the memory for keys and values that finished texts take at most which lie outside of llama.cpp's cells."""
 
 
-class GGUFSession:
-    """A GGUF model, which was checked as it was loaded; see `Session`.
+class GGUFSession(Session):
+    """A GGUF model, which was checked as it was loaded.
 
     Args:
         model: The model.
-
-    Attributes:
-        clock: That of the calling thread, if all layers are run on the CPU.
     """
 
-    refuses_inputs: str | None = "a GGUF model reads token ids alone; leave it out"
-    speaks = True
+    refuses_inputs = "a GGUF model reads token ids alone; leave it out"
 
     def __init__(self, model: GGUFModel) -> None:
         self._model = model
@@ -54,16 +50,6 @@ class GGUFSession:
     def parameters(self) -> int:
         """How many numbers the weights are."""
         return self._model.llama.parameters
-
-    def check(self) -> None:
-        """Nothing is left to check."""
-
-    def prepare(self, config: LookaheadConfig) -> None:
-        """Nothing is made before a call."""
-
-    def settle(self, config: LookaheadConfig) -> LookaheadConfig:
-        """`config` itself: one process may go by its own clock and memory."""
-        return config
 
     def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> GGUFCall:
         """Acquire what a call needs."""
@@ -92,9 +78,6 @@ class GGUFSession:
         runner = LlamaRowsRunner(llama, self._model, max(most // llama.token_bytes, 1), max_rows)
         return runner, most, prefix_bytes
 
-    def watch(self, runner: LlamaRowsRunner, compares_bits: bool) -> None:
-        """Nothing, as nothing of the model is set from here."""
-
     def keep_text(self) -> None:
         """Let calls of one row leave their text in llama.cpp, where the next one, if it begins alike, goes on."""
         self._model.keeps_text = True
@@ -108,8 +91,8 @@ class GGUFSession:
         return GGUFModel(self._model.llama)
 
 
-class GGUFCall:
-    """What a call runs on; see `Call`.
+class GGUFCall(Call):
+    """What a call of a GGUF model runs on.
 
     Args:
         model: The model.
@@ -117,21 +100,9 @@ class GGUFCall:
         config: How to draft.
         generation_config: The configuration of the call.
 
-    Attributes:
-        runner: Runs the trees.
-        chains: Whether it runs chains alone.
-        clock: What its steps are timed by.
-        keeps_cache: Whether the cache that a call leaves can be handed on.
-        most_nodes: Nodes that the tree of each row may have, so that there are sequence ids for all of them.
-
     Raises:
         LookaheadError: The model or its settings cannot do what is asked for.
     """
-
-    keeps_cache = packs = False
-    state_bytes = 0
-    invariant_rows = 0
-    engine = "dynamic"
 
     def __init__(
         self, model: GGUFModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
@@ -152,10 +123,6 @@ class GGUFCall:
             LlamaChainRunner(self._context, last) if self.chains else LlamaRunner(self._context, prompts.rows, last)
         )
         model.reused_tokens = self.runner.resume(prompts.tokens[0]) if self._keeps else 0
-
-    def backend(self, batch: Batch, asks_others: bool) -> LlamaChainRunner | LlamaRunner:
-        """The runner, which has all rows."""
-        return self.runner
 
     def restore(self, error: BaseException) -> None:
         """Give back what was taken by the call, which failed."""

@@ -9,6 +9,7 @@ from itertools import chain
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from lookahead.backends.base import Call, Session
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.step_clock import step_clock
 from lookahead.backends.transformers.cache_exchange import adopt_cache, return_cache
@@ -25,23 +26,16 @@ from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, Row
 from lookahead.backends.transformers.static_engine import StaticBuffers
 from lookahead.backends.transformers.static_steps import FIXED_ROWS
 from lookahead.backends.transformers.tree_cache import TreeCache
-from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
-from lookahead.core.step import Batch
+from lookahead.config import LookaheadConfig
 from lookahead.errors import LookaheadWarning, UnsupportedArgumentError, UnsupportedModelError
 
 
-class TransformersSession:
-    """A model of transformers; see `Session`.
+class TransformersSession(Session):
+    """A model of transformers.
 
     Args:
         model: The model.
-
-    Attributes:
-        clock: The clock for its steps, in seconds.
     """
-
-    refuses_inputs: str | None = None
-    speaks = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -65,10 +59,6 @@ class TransformersSession:
         """Make the module that runs the model, and try it."""
         if not runs_on_chains(self._model):
             engine_model(self._model, config.pack_weights, config.invariant)
-
-    def settle(self, config: LookaheadConfig) -> LookaheadConfig:
-        """`config` itself: one process may go by its own clock and memory."""
-        return config
 
     def begin(
         self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
@@ -104,21 +94,14 @@ class TransformersSession:
         """Notices changes of the model."""
         return ModelWatch(self._model, runner.model, compares_bits)
 
-    def keep_text(self) -> None:
-        """Nothing: the caller passes a cache."""
-
-    def reused_tokens(self, cached: int) -> int:
-        """Those that the caller's cache held."""
-        return cached
-
     def sharing_weights(self) -> PreTrainedModel:
         """A copy of all but the tensors."""
         tensors = chain(self._model.parameters(), self._model.buffers())
         return copy.deepcopy(self._model, {id(tensor): tensor for tensor in tensors})
 
 
-class TreeCall:
-    """What a call runs on where the model takes trees; see `Call`.
+class TreeCall(Call):
+    """What a call runs on where the model takes trees.
 
     Args:
         model: The model.
@@ -126,21 +109,11 @@ class TreeCall:
         config: How to draft.
         generation_config: The configuration of the call.
 
-    Attributes:
-        runner: Runs the trees.
-        clock: The clock for its steps; that of static steps leaves out what recording them takes.
-        keeps_cache: Whether the cache that a call leaves can be handed on; see `QUESTIONS`.
-        most_nodes: Nodes that the tree of each row may have.
-        invariant_rows: See `Statistics.invariant_rows`.
-        engine: See `Statistics.engine`.
-
     Raises:
         LookaheadError: The model or its settings cannot do what is asked for.
     """
 
-    most_nodes = MAX_NODES_PER_STEP
-    chains, packs = False, True
-    state_bytes = 0
+    packs = True
 
     def __init__(
         self, model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
@@ -156,10 +129,8 @@ class TreeCall:
             cache = TreeCache()
         self._buffers = _static_buffers(engine, config, prompts, generation_config) if is_static else None
         steps = self._buffers.steps if self._buffers else None
-        self.engine = "dynamic"
         if steps is not None:
             self.engine = "compiled" if config.engine == "compiled" else "static"
-        self.invariant_rows = 0
         if config.invariant:
             self.invariant_rows = FIXED_ROWS if steps is not None else least_rows(engine)
         self.runner = ModelRunner(
@@ -177,10 +148,6 @@ class TreeCall:
         self.clock = step_clock(model.device) if steps is None else steps.clock
         self.keeps_cache = prompts.all_count or kind.holds("padded_caches")
         check_texts(model, self.runner, prompts, generation_config)
-
-    def backend(self, batch: Batch, asks_others: bool) -> ModelRunner:
-        """The runner, which has all rows."""
-        return self.runner
 
     def restore(self, error: BaseException) -> None:
         """Leave the caller's cache as it was before the call, which failed."""
@@ -222,28 +189,20 @@ def _static_buffers(
     return None
 
 
-class ChainCall:
+class ChainCall(Call):
     """As `TreeCall`, for a model that `runs_on_chains`.
 
     Args:
         model: The model.
-        prompts: What the row begins with.
+        prompts: What the rows begin with.
         config: How to draft.
         generation_config: The configuration of the call.
-
-    Attributes:
-        runner: Runs the chains.
-        clock: The clock for its steps.
-        keeps_cache: Whether the cache that a call leaves can be handed on.
 
     Raises:
         LookaheadError: The model or its settings cannot do what is asked for.
     """
 
-    chains, packs = True, False
-    engine = "dynamic"
-    most_nodes = MAX_NODES_PER_STEP
-    invariant_rows = 0
+    chains = True
 
     def __init__(
         self, model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
@@ -265,10 +224,6 @@ class ChainCall:
     def state_bytes(self) -> int:
         """Bytes of states that were copied."""
         return sum(row.copied_bytes for row in self._rows)
-
-    def backend(self, batch: Batch, asks_others: bool) -> ChainRunner:
-        """The runner, which has all rows."""
-        return self.runner
 
     def restore(self, error: BaseException) -> None:
         """Leave the caller's cache as it was before the call, which failed."""

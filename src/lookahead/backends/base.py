@@ -1,0 +1,148 @@
+"""What every backend gives: sessions, which say what can be asked of a model, and calls, which run on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from lookahead.backends.prompts import Prompts
+from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
+from lookahead.core.step import Batch
+
+
+class Call:
+    """What one call of `generate` runs on: acquired when this is made, and released when the call ends.
+
+    Attributes:
+        runner: Runs the trees, with the interface of `ModelRunner`.
+        clock: The clock for its steps, in seconds.
+        chains: Whether it runs chains alone.
+        packs: Whether rows that come and go could run the texts as well.
+        keeps_cache: Whether the cache that a call leaves can be handed on.
+        most_nodes: Nodes that the tree of each row may have.
+        invariant_rows: See `Statistics.invariant_rows`.
+        engine: See `Statistics.engine`.
+    """
+
+    runner: Any
+    clock: Callable[[], float]
+    chains = packs = keeps_cache = False
+    most_nodes = MAX_NODES_PER_STEP
+    invariant_rows = 0
+    engine = "dynamic"
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of running states that were copied so far."""
+        return 0
+
+    def backend(self, batch: Batch, asks_others: bool) -> Any:
+        """What runs the trees of `batch`, all rows of the call; `asks_others` if there are criteria that may depend on
+        time or other state."""
+        return self.runner
+
+    def restore(self, error: BaseException) -> None:
+        """Put back what a call that failed, with `error`, has changed."""
+
+    def release(self, keep_cache: bool) -> Cache | None:
+        """Release the buffers; returns the cache that the caller gets, if it is to be kept."""
+        return None
+
+
+class CallSession:
+    """What `generate` asks of a session: of one process, or of several ranks.
+
+    Attributes:
+        refuses_inputs: Why prompts that are more than tokens, such as images, are refused; `None` if they are not.
+        speaks: Whether streamers and listeners of a call are told here.
+    """
+
+    refuses_inputs: str | None = None
+    speaks: bool = True
+
+    def settle(self, config: LookaheadConfig) -> LookaheadConfig:
+        """`config` as it can be run: one process may go by its own clock and memory.
+
+        Raises:
+            UnsupportedArgumentError: It cannot.
+        """
+        return config
+
+    def begin(self, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig) -> Call:
+        """Acquire what a call needs.
+
+        Raises:
+            LookaheadError: The model or its settings cannot do what is asked for.
+        """
+        raise NotImplementedError
+
+
+class Session(CallSession):
+    """What can be asked of a model, whatever runs it.
+
+    Attributes:
+        clock: The clock for its steps, in seconds.
+    """
+
+    clock: Callable[[], float]
+
+    @property
+    def number_type(self) -> str:
+        """Name of the type of the weights, or of their types."""
+        raise NotImplementedError
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the weights are."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Refuse a model that cannot be run.
+
+        Raises:
+            UnsupportedModelError: It cannot.
+        """
+
+    def prepare(self, config: LookaheadConfig) -> None:
+        """Make, and try, what the first call would make.
+
+        Raises:
+            LookaheadError: The model cannot be run as `config` has it.
+        """
+
+    def open_rows(
+        self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
+    ) -> tuple[Any, int | None, int]:
+        """What runs rows that come and go.
+
+        Args:
+            config: How the weights are set.
+            max_rows: Most rows of a step.
+            kv_bytes: Most bytes of keys and values; any number if `None`.
+            prefix_bytes: Most bytes of finished texts.
+
+        Returns:
+            The runner, and the most bytes of keys and values, and of finished texts, that it has room for.
+
+        Raises:
+            LookaheadError: The model or the settings cannot do what is asked for.
+        """
+        raise NotImplementedError
+
+    def watch(self, runner: Any, compares_bits: bool) -> Any:
+        """Notices changes of the model, as `ModelWatch`; `None` where there can be none."""
+        return None
+
+    def keep_text(self) -> None:
+        """Let calls of one row leave their text to the next, where the caller's cache does not."""
+
+    def reused_tokens(self, cached: int) -> int:
+        """Tokens of the last prompt that were not computed anew, where the caller's cache held `cached`."""
+        return cached
+
+    def sharing_weights(self) -> PreTrainedModel:
+        """Another object of the same model, weights shared: nothing that is kept for the one is known of it."""
+        raise NotImplementedError
