@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers import ModelRunner, engine_model
-from lookahead.backends.transformers.folded_attention import FOLDED_SDPA
+from lookahead.backends.transformers.attention import FOLDED_SDPA
 from lookahead.backends.transformers.packed_linear import PackedLinear, can_pack
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import UnsupportedArgumentError

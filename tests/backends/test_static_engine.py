@@ -37,11 +37,11 @@ from lookahead.backends.transformers import (
 from lookahead.backends.transformers import static_steps as static_steps_module
 from lookahead.backends.transformers.checks.clones import check_logits
 from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder, NoRecorder, Outputs, Pass, Recorder
+from lookahead.backends.transformers.layouts import Step
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.static_cache import LayerShape, StaticTreeCache, layer_shapes
-from lookahead.backends.transformers.static_inputs import StaticInputs
-from lookahead.backends.transformers.static_steps import StaticSteps, pass_sizes, rounded
+from lookahead.backends.transformers.static_steps import StaticInputs, StaticSteps, pass_sizes, rounded
 from lookahead.backends.transformers.tree_attention import unpack
 from lookahead.core.token_tree import TokenTree, lay_out
 from lookahead.demo import DEMO_PROMPT
@@ -90,9 +90,8 @@ def static_steps(
     with torch.no_grad():
         check = ModelRunner(model, 1)
         check_logits(check)
-    return StaticSteps(
-        model, layer_shapes(check.cache), batch, capacity, pass_sizes(nodes), recorder or NoRecorder(), compiler
-    )
+    cache = StaticTreeCache(layer_shapes(check.cache), batch, capacity, CPU)
+    return StaticSteps(model, cache, pass_sizes(nodes), recorder or NoRecorder(), compiler)
 
 
 def drafted(runner: ModelRunner, row: int, text: list[int], draft: int) -> TokenTree:
@@ -329,9 +328,9 @@ def test_no_node_sees_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     clean = logits_of_steps(ModelRunner(model, 2, steps=static_steps(model, batch=2)), batch=2)
     stage, random = StaticInputs.stage, np.random.default_rng(0)
 
-    def stage_and_fill(self: StaticInputs, layouts: Any, *others: Any) -> None:
-        stage(self, layouts, *others)
-        for row, layout in enumerate(layouts):
+    def stage_and_fill(self: StaticInputs, step: Step, part: int = 0) -> None:
+        stage(self, step, part)
+        for row, layout in enumerate(step.layouts):
             padding = self._tokens[row, len(layout.order) :]
             padding[:] = random.integers(VOCAB_SIZE, size=padding.shape)
 
@@ -370,7 +369,7 @@ def test_staged_masks_are_those_of_the_dynamic_engine(name: str) -> None:
         layouts = [lay_out(tree) for tree in trees]
         most = max(map(len, trees))
         inputs = staged[next(nodes for nodes in staged if nodes >= most)]
-        inputs.stage(layouts, lengths, [0] * len(lengths))
+        inputs.stage(Step(layouts, lengths, lengths))
         positions, ancestors = np.zeros((2, inputs.nodes), dtype=np.int64), np.zeros((2, *[inputs.nodes] * 2), bool)
         for row, layout in enumerate(layouts):
             own = len(layout.order)

@@ -16,7 +16,7 @@ from lookahead.backends.transformers import ModelRunner, engine_model, tree_atte
 from lookahead.backends.transformers.checks.clones import check_logits
 from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder
 from lookahead.backends.transformers.model_state import state_of
-from lookahead.backends.transformers.static_cache import layer_shapes
+from lookahead.backends.transformers.static_cache import StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.static_steps import StaticSteps, pass_sizes
 from model_zoo import ARCHITECTURES, build
 
@@ -57,7 +57,8 @@ def test_replays_are_the_dynamic_steps(name: str) -> None:
         check = ModelRunner(model, 1)
         check_logits(check)
         recorder = CudaGraphRecorder(torch.device("cuda"))
-        steps = StaticSteps(model, layer_shapes(check.cache), 2, 128, pass_sizes(32), recorder)
+        cache = StaticTreeCache(layer_shapes(check.cache), 2, 128, model.device)
+        steps = StaticSteps(model, cache, pass_sizes(32), recorder)
     for buffer in steps.cache.buffers:
         buffer.fill_(float("nan"))
     expected = [logits.cpu() for logits in logits_of_steps(ModelRunner(model, 2), batch=2)]

@@ -78,7 +78,7 @@ try:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lookahead.backends.transformers.tree_attention import by_position
+    from lookahead.backends.transformers.tree_attention import by_position, running_softmax
     from lookahead.backends.transformers.tree_attention import kernel as kernel_module
 except ModuleNotFoundError:
     triton = None
@@ -145,9 +145,9 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Launches, Launches]]:
     """The attention kernel and the one that combines splits, not launched."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    pair = Launches(kernel_module._attention_kernel), Launches(kernel_module.combine_kernel)
+    pair = Launches(kernel_module._attention_kernel), Launches(running_softmax.combine_kernel)
     monkeypatch.setattr(kernel_module, "_attention_kernel", pair[0])
-    monkeypatch.setattr(kernel_module, "combine_kernel", pair[1])
+    monkeypatch.setattr(running_softmax, "combine_kernel", pair[1])
     return pair
 
 
@@ -248,7 +248,6 @@ def test_kernel_by_position_compiles(
     """One kernel for all steps of a model: neither their nodes nor the room for the text are constants of it."""
     own = Launches(by_position._attention_kernel)
     monkeypatch.setattr(by_position, "_attention_kernel", own)
-    monkeypatch.setattr(by_position, "combine_kernel", launches[1])
     fixed = []
     for nodes, keys in ((64, 4096), (8, 700)):
         query = torch.empty(1, nodes, 32, size, dtype=dtype, device="meta").transpose(1, 2)

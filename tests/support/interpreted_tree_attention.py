@@ -23,22 +23,23 @@ from lookahead.backends.transformers import ModelRunner, static_engine
 from lookahead.backends.transformers.checks.clones import CHECK_LENGTH, check_invariance, check_logits
 from lookahead.backends.transformers.graph_recorder import NoRecorder
 from lookahead.backends.transformers.shared_clone import SharedClone
-from lookahead.backends.transformers.static_cache import layer_shapes
+from lookahead.backends.transformers.static_cache import StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.static_steps import StaticSteps
 from lookahead.backends.transformers.tree_attention import BY_POSITION as BY_POSITION_NAME
 from lookahead.backends.transformers.tree_attention import (
     NAME,
     by_position,
-    kernel,
     pack,
     register,
     register_by_position,
+    running_softmax,
     unpack,
 )
 from lookahead.backends.transformers.tree_attention.by_position import attention_by_position
-from lookahead.backends.transformers.tree_attention.kernel import Tiling, choose_tiling, tree_attention
+from lookahead.backends.transformers.tree_attention.kernel import tree_attention
 from lookahead.backends.transformers.tree_attention.packed_mask import along_paths
 from lookahead.backends.transformers.tree_attention.reference import dense_attention
+from lookahead.backends.transformers.tree_attention.running_softmax import Tiling, choose_tiling
 from lookahead.core.token_tree import TokenTree, lay_out
 from model_zoo import SLIDING_WINDOW, build, in_type
 from quick import quickly
@@ -232,7 +233,7 @@ def test_bits_of_a_query_do_not_depend_on_its_company(
 def one_split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are cut into one share, so that nothing is to be put together; but for Llama, which goes all the way."""
     if "llama]" not in request.node.name:
-        monkeypatch.setattr(kernel, "_PROGRAMS", 1)
+        monkeypatch.setattr(running_softmax, "_PROGRAMS", 1)
 
 
 # The interpreter takes seconds for a model: all of them are for `make test-exact`.
@@ -311,7 +312,8 @@ def test_both_engines_with_the_kernel(name: str) -> None:
     torch.testing.assert_close(check_logits(dynamic), expected, rtol=1e-4, atol=1e-4)
     shapes = layer_shapes(dynamic.cache)
     for compiler in (None, "eager") if name == "gemma2" else (None,):
-        steps = StaticSteps(model, shapes, 1, CHECK_LENGTH, (1, 8), NoRecorder(), compiler)
+        cache = StaticTreeCache(shapes, 1, CHECK_LENGTH, model.device)
+        steps = StaticSteps(model, cache, (1, 8), NoRecorder(), compiler)
         for buffer in steps.cache.buffers:
             buffer.fill_(float("nan"))
         torch.testing.assert_close(check_logits(ModelRunner(model, 1, steps=steps)), expected, rtol=1e-4, atol=1e-4)

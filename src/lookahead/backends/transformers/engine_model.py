@@ -9,7 +9,8 @@ from importlib.util import find_spec
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers import folded_attention, packed_attention, tree_attention
+from lookahead.backends.transformers import tree_attention
+from lookahead.backends.transformers.attention import FOLDED_SDPA, PACKED_ROWS, register
 from lookahead.backends.transformers.checks.clones import computes_the_same, is_invariant, reads_rows_alike
 from lookahead.backends.transformers.checks.kinds import equivalence
 from lookahead.backends.transformers.checks.models import (
@@ -19,10 +20,10 @@ from lookahead.backends.transformers.checks.models import (
     checked_setting,
     what_is_in_the_way,
 )
-from lookahead.backends.transformers.folded_attention import FOLDED_SDPA
 from lookahead.backends.transformers.invariant import attention as invariant_attention
-from lookahead.backends.transformers.invariant.attention import LEAST_NODES, PACKED_ROWS
+from lookahead.backends.transformers.invariant.attention import LEAST_NODES
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
+from lookahead.backends.transformers.invariant.attention import PACKED_ROWS as INVARIANT_ROWS
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import chosen_packing, state_of
 from lookahead.backends.transformers.packed_linear import check_packing
@@ -76,7 +77,7 @@ def clone_for(
     """The clone that is kept for these settings, after an update; what `make` makes if none fits: a clone, or the
     reason why none is right. Weights are packed by `chosen_packing`."""
     with state_of(model).lock:
-        packing = chosen_packing(model, pack_weights, attention in (INVARIANT, PACKED_ROWS))
+        packing = chosen_packing(model, pack_weights, attention in (INVARIANT, INVARIANT_ROWS))
         return _clone_for(model, attention, packing, make)
 
 
@@ -180,7 +181,7 @@ def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bo
 
 _REGISTER = {
     INVARIANT: invariant_attention.register,
-    FOLDED_SDPA: folded_attention.register,
+    FOLDED_SDPA: register,
     tree_attention.NAME: tree_attention.register,
     tree_attention.BY_POSITION: tree_attention.register_by_position,
 }
@@ -243,15 +244,15 @@ def packed_clone(model: PreTrainedModel, pack_weights: bool, invariant: bool) ->
         )
     if invariant:  # refused where passes of one text cannot be
         engine_model(model, pack_weights, invariant=True)
-    clone = clone_for(model, PACKED_ROWS if invariant else packed_attention.NAME, pack_weights, _tried_rows)
+    clone = clone_for(model, INVARIANT_ROWS if invariant else PACKED_ROWS, pack_weights, _tried_rows)
     return clone.module if isinstance(clone, SharedClone) else str(clone)
 
 
 def _tried_rows(model: PreTrainedModel, name: str | None, pack_weights: bool | str) -> SharedClone | str:
-    packed_attention.register()
+    register()
     clone = SharedClone(model, name, pack_weights)
     packed = RowsRunner(clone.module)
-    invariant = name == PACKED_ROWS
+    invariant = name == INVARIANT_ROWS
     with preserved_state(model):
         try:
             alone = engine_model(model, bool(pack_weights), invariant=True) if invariant else model

@@ -17,17 +17,13 @@ from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.invariant.attention import LEAST_NODES
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
 from lookahead.backends.transformers.invariant.attention import PACKED_ROWS as INVARIANT_ROWS
-from lookahead.backends.transformers.masks import FULL, MaskBuilder, dense
+from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder, dense
 from lookahead.backends.transformers.rows import PackedCache
 from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
-from lookahead.backends.transformers.tree_attention.interface import NAME as TREE_ATTENTION
-from lookahead.backends.transformers.tree_attention.packed_mask import SCRATCH, along_paths, first_position
+from lookahead.backends.transformers.tree_attention.packed_mask import SCRATCH, first_position
 from lookahead.core.token_tree import Layout
 
 Integers = NDArray[np.int64]
-
-PACKED_MASKS = (TREE_ATTENTION, INVARIANT, BY_POSITION)
-"""Attention that reads packed masks, or what is made of them."""
 
 _ALIGNED = 16
 """Numbers of a mask at whose multiples a row of it may begin, for the kernels of `sdpa`."""
@@ -104,17 +100,9 @@ class Padded:
         if rows == 1 and counts[0] >= self._least_nodes and step.shifts is None:
             return self._unpadded(step, layouts[0])
         nodes = max(*counts, -(-self._least_nodes // rows))
-        tokens = np.zeros((rows, nodes), dtype=np.int64)
-        positions = np.zeros_like(tokens)
-        for row, (layout, count, start) in enumerate(zip(layouts, counts, step.starts, strict=True)):
-            tokens[row, :count] = layout.tokens
-            positions[row, :count] = start + layout.depths
         reads = [layout.read_slots for layout in layouts]
         keep = reads[0] if rows == 1 else np.unique(np.concatenate(reads))
-        placed = positions
-        if step.shifts is not None:
-            placed = positions + np.array(step.shifts)[:, None]
-        found = self._bring(step, tokens, positions, placed, keep)
+        found = self._bring(step, *padded(step, rows, nodes), keep)
         if rows > 1:
             found.rows = [row * len(keep) + np.searchsorted(keep, own) for row, own in enumerate(reads)]
         return found
@@ -130,14 +118,16 @@ class Padded:
         plain = len(step.layouts) == 1 and step.layouts[0].is_chain and not self.is_invariant
         masks = None if plain else self._masks
         packs = masks is not None and (self._attention in PACKED_MASKS or self._device.type == "cuda")
-        packed = masks.pack(_ancestors(step, *positions.shape), step.lengths, positions) if masks and packs else []
+        packed = masks.pack(ancestors(step, *positions.shape), step.lengths, positions) if masks and packs else []
         # A number keeps the last ones, without the copy that picking them takes.
         keeps_last = len(keep) > 0 and positions.shape[1] - int(keep[0]) == len(keep)
         picks = self._keeps_logits and not keeps_last and not self._is_spread
         sent = upload(self._device, tokens, placed, *([keep.copy()] if picks else []), *packed)
         found = Inputs(sent[0], sent[1], keep)
         if packs and masks is not None:
-            found.arguments["attention_mask"] = self._on_device(masks, sent[len(sent) - len(packed) :], step)
+            keys = max(step.lengths) + positions.shape[1]
+            sent_masks = sent[len(sent) - len(packed) :]
+            found.arguments["attention_mask"] = masks.of_packed(sent_masks, keys, self._model.dtype, step.dropped)
         elif masks is not None:
             found.arguments["attention_mask"] = self._dense(masks, step, positions)
         if picks:
@@ -145,19 +135,6 @@ class Padded:
         elif self._keeps_logits and keeps_last:
             found.arguments["logits_to_keep"] = len(keep)
         return found
-
-    def _on_device(self, masks: MaskBuilder, packed: Sequence[torch.Tensor], step: Step) -> Any:
-        """The masks that the model takes, of packed ones."""
-        named = dict(zip(masks.kinds, packed, strict=True))
-        if self._attention == BY_POSITION:
-            named = {kind: along_paths(mask) for kind, mask in named.items()}
-        elif self._attention not in PACKED_MASKS:
-            keys, dtype = max(step.lengths) + packed[0].shape[2], self._model.dtype
-            named = {
-                kind: dense(mask, keys, dtype)[..., 0 if kind == FULL else step.dropped :]
-                for kind, mask in named.items()
-            }
-        return masks.arrange(named)
 
     def _dense(self, masks: MaskBuilder, step: Step, positions: Integers) -> Any:
         """Masks of all columns, made on the host."""
@@ -174,12 +151,25 @@ class Padded:
         return masks.build(visible, positions, keys, self._model.dtype, self._device, step.dropped)
 
 
-def _ancestors(step: Step, rows: int, nodes: int) -> NDArray[np.bool_]:
+def padded(step: Step, rows: int, nodes: int) -> tuple[Integers, Integers, Integers]:
+    """The trees of a step, padded to as many `rows` and `nodes`: tokens, places in the text, and positions, each
+    `[rows, nodes]`. Padding is token 0 at position 0."""
+    tokens, places, positions = np.zeros((3, rows, nodes), dtype=np.int64)
+    shifts = step.shifts or [0] * len(step.layouts)
+    for row, (layout, start, shift) in enumerate(zip(step.layouts, step.starts, shifts, strict=True)):
+        count = len(layout.order)
+        tokens[row, :count] = layout.tokens
+        places[row, :count] = start + layout.depths
+        positions[row, :count] = start + shift + layout.depths
+    return tokens, places, positions
+
+
+def ancestors(step: Step, rows: int, nodes: int) -> NDArray[np.bool_]:
     """Which slots each slot of padded trees may attend to, `[rows, nodes, nodes]`."""
-    ancestors = np.zeros((rows, nodes, nodes), dtype=np.bool_)
+    found = np.zeros((rows, nodes, nodes), dtype=np.bool_)
     for row, (layout, count) in enumerate(zip(step.layouts, step.counts, strict=True)):
-        ancestors[row, :count, :count] = layout.ancestor_mask()
-    return ancestors
+        found[row, :count, :count] = layout.ancestor_mask()
+    return found
 
 
 @dataclass(frozen=True)
@@ -211,7 +201,7 @@ class Packed:
     """Trees one behind another in one row of tokens, `[1, nodes of all rows]`, without padding.
 
     Args:
-        model: What runs; its attention is that of `packed_attention`.
+        model: What runs; its attention is `packed_rows_attention`.
         masks: Which kinds of layers it has.
         device: Where inputs go.
     """
@@ -235,10 +225,8 @@ class Packed:
         if self._device.type != "cuda":
             packed: list[NDArray[np.int32]] = []
         else:  # padded, so that all rows are one tensor
-            places = np.zeros((len(layouts), max(counts)), dtype=np.int64)
-            for row, own in enumerate(positions):
-                places[row, : len(own)] = own
-            packed = self._masks.pack(_ancestors(step, *places.shape), step.lengths, places)
+            places = padded(step, len(layouts), max(counts))[1]
+            packed = self._masks.pack(ancestors(step, *places.shape), step.lengths, places)
             for mask in packed:  # each row has columns of its own
                 mask[..., SCRATCH] = np.array(step.lengths)[:, None, None]
         tokens = np.concatenate([layout.tokens for layout in layouts])

@@ -10,8 +10,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from lookahead.backends.transformers.tree_attention.packed_mask import first_position, pack, unpack
+from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
+from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
+from lookahead.backends.transformers.tree_attention.interface import NAME as TREE_ATTENTION
+from lookahead.backends.transformers.tree_attention.packed_mask import along_paths, first_position, pack, unpack
 from lookahead.errors import UnsupportedModelError
+
+PACKED_MASKS = (TREE_ATTENTION, INVARIANT, BY_POSITION)
+"""Attention that reads packed masks, or what is made of them."""
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 INDEXED = "indexed_attention"
@@ -39,6 +45,7 @@ class MaskBuilder:
         layer_types: list[str] | None = getattr(text_config, "layer_types", None)
         # As transformers does it: a model that lists its layers takes a dict of masks, any other a single one.
         self._takes_dict = layer_types is not None
+        self._attention = config._attn_implementation
         if layer_types is not None:
             self.kinds = sorted(set(layer_types))
         elif self._sliding_window is not None:
@@ -126,6 +133,21 @@ class MaskBuilder:
         """The packed mask of layers of a kind; arguments as for `pack`."""
         window, chunk = self.reach(kind)
         return pack(ancestors, lengths, positions, window=window, chunk=chunk).numpy()
+
+    def of_packed(self, packed: Sequence[torch.Tensor], keys: int, dtype: torch.dtype, dropped: int = 0) -> Any:
+        """The masks of one step, as `build` gives them, of packed ones; nothing is read back from their device.
+
+        Args:
+            packed: The packed mask of each kind of layer; see `pack`.
+            keys: Columns of keys, for attention that takes dense masks.
+            dtype, dropped: As for `build`.
+        """
+        if self._attention == BY_POSITION:
+            packed = [along_paths(mask) for mask in packed]
+        elif self._attention not in PACKED_MASKS:
+            starts = [0 if kind in (FULL, INDEXED) else dropped for kind in self.kinds]
+            packed = [dense(mask, keys, dtype)[..., start:] for mask, start in zip(packed, starts, strict=True)]
+        return self.arrange(dict(zip(self.kinds, packed, strict=True)))
 
     @property
     def windows(self) -> list[int | None]:

@@ -21,9 +21,9 @@ from lookahead.backends.transformers.chain_cache import ChainRow, SavedState
 from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder
 from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.invariant.attention import PACKED_ROWS
-from lookahead.backends.transformers.layouts import PACKED_MASKS, Inputs, Packed, Padded, Step
+from lookahead.backends.transformers.layouts import Inputs, Packed, Padded, Step
 from lookahead.backends.transformers.limits import limits_of, shortest
-from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.rows import PackedCache, PaddedCache, Row
 from lookahead.backends.transformers.static_steps import StaticSteps
 from lookahead.backends.transformers.tree_cache import TreeCache
@@ -245,7 +245,7 @@ class ModelRunner(Runner):
         """See `Runner`; in a static pass, if there is one of that size."""
         if self._steps is not None:
             self._layouts = [lay_out(tree) for tree in trees]
-            results = self._steps.forward(self.model, self._layouts, top_k, self._shifts)
+            results = self._steps.forward(self.model, self._step((), trees), top_k)
             if results is not None:
                 return results
         return super().forward(trees, top_k)

@@ -51,13 +51,14 @@ class StaticTreeCache(TreeCache):
         columns: Columns that a static pass writes to, `[nodes]` int64 on the device; `None` in other passes.
         capacity: Columns of each buffer.
         batch: Rows that hold texts.
+        rows: Rows of the buffers.
 
     Args:
         shapes: What each layer keeps of a token.
         batch: As above.
         capacity: As above.
         device: Where the buffers are.
-        rows: Rows of the buffers, if more than hold texts.
+        rows: As above, if more than hold texts.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class StaticTreeCache(TreeCache):
         self.columns: torch.Tensor | None = None
         self.capacity = 0
         self.batch = batch
-        self._rows = rows or batch
+        self.rows = rows or batch
         self._shapes = tuple(shapes)
         self._device = device
         self._buffers: list[torch.Tensor] = []
@@ -108,7 +109,7 @@ class StaticTreeCache(TreeCache):
         with torch.inference_mode(False), torch.no_grad():
             for (heads, size, dtype), owners in sizes.items():
                 # Zeros, as attention with a dense mask multiplies hidden values by 0, and 0 * NaN is NaN.
-                buffer = torch.zeros((len(owners), self._rows, heads, capacity, size), dtype=dtype, device=self._device)
+                buffer = torch.zeros((len(owners), self.rows, heads, capacity, size), dtype=dtype, device=self._device)
                 for states, (layer, name) in zip(buffer, owners, strict=True):
                     if kept:
                         states[:, :, :kept] = getattr(layer, name)[:, :, :kept]

@@ -11,7 +11,7 @@ from lookahead.backends.transformers.limits import limits_of
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import can_be_cloned
-from lookahead.backends.transformers.static_cache import LayerShape, layer_shapes
+from lookahead.backends.transformers.static_cache import LayerShape, StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.static_steps import (
     FIXED_ROWS,
     SMALLEST_TREE,
@@ -78,7 +78,9 @@ class StaticBuffers:
             self.steps.cache.reset()
         else:
             del kept  # before new memory is taken
-            self.steps = StaticSteps(model, shapes, batch, capacity, sizes, recorder_for(model.device), compiler, most)
+            rows = padded_batch(batch) if config.invariant else batch
+            buffers = StaticTreeCache(shapes, batch, capacity, model.device, rows)
+            self.steps = StaticSteps(model, buffers, sizes, recorder_for(model.device), compiler, most)
         self.steps.last = longest if patient else None
 
     def copy_cache(self, cache: TreeCache) -> None:
@@ -115,8 +117,9 @@ def fixed_runner(model: PreTrainedModel, batch: int) -> ModelRunner:
     shapes = _static_shapes(model)
     if isinstance(shapes, str):
         raise UnsupportedModelError(shapes)
-    sizes, recorder = fixed_sizes(batch), recorder_for(model.device)
-    steps = StaticSteps(model, shapes, batch, 2 * FIXED_ROWS + CHECK_LENGTH, sizes, recorder, most=2 * sizes[0])
+    sizes, capacity = fixed_sizes(batch), 2 * FIXED_ROWS + CHECK_LENGTH
+    buffers = StaticTreeCache(shapes, batch, capacity, model.device, padded_batch(batch))
+    steps = StaticSteps(model, buffers, sizes, recorder_for(model.device), most=2 * sizes[0])
     return ModelRunner(model, batch, steps=steps)
 
 
@@ -166,7 +169,8 @@ def _try_static(model: PreTrainedModel, compiler: str | None = None) -> Shapes |
         most, capacity = None, CHECK_LENGTH
         if dynamic.is_invariant:
             sizes, most, capacity = fixed_sizes(1), FIXED_ROWS, CHECK_LENGTH + FIXED_ROWS
-        steps = StaticSteps(model, shapes, 1, capacity, sizes, recorder, compiler, most)
+        buffers = StaticTreeCache(shapes, 1, capacity, model.device)
+        steps = StaticSteps(model, buffers, sizes, recorder, compiler, most)
         logits = check_logits(ModelRunner(model, 1, steps=steps))
     except Exception as error:
         # Whatever it is, a model that needs shapes or contents to be other than fixed runs as it did before.

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -14,15 +15,11 @@ from lookahead.backends.forward_result import ForwardResult, Listed, pack_likeli
 from lookahead.backends.step_clock import step_clock
 from lookahead.backends.transfers import Downloads, Read
 from lookahead.backends.transformers.graph_recorder import Outputs, Pass, Recorder
-from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
-from lookahead.backends.transformers.masks import MaskBuilder, dense
-from lookahead.backends.transformers.static_cache import LayerShape, StaticTreeCache
-from lookahead.backends.transformers.static_inputs import StaticInputs
-from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
-from lookahead.backends.transformers.tree_attention.interface import NAME as TREE_ATTENTION
-from lookahead.backends.transformers.tree_attention.packed_mask import along_paths
+from lookahead.backends.transformers.layouts import Step, ancestors, padded
+from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.static_cache import StaticTreeCache
+from lookahead.backends.transformers.tree_attention.packed_mask import packed_width
 from lookahead.backends.transformers.tree_cache import TreeCache
-from lookahead.core.token_tree import Layout
 
 SMALLEST_TREE = 8
 """Nodes of the smallest pass for a tree. Fewer would not be faster on a GPU, which
@@ -59,6 +56,70 @@ def padded_batch(batch: int) -> int:
     return 1 << (batch - 1).bit_length()
 
 
+class StaticInputs:
+    """The inputs of passes of one size.
+
+    Everything that changes from step to step is in one int32 array, so that one copy brings it to the device. On a CPU
+    the host's array is the device's. Trees with fewer nodes are padded: a padding node is token 0 at position 0, sees
+    itself alone, and is seen by nobody.
+
+    Args:
+        masks: Which kinds of layers the model has.
+        batch: Rows.
+        nodes: Nodes of each row, the padding included.
+        device: Where the model is.
+        most: Nodes of the largest tree, if that may be more: passes then read it part by part.
+
+    Attributes:
+        tokens, positions: `[batch, nodes]` int32.
+        columns: Columns of the cache where the nodes go, `[nodes]` int32.
+        packed_masks: For each kind of layer `[batch, 1, nodes, 3 + ceil(most / 32)]` int32.
+    """
+
+    def __init__(
+        self, masks: MaskBuilder, batch: int, nodes: int, device: torch.device, most: int | None = None
+    ) -> None:
+        passes = -(-(most or nodes) // nodes)
+        width = packed_width(passes * nodes)
+        shapes = [(batch, nodes), (batch, nodes), (nodes,), *[(batch, 1, nodes, width)] * len(masks.kinds)]
+        sizes = [int(np.prod(shape)) for shape in shapes]
+        is_host = device.type == "cpu"
+        # An inference tensor could not be written to by a later call outside of inference mode.
+        with torch.inference_mode(False):
+            self._host = torch.zeros(sum(sizes), dtype=torch.int32)
+            self._staged = self._host if is_host else torch.zeros_like(self._host, device=device, pin_memory=False)
+            parts = [part.view(shape) for part, shape in zip(torch.split(self._staged, sizes), shapes, strict=True)]
+        self.nodes = nodes
+        self.tokens, self.positions, self.columns = parts[:3]
+        self.packed_masks = tuple(parts[3:])
+        self._masks, self._slots = masks, passes * nodes
+        on_host = np.split(self._host.numpy(), np.cumsum(sizes)[:-1])
+        buffers = [part.reshape(shape) for part, shape in zip(on_host, shapes, strict=True)]
+        self._tokens, self._positions, self._columns, *self._packed = buffers
+        self._offsets = np.arange(nodes, dtype=np.int32)
+
+    def stage(self, step: Step, part: int = 0) -> None:
+        """Bring one step, or a part of it, to the device.
+
+        Args:
+            step: The trees, of at most `nodes` nodes, or `most`. Rows that have none are padding.
+            part: Which `nodes` slots of the trees.
+        """
+        rows, start = len(self._tokens), part * self.nodes
+        own = slice(start, start + self.nodes)
+        tokens, places, positions = padded(step, rows, self._slots)
+        lengths = [*step.lengths, *[0] * (rows - len(step.lengths))]
+        np.add(self._offsets, max(lengths) + start, out=self._columns)
+        self._tokens[:], self._positions[:] = tokens[:, own], positions[:, own]
+        masks = self._masks.pack(ancestors(step, rows, self._slots), lengths, places)
+        for buffer, packed in zip(self._packed, masks, strict=True):
+            buffer[:] = packed[:, :, own]
+        if self._staged is not self._host:
+            # Pinned memory of its own, which is not given to others until the copy is done: nobody waits for that.
+            sent = torch.empty_like(self._host, pin_memory=self._staged.is_cuda).copy_(self._host)
+            self._staged.copy_(sent, non_blocking=True)
+
+
 class StaticSteps:
     """Runs steps of a model with fixed shapes; serves one batch at a time.
 
@@ -66,44 +127,37 @@ class StaticSteps:
 
     Args:
         model: The module that will be passed to `forward`.
-        shapes: What its layers keep of a token.
-        batch: Rows.
-        capacity: Tokens that fit into the cache, the nodes of a step included; for more it grows.
+        cache: Keys and values, with room for the nodes of a step; for more it grows.
         sizes: Sizes of passes, ascending; larger trees are run elsewhere, unless `most` is given.
         recorder: Records and replays passes.
         compiler: Backend of `torch.compile` that the pass goes through first, "inductor" for one; none if not given.
-        most: Nodes of the largest tree, for passes of one size only: these read larger trees part by part, and rows
-            are added until they divide `FIXED_ROWS`.
+        most: Nodes of the largest tree, for passes of one size only: these read larger trees part by part. The cache
+            has so many rows then that they divide `FIXED_ROWS`.
 
     Attributes:
-        cache: Keys and values.
-        sizes: As above.
+        cache, sizes: As above.
         chunk: Nodes of every pass, if they are of one size only.
         recordings: Passes that were recorded so far, over all sizes.
         last: Tokens that the texts come to at most: where fewer than `PAYS_FROM` of them are left, nothing is recorded
             any more, and steps of sizes that were not are run elsewhere. Any number if `None`.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         model: PreTrainedModel,
-        shapes: Sequence[LayerShape | None],
-        batch: int,
-        capacity: int,
+        cache: StaticTreeCache,
         sizes: Sequence[int],
         recorder: Recorder,
         compiler: str | None = None,
         most: int | None = None,
     ) -> None:
-        self._device = model.device
-        self._rows = batch if most is None else padded_batch(batch)
-        self.cache = StaticTreeCache(shapes, batch, capacity, self._device, self._rows)
+        self.cache = cache
         self.sizes = tuple(sizes)
         self.chunk = None if most is None else self.sizes[-1]
         self._most = most
         self.recordings = 0
         self.last: int | None = None
-        self._time = step_clock(self._device)
+        self._time = step_clock(model.device)
         self._recording_seconds = 0.0
         self._masks = MaskBuilder(model.config)
         self._recorder = recorder
@@ -122,22 +176,19 @@ class StaticSteps:
             self._grow(longest)
         self.cache.adopt(cache)
 
-    def forward(
-        self, model: PreTrainedModel, layouts: Sequence[Layout], top_k: int, shifts: Sequence[int]
-    ) -> list[ForwardResult] | None:
+    def forward(self, model: PreTrainedModel, step: Step, top_k: int) -> list[ForwardResult] | None:
         """Run one step, if it is of a size that there are passes for.
 
         Args:
             model: The module that this was made for.
-            layouts: The trees, one for each row.
+            step: The trees, one for each row.
             top_k: How many of the likeliest tokens after each node are wanted, with probabilities.
-            shifts: What is added to places in the text to have positions, for each row.
 
         Returns:
             A result for each row; `None` if the trees are too large, or a pass of that size does not pay any more.
             Then, too, there is room for them in the cache.
         """
-        nodes = max(len(layout.order) for layout in layouts)
+        nodes = max(step.counts)
         size = next((size for size in self.sizes if size >= nodes), self.chunk)
         parts = 1 if size is None else -(-nodes // size)
         needed = self.cache.longest + (nodes if size is None else parts * size)
@@ -155,18 +206,18 @@ class StaticSteps:
             return None
         key = size, top_k if listing is None else listing
         if size not in self._inputs:
-            self._inputs[size] = StaticInputs(self._masks, self._rows, size, self._device, self._most)
-        logits, results = self._run(model, layouts, key, shifts, 0)
+            self._inputs[size] = StaticInputs(self._masks, self.cache.rows, size, model.device, self._most)
+        logits, results = self._run(model, step, key, 0)
         if parts > 1:  # what a pass gives, the next one overwrites
             given = [(logits.clone(), results.clone())]
             for part in range(1, parts):
-                logits, results = self._run(model, layouts, key, shifts, part)
+                logits, results = self._run(model, step, key, part)
                 given.append((logits.clone(), results.clone()))
             logits, results = (torch.cat(whole, dim=1) for whole in zip(*given, strict=True))
         downloads = Downloads()
         read = downloads.add(results)
         found = []
-        for row, layout in enumerate(layouts):
+        for row, layout in enumerate(step.layouts):
             places = layout.read_slots
             read_nodes = layout.order[places]
             listed = spread(partial(_unpack_row, read, row, top_k), places, read_nodes, len(layout.order))
@@ -174,17 +225,10 @@ class StaticSteps:
             found.append(ForwardResult(logits[row], rows, listed, borrowed=True, downloads=downloads))
         return found
 
-    def _run(
-        self,
-        model: PreTrainedModel,
-        layouts: Sequence[Layout],
-        key: tuple[int, int],
-        shifts: Sequence[int],
-        part: int,
-    ) -> Outputs:
+    def _run(self, model: PreTrainedModel, step: Step, key: tuple[int, int], part: int) -> Outputs:
         """The pass `key` over a part of the trees; see `run_pass`."""
         inputs = self._inputs[key[0]]
-        inputs.stage(layouts, self.cache.lengths(self.cache.batch), shifts, part)
+        inputs.stage(step, part)
         if key not in self._passes:
             start = self._time()
             self._passes[key] = self._recorder.record(self._pass(model, inputs, key[1]))
@@ -245,15 +289,10 @@ def run_pass(
         Logits `[batch, nodes, vocabulary]`, and what they say in int32, `[batch, nodes, 1 + 2 * top_k]`: the likeliest
         token, the `top_k` likeliest ones, and the bits of their probabilities in float32.
     """
-    attention = model.config._attn_implementation
-    if attention == BY_POSITION:
-        packed_masks = tuple(along_paths(mask) for mask in packed_masks)
-    elif attention not in (TREE_ATTENTION, INVARIANT):
-        packed_masks = tuple(dense(mask, cache.capacity, model.dtype) for mask in packed_masks)
     logits = model(
         input_ids=tokens.long(),
         position_ids=positions.long(),
-        attention_mask=masks.arrange(dict(zip(masks.kinds, packed_masks, strict=True))),
+        attention_mask=masks.of_packed(packed_masks, cache.capacity, model.dtype),
         past_key_values=cache,
         use_cache=True,
         return_dict=True,

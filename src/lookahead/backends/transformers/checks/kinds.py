@@ -18,7 +18,7 @@ from weakref import ref
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers import packed_attention
+from lookahead.backends.transformers import attention
 from lookahead.backends.transformers.chain_cache import ChainRow, has_running_state
 from lookahead.backends.transformers.checks.clones import trial_runner
 from lookahead.backends.transformers.limits import Limits
@@ -104,8 +104,8 @@ class _Comparison:
 
     def packed_rows(self) -> bool:
         """Two texts of different lengths in one row of tokens, and each alone."""
-        packed_attention.register()
-        clone = SharedClone(self._model, packed_attention.NAME, pack_weights=False)
+        attention.register()
+        clone = SharedClone(self._model, attention.PACKED_ROWS, pack_weights=False)
         runner = RowsRunner(clone.module, self._ends)
         runner.rows = [Row(), Row()]
         return self._side_by_side(runner)

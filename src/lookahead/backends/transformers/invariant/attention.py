@@ -47,7 +47,6 @@ def invariant_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
@@ -62,9 +61,8 @@ def invariant_attention(
         value: `[batch, heads of keys, keys, value size]`.
         attention_mask: A packed mask, see `tree_attention.packed_mask`.
         scaling: What scores are multiplied by; 1 / sqrt(size) if not given.
-        dropout: Must be 0.
         softcap: Bends scores to stay below this.
-        **kwargs: What else transformers passes. Windows and causality are in the mask.
+        **kwargs: What else transformers passes. Windows and causality are in the mask; `dropout` must be 0.
 
     Returns:
         `[batch, nodes, heads, value size]`, and no weights.
@@ -72,7 +70,7 @@ def invariant_attention(
     Raises:
         UnsupportedModelError: The layer has something that this attention has not.
     """
-    mask = only_packed(module, NAME, attention_mask, dropout, kwargs)
+    mask = only_packed(module, NAME, attention_mask, kwargs)
     query, key, value = (states if states.stride(3) == 1 else states.contiguous() for states in (query, key, value))
     batch, heads, nodes, size = query.shape
     _, shared, keys, value_size = value.shape

@@ -54,11 +54,12 @@ _exp = compiled(_exp)
 _bend = compiled(_bend)
 
 
-def _widen(addresses: Any, kinds: Any, strides: Any, b: Any, head: Any, sizes: Any, turned: Any, wide: Any) -> Any:
-    """Keys to `turned` `[blocks, size, BLOCK]` and values to `wide` `[keys, value size]`, both float32."""
+def _widen(room: Any, addresses: Any, kinds: Any, strides: Any, sizes: Any, b: Any, head: Any) -> Any:
+    """Keys and values of a head to `room`, both float32."""
     key, value = (b * strides[1][0] + head * strides[1][1]), (b * strides[2][0] + head * strides[2][1])
     key_stride, value_stride = strides[1][2], strides[2][2]
-    count, size, padded, value_size = sizes
+    _, _, _, count, size, value_size = sizes
+    padded, turned, wide = -(-size // 4) * 4, room.turned, room.wide
     for block in range(-(-count // BLOCK)):
         first = block * BLOCK
         start = first * padded
@@ -105,8 +106,8 @@ def _score_block(queries: Any, turned: Any, block: Any, padded: Any, rows: Any, 
 _score_block = compiled(_score_block)
 
 
-def _weigh(scores: Any, row: Any, sees: Any, slots: Any, numbers: Any, kind: Any, weights: Any, at: Any) -> Any:
-    """A row's scores by position to `weights[at:]`, and through the exponential; their sum.
+def _weigh(scores: Any, row: Any, sees: Any, slots: Any, numbers: Any, kind: Any, weights: Any) -> Any:
+    """A row's scores by position to `weights`, and through the exponential; their sum.
 
     Of the text it sees the positions `sees`, from the first to the second, then what lies at `slots`. The weights are
     rounded to the type of the values, which `kind` is one of, as torch does it; their sum is not.
@@ -115,31 +116,31 @@ def _weigh(scores: Any, row: Any, sees: Any, slots: Any, numbers: Any, kind: Any
     end = seen + len(slots)
     begin, stop = first - first % BLOCK, -(-end // BLOCK) * BLOCK
     for j in range(begin, first):
-        put(weights, at + j, -_INFINITY)
+        put(weights, j, -_INFINITY)
     for j in range(end, stop):
-        put(weights, at + j, -_INFINITY)
+        put(weights, j, -_INFINITY)
     for start in range(first - first % BLOCK, seen, BLOCK):
         source = (start // BLOCK * TILE + row) * BLOCK - start
         for j in range(max(start, first), min(start + BLOCK, seen)):
-            put(weights, at + j, get(scores, source + j) * scale)
+            put(weights, j, get(scores, source + j) * scale)
     for i in range(len(slots)):
         slot = slots[i]
-        put(weights, at + seen + i, get(scores, (slot // BLOCK * TILE + row) * BLOCK + slot % BLOCK) * scale)
+        put(weights, seen + i, get(scores, (slot // BLOCK * TILE + row) * BLOCK + slot % BLOCK) * scale)
     if softcap > _F0:
         for j in range(first, end):
-            put(weights, at + j, _bend(get(weights, at + j), softcap))
+            put(weights, j, _bend(get(weights, j), softcap))
     lanes = np.full(BLOCK, -_INFINITY, dtype=np.float32)
-    for start in range(at + begin, at + stop, BLOCK):
+    for start in range(begin, stop, BLOCK):
         for lane in range(BLOCK):
             put(lanes, lane, max(get(lanes, lane), get(weights, start + lane)))
     highest = lanes.max()
-    for j in range(at + begin, at + stop):
+    for j in range(begin, stop):
         put(weights, j, _exp(get(weights, j) - highest))
     lanes[:] = _F0
-    for start in range(at + begin, at + stop, BLOCK):
+    for start in range(begin, stop, BLOCK):
         for lane in range(BLOCK):
             put(lanes, lane, get(lanes, lane) + get(weights, start + lane))
-    for j in range(at + begin, at + stop):
+    for j in range(begin, stop):
         put(weights, j, rounded(get(weights, j), kind))
     half = BLOCK // 2
     while half:
@@ -152,13 +153,12 @@ def _weigh(scores: Any, row: Any, sees: Any, slots: Any, numbers: Any, kind: Any
 _weigh = compiled(_weigh, makes_arrays=True)
 
 
-def _sum_four(
-    weights: Any, at: Any, stride: Any, first: Any, seen: Any, values: Any, value_size: Any, width: Any, sums: Any
-) -> Any:
-    """Add the values of the positions from `first` to `seen` to the sums of four rows, one position after another."""
-    whole = seen - (seen - first) % 4
-    a, b, d, e = at, at + stride, at + 2 * stride, at + 3 * stride
-    for j in range(first, whole, 4):
+def _sum_four(weights: Any, stride: Any, count: Any, values: Any, value_size: Any, width: Any, sums: Any) -> Any:
+    """Add the values of `count` positions to the sums of four rows, one position after another; the weights of a row
+    lie `stride` behind those of the row before."""
+    whole = count - count % 4
+    a, b, d, e = 0, stride, 2 * stride, 3 * stride
+    for j in range(0, whole, 4):
         a0, a1, a2, a3 = get(weights, a + j), get(weights, a + j + 1), get(weights, a + j + 2), get(weights, a + j + 3)
         b0, b1, b2, b3 = get(weights, b + j), get(weights, b + j + 1), get(weights, b + j + 2), get(weights, b + j + 3)
         d0, d1, d2, d3 = get(weights, d + j), get(weights, d + j + 1), get(weights, d + j + 2), get(weights, d + j + 3)
@@ -174,7 +174,7 @@ def _sum_four(
             put(sums, to, fma(d3, v3, fma(d2, v2, fma(d1, v1, fma(d0, v0, get(sums, to))))))
             to = c + 3 * WIDEST
             put(sums, to, fma(e3, v3, fma(e2, v2, fma(e1, v1, fma(e0, v0, get(sums, to))))))
-    for j in range(whole, seen):
+    for j in range(whole, count):
         w0, w1, w2, w3 = get(weights, a + j), get(weights, b + j), get(weights, d + j), get(weights, e + j)
         for c in range(width):
             v0 = get(values, j * value_size + c)
@@ -184,23 +184,21 @@ def _sum_four(
             put(sums, c + 3 * WIDEST, fma(w3, v0, get(sums, c + 3 * WIDEST)))
 
 
-def _sum_places(
-    weights: Any, at: Any, places: Any, values: Any, value_size: Any, width: Any, sums: Any, to: Any
-) -> Any:
-    """Add the values at `places` to the sums of a row, one after another; their weights lie from `at` on."""
+def _sum_places(weights: Any, places: Any, values: Any, value_size: Any, width: Any, sums: Any) -> Any:
+    """Add the values at `places` to the sums of a row, one after another, with their weights."""
     whole = len(places) - len(places) % 4
     for i in range(0, whole, 4):
         p0, p1 = np.intp(places[i]) * value_size, np.intp(places[i + 1]) * value_size
         p2, p3 = np.intp(places[i + 2]) * value_size, np.intp(places[i + 3]) * value_size
-        w0, w1 = get(weights, at + i), get(weights, at + i + 1)
-        w2, w3 = get(weights, at + i + 2), get(weights, at + i + 3)
+        w0, w1 = get(weights, i), get(weights, i + 1)
+        w2, w3 = get(weights, i + 2), get(weights, i + 3)
         for c in range(width):
-            total = fma(w1, get(values, p1 + c), fma(w0, get(values, p0 + c), get(sums, to + c)))
-            put(sums, to + c, fma(w3, get(values, p3 + c), fma(w2, get(values, p2 + c), total)))
+            total = fma(w1, get(values, p1 + c), fma(w0, get(values, p0 + c), get(sums, c)))
+            put(sums, c, fma(w3, get(values, p3 + c), fma(w2, get(values, p2 + c), total)))
     for i in range(whole, len(places)):
-        p0, w0 = np.intp(places[i]) * value_size, get(weights, at + i)
+        p0, w0 = np.intp(places[i]) * value_size, get(weights, i)
         for c in range(width):
-            put(sums, to + c, fma(w0, get(values, p0 + c), get(sums, to + c)))
+            put(sums, c, fma(w0, get(values, p0 + c), get(sums, c)))
 
 
 _sum_four = compiled(_sum_four)
@@ -289,9 +287,9 @@ def _weigh_tile(room: Any, sizes: Any, many: Any, numbers: Any, kind: Any) -> An
             _score_block(room.rows, room.turned, block, padded, -(-asking // 4) * 4, room.scores)
     for row in range(many):
         slots = room.slots[row, : room.counts[row]]
-        at = row * (blocks + 1) * BLOCK
+        weights = room.weights[row * (blocks + 1) * BLOCK :]
         sees = room.firsts[row], room.seens[row]
-        room.totals[row] = _weigh(room.scores, row, sees, slots, numbers, kind, room.weights, at)
+        room.totals[row] = _weigh(room.scores, row, sees, slots, numbers, kind, weights)
 
 
 def _sum_tile(room: Any, sizes: Any, many: Any, piece: Any, width: Any) -> Any:
@@ -305,15 +303,16 @@ def _sum_tile(room: Any, sizes: Any, many: Any, piece: Any, width: Any) -> Any:
         for other in rows:
             alike = alike and firsts[other] == firsts[row] and seens[other] == seens[row]
         if alike:
-            sums = room.sums[row * WIDEST :]
-            _sum_four(room.weights, row * stride, stride, firsts[row], seens[row], values, value_size, width, sums)
+            weights, sums = room.weights[row * stride + firsts[row] :], room.sums[row * WIDEST :]
+            first = values[firsts[row] * value_size :]
+            _sum_four(weights, stride, seens[row] - firsts[row], first, value_size, width, sums)
         for other in rows:
-            at, to = other * stride, other * WIDEST
+            weights, sums = room.weights[other * stride :], room.sums[other * WIDEST :]
             if not alike:
                 places = room.places[firsts[other] : seens[other]]
-                _sum_places(room.weights, at + firsts[other], places, values, value_size, width, room.sums, to)
+                _sum_places(weights[firsts[other] :], places, values, value_size, width, sums)
             places = room.slots[other, : room.counts[other]]
-            _sum_places(room.weights, at + seens[other], places, values, value_size, width, room.sums, to)
+            _sum_places(weights[seens[other] :], places, values, value_size, width, sums)
 
 
 _take_rows = compiled(_take_rows, makes_arrays=True)
@@ -352,7 +351,7 @@ def _attend(addresses: Any, kinds: Any, strides: Any, sizes: Any, packed: Any, n
     )
     for unit in range(units[0], units[1]):
         b, head = unit // shared, unit % shared
-        _widen(addresses, kinds, strides, b, head, (count, size, padded, value_size), room.turned, room.wide)
+        _widen(room, addresses, kinds, strides, sizes, b, head)
         for tile in range(0, nodes * group, TILE):
             many = min(TILE, nodes * group - tile)
             _take_rows(room, addresses, kinds, strides, sizes, packed, (b, head, tile, many))

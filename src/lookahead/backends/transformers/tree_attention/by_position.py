@@ -12,22 +12,19 @@ row has to do with the others; a block of which a row sees nothing leaves its su
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from lookahead.backends.transformers.tree_attention.kernel import choose_tiling
 from lookahead.backends.transformers.tree_attention.packed_mask import BITS, END, FIRST, VISIBLE
 from lookahead.backends.transformers.tree_attention.running_softmax import (
-    combine_kernel,
+    Attention,
+    choose_tiling,
     fold,
     load_rows,
-    refuse_other_devices,
-    score_factors,
     scores_of,
-    shares_of_splits,
-    sizes_of_heads,
-    unit_strides,
 )
 
 _VISIBLE, _FIRST, _END, _PATH = tl.constexpr(VISIBLE), tl.constexpr(FIRST), tl.constexpr(END), tl.constexpr(BITS)
@@ -62,36 +59,12 @@ def attention_by_position(
     Raises:
         InvalidArgumentError: The tensors are not on a CUDA device, and Triton's interpreter is not on.
     """
-    refuse_other_devices(query, _attention_kernel)
-    query, key, value, path_mask = unit_strides(query, key, value, path_mask)
-    batch, heads, nodes, key_size = query.shape
-    sizes = sizes_of_heads(query, value)
-    kv_heads, group, value_size = sizes["KV_HEADS"], sizes["GROUP"], sizes["VALUE_SIZE"]
-    tiling = choose_tiling(_ROWS, 1, SPAN, max(key_size, value_size), key.dtype)  # the same for all steps of a model
-    rows, splits = nodes * group, -(-key.shape[2] // SPAN)
-    output = query.new_empty((batch, nodes, heads, value_size))
-    shares, sums = shares_of_splits(query, splits, sizes)
-    factors = score_factors(scaling, softcap)
-    with torch.cuda.device_of(query):
-        _attention_kernel[nodes * -(-group // tiling.rows), splits, batch * kv_heads](
-            *(query, key, value, path_mask, shares, sums),
-            *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
-            *(path_mask.stride(0), path_mask.stride(2), nodes, path_mask.shape[3] - BITS, splits, *factors),
-            KEY_SIZE=key_size,
-            BLOCK_M=tiling.rows,
-            BLOCK_N=tiling.keys,
-            BLOCK_K=max(triton.next_power_of_2(key_size), 16),
-            SPAN=SPAN,
-            CAPPED=factors[1] != 0.0,
-            num_warps=tiling.warps,
-            num_stages=tiling.stages,
-            enable_fp_fusion=True,
-            **sizes,
-        )
-        combine_kernel[rows, batch * kv_heads](
-            *(shares, sums, output, nodes, splits), num_warps=4, enable_fp_fusion=True, **sizes
-        )
-    return output
+    attention = Attention(_attention_kernel, query, key, value, path_mask)
+    splits = -(-key.shape[2] // SPAN)
+    # The same blocks for all steps of a model.
+    tiling = replace(choose_tiling(_ROWS, 1, SPAN, attention.head_dim, key.dtype), splits=splits)
+    programs = query.shape[2] * -(-attention.group // tiling.rows)
+    return attention.run(programs, tiling, scaling, softcap, slots=path_mask.shape[3] - BITS, SPAN=SPAN)
 
 
 @triton.jit(do_not_specialize=["mask_stride_b", "mask_stride_t", "nodes", "slots", "splits"])
@@ -114,10 +87,10 @@ def _attention_kernel(
     mask_stride_b,
     mask_stride_t,
     nodes,
-    slots,
     splits,
     scale,
     cap,
+    slots,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_SIZE: tl.constexpr,

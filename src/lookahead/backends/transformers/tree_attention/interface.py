@@ -39,7 +39,7 @@ def register() -> None:
     Raises:
         ModuleNotFoundError: Triton is not installed.
     """
-    import lookahead.backends.transformers.tree_attention.operator  # noqa: F401  (now, and not in the middle of a forward pass)
+    import lookahead.backends.transformers.tree_attention.kernel  # noqa: F401  (now, and not in the middle of a forward pass)
 
     AttentionInterface.register(NAME, tree_attention_forward)
     AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -64,7 +64,6 @@ def tree_attention_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
@@ -78,9 +77,9 @@ def tree_attention_forward(
         attention_mask: A packed mask `[batch, 1, nodes, 3 + ceil(nodes / 32)]` int32; or, for a pass that is not a
             tree, what "sdpa" takes: no mask, or a dense one.
         scaling: What scores are multiplied by; `head_dim ** -0.5` if not given.
-        dropout: Must be 0 where the mask is packed.
         softcap: Bends scores to stay below this.
-        **kwargs: What else transformers passes. Windows and causality are in the mask.
+        **kwargs: What else transformers passes. Windows and causality are in the mask; `dropout` must be 0 where that
+            is packed.
 
     Returns:
         `[batch, nodes, heads, value_dim]`, and no weights.
@@ -94,18 +93,16 @@ def tree_attention_forward(
         scaling = query.shape[-1] ** -0.5
     if attention_mask is None or attention_mask.dtype == torch.bool or attention_mask.is_floating_point():
         if softcap is None:
-            output, _ = sdpa_attention_forward(
-                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-            )
+            output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
             return output, None
         return dense_attention(query, key, value, _visible(query, key, attention_mask), scaling, softcap), None
     _check_packed(query, attention_mask)
-    if dropout:
-        raise InvalidArgumentError(f"dropout={dropout} in a tree attention; put the model into eval mode")
+    if kwargs.get("dropout"):
+        raise InvalidArgumentError(f"dropout={kwargs['dropout']} in a tree attention; put the model into eval mode")
 
     # Triton is installed where this is registered.
     if torch.compiler.is_compiling():
-        from lookahead.backends.transformers.tree_attention.operator import tree_attention_operator
+        from lookahead.backends.transformers.tree_attention.kernel import tree_attention_operator
 
         compiled: torch.Tensor = tree_attention_operator(query, key, value, attention_mask, scaling, softcap)
         return compiled, None
@@ -121,30 +118,16 @@ def by_position_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers that takes masks along paths, and no others.
-
-    Args:
-        module: The layer that calls.
-        query: `[batch, heads, nodes, head_dim]`.
-        key: `[batch, kv_heads, keys, head_dim]`.
-        value: `[batch, kv_heads, keys, value_dim]`.
-        attention_mask: `[batch, 1, nodes, 3 + slots]` int32; see `packed_mask.along_paths`.
-        scaling: What scores are multiplied by; `head_dim ** -0.5` if not given.
-        dropout: Must be 0.
-        softcap: Bends scores to stay below this.
-        **kwargs: What else transformers passes. Windows and causality are in the mask.
-
-    Returns:
-        `[batch, nodes, heads, value_dim]`, and no weights.
+    """As `tree_attention_forward`, for masks along paths, `[batch, 1, nodes, 3 + slots]` int32, and no others; see
+    `packed_mask.along_paths`.
 
     Raises:
         UnsupportedModelError: The layer has something that this attention has not.
     """
-    mask = only_packed(module, BY_POSITION, attention_mask, dropout, kwargs)
+    mask = only_packed(module, BY_POSITION, attention_mask, kwargs)
     from lookahead.backends.transformers.tree_attention.by_position import attention_by_position
 
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -152,7 +135,7 @@ def by_position_forward(
 
 
 def only_packed(
-    module: torch.nn.Module, name: str, mask: torch.Tensor | None, dropout: float, kwargs: Mapping[str, object]
+    module: torch.nn.Module, name: str, mask: torch.Tensor | None, kwargs: Mapping[str, object]
 ) -> torch.Tensor:
     """The mask that `module` hands to attention `name`, which takes packed ones alone.
 
@@ -160,7 +143,7 @@ def only_packed(
         UnsupportedModelError: It is another one, or the layer has something that this attention has not.
     """
     refuse_unknown(module, name, kwargs)
-    if mask is None or mask.dtype != torch.int32 or dropout:
+    if mask is None or mask.dtype != torch.int32 or kwargs.get("dropout"):
         raise UnsupportedModelError(
             f"{type(module).__name__} does not hand the masks of token trees to its attention, or wants dropout"
         )

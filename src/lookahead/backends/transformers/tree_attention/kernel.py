@@ -10,12 +10,10 @@ packed mask, on the device: each split takes an equal share of the blocks that t
 that is nearly empty costs no more than it holds, and a captured graph stays right as the text grows.
 """
 
-# Kernels are written in Triton's language, which mypy cannot check; the launcher below is typed in full.
+# Kernels are written in Triton's language, which mypy cannot check.
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
@@ -23,74 +21,17 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 
 from lookahead.backends.transformers.tree_attention.packed_mask import BITS, FIRST, SCRATCH, VISIBLE, WORD
 from lookahead.backends.transformers.tree_attention.running_softmax import (
-    combine_kernel,
+    Attention,
+    Tiling,
+    choose_tiling,
     fold,
     load_rows,
-    refuse_other_devices,
-    score_factors,
     scores_of,
-    shares_of_splits,
-    sizes_of_heads,
-    unit_strides,
 )
 
 # Triton's language sees globals only as constants of its own.
 _VISIBLE, _FIRST, _SCRATCH = tl.constexpr(VISIBLE), tl.constexpr(FIRST), tl.constexpr(SCRATCH)
 _BITS, _WORD = tl.constexpr(BITS), tl.constexpr(WORD)
-
-_PROGRAMS = 256
-"""Programs that fill a large GPU: about two for each multiprocessor."""
-_MOST_SPLITS = 32
-_BLOCKS_IN_SPLIT = 2
-"""Blocks of keys that a split should have at the least, for the combination to be worth its while."""
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How the work is cut into programs.
-
-    Attributes:
-        rows: Query rows in a block, a power of two.
-        keys: Keys in a block, a power of two.
-        splits: Shares that the keys are cut into, a power of two.
-        warps: Warps of a program.
-        stages: Depth of the pipeline that loads keys and values.
-    """
-
-    rows: int
-    keys: int
-    splits: int
-    warps: int
-    stages: int
-
-
-def choose_tiling(rows: int, heads: int, keys: int, head_dim: int, dtype: torch.dtype) -> Tiling:
-    """Cut the work into programs; from shapes alone, so that a captured graph fits every later step.
-
-    Args:
-        rows: Query rows that share a head of keys: nodes times the size of the group.
-        heads: Heads of keys, times the batch.
-        keys: Columns of keys, as many as the buffer has.
-        head_dim: The larger one of the sizes of keys and values.
-        dtype: Number type of keys and values.
-    """
-    # The largest blocks whose accumulators stay in registers, on both sm_80 and sm_90, and whose keys and values stay
-    # within 99 KiB of shared memory on sm_8x, all that consumer cards have.
-    full = dtype == torch.float32
-    if full:
-        # Full precision has no tensor cores: every product passes through registers of its own.
-        most, block_keys = (32 if head_dim <= 64 else 16), 16
-    else:
-        most, block_keys = (128 if head_dim <= 128 else 64), (64 if head_dim <= 128 else 32)
-    block_rows = min(max(triton.next_power_of_2(rows), 16), most)
-    if block_rows == 128 and head_dim > 64:
-        block_keys = 32
-    wide = head_dim > 128 if full else block_rows * triton.next_power_of_2(head_dim) >= 64 * 128
-    stages = 2 if full or block_rows > 32 else 3
-    programs = heads * -(-rows // block_rows)
-    wanted = min(_PROGRAMS // programs, keys // (_BLOCKS_IN_SPLIT * block_keys), _MOST_SPLITS)
-    splits = 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
-    return Tiling(block_rows, block_keys, splits, warps=8 if wide else 4, stages=stages)
 
 
 def tree_attention(
@@ -124,66 +65,11 @@ def tree_attention(
     Raises:
         InvalidArgumentError: The tensors are not on a CUDA device, and Triton's interpreter is not on.
     """
-    refuse_other_devices(query, _attention_kernel)
-    query, key, value, packed_mask = unit_strides(query, key, value, packed_mask)
-    batch, heads, nodes, key_size = query.shape
-    sizes = sizes_of_heads(query, value)
-    kv_heads, value_size, rows = sizes["KV_HEADS"], sizes["VALUE_SIZE"], nodes * sizes["GROUP"]
+    attention = Attention(_attention_kernel, query, key, value, packed_mask)
     if tiling is None:
-        tiling = choose_tiling(rows, batch * kv_heads, key.shape[2], max(key_size, value_size), key.dtype)
-    output = query.new_empty((batch, nodes, heads, value_size))
-    if tiling.splits == 1:
-        shares = sums = output
-    else:
-        shares, sums = shares_of_splits(query, tiling.splits, sizes)
-    with torch.cuda.device_of(query):
-        _launch_attention(
-            query, key, value, packed_mask, (shares, sums), score_factors(scaling, softcap), tiling, sizes
-        )
-        if tiling.splits > 1:
-            combine_kernel[rows, batch * kv_heads](
-                shares, sums, output, nodes, tiling.splits, num_warps=4, enable_fp_fusion=True, **sizes
-            )
-    return output
-
-
-def _launch_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    packed_mask: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor],
-    factors: tuple[float, float],
-    tiling: Tiling,
-    sizes: dict[str, int],
-) -> None:
-    batch, _, nodes, key_size = query.shape
-    grid = (-(-nodes * sizes["GROUP"] // tiling.rows), tiling.splits, batch * sizes["KV_HEADS"])
-    _attention_kernel[grid](
-        query,
-        key,
-        value,
-        packed_mask,
-        *out,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        packed_mask.stride(0),
-        packed_mask.stride(2),
-        nodes,
-        tiling.splits,
-        *factors,
-        KEY_SIZE=key_size,
-        BLOCK_M=tiling.rows,
-        BLOCK_N=tiling.keys,
-        BLOCK_K=max(triton.next_power_of_2(key_size), 16),
-        CAPPED=factors[1] != 0.0,
-        DIRECT=tiling.splits == 1,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-        enable_fp_fusion=True,
-        **sizes,
-    )
+        tiling = choose_tiling(attention.rows, attention.heads, key.shape[2], attention.head_dim, key.dtype)
+    programs = -(-attention.rows // tiling.rows)
+    return attention.run(programs, tiling, scaling, softcap, DIRECT=tiling.splits == 1)
 
 
 # These change from step to step; a value of 1 or a multiple of 16 must not compile the kernel anew.
@@ -313,3 +199,19 @@ def _attention_kernel(
         out += (head * splits + split) * rows * VALUE_SIZE
         tl.store(out + (row * VALUE_SIZE)[:, None] + value_dim[None, :], acc, mask=stored)
         tl.store(sums + row, peak + tl.log2(total), mask=is_row)
+
+
+def _shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
+    batch, heads, nodes, _size = query.shape
+    return query.new_empty((batch, nodes, heads, value.shape[3]))
+
+
+tree_attention_operator = torch.library.custom_op(
+    "lookahead::tree_attention",
+    tree_attention,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor packed_mask, float scaling, float? softcap) -> Tensor",
+)
+"""As `tree_attention`, with the tiling chosen by it: `torch.compile` does not look inside, and knows the shape of what
+comes out."""
+tree_attention_operator.register_fake(_shape)

@@ -22,6 +22,7 @@ up to date.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -73,24 +74,31 @@ def pack(
             f"ancestors of shape {ancestors.shape}, {len(lengths)} lengths and positions of shape {positions.shape} do "
             "not belong together; they must be [batch, nodes, nodes], [batch] and [batch, nodes]"
         )
-    if bool(np.triu(ancestors, k=1).any()):
+    if (ancestors & _later(nodes)).any():
         raise InvalidArgumentError("ancestors lets a slot see a later one; lay out parents before their children")
     longest = max(lengths)
     if scratch is not None and scratch < longest:
         raise InvalidArgumentError(f"scratch={scratch} lies inside of a text of {longest} cached tokens")
-    first = first_position(positions, window, chunk)
     real = ancestors.any(axis=2)
-    # A node and its ancestors are as far apart as their positions say; inside of the tree the bits know all of it.
-    seen = ancestors & (positions[:, None, :] >= first[:, :, None])
-    seen[:, np.arange(nodes), np.arange(nodes)] = True
-    packed = np.empty((batch, nodes, packed_width(nodes)), dtype=np.int32)
-    packed[:, :, VISIBLE] = np.where(real, np.asarray(lengths)[:, None], 0)
-    packed[:, :, FIRST] = np.where(real, first, 0)
+    packed = np.zeros((batch, nodes, packed_width(nodes)), dtype=np.int32)
+    seen = np.zeros((batch, nodes, (packed.shape[2] - BITS) * WORD), dtype=np.bool_)
+    seen[:, :, :nodes] = ancestors
+    if window is not None or chunk is not None:
+        first = first_position(positions, window, chunk)
+        packed[:, :, FIRST] = real * first
+        # A node and its ancestors are as far apart as their positions say; inside of the tree the bits know all of it.
+        seen[:, :, :nodes] &= positions[:, None, :] >= first[:, :, None]
+    seen.reshape(batch, -1)[:, :: seen.shape[2] + 1] = True  # the diagonal
+    packed[:, :, VISIBLE] = real * np.asarray(lengths)[:, None]
     packed[:, :, SCRATCH] = longest if scratch is None else scratch
-    padded = np.zeros((batch, nodes, (packed.shape[2] - BITS) * WORD), dtype=np.bool_)
-    padded[:, :, :nodes] = seen
-    packed[:, :, BITS:] = np.packbits(padded, axis=2, bitorder="little").view("<i4")
+    packed[:, :, BITS:] = np.packbits(seen, axis=2, bitorder="little").view("<i4")
     return torch.from_numpy(packed)[:, None]
+
+
+@lru_cache(maxsize=64)
+def _later(nodes: int) -> NDArray[np.bool_]:
+    """Which slots come after each slot, `[nodes, nodes]`."""
+    return ~np.tri(nodes, dtype=np.bool_)
 
 
 def unpack(packed: torch.Tensor, keys: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the kernels of tree attention share: a softmax over blocks of keys, and over splits of them."""
+"""What the kernels of tree attention share: how they are launched, and a softmax over blocks and splits of keys."""
 
 # Kernels are written in Triton's language, which mypy cannot check.
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
@@ -13,42 +15,151 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 
 from lookahead.errors import InvalidArgumentError
 
-
-def refuse_other_devices(query: torch.Tensor, kernel: object) -> None:
-    """Raise an `InvalidArgumentError` if `kernel` cannot read `query` where it is: compiled ones run on CUDA alone."""
-    if not query.is_cuda and isinstance(kernel, triton.JITFunction):
-        raise InvalidArgumentError(
-            f"tree attention got tensors on {query.device}, but its kernel runs on CUDA devices only; choose "
-            "attn_implementation='sdpa' there"
-        )
+_PROGRAMS = 256
+"""Programs that fill a large GPU: about two for each multiprocessor."""
+_MOST_SPLITS = 32
+_BLOCKS_IN_SPLIT = 2
+"""Blocks of keys that a split should have at the least, for the combination to be worth its while."""
 
 
-def unit_strides(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors, copied where their innermost dimension has gaps; any other one is read as it lies."""
-    return tuple(states if states.stride(-1) == 1 else states.contiguous() for states in tensors)
+@dataclass(frozen=True)
+class Tiling:
+    """How the work is cut into programs.
+
+    Attributes:
+        rows: Query rows in a block, a power of two.
+        keys: Keys in a block, a power of two.
+        splits: Shares that the keys are cut into, a power of two.
+        warps: Warps of a program.
+        stages: Depth of the pipeline that loads keys and values.
+    """
+
+    rows: int
+    keys: int
+    splits: int
+    warps: int
+    stages: int
 
 
-def sizes_of_heads(query: torch.Tensor, value: torch.Tensor) -> dict[str, int]:
-    """What kernels know of heads when they are compiled."""
-    kv_heads, value_size = value.shape[1], value.shape[3]
-    block_v = max(triton.next_power_of_2(value_size), 16)
-    return {
-        "KV_HEADS": kv_heads,
-        "GROUP": query.shape[1] // kv_heads,
-        "VALUE_SIZE": value_size,
-        "BLOCK_V": block_v,
-    }
+def choose_tiling(rows: int, heads: int, keys: int, head_dim: int, dtype: torch.dtype) -> Tiling:
+    """Cut the work into programs; from shapes alone, so that a captured graph fits every later step.
+
+    Args:
+        rows: Query rows that share a head of keys: nodes times the size of the group.
+        heads: Heads of keys, times the batch.
+        keys: Columns of keys, as many as the buffer has.
+        head_dim: The larger one of the sizes of keys and values.
+        dtype: Number type of keys and values.
+    """
+    # The largest blocks whose accumulators stay in registers, on both sm_80 and sm_90, and whose keys and values stay
+    # within 99 KiB of shared memory on sm_8x, all that consumer cards have.
+    full = dtype == torch.float32
+    if full:
+        # Full precision has no tensor cores: every product passes through registers of its own.
+        most, block_keys = (32 if head_dim <= 64 else 16), 16
+    else:
+        most, block_keys = (128 if head_dim <= 128 else 64), (64 if head_dim <= 128 else 32)
+    block_rows = min(max(triton.next_power_of_2(rows), 16), most)
+    if block_rows == 128 and head_dim > 64:
+        block_keys = 32
+    wide = head_dim > 128 if full else block_rows * triton.next_power_of_2(head_dim) >= 64 * 128
+    stages = 2 if full or block_rows > 32 else 3
+    programs = heads * -(-rows // block_rows)
+    wanted = min(_PROGRAMS // programs, keys // (_BLOCKS_IN_SPLIT * block_keys), _MOST_SPLITS)
+    splits = 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
+    return Tiling(block_rows, block_keys, splits, warps=8 if wide else 4, stages=stages)
 
 
-def shares_of_splits(query: torch.Tensor, splits: int, sizes: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the average of the values of each split, `[batch * KV_HEADS, splits, rows, VALUE_SIZE]` float32, and
-    for the logarithm of its sum of weights, `[batch * KV_HEADS, splits, rows]` float32."""
-    shape = (query.shape[0] * sizes["KV_HEADS"], splits, query.shape[2] * sizes["GROUP"])
-    averages = query.new_empty((*shape, sizes["VALUE_SIZE"]), dtype=torch.float32)
-    return averages, query.new_empty(shape, dtype=torch.float32)
+class Attention:
+    """One call of a kernel, whose programs serve a block of rows, a split of the keys, and one head of keys and values.
+
+    Args:
+        kernel: Leaves of each split its average of the values and the logarithm of its sum of weights, both in float32,
+            or the result itself.
+        query, key, value: As for `kernel.tree_attention`.
+        mask: What each node sees, as the kernel reads it.
+
+    Attributes:
+        rows: Query rows that share a head of keys: nodes times the size of a group.
+        heads: Heads of keys, times the batch.
+        group: Query heads that share a head of keys.
+        head_dim: The larger one of the sizes of keys and values.
+
+    Raises:
+        InvalidArgumentError: The tensors are not on a CUDA device, and Triton's interpreter is not on.
+    """
+
+    def __init__(
+        self, kernel: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+    ) -> None:
+        if not query.is_cuda and isinstance(kernel, triton.JITFunction):
+            raise InvalidArgumentError(
+                f"tree attention got tensors on {query.device}, but its kernel runs on CUDA devices only; choose "
+                "attn_implementation='sdpa' there"
+            )
+        self._kernel = kernel
+        # Where their innermost dimension has gaps, they are copied; any other tensor is read as it lies.
+        tensors = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value, mask))
+        self._query, self._key, self._value, self._mask = tensors
+        batch, heads, nodes, self._key_size = query.shape
+        kv_heads, value_size = value.shape[1], value.shape[3]
+        self.group = heads // kv_heads
+        self.rows, self.heads, self.head_dim = nodes * self.group, batch * kv_heads, max(self._key_size, value_size)
+        self._sizes = {
+            "KV_HEADS": kv_heads,
+            "GROUP": self.group,
+            "VALUE_SIZE": value_size,
+            "BLOCK_V": max(triton.next_power_of_2(value_size), 16),
+        }
+
+    def run(
+        self, programs: int, tiling: Tiling, scaling: float, softcap: float | None, **constants: int
+    ) -> torch.Tensor:
+        """Launch the kernel and, unless it writes the result itself, put the shares of its splits together.
+
+        Args:
+            programs: Blocks of rows, one for each program.
+            tiling: How the rest of the work is cut.
+            scaling: What scores are multiplied by.
+            softcap: Scores are bent to stay below this: `softcap * tanh(score / softcap)`.
+            **constants: What this kernel alone takes; with `DIRECT` it writes the result itself.
+
+        Returns:
+            `[batch, nodes, heads, value_dim]` in the number type of the query.
+        """
+        query, key, value, mask, splits = self._query, self._key, self._value, self._mask, tiling.splits
+        batch, heads, nodes, _ = query.shape
+        shares = sums = output = query.new_empty((batch, nodes, heads, self._sizes["VALUE_SIZE"]))
+        combines = not constants.get("DIRECT", False)
+        if combines:
+            shape = (self.heads, splits, self.rows)
+            shares = query.new_empty((*shape, self._sizes["VALUE_SIZE"]), dtype=torch.float32)
+            sums = query.new_empty(shape, dtype=torch.float32)
+        scale, cap = _score_factors(scaling, softcap)
+        with torch.cuda.device_of(query):
+            self._kernel[programs, splits, self.heads](
+                *(query, key, value, mask, shares, sums),
+                *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
+                *(mask.stride(0), mask.stride(2), nodes, splits, scale, cap),
+                KEY_SIZE=self._key_size,
+                BLOCK_M=tiling.rows,
+                BLOCK_N=tiling.keys,
+                BLOCK_K=max(triton.next_power_of_2(self._key_size), 16),
+                CAPPED=cap != 0.0,
+                num_warps=tiling.warps,
+                num_stages=tiling.stages,
+                enable_fp_fusion=True,
+                **constants,
+                **self._sizes,
+            )
+            if combines:
+                combine_kernel[self.rows, self.heads](
+                    *(shares, sums, output, nodes, splits), num_warps=4, enable_fp_fusion=True, **self._sizes
+                )
+        return output
 
 
-def score_factors(scaling: float, softcap: float | None) -> tuple[float, float]:
+def _score_factors(scaling: float, softcap: float | None) -> tuple[float, float]:
     """Scale and cap of a softmax to the base 2, which is what the hardware computes: exp(x) = exp2(x * log2(e))."""
     if softcap is None:
         return scaling * math.log2(math.e), 0.0

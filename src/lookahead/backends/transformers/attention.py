@@ -1,0 +1,126 @@
+"""Attention as the clones of a model call it where it is `sdpa`: heads folded into rows, and rows packed into one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from lookahead.backends.transformers.invariant.attention import PACKED_ROWS as INVARIANT_ROWS
+from lookahead.backends.transformers.invariant.attention import invariant_attention
+from lookahead.backends.transformers.layouts import PackedStep
+from lookahead.errors import UnsupportedModelError
+
+FOLDED_SDPA = "lookahead_folded_sdpa"
+"""The name under which transformers finds `folded_sdpa`."""
+
+PACKED_ROWS = "lookahead_packed_rows"
+"""The name under which it finds `packed_rows_attention`."""
+
+
+def folded_sdpa(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Torch's `scaled_dot_product_attention` as transformers' own `sdpa` calls it, with another shape of the queries:
+    for models on CPUs whose query heads share key-value heads.
+
+    Query heads that share a key-value head become rows of one product, `[batch, key-value heads, group * nodes,
+    head size]`, so that no key is repeated. Each row has the sums it had before; what changes is the time: on a
+    CPU torch lays out keys and values anew for each head, which in bfloat16 takes far longer than one query does.
+
+    Args:
+        module: The layer.
+        query: `[batch, heads, nodes, head size]`.
+        key: `[batch, key-value heads, keys, head size]`; `value` likewise.
+        attention_mask: Added to the scores, `[batch, 1, nodes, keys]`, or `None`: all keys for one node, and
+            the keys up to its own place for a run of them.
+        dropout: As in transformers.
+        scaling: Factor of the scores; 1 / sqrt(head size) if not given.
+        **kwargs: What else a model hands to its attention function.
+
+    Returns:
+        `[batch, nodes, heads, head size]`, and `None` in place of attention weights.
+    """
+    batch, heads, nodes, head_size = query.shape
+    groups = heads // key.shape[1]
+    # In float32 a single row is summed in another order, so one-token steps stay transformers' own there.
+    single = nodes == 1 and query.dtype != torch.float32
+    masked = nodes > 1 and attention_mask is not None
+    foldable = groups > 1 and dropout == 0 and (single or masked) and kwargs.get("position_bias") is None
+    if not foldable or (attention_mask is not None and attention_mask.shape[1] != 1):
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return output, None
+    rows = query.reshape(batch, key.shape[1], groups * nodes, head_size)
+    if attention_mask is not None:
+        attention_mask = attention_mask[:, :, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
+    folded = torch.nn.functional.scaled_dot_product_attention(rows, key, value, attention_mask, scale=scaling)
+    return folded.view(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def packed_rows_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    packed_rows: PackedStep | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over texts that lie one after another in one row of tokens: each sees its own keys and values alone.
+
+    Args:
+        module: The layer.
+        query: `[1, heads, nodes of all rows, head size]`.
+        key: What `PackedCache.update` returned; `value` likewise.
+        attention_mask: None: which node sees what is told by `packed_rows`.
+        packed_rows: The step.
+        **kwargs: What else a model hands to its attention function, as for that which each row is attended to by.
+
+    Returns:
+        `[1, nodes of all rows, heads, head size]`, and `None` in place of attention weights.
+
+    Raises:
+        UnsupportedModelError: The model did not hand the step through, or computes attention over other keys than
+            those that its cache gave it.
+    """
+    states = None if packed_rows is None else packed_rows.cache.states(key)
+    if packed_rows is None or states is None or attention_mask is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends to other keys than those of its cache, or by a mask of its own"
+        )
+    # Folding is for CPUs.
+    attend: Any = folded_sdpa if query.device.type == "cpu" else sdpa_attention_forward
+    if module.config._attn_implementation == INVARIANT_ROWS:  # type: ignore[union-attr]
+        attend = invariant_attention
+    masks = packed_rows.masks_of(module)
+    if len(states) == 1:
+        attended: torch.Tensor = attend(module, query, *states[0], masks[0], **kwargs)[0]
+        return attended, None
+    outputs = []
+    for (start, end), (keys, values), mask in zip(packed_rows.bounds, states, masks, strict=True):
+        nodes = query.narrow(2, start, end - start)
+        outputs.append(attend(module, nodes, keys, values, mask, **kwargs)[0])
+    return torch.cat(outputs, dim=1), None
+
+
+def register() -> None:
+    """Register the functions with transformers, under names that no model uses by default.
+
+    With no function for the masks of packed rows: transformers then makes none.
+    """
+    AttentionInterface.register(FOLDED_SDPA, folded_sdpa)
+    AttentionMaskInterface.register(FOLDED_SDPA, sdpa_mask)
+    AttentionInterface.register(PACKED_ROWS, packed_rows_attention)
+    AttentionInterface.register(INVARIANT_ROWS, packed_rows_attention)
