@@ -90,11 +90,20 @@ def test_a_model_that_counts_keys_beyond_its_window_is_refused() -> None:
         lookahead.generate(model, prompt(5), max_new_tokens=4)
 
 
-def test_doge_is_refused() -> None:
-    """It keeps the best so many keys, and which of equal ones these are depends on where they lie."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("doge", **SIZES, num_key_value_heads=2)).eval()
-    with pytest.raises(UnsupportedModelError, match="past every window"):
-        lookahead.generate(model, prompt(5), max_new_tokens=4)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("doge", {"keep_window_size": 24, "num_key_value_heads": 2}), ("moshi", {"sliding_window": 24, "ffn_dim": 96})],
+)
+def test_nothing_is_drafted_where_layers_no_longer_attend_to_all_keys(family: str, sizes: dict[str, int]) -> None:
+    """Which of equal keys Doge picks depends on where they lie; Moshi's cache drops keys that its masks have."""
+    model = randomised(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **sizes)).eval())
+    options = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+    for tokens in (30, 8):
+        found = lookahead.generate(model, prompt(tokens), lookahead_config=LookaheadConfig(step_budget=8), **options)
+        assert torch.equal(found.sequences, model.generate(prompt(tokens), **options).sequences)
+    nodes = found.statistics.nodes_per_step
+    assert max(nodes[1:]) > 1
+    assert nodes[-20:] == [1] * 20
 
 
 @pytest.mark.parametrize("tokens", quickly([20, 60, 120], [60]))
@@ -295,13 +304,6 @@ def test_the_decoder_of_whisper_has_a_table_of_positions() -> None:
     config.is_encoder_decoder = False
     model = randomised(WhisperForCausalLM(config), 0.2)
     assert_exact(model, prompt(20), max_new_tokens=39)
-
-
-def test_moshi_is_refused() -> None:
-    """Its cache drops what is beyond a window that its masks do not have."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("moshi", **SIZES, ffn_dim=96)).eval()
-    with pytest.raises(UnsupportedModelError, match="past every window"):
-        lookahead.generate(model, prompt(5), max_new_tokens=4)
 
 
 def test_phi4_multimodal_up_to_where_plain_decoding_breaks() -> None:

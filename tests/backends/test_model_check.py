@@ -139,7 +139,7 @@ def from_config(model_type: str, **overrides: Any) -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (lambda: from_config("mamba", state_size=4), "Mamba-style"),
+        (lambda: from_config("recurrent_gemma", num_hidden_layers=3), "Mamba-style"),
         (lambda: from_config("bloom", n_head=2, n_layer=2), "BloomForCausalLM"),
         (lambda: from_config("falcon", alibi=True), "FalconForCausalLM"),
     ],

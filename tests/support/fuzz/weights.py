@@ -36,7 +36,8 @@ def draw_weights(model: PreTrainedModel, seed: int, embedding_gain: float, sprea
             else:
                 parameter.copy_(1.3 * noise / _fan_in(module, parameter) ** 0.5)
         for name, buffer in module.named_buffers(recurse=False):
-            if "bias" in name and buffer.is_floating_point():  # of routers, learned in training without a gradient
+            # Of routers, learned in training without a gradient; that of OpenAI GPT is a mask.
+            if "bias" in name and buffer.is_floating_point() and buffer.dim() < 4:
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=random))
     _scale_logits(model, random, spread)
 

@@ -17,6 +17,12 @@ from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 _NAMES = ("past_key_values", "cache_params", "state")
 """What models call their caches."""
 
+_READ_WHOLE = ("openai-gpt",)
+"""Model types without a cache, whose passes are given the whole text."""
+
+_FORGETFUL = ("falcon_mamba", "jamba", "mamba", "zamba")
+"""Model types with layers of Mamba 1, whose scan over several tokens begins with zeros; see `chain_engine`."""
+
 _RUNNING_STATES = ("conv_states", "recurrent_states")
 """What layers of transformers write in place; everything else in them is replaced by new tensors."""
 
@@ -81,7 +87,9 @@ class SavedState:
         elif isinstance(value, tuple):
             for item in value:
                 self._visit(item, copies)
-        elif opens or isinstance(value, Cache | CacheLayerMixin | LinearAttentionCacheLayerMixin):
+        elif value is not None and (
+            opens or isinstance(value, Cache | CacheLayerMixin | LinearAttentionCacheLayerMixin)
+        ):
             attributes = vars(value)
             self._containers.append((attributes, dict(attributes)))
             running = _RUNNING_STATES if isinstance(value, LinearAttentionCacheLayerMixin) else ()
@@ -132,6 +140,7 @@ class ChainRow:
         self.most_pending: int | None = None
         self.copied_bytes = 0
         self._source = source or {}
+        self._whole = torch.empty(1, 0, dtype=torch.long, device=model.device) if reads_whole(model) else None
         self._buffers: list[torch.Tensor] = []
         self._saved: SavedState | None = None
 
@@ -149,6 +158,13 @@ class ChainRow:
         """What a pass takes of it."""
         return {**self._source} if self.content is None else {**self._source, self.name: self.content}
 
+    def input(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What a pass over `tokens` `[1, nodes]` is given."""
+        if self._whole is None:
+            return tokens
+        self._given = torch.cat([self._whole, tokens], dim=1)
+        return self._given
+
     def save(self) -> None:
         """Remember the cache as it is; the copies are taken into the buffers of the last time."""
         self._saved = SavedState(self.content, self._buffers)
@@ -163,13 +179,15 @@ class ChainRow:
         saved, self._saved = self._saved, None
         if kept == sent:
             self.length += sent
+            if self._whole is not None:
+                self._whole = self._given
         elif saved is not None:
             saved.restore()
 
     def keep(self, outputs: Any) -> None:
         """Take the cache from what the first pass gave, if the model makes its own."""
         if self.content is None:
-            self.content = outputs[self.name]
+            self.content = outputs.get(self.name)
 
     def copy_start(self, other: ChainRow, tokens: int) -> None:
         """Not possible: of a text there is the state after its end alone. See `Runner.shares_beginnings`."""
@@ -196,16 +214,32 @@ def has_running_state(kind: type[PreTrainedModel], config: PreTrainedConfig) -> 
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
+def reads_whole(model: PreTrainedModel) -> bool:
+    """Whether each pass of `model` is given the whole text."""
+    return model.config.model_type in _READ_WHOLE
+
+
+def is_forgetful(model: PreTrainedModel) -> bool:
+    """Whether a pass of `model` over several tokens forgets the state that it should go on from."""
+    return model.config.model_type in _FORGETFUL
+
+
 def check_states(model: PreTrainedModel, cache: Cache) -> None:
     """Refuse a cache that decoding of `model` cannot go on with.
 
     Raises:
         UnsupportedArgumentError: It has no room for the model's states, or they are elsewhere.
     """
-    if is_encoder_decoder(model):
-        raise UnsupportedArgumentError(
-            f"past_key_values is not supported for {type(model).__name__}, an encoder-decoder; leave it out"
-        )
+    reasons = {
+        "an encoder-decoder": is_encoder_decoder,
+        "whose passes are given the whole text": reads_whole,
+        "whose own passes over several tokens forget the state behind them": is_forgetful,
+    }
+    for why, applies in reasons.items():
+        if applies(model):
+            raise UnsupportedArgumentError(
+                f"past_key_values is not supported for {type(model).__name__}, {why}; leave it out"
+            )
     expected = empty_cache(model)
     layers = [] if expected is None else [type(layer) for layer in expected.layers]
     if not layers or cache.offloading or [type(layer) for layer in cache.layers] != layers:

@@ -19,6 +19,10 @@ _RECOMPUTING = ("phi3", "phimoe")
 _BROKEN = ("phi4_multimodal",)
 """Model types that drop the cache there, too, but go on to read the last token alone, as if it were a whole text."""
 
+_PICKING = {"doge": "keep_window_size", "moshi": "sliding_window"}
+"""Model types of which a layer sees fewer keys than its mask shows in longer texts, and what they call that length.
+Doge picks the best of them; Moshi's cache drops the first, of which its mask knows nothing."""
+
 _MENDED = (5, 20)
 """The version of transformers before which those of `_RECOMPUTING` read the last token alone, too."""
 
@@ -137,9 +141,11 @@ def _chooses_after(config: PreTrainedConfig) -> int | None:
 
 
 def _picks_after(config: PreTrainedConfig) -> int | None:
-    """Longest text all of whose keys are attended to; `None` for models whose layers do not pick by an indexer."""
-    topk = getattr(config, "index_topk", None)
-    return topk if INDEXED in (getattr(config, "layer_types", None) or ()) and isinstance(topk, int) else None
+    """Longest text all of whose keys are attended to; `None` for models whose layers see what their masks show."""
+    by_indexer = INDEXED in (getattr(config, "layer_types", None) or ())
+    name = "index_topk" if by_indexer else _PICKING.get(config.model_type, "")
+    length = getattr(config, name, None)
+    return length if isinstance(length, int) else None
 
 
 def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, object]]:

@@ -17,7 +17,7 @@ from lookahead.backends.chain_rules import check_chain, has_room
 from lookahead.backends.forward_result import ForwardResult, forward_results, nothing_listed
 from lookahead.backends.transfers import upload
 from lookahead.backends.transformers.cache_exchange import leave_out_hidden
-from lookahead.backends.transformers.chain_cache import ChainRow, SavedState
+from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, is_forgetful, reads_whole
 from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder
 from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.invariant.attention import PACKED_ROWS
@@ -476,6 +476,8 @@ class ChainRunner(Runner):
         if is_encoder_decoder(model):
             self._takes_positions, self._tokens_name = False, "decoder_input_ids"
             self._uncounted = model.config.get_text_config(decoder=True).pad_token_id
+        elif reads_whole(model):
+            self._takes_positions = False
         self._engine = model if engine is None else engine
         self.rows = [ChainRow(model)] if rows is None else list(rows)
         self._layout = Padded(model, None, self._device)
@@ -544,13 +546,15 @@ class ChainRunner(Runner):
 
     def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
         inputs, row = self._layout.inputs(step), self.rows[places[0]]
-        module = self._engine if inputs.tokens.shape[1] <= SHORT else self.model
+        count = inputs.tokens.shape[1]
+        module = self._engine if count <= SHORT or (row.length and is_forgetful(self.model)) else self.model
+        inputs.tokens = row.input(inputs.tokens)
         parts = self._parts(inputs) if row.length else [inputs]
         logits = []
         for part in parts:
             outputs = self._call(module, part, row.arguments())
             row.keep(outputs)
-            logits.append(outputs.logits)
+            logits.append(outputs.logits[:, -count:])
         return (logits[0], inputs) if len(parts) == 1 else (torch.cat(logits, dim=1), parts[0])
 
     def _parts(self, inputs: Inputs) -> list[Inputs]:

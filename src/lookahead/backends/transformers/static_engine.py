@@ -65,7 +65,10 @@ class StaticBuffers:
         patient = config.engine == "auto" and not config.invariant and start is not None
         text = min(longest, start + GROWS_BY) if patient and start is not None else longest
         capacity = rounded(text + (most or 0) + sizes[-1])
-        first = limits_of(model).places_after
+        first, picked = limits_of(model).places_after, limits_of(model).picks_after
+        if picked is not None and longest > picked:
+            self.obstacle = f"it does not attend to all keys of a text of more than {picked} tokens"
+            return
         if first is not None and rounded(longest + (most or 0) + sizes[-1]) > first:
             self.obstacle = f"it would take memory beyond {first} tokens for text"
             return

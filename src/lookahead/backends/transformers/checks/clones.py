@@ -37,10 +37,10 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return size
 
 
-def trial_runner(model: PreTrainedModel) -> ChainRunner:
-    """An empty runner of chains, with what stands for an encoder's output if `model` has one."""
+def trial_runner(model: PreTrainedModel, engine: PreTrainedModel | None = None) -> ChainRunner:
+    """An empty runner of chains, with what stands for an encoder's output if `model` has one; see `ChainRunner`."""
     source = tried_source(model) if is_encoder_decoder(model) else None
-    return ChainRunner(model, [ChainRow(model, source=source)])
+    return ChainRunner(model, [ChainRow(model, source=source)], engine=engine)
 
 
 def goes_on_rightly(model: PreTrainedModel, engine: PreTrainedModel) -> bool:

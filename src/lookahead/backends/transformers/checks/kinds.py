@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.transformers import attention
 from lookahead.backends.transformers.chain_cache import ChainRow, has_running_state
+from lookahead.backends.transformers.chain_engine import chain_engine
 from lookahead.backends.transformers.checks.clones import trial_runner
 from lookahead.backends.transformers.limits import Limits
 from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet
@@ -90,7 +91,8 @@ class _Comparison:
         """Along a text, with drafts that are rejected, states that are put back, and pending tokens sent again."""
         if not self._is_alike:
             return False
-        found = follow(trial_runner(self._model), [self._text], _PROMPT, chains(self._draws))
+        runner = trial_runner(self._model, chain_engine(self._model))
+        found = follow(runner, [self._text], _PROMPT, chains(self._draws))
         return self._same(found, [self._expected])
 
     def plain(self) -> bool:

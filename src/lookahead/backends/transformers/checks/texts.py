@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from lookahead.backends.prompts import Prompts
-from lookahead.backends.transformers.chain_cache import has_running_state
+from lookahead.backends.transformers.chain_cache import has_running_state, is_forgetful
 from lookahead.backends.transformers.checks.kinds import Equivalence, equivalence
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
@@ -71,6 +71,11 @@ def _check_chains(model: PreTrainedModel, prompts: Prompts, generation_config: G
         raise UnsupportedArgumentError(
             f"use_cache=False is not supported for {name}, which keeps a running state: plain "
             "decoding would compute it anew from the whole text at each step; pass use_cache=True"
+        )
+    if generation_config.prefill_chunk_size is not None and is_forgetful(model):
+        raise UnsupportedArgumentError(
+            f"prefill_chunk_size is not supported for {name}, whose own passes over several tokens forget the state "
+            "behind them; leave it unset"
         )
     if prompts.rows > 1 and (prompts.inputs or prompts.cache is not None):
         what = "past_key_values" if prompts.cache is not None else "more than tokens"
