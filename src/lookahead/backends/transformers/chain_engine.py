@@ -76,7 +76,8 @@ def _tried_clone(model: PreTrainedModel) -> SharedClone | None:
     _shorten(clone.module)
     for part in clone.module.modules():
         if is_forgetful(model) and type(part).__name__.endswith("MambaMixer"):
-            part.__class__ = _one_by_one(type(part))
+            kind: Any = type(part)
+            part.__class__ = _one_by_one(kind)
     with preserved_state(model), torch.no_grad():
         same = goes_on_rightly(model, clone.module)
     for part, size in sizes.items():  # else the clone would not look like the model
