@@ -33,7 +33,7 @@ from lookahead.backends.session import open_session
 from lookahead.cli import process
 from lookahead.cli.inputs import is_gguf, model_folder
 from lookahead.cli.rendering import spinner
-from lookahead.cli.settings import BatchSettings, DecodingSettings, ServeSettings, TuneSettings
+from lookahead.cli.settings import BatchSettings, ModelSettings, ServeSettings, TextSettings
 from lookahead.config import LookaheadConfig
 from lookahead.core.compiled import on_first_compilation
 from lookahead.drafting.warm_up import compile_loops
@@ -151,11 +151,11 @@ class LoadedModel:
         return open_session(self.model).number_type
 
 
-def load_model(settings: DecodingSettings | ServeSettings | TuneSettings, notes: Console) -> LoadedModel:
+def load_model(settings: ModelSettings, notes: Console) -> LoadedModel:
     """Load the model that the settings name; a spinner shows that something happens."""
     device = check_device(settings.device)
     path = model_folder(settings.model)
-    if isinstance(settings, (DecodingSettings, ServeSettings)) and not is_gguf(path):
+    if isinstance(settings, TextSettings) and not is_gguf(path):
         _check_options(path, settings)
     memory = memory_errors_explained(
         f"on {device} while loading the model", "--dtype bfloat16, a smaller model or another --device"
@@ -166,7 +166,7 @@ def load_model(settings: DecodingSettings | ServeSettings | TuneSettings, notes:
         return _load(path, settings, device, notes)
 
 
-def _check_options(path: Path, settings: DecodingSettings | ServeSettings) -> None:
+def _check_options(path: Path, settings: TextSettings) -> None:
     """Refuse options that are about GGUF models, for a model of transformers.
 
     Raises:
@@ -202,7 +202,7 @@ def with_adapter(loaded: LoadedModel, path: Path) -> LoadedModel:
     return replace(loaded, model=model)
 
 
-def load_for_decoding(settings: DecodingSettings | ServeSettings, notes: Console) -> LoadedModel:
+def load_for_decoding(settings: TextSettings, notes: Console) -> LoadedModel:
     """Load and check the model, compile what drafts for it, and let Ctrl-C raise: from here on there is something to
     show. On a terminal one line says how long each part took; where an `Engine` is to be made, that says it."""
     start_up, start = StartUp(notes), perf_counter()
@@ -255,9 +255,7 @@ def _choices() -> str:
     return " or ".join(names)
 
 
-def _load(
-    path: Path, settings: DecodingSettings | ServeSettings | TuneSettings, device: torch.device, notes: Console
-) -> LoadedModel:
+def _load(path: Path, settings: ModelSettings, device: torch.device, notes: Console) -> LoadedModel:
     # trust_remote_code=False refuses a model that brings its own code instead of asking at the terminal.
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
@@ -283,8 +281,8 @@ def _load(
     return LoadedModel(path, model.to(device), tokenizer, sampling, processor)
 
 
-def _load_gguf(path: Path, settings: DecodingSettings | ServeSettings | TuneSettings) -> LoadedModel:
-    if isinstance(settings, TuneSettings):
+def _load_gguf(path: Path, settings: ModelSettings) -> LoadedModel:
+    if not isinstance(settings, TextSettings):
         raise InvalidArgumentError(
             f"--model {path}: tune measures models of transformers; what a step of a GGUF model costs is learned as it "
             "runs"

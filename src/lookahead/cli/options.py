@@ -108,6 +108,7 @@ class Settings:
 
     panels: ClassVar[Sequence[str]] = ()  # their order in the help, where that is not the order of the fields
     argv: Sequence[str] = ()  # the command line itself
+    no_color: bool = option("--no-color", OUTPUT, "Print without colours.", default=False)
 
     @classmethod
     def of(cls: type[_SettingsT], options: Mapping[str, Any]) -> _SettingsT:

@@ -34,39 +34,9 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError
 
 
-def _model(files: str = ", or a GGUF file") -> Any:
-    """The folder of the model, `None` for the demonstration model."""
-    about = f"Folder of a causal language model with its tokenizer{files}. Nothing is ever downloaded."
-    return option("--model -m PATH", SOURCE, about, model_path, shown="the demonstration model")
-
-
 def _dtype(default: str) -> Any:
     about = "Type of the weights; 'auto' is the one they were saved in."
     return option("--dtype", RUN, about, dtype, default)
-
-
-def _gpu_layers() -> Any:
-    about = "Layers of a GGUF model to keep on a GPU, -1 for all; llama-cpp-python must have been built for one."
-    return option("--gpu-layers", RUN, about, layers, 0)
-
-
-def _fast_kv() -> Any:
-    about = (
-        "Keep keys and values of a GGUF model in float16, with the attention that llama.cpp chooses: "
-        "faster, but near-ties may be decided otherwise."
-    )
-    return option("--fast-kv", RUN, about, default=False)
-
-
-def _allow_missing() -> Any:
-    about = "Run a model that lacks some weights; they start at random."
-    return option("--allow-missing", SOURCE, about, default=False)
-
-
-def device_option() -> Any:
-    """The device to run on, `None` for the best one there is."""
-    about = "Device to run on, such as cpu, cuda or cuda:1."
-    return option("--device NAME", RUN, about, shown="cuda where there is one, else cpu")
 
 
 def _drawing(names: str, about: str, parser: Any, shown: str = "the model's") -> Any:
@@ -99,9 +69,9 @@ def _trace() -> Any:
     return option("--trace FILE", OUTPUT, about, shown=False)
 
 
-def no_color_option() -> Any:
-    """The option `--no-color`."""
-    return option("--no-color", OUTPUT, "Print without colours.", default=False)
+def _device() -> Any:
+    about = "Device to run on, such as cpu, cuda or cuda:1."
+    return option("--device NAME", RUN, about, shown="cuda where there is one, else cpu")
 
 
 @dataclass(frozen=True)
@@ -134,13 +104,50 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingSettings(Settings):
+class ModelSettings(Settings):
+    """Settings of the commands that load a model."""
+
+    model: Path | None = option(
+        "--model -m PATH",
+        SOURCE,
+        "Folder of a causal language model with its tokenizer, or a GGUF file. Nothing is ever downloaded.",
+        model_path,
+        shown="the demonstration model",
+    )
+    allow_missing: bool = option(
+        "--allow-missing", SOURCE, "Run a model that lacks some weights; they start at random.", default=False
+    )
+    dtype: str = _dtype("auto")
+    device: str | None = _device()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSettings(ModelSettings):
+    """Settings of the commands that make texts, of GGUF files as well."""
+
+    gpu_layers: int = option(
+        "--gpu-layers",
+        RUN,
+        "Layers of a GGUF model to keep on a GPU, -1 for all; llama-cpp-python must have been built for one.",
+        layers,
+        0,
+    )
+    fast_kv: bool = option(
+        "--fast-kv",
+        RUN,
+        "Keep keys and values of a GGUF model in float16, with the attention that llama.cpp chooses: faster, but "
+        "near-ties may be decided otherwise.",
+        default=False,
+    )
+    config: LookaheadConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingSettings(TextSettings):
     """Settings of the commands that decode."""
 
     panels: ClassVar = (SOURCE, CONVERSATION, DRAFT, SAMPLING, RUN, OUTPUT)
 
-    model: Path | None = _model()
-    allow_missing: bool = _allow_missing()
     sample: bool = option(
         "--sample/--greedy",
         SAMPLING,
@@ -159,13 +166,7 @@ class DecodingSettings(Settings):
         "--stop TEXT", RUN, "End after this text; give it several times for several.", shown="the model's"
     )
     max_new_tokens: int = _max_new_tokens(128)
-    dtype: str = _dtype("auto")
-    device: str | None = device_option()
-    gpu_layers: int = _gpu_layers()
-    fast_kv: bool = _fast_kv()
-    config: LookaheadConfig
     json: bool = _json()
-    no_color: bool = no_color_option()
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Any:
@@ -310,13 +311,11 @@ class BatchSettings(DecodingSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(Settings):
+class ServeSettings(TextSettings):
     """Settings of `lookahead serve`."""
 
     panels: ClassVar = (SOURCE, NETWORK, LIMITS, DRAFT, RUN)
 
-    model: Path | None = _model()
-    allow_missing: bool = _allow_missing()
     name: str | None = option("--name TEXT", SOURCE, "What clients call the model.", shown="the name of its folder")
     lora: list[str] | None = option(
         "--lora NAME=PATH",
@@ -363,12 +362,6 @@ class ServeSettings(Settings):
         "Keep keys and values of finished texts for requests with a common prefix.",
         default=True,
     )
-    config: LookaheadConfig
-    dtype: str = _dtype("auto")
-    device: str | None = device_option()
-    gpu_layers: int = _gpu_layers()
-    fast_kv: bool = _fast_kv()
-    no_color: bool = no_color_option()
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Any:
@@ -377,11 +370,9 @@ class ServeSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneSettings(Settings):
+class TuneSettings(ModelSettings):
     """Settings of `lookahead tune`."""
 
-    model: Path | None = _model()
-    allow_missing: bool = _allow_missing()
     contexts: list[int] | None = option(
         "--context -c",
         RUN,
@@ -397,8 +388,6 @@ class TuneSettings(Settings):
         shown="1, 2, 4, ... 128",
     )
     repeats: int = _repeats(7, "Timed steps of each size at each length; medians count.")
-    dtype: str = _dtype("auto")
-    device: str | None = device_option()
     pack_weights: bool = option(
         "--pack-weights",
         RUN,
@@ -409,7 +398,6 @@ class TuneSettings(Settings):
         "--store/--no-store", OUTPUT, "Keep the curve for later runs, in the user's cache directory.", default=True
     )
     json: bool = _json()
-    no_color: bool = no_color_option()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,11 +416,10 @@ class BenchSettings(Settings):
         "--limit", SOURCE, "Take only the first so many prompts of each task.", positive_whole_number
     )
     restart: bool = option("--restart", OUTPUT, "Throw earlier results in the file away.", default=False)
-    device: str | None = device_option()
+    device: str | None = _device()
     threads: int | None = option(
         "--threads", RUN, "CPU threads.", positive_whole_number, shown="as many as torch takes"
     )
-    no_color: bool = no_color_option()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -440,4 +427,3 @@ class LawSettings(Settings):
     """Settings of `lookahead bench law`."""
 
     results: list[Path] = argument("RESULTS", "Raw results (JSON lines, also as .gz); several count as one.")
-    no_color: bool = no_color_option()
