@@ -1,11 +1,11 @@
 """Measure servers with a public load generator: so many users at once, each with one request after another.
 
-guidellm sends the prompts to `lookahead serve` with drafts, to the same with `--preset autoregressive`, and to
-`transformers serve`, which runs on the same model. Servers follow each other, each in a process of its own on the
-loop-back interface, and all of them as often as there are repeats. Requests are greedy, stream, and are bounded in
-number, length and time; no two of a server have the same prompt. A server has one core, and the load generator the
-others. Times are those that users see, as quiet as the machine is; `cpu_seconds` is what the server's process
-took for a load.
+A generator, guidellm or aiperf, sends the prompts to `lookahead serve` with drafts, to the same with `--preset
+autoregressive`, and to `transformers serve`, which runs on the same model. Servers follow each other, each in a process
+of its own on the loop-back interface, and all of them as often as there are repeats. Requests are greedy, stream, and
+are bounded in number, length and time; no two of a server have the same prompt. A server has one core, and the load
+generator the others. Times are those that users see, as quiet as the machine is; `cpu_seconds` is what the server's
+process took for a load.
 """
 
 from __future__ import annotations
@@ -38,6 +38,19 @@ START_SECONDS = 300
 PROMPT_CHARACTERS = 450
 """Length of a prompt of `own_prompts`, about that of HumanEval's."""
 
+AIPERF = {
+    "request_count": "avg",
+    "request_throughput": "avg",
+    "output_token_throughput": "avg",
+    "time_to_first_token": "p50",
+    "inter_token_latency": "p50",
+    "request_latency": "p50",
+    "spec_decode_token_weighted_acceptance_length": "avg",
+    "spec_decode_overall_draft_acceptance_rate": "avg",
+    "total_output_tokens": "avg",
+}
+"""What is kept of the report of aiperf, under its names: milliseconds, tokens and requests a second, per cent."""
+
 SERVERS = ("lookahead serve", "lookahead serve, no drafts", "transformers serve")
 
 
@@ -46,6 +59,7 @@ class Options:
     """What to measure."""
 
     guidellm: str = option("build/guidellm/bin/guidellm", "the load generator; `make bench-server` installs it")
+    aiperf: str = option("", "this load generator instead; `make bench-aiperf` installs it")
     prompts: str = option("", "JSON lines with `id`, and `prompt` or `turns`; this library's own files without")
     users: tuple[int, ...] = option((1, 8, 32), "users at once")
     requests: tuple[int, ...] = option((8, 24, 48), "requests of each of these loads")
@@ -137,28 +151,46 @@ class Bench:
             for users, requests in zip(self._options.users, self._options.requests, strict=True):
                 texts, start = self._prompts[start : start + requests], start + requests
                 before = _seconds(process)
-                benchmark = self._load(url, name, texts, users)
+                with tempfile.TemporaryDirectory() as folder:
+                    load = self._by_aiperf if self._options.aiperf else self._by_guidellm
+                    figures = load(url, name, texts, users, Path(folder))
                 after = _seconds(process)
                 row: Row = {"kind": "run", "server": server, "repeat": repeat, "users": users}
-                yield row | self._figures(benchmark) | {key: after[key] - before[key] for key in after}
+                yield row | figures | {key: after[key] - before[key] for key in after}
 
-    def _load(self, url: str, name: str, texts: Sequence[str], users: int) -> Any:
+    def _by_aiperf(self, url: str, name: str, texts: Sequence[str], users: int, folder: Path) -> Row:
+        """A load by aiperf, in its terms. Answers do not end early: it takes one without text for an error."""
+        prompts = folder / "prompts.jsonl"
+        prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        command = [self._options.aiperf, "profile", "--model", name, "--url", url, "--endpoint-type", "completions"]
+        command += ["--streaming", "--concurrency", str(users), "--request-count", str(len(texts)), "--ui", "none"]
+        command += ["--input-file", str(prompts), "--custom-dataset-type", "single_turn", "--tokenizer", self._model]
+        for field, value in (("max_tokens", self._options.max_tokens), ("temperature", 0), ("ignore_eos", "true")):
+            command += ["--extra-inputs", f"{field}:{value}"]
+        command += ["--output-artifact-dir", str(folder)]
+        subprocess.run(command, env={"PATH": "/usr/bin:/bin", "HOME": str(folder)}, check=True, capture_output=True)
+        report = json.loads((folder / "profile_export_aiperf.json").read_text(encoding="utf-8"))
+        row: Row = {name: report[name].get(figure) for name, figure in AIPERF.items() if name in report}
+        failed = report.get("error_request_count", {"avg": 0})["avg"]
+        return row | ({"error": f"{failed} requests failed"} if failed else {})
+
+    def _by_guidellm(self, url: str, name: str, texts: Sequence[str], users: int, folder: Path) -> Row:
         options = self._options
-        with tempfile.TemporaryDirectory() as folder:
-            prompts, report = Path(folder) / "prompts.jsonl", Path(folder) / "report.json"
-            prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
-            backend = {"kind": "openai_http", "target": url, "model": name, "request_format": "/v1/completions"}
-            backend |= {"max_tokens": options.max_tokens, "extras": {"body": {"temperature": 0}}}
-            command = [options.guidellm, "run", "--disable-console", "--backend", json.dumps(backend)]
-            command += ["--profile", json.dumps({"kind": "concurrent", "streams": [users]})]
-            command += ["--constraint", f"kind=max_requests,count={len(texts)}"]
-            command += ["--constraint", f"kind=max_duration,seconds={options.seconds}"]
-            command += ["--data", f"kind=json_file,path={prompts}", "--output", f"kind=json,path={report}"]
-            home = {"PATH": "/usr/bin:/bin", "HOME": folder, "HF_HUB_OFFLINE": "1"}
-            subprocess.run(command, env=home, check=True, capture_output=True)
-            return json.loads(report.read_text(encoding="utf-8"))["benchmarks"][0]
+        prompts, report = folder / "prompts.jsonl", folder / "report.json"
+        prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
+        backend = {"kind": "openai_http", "target": url, "model": name, "request_format": "/v1/completions"}
+        backend |= {"max_tokens": options.max_tokens, "extras": {"body": {"temperature": 0}}}
+        command = [options.guidellm, "run", "--disable-console", "--backend", json.dumps(backend)]
+        command += ["--profile", json.dumps({"kind": "concurrent", "streams": [users]})]
+        command += ["--constraint", f"kind=max_requests,count={len(texts)}"]
+        command += ["--constraint", f"kind=max_duration,seconds={options.seconds}"]
+        command += ["--data", f"kind=json_file,path={prompts}", "--output", f"kind=json,path={report}"]
+        home = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "HF_HUB_OFFLINE": "1"}
+        subprocess.run(command, env=home, check=True, capture_output=True)
+        return self._figures(json.loads(report.read_text(encoding="utf-8"))["benchmarks"][0])
 
-    def _figures(self, benchmark: Any) -> Row:
+    @staticmethod
+    def _figures(benchmark: Any) -> Row:
         told, counts = benchmark["metrics"], benchmark["metrics"]["request_totals"]
 
         def of(name: str, figure: str = "median") -> float:
@@ -184,10 +216,11 @@ def probe(options: Options) -> Probe:
     """The units: each server, as often as there are repeats, in turn."""
     model = str(demo_model_path())
     bench = Bench(options, model)
+    servers = SERVERS[:2] if options.aiperf else SERVERS  # transformers serve knows no `ignore_eos`
     units = [
         Unit(f"{server}, {repeat}", partial(bench.rows, server, repeat))
         for repeat in range(options.repeats)
-        for server in SERVERS
+        for server in servers
     ]
-    about = {"model": "demo", "dtype": "float32", "servers": list(SERVERS), "max_tokens": options.max_tokens}
+    about = {"model": "demo", "dtype": "float32", "servers": list(servers), "max_tokens": options.max_tokens}
     return Probe(units, about)

@@ -1,6 +1,7 @@
 """lm-evaluation-harness with lookahead: one line more, the same results.
 
-    make lm-eval
+    make lm-eval                                 # or, in its environment:
+    python examples/evaluate.py --output rows.jsonl
 
 Evaluates the demo model on a generative task from a local file, plainly and attached, and compares what every document
 got.
@@ -8,6 +9,7 @@ got.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -65,6 +67,9 @@ def evaluate(model: PreTrainedModel, folder: Path) -> tuple[str, float]:
 
 def main() -> int:
     """The exit status is 1 where the results differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSON lines")
+    output = parser.parse_args().output
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
     with tempfile.TemporaryDirectory() as name:
         write_task(Path(name))
@@ -72,8 +77,12 @@ def main() -> int:
         lookahead.attach(model, LookaheadConfig(memory="process"))
         results, seconds = evaluate(model, Path(name))
     print(f"CPU seconds: {plain_seconds:.1f} plainly, {seconds:.1f} with lookahead")
-    print("results and answers are", "the same" if results == expected else "NOT the same")
-    return int(results != expected)
+    same = results == expected
+    print("results and answers are", "the same" if same else "NOT the same")
+    if output is not None:
+        row = {"example": "evaluate", "kind": "run", "documents": DOCUMENTS, "same": same}
+        output.write_text(json.dumps(row | {"plain_seconds": plain_seconds, "seconds": seconds}) + "\n")
+    return int(not same)
 
 
 if __name__ == "__main__":

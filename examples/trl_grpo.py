@@ -1,19 +1,21 @@
 """GRPO with TRL, its rollouts decoded with lookahead: one line more, the same rewards and weights.
 
     make trl                                     # or, in its environment:
-    python examples/trl_grpo.py --nodes 16       # so many nodes a step, whether they pay or not
+    python examples/trl_grpo.py --output rows.jsonl
 
-Trains the demo model for a few steps twice, plainly and with `lookahead.attach`, and compares the rewards of all steps
-and the weights behind the last. Drafts come from the rollouts of earlier steps (`memory="process"`): the table shows
-how well, while the weights move.
+Trains the demo model for a few steps: plainly, and with `lookahead.attach` with as many nodes a step as pay and with
+16, whether they pay or not. Compares the rewards of all steps and the weights behind the last. Drafts come from the
+rollouts of earlier steps (`memory="process"`): the table shows how well, while the weights move.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from time import process_time
 from typing import Any
 
@@ -26,7 +28,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.demo import demo_model_path
 
-STEPS, ROLLOUTS, TOKENS = 20, 4, 48
+STEPS, BLOCK, ROLLOUTS, TOKENS = 20, 5, 4, 48
 PROMPTS = [
     "def add(a, b):",
     "class Stack:\n    def push(self, item):",
@@ -89,24 +91,37 @@ class Counted:
         return output
 
 
+def compare(nodes: int | None, plain: PreTrainedModel, expected: list[float]) -> dict[str, Any]:
+    """Train with lookahead; what it was like, beside the model and the rewards of plain training."""
+    counted: list[Counted] = []
+    drafted, rewards, seconds = train(lambda model: counted.append(Counted(model, nodes)))
+    weights = zip(plain.state_dict().values(), drafted.state_dict().values(), strict=True)
+    same = rewards == expected and all(torch.equal(one, other) for one, other in weights)
+    row = {"example": "trl_grpo", "kind": "run", "nodes": nodes or "as many as pay", "same": same, "seconds": seconds}
+    for first in range(0, STEPS, BLOCK):
+        calls = counted[0].calls[first : first + BLOCK]
+        tokens, steps = (sum(call[place] for call in calls) for place in (0, 1))
+        row |= {f"S_{first + 1}": tokens / steps, f"reward_{first + 1}": sum(rewards[first : first + BLOCK]) / BLOCK}
+    return row
+
+
 def main() -> int:
     """The exit status is 1 where a reward or a weight differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, help="nodes of a step; as many as pay if not given")
-    nodes = parser.parse_args().nodes
-    counted: list[Counted] = []
-    plain, expected, plain_seconds = train(lambda model: None)
-    drafted, rewards, seconds = train(lambda model: counted.append(Counted(model, nodes)))
-    print("steps  mean reward  tokens per step of a rollout")
-    for first in range(0, STEPS, 5):
-        calls = counted[0].calls[first : first + 5]
-        tokens, steps = (sum(call[place] for call in calls) for place in (0, 1))
-        print(f"{first + 1:2} - {first + 5:2}  {sum(rewards[first : first + 5]) / 5:11.3f}  {tokens / steps:.2f}")
-    print(f"CPU seconds, all of training: {plain_seconds:.1f} plainly, {seconds:.1f} with lookahead")
-    weights = zip(plain.state_dict().values(), drafted.state_dict().values(), strict=True)
-    same = rewards == expected and all(torch.equal(one, other) for one, other in weights)
-    print("rewards and weights are", "the same, bit for bit" if same else "NOT the same")
-    return int(not same)
+    parser.add_argument("--output", type=Path, help="JSON lines")
+    output = parser.parse_args().output
+    plain, expected, seconds = train(lambda model: None)
+    rows = [compare(nodes, plain, expected) | {"plain_seconds": seconds} for nodes in (None, 16)]
+    print(f"CPU seconds, all of training, plainly: {seconds:.1f}")
+    for row in rows:
+        print(f"nodes: {row['nodes']}; CPU seconds: {row['seconds']:.1f}")
+        for first in range(1, STEPS, BLOCK):
+            block = f"steps {first:2} - {first + BLOCK - 1:2}"
+            print(f"  {block}: mean reward {row[f'reward_{first}']:.3f}, tokens per step {row[f'S_{first}']:.2f}")
+        print("  rewards and weights are", "the same, bit for bit" if row["same"] else "NOT the same")
+    if output is not None:
+        output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return int(not all(row["same"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WRITERS = (
-    *("bench", "bench-server", "models", "pictures", "plots", "ray-serve", "ray-serve-llm", "standard", "tables"),
-    "test-page",
+    *("bench", "bench-aiperf", "bench-server", "lm-eval", "models", "pictures", "plots", "ray-serve", "ray-serve-llm"),
+    *("standard", "tables", "test-page", "trl"),
 )
 INSTALLED = (".venv/installed", "build/playwright", "build/ray", "build/vllm")
 

@@ -34,7 +34,7 @@ from lookahead.server.requests import (
 )
 from lookahead.server.responses import RESPONSES_NAMES, ResponsesForm, ResponsesRequest
 from lookahead.server.served_model import Prompt, ServedModel
-from lookahead.server.service import Service
+from lookahead.server.service import Service, as_api_error
 from lookahead.serving import Engine
 from lookahead.version import __version__
 
@@ -223,24 +223,19 @@ def _is_json(content_type: str) -> bool:
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body(), error.status, error.headers)
-
     @app.exception_handler(LookaheadError)
-    async def library_error(request: Request, error: LookaheadError) -> Response:
-        return await api_error(request, errors.of_library(error))
+    @app.exception_handler(Exception)
+    async def any_error(request: Request, error: Exception) -> Response:
+        told = as_api_error(error)
+        return JSONResponse(told.body(), told.status, told.headers)
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
         sent = request.headers.get("content-type", "")
         if not _is_json(sent):
-            return await api_error(request, errors.not_json(sent))
-        return await api_error(request, errors.of_validation(list(error.errors())))
+            return await any_error(request, errors.not_json(sent))
+        return await any_error(request, errors.of_validation(list(error.errors())))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        return await api_error(request, ApiError(error.status_code, str(error.detail), headers=error.headers))
-
-    @app.exception_handler(Exception)
-    async def internal_error(request: Request, error: Exception) -> Response:
-        return await api_error(request, ApiError(500, "the server failed; its log says why"))
+        return await any_error(request, ApiError(error.status_code, str(error.detail), headers=error.headers))

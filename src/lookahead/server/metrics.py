@@ -58,10 +58,9 @@ class Metrics:
 
     def __init__(self, model: str, others: Metrics | None = None) -> None:
         self._model = model
-        if others is not None:
-            self._registry, self._families = others._registry, others._families
-        else:
-            self._registry, self._families = CollectorRegistry(), dict[str, Any]()
+        self._registry: CollectorRegistry = CollectorRegistry() if others is None else others._registry
+        self._families: dict[str, Any] = {} if others is None else others._families
+        if others is None:
             ProcessCollector(registry=self._registry)  # memory, time, open files of this process
             for name, (about, label) in _LABELLED.items():
                 self._family(Counter, name, about, label)

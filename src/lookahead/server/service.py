@@ -24,6 +24,9 @@ from lookahead.server.plan import Plan, make_plan
 from lookahead.server.requests import ChoicesRequest, CompletionRequest
 from lookahead.server.served_model import Prompt, ServedModel
 
+_RETRY_AFTER = 2
+"""Seconds after which a client that was sent away may try again."""
+
 COMPLETION_TOKENS = 16
 """Most tokens of an answer of `/v1/completions` that names no number, as in OpenAI's API."""
 
@@ -45,7 +48,7 @@ class Service:
         self.metrics = {models[0].name: (first := Metrics(models[0].name))}
         self.metrics |= {served.name: Metrics(served.name, first) for served in models[1:]}
         self._settings = settings
-        self._load = Load(settings.rows + settings.queue)
+        self._answers = 0  # that are being made or wait
         self._running: set[Generation] = set()
         self._stopped: ApiError | None = None
         self._preparing = ThreadPoolExecutor(1, "lookahead-prepare")  # a long prompt must not hold up the others
@@ -97,11 +100,12 @@ class Service:
         _check(request)
         loop, count = asyncio.get_running_loop(), count * request.n
         default = COMPLETION_TOKENS if form is CompletionForm else None
-        self._load.take(count)
+        self._make_room(count)
+        self._answers += count
 
         def ended() -> None:
             self._running.discard(generation)
-            self._load.give_back(count)
+            self._answers -= count
             metrics.through(generation.answers, request.n)
             http.state.notes.update(_notes(request, generation))
 
@@ -120,6 +124,15 @@ class Service:
         except BaseException:
             generation.close()
             raise
+
+    def _make_room(self, count: int) -> None:
+        """Refuse so many further answers if there is no room for them."""
+        most = self._settings.rows + self._settings.queue
+        if count > most:
+            raise ApiError(400, f"{count} answers are more than the {most} that this server makes at once", "n")
+        if self._answers + count > most:
+            told = f"{self._answers} answers are being made or wait; try again later"
+            raise ApiError(429, told, code="overloaded", headers={"Retry-After": str(_RETRY_AFTER)})
 
 
 def _notes(request: ChoicesRequest, generation: Generation) -> dict[str, Any]:
@@ -141,44 +154,7 @@ def _check(request: ChoicesRequest) -> None:
         raise errors.refused("echo", "echo does not go with logprobs: only answers have log-probabilities here")
 
 
-_RETRY_AFTER = 2
-"""Seconds after which a client that was sent away may try again."""
-
-
-class Load:
-    """Counts answers, and refuses those for which there is no room.
-
-    Args:
-        most: Most answers at once, those that wait included.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.answers = 0
-
-    def take(self, count: int) -> None:
-        """Take further answers.
-
-        Raises:
-            ApiError: There is no room for them.
-        """
-        if count > self._most:
-            raise ApiError(400, f"{count} answers are more than the {self._most} that this server makes at once", "n")
-        if self.answers + count > self._most:
-            raise ApiError(
-                429,
-                f"{self.answers} answers are being made or wait; try again later",
-                code="overloaded",
-                headers={"Retry-After": str(_RETRY_AFTER)},
-            )
-        self.answers += count
-
-    def give_back(self, count: int) -> None:
-        """Answers have ended."""
-        self.answers -= count
-
-
-CLIENT_LEFT = 499
+CLIENT_LEFT, FAILED = 499, 500
 
 
 async def deliver(http: Request, form: Form, generation: Generation, stream: bool) -> Response:
@@ -230,18 +206,20 @@ async def _events(form: Form, generation: Generation) -> AsyncIterator[bytes]:
         for chunk in form.closing(generation):
             yield _event(chunk)
     except Exception as error:  # the status is sent already, so that it can only be told here
-        yield _event(form.failure(as_api_error(error)))
+        told = as_api_error(error)
+        if told.status == FAILED:
+            write_line("".join(format_exception(error)))
+        yield _event(form.failure(told))
     yield form.last_event
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Any error in the form that clients know; what nobody expected goes to the log."""
+    """Any error in the form that clients know."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, LookaheadError):
         return of_library(error)
-    write_line("".join(format_exception(error)))
-    return ApiError(500, "the server failed; its log says why")
+    return ApiError(FAILED, "the server failed; its log says why")
 
 
 def _event(data: dict[str, Any]) -> bytes:
