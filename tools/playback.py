@@ -154,6 +154,9 @@ class RecordedTokens:
     samples: bool = False
     needs_logits = True
 
+    def foresee(self, tokens: int) -> None:
+        """Nothing: what they were sampled with is not recorded."""
+
     def look_ahead(self, sequence: Any, tree: TokenTree, outputs: NodeOutputs) -> None:
         """Nothing: nobody waits for recorded tokens."""
 

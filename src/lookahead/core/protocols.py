@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.token_tree import TokenTree
+from lookahead.core.token_tree import Noise, TokenTree
 
 
 class NodeOutputs(Protocol):
@@ -118,6 +118,9 @@ class Sampler(Protocol):
     @property
     def needs_logits(self) -> bool:
         """Whether more is wanted than the likeliest token of the raw logits."""
+
+    def foresee(self, tokens: int) -> Noise | None:
+        """What so many tokens to come are sampled with, which changes nothing of them; `None` if that is not known."""
 
     def look_ahead(self, sequence: Any, tree: TokenTree, outputs: NodeOutputs) -> None:
         """A step's tree was run, of which nothing is selected yet: begin what selecting its tokens one after another

@@ -146,6 +146,7 @@ def _draft(backend: Backend, batch: Batch) -> list[TokenTree]:
         tree = backend.idle_tree() if sequence.finished else backend.begin_tree(row, sequence.tokens)
         trees.append(tree)
         if not sequence.finished and not sequence.is_last_token and backend.wants_draft(tree):
+            tree.foresee = sequence.sampler.foresee if sequence.sampler.samples else None
             tree.limit(sequence.most_tokens - len(sequence.tokens) - 1)
             asked.append((row, sequence, tree))
     stopped = ask_drafters(

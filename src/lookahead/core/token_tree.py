@@ -10,10 +10,11 @@ parents alone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,18 @@ class NodeKind(IntEnum):
     """A guess that verification may accept."""
     WINDOW = 2
     """A token of the lookahead window: read for what follows it, never accepted."""
+
+
+class Noise(NamedTuple):
+    """What the tokens to come are sampled with: selected is the one with the largest log p / temperature - log q.
+
+    Attributes:
+        places: q of the next token, of the one after it, ..., as far as it is known, `[vocabulary]` each.
+        temperature: Divides what the model says.
+    """
+
+    places: Sequence[NDArray[np.float32]]
+    temperature: float
 
 
 class TokenTree:
@@ -51,6 +64,7 @@ class TokenTree:
         needs_logits: Whether the model's prediction after each node is wanted.
         root: The node of the last decided token.
         certain: How many of the first candidates were added by `add_certain`.
+        foresee: Tells what so many tokens below the root are sampled with, if they are; see `Sampler.foresee`.
 
     Raises:
         InvalidArgumentError: `pending` is empty.
@@ -67,6 +81,7 @@ class TokenTree:
         self.needs_logits: list[bool] = [False] * (count - 1) + [True]
         self.root = count - 1
         self.certain = 0
+        self.foresee: Callable[[int], Noise | None] | None = None
         self._max_depth = sys.maxsize if max_depth is None else max_depth
         self._candidates: dict[tuple[int, int], int] = {}
 

@@ -73,6 +73,7 @@ class ChainDrafter:
                 self._drafter.propose_certain(tree)
             return
         sketch = TokenTree(tree.tokens, tree.depths[tree.root] + tree.room)
+        sketch.foresee = tree.foresee
         self._drafter.propose(sketch)
         if self._prompt:  # later pending tokens were read already, as candidates
             tree.needs_logits[:] = sketch.needs_logits[: len(tree)]

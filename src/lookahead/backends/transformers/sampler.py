@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
 from lookahead.backends.transfers import Read, upload
 from lookahead.backends.transformers.noise import MOST_BYTES, RowNoise
 from lookahead.backends.transformers.text_sequence import TextSequence
-from lookahead.core.token_tree import NodeKind, TokenTree
+from lookahead.core.token_tree import NodeKind, Noise, TokenTree
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Changes scores `[1, vocabulary]` given the text `[1, tokens]`, as transformers' logits processors do."""
@@ -83,6 +83,7 @@ class TextSampler:
         self._processor = processor
         self._ignores_text = all(type(each) in IGNORE_TEXT for each in _listed(processor))
         self._noise = noise
+        self._like: torch.Tensor | None = None  # the probabilities that were sampled from last
         self._foreseen: _Foreseen | None = None
         self.logits: list[torch.Tensor] | None = [] if keep_logits else None
         self.scores: list[torch.Tensor] | None = [] if keep_scores else None
@@ -101,6 +102,14 @@ class TextSampler:
     def keeps(self) -> bool:
         """Whether raw logits or processed scores are collected."""
         return self.logits is not None or self.scores is not None
+
+    def foresee(self, tokens: int) -> Noise | None:
+        """The noise of so many tokens to come, where the host has it."""
+        if self._noise is None or self._like is None or self._like.device.type != "cpu":
+            return None
+        places = [noise[0].numpy() for noise in self._noise.look_ahead(tokens, self._like)]
+        warpers = [one for one in _listed(self._processor) if isinstance(one, TemperatureLogitsWarper)]
+        return Noise(places, float(warpers[0].temperature) if warpers else 1.0)
 
     def look_ahead(self, sequence: TextSequence, tree: TokenTree, outputs: Any) -> None:
         """Begin to sample after all nodes that the walk may come to, where the host would have to wait for each.
@@ -166,10 +175,9 @@ class TextSampler:
             self.scores.append(scores.clone())
         return int(scores.argmax(dim=-1)) if self._noise is None else self._sample(scores, self._noise)
 
-    @staticmethod
-    def _sample(scores: torch.Tensor, noise: RowNoise) -> int:
+    def _sample(self, scores: torch.Tensor, noise: RowNoise) -> int:
         """What `torch.multinomial` selects of the softmax of `scores`, with the noise of this place."""
-        probabilities = torch.nn.functional.softmax(scores, dim=-1)
+        self._like = probabilities = torch.nn.functional.softmax(scores, dim=-1)
         selected, marked = _largest(probabilities, noise.take(probabilities))
         token = int(marked)  # one number, as each makes the host wait for another device
         if token < 0:

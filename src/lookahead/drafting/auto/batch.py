@@ -130,11 +130,12 @@ class DraftBatch:
 
     def find(self, wanted: Wanted) -> None:
         """Draft after some texts, into `nodes` and `counts`."""
-        self._find(wanted, self._known, self.listed.arrays, self.room, self.nodes, self.counts)
+        self._find(wanted, self._known, self.room, self.nodes, self.counts)
 
     @property
     def _known(self) -> Known:
-        return Known(self.memory.ngrams.entries, self.texts, self.heard, self._weights, self._settings)
+        known = self.memory.ngrams.entries, self.texts, self.heard, self.listed.arrays
+        return Known(*known, self._weights, self._settings)
 
     def learn(self, step: Step) -> int:
         """Learn from a step: its tokens are of the texts then, and their drafts are done with.

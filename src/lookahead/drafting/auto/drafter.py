@@ -18,7 +18,7 @@ from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import UNTRUSTED, Step
 from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.auto.origins import origins_of
-from lookahead.drafting.auto.search import Wanted
+from lookahead.drafting.auto.search import FORESEEN, Wanted, with_noise
 from lookahead.drafting.auto.sources import Source, permitted
 
 _SEARCHED_WHERE_FORBIDDEN = 4
@@ -144,13 +144,22 @@ class AutoDrafter:
             for drafter, tree in group:
                 drafter._offer(batch, tree)
 
-    @staticmethod
-    def _find(batch: DraftBatch, group: Sequence[tuple[AutoDrafter, TokenTree]]) -> None:
+    @classmethod
+    def _find(cls, batch: DraftBatch, group: Sequence[tuple[AutoDrafter, TokenTree]]) -> None:
         """Find the nodes of some trees."""
+        sampled = [pair for pair in group if pair[1].foresee is not None]
+        if sampled and len(group) > 1:  # each is sampled with noise of its own
+            for pair in group:
+                cls._find(batch, [pair])
+            return
         wanted = [(one._place, one._limit, max(tree.room - one._certain, 0), one.budget.least) for one, tree in group]
         places, limits, levels, least = zip(*wanted, strict=True)
         rows = np.array((places, limits, levels), dtype=np.int64)
-        batch.find(Wanted(rows[0], rows[1], rows[2], np.array(least, dtype=np.float64)))
+        found = Wanted(rows[0], rows[1], rows[2], np.array(least, dtype=np.float64))
+        for drafter, tree in sampled:
+            noise = tree.foresee(min(drafter._certain + FORESEEN, tree.room)) if tree.foresee else None
+            found = found if noise is None else with_noise(found, noise, drafter._certain)
+        batch.find(found)
         likely = batch.nodes["probability"][rows[0], 1:]  # copied: others may search after the same texts
         for row, count in enumerate(batch.counts[rows[0]].tolist()):
             group[row][0]._likely = likely[row, :count]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from lookahead.core.compiled import FIRST, compiled, inner
 from lookahead.drafting.auto.ngrams import EVIDENCE_PRIOR, Entries, Writing, write_entry
+from lookahead.drafting.auto.sources import ListedArrays
 from lookahead.drafting.auto.texts import TextArrays, append, begin_text, read_context
 
 UNTRUSTED = 0.35
@@ -58,12 +59,13 @@ SETTINGS = np.dtype(
 
 
 class Known(NamedTuple):
-    """What drafts come from, but for what sources list.
+    """What drafts come from.
 
     Attributes:
         entries: The n-gram memory.
         texts: The texts.
         heard: What the model said lately of each, `HEARD`s, `[places]`.
+        listed: What the sources of a text list.
         weights: Weigh what the memory and matches say; see `build_weights`.
         settings: A `SETTINGS`.
     """
@@ -71,6 +73,7 @@ class Known(NamedTuple):
     entries: Entries
     texts: TextArrays
     heard: NDArray[Any]
+    listed: ListedArrays
     weights: NDArray[np.float64]
     settings: Any
 
@@ -150,7 +153,7 @@ def learn(step: Step, clock: int, trees: NDArray[Any], known: Known, desk: Desk)
         known: Gets what was learned.
         desk: See there.
     """
-    entries, texts, heard, _, settings = known
+    entries, texts, heard, _, _, settings = known
     accepted, begin, first = 0, FIRST, FIRST
     for row in range(len(step.places)):
         place, end, last = step.places[row], step.ends[row], first + step.added[row]

@@ -5,16 +5,17 @@ Rows of several numbers are numpy records: compiled loops take each array of the
 
 from __future__ import annotations
 
-from math import exp
+from math import exp, log
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import FIRST, compiled, inner
+from lookahead.core.token_tree import Noise
 from lookahead.drafting.auto.learning import UNTRUSTED, Known
 from lookahead.drafting.auto.ngrams import look_up
-from lookahead.drafting.auto.sources import MOST_LISTED, ListedArrays, follow_listed
+from lookahead.drafting.auto.sources import MOST_LISTED, follow_listed
 from lookahead.drafting.auto.texts import follow_matches, match_class, read_context
 
 NODE = np.dtype(
@@ -38,6 +39,12 @@ _GUESSES_COUNT = 0.25
 """What a prediction after a rejected token counts after the selected one, at least."""
 
 
+FORESEEN = 8
+"""Tokens whose noise is foreseen, at most: it is drawn before they are come to."""
+
+_UNKNOWN = (np.zeros(0, dtype=np.float32),) * FORESEEN
+
+
 class Wanted(NamedTuple):
     """Which nodes are wanted, a row for each text.
 
@@ -46,12 +53,22 @@ class Wanted(NamedTuple):
         nodes: Most nodes below its last token, `[rows]`.
         levels: Most levels of them, `[rows]`.
         least: How probable the path to a node must be, `[rows]`.
+        noise: What tokens on each level are sampled with, `[vocabulary]` each, or nothing; see `Noise`.
+        temperature: Divides what the model says; 0 where the likeliest token is selected.
     """
 
     places: NDArray[np.int64]
     nodes: NDArray[np.int64]
     levels: NDArray[np.int64]
     least: NDArray[np.float64]
+    noise: tuple[NDArray[np.float32], ...] = _UNKNOWN
+    temperature: float = 0.0
+
+
+def with_noise(wanted: Wanted, noise: Noise, first: int) -> Wanted:
+    """The same of one text, whose tokens after the `first` ones are sampled with this noise."""
+    known = (*noise.places[first:], *_UNKNOWN)
+    return wanted._replace(noise=known[:FORESEEN], temperature=noise.temperature)
 
 
 class Room(NamedTuple):
@@ -76,7 +93,6 @@ class Room(NamedTuple):
 def find(
     wanted: Wanted,
     known: Known,
-    listed: ListedArrays,
     room: Room,
     trees: NDArray[Any],
     counts: NDArray[np.int64],
@@ -85,7 +101,6 @@ def find(
 
     Args:
         wanted, known, room: See there.
-        listed: What the sources of a text list.
         trees: Get the trees, each in its place, `NODE`s, `[places, nodes]`.
         counts: Gets the number of nodes below the root of each tree, `[places]`.
     """
@@ -102,11 +117,11 @@ def find(
             if chains:  # one node is added at each level
                 waiting = node
             if nodes[node]["depth"] < wanted.levels[row]:
-                end = _propose(place, node, begin, known, listed, room, nodes)
+                end = _propose(place, node, begin, wanted, known, room, nodes)
                 for candidate in range(begin, end):
                     waiting = _wait(candidate, least, waiting, node + 1 if chains else most, room)
                 if node == 0 and explores and known.heard[place]["share"] >= UNTRUSTED:
-                    end, waiting = _try_recent(end, least, waiting, most, room, known.heard[place])
+                    end, waiting = _try_recent(end, waiting, most, row, wanted, known.heard[place], room)
             if node == waiting:
                 break
             nodes[node + 1] = room.candidates[room.queue[node]]
@@ -119,14 +134,14 @@ def _propose(
     place: int,
     node: int,
     begin: int,
+    wanted: Wanted,
     known: Known,
-    listed: ListedArrays,
     room: Room,
     nodes: NDArray[Any],
 ) -> int:
     """Write what may follow a node to the candidates from `begin` on, with the probabilities of their paths; returns
     where they end. All sources propose: a new one is a loop here."""
-    entries, texts, heard, weights, settings = known
+    entries, texts, heard, listed, weights, settings = known
     candidates, _, followed, context, slots = room
     size, end = read_context(place, node, nodes, texts, context), begin
     longest = look_up(context, size, entries, slots)
@@ -164,7 +179,7 @@ def _propose(
             candidates[row]["listed"] = max(candidates[row]["listed"], likely)
             at = listed.tokens[at]["sibling"]
             count += 1
-    _weigh(node, nodes, of_known, entries.evidence, settings["surest"], candidates[begin:end])
+    _weigh(node, nodes, wanted, of_known, entries.evidence, settings["surest"], candidates[begin:end])
     return end
 
 
@@ -183,6 +198,7 @@ def _candidate_of(token: int, begin: int, end: int, score: float, candidates: ND
 def _weigh(
     node: int,
     nodes: NDArray[Any],
+    wanted: Wanted,
     weights: NDArray[np.float64],
     evidence: NDArray[np.float64],
     surest: float,
@@ -197,7 +213,7 @@ def _weigh(
     classes = evidence.shape[1]  # the weights of matches stand behind those of contexts
     for row in range(len(candidates)):
         candidate = candidates[row]
-        score = candidate["probability"]
+        score = candidate["probability"] + _foreseen(candidate["token"], parent["depth"], wanted)
         if candidate["match"] >= 0:
             score += weights[classes + candidate["match"]]
         candidate["probability"] = exp(score) if candidate["match"] >= 0 or candidate["order"] > 0 else 0.0
@@ -210,6 +226,15 @@ def _weigh(
         likely = min(max(likely, candidate["listed"]), surest)
         candidate["probability"] = parent["probability"] * likely
         candidate["parent"], candidate["depth"] = node, parent["depth"] + 1
+
+
+@inner
+def _foreseen(token: int, level: int, wanted: Wanted) -> float:
+    """What speaks for a token on a level in the noise: selected is the largest log p - temperature * log q, and scores
+    are estimates of log p."""
+    if level >= FORESEEN or token >= len(wanted.noise[level]):
+        return 0.0
+    return -wanted.temperature * log(float(wanted.noise[level][token]))
 
 
 @inner
@@ -227,17 +252,18 @@ def _wait(row: int, least: float, waiting: int, most: int, room: Room) -> int:
 
 
 @inner
-def _try_recent(end: int, least: float, waiting: int, most: int, room: Room, heard: Any) -> tuple[int, int]:
-    """Queue recent predictions after the root, behind all that is better; returns where candidates end, and how many
-    wait."""
-    candidates = room.candidates
+def _try_recent(end: int, waiting: int, most: int, row: int, wanted: Wanted, heard: Any, room: Room) -> tuple[int, int]:
+    """Queue recent predictions after the root of a row, behind all that is better; returns where candidates end, and
+    how many wait."""
     for index in range(heard["count"]):
-        row = _candidate_of(heard["recent"][index], FIRST, end, 0.001 / (4.0 + index), candidates)
-        if row == end:
-            new = candidates[row]
+        token = heard["recent"][index]
+        probability = 0.001 / (4.0 + index) * exp(_foreseen(token, 0, wanted))
+        at = _candidate_of(token, FIRST, end, min(probability, 1.0), room.candidates)
+        if at == end:
+            new = room.candidates[at]
             new["parent"], new["depth"], new["weighed"] = 0, 1, 0
             before, end = waiting, end + 1
-            waiting = _wait(row, least, waiting, most, room)
-            if waiting == before:
+            waiting = _wait(at, wanted.least[row], waiting, most, room)
+            if waiting == before and wanted.temperature == 0.0:
                 break  # there are enough that are better
     return end, waiting
