@@ -280,15 +280,18 @@ def quick_lines(models: Models, runner: Runner) -> Iterator[Line]:
         fixed, kept = LookaheadConfig(step_budget=nodes), LookaheadConfig(step_budget=nodes, memory="process")
         run, name = partial(runner.generate), f"{nodes} nodes"
         yield Line(f"demo, {name}", models.prompts(), 24, partial(run, "demo", fixed, 128))
-        yield Line(f"sampled, {name}", models.prompts(), 14, partial(run, "demo", fixed, 96, sampled=0.8), repeats=True)
         yield Line(f"stories, {name}", models.stories(), 22, partial(run, "stories", fixed, 200))
-        more = partial(run, "stories", fixed, 200, sampled=0.8)
-        yield Line(f"stories sampled, {name}", models.stories(), 22, more, repeats=True)
         # the memory is the model's, so the turn begins with a copy of the model
         forget = partial(_forget, models, "stories")
         yield Line(f"stories, memory kept, {name}", models.stories(), 22, partial(run, "stories", kept, 200), forget)
         for file in ("code_edits", "agent_traces", "answers"):
             yield Line(f"forced {file}, {name}", models.recorded(file), 48, partial(run, "tiny", fixed, 0))
+    for nodes in (4, 8, 16, 64):
+        fixed, name = LookaheadConfig(step_budget=nodes), f"{nodes} nodes"
+        sampled = partial(runner.generate, "demo", fixed, 96, sampled=0.8)
+        yield Line(f"sampled, {name}", models.prompts(), 14, sampled, repeats=True)
+        sampled = partial(runner.generate, "stories", fixed, 200, sampled=1.0)
+        yield Line(f"stories sampled, {name}", models.stories(), 22, sampled, repeats=True)
     expects = partial(runner.generate, "tiny", LookaheadConfig(step_budget=16), 0, expects=True)
     yield Line("forced code_edits, predicted, 16 nodes", models.recorded("code_edits"), 48, expects)
     yield from replay_lines(models, runner)
