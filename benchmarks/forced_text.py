@@ -10,11 +10,14 @@ processor forbids, and with the unchanged code as the text that is expected, whe
 with the recorded one. Times are CPU times of a call, the pass over the prompt included.
 
 S hardly depends on the size of the model: for that alone, `--layers 1 --hidden-size 64` will do. `--family granite` is
-a hybrid, which runs on chains.
+a hybrid, which runs on chains, and `--family bart` an encoder-decoder, whose encoder reads the prompt. `extracts` are
+every third sentence of an article.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,13 +31,14 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from lookahead import LookaheadConfig
 from lookahead.bench.measuring import ForwardCounter
 from lookahead.bench.models import BenchModel, sharing_weights
+from lookahead.bench.repetition import repeated_cycle_share
 from lookahead.bench.rows import Row
 from lookahead.core.protocols import StepResult
 from lookahead.drafting.auto.sources import TokenPaths
 from lookahead.drafting.text_only import build_text_drafter
 from lookahead.errors import InvalidArgumentError
-from probe import FAMILIES, Probe, Unit, generate, option, random_model
-from recordings import Recording, read_recordings
+from probe import FAMILIES, Probe, Unit, generate, option, random_model, text_start
+from recordings import Encode, Recording, read_recordings
 
 PLAIN, LOOKUP = "transformers", "prompt lookup"
 UNASKED = "prompt lookup, unasked"
@@ -43,7 +47,7 @@ TOLD = "auto, told"
 LEAST = 0.2
 """Least probability of a token that is drafted from text alone."""
 
-TASKS = ("edits", "traces", "talks")
+TASKS = ("edits", "traces", "talks", "extracts")
 WARM_UP_TOKENS = 8
 
 
@@ -54,10 +58,12 @@ class Options:
     edits: str = option("../shared/data/code_edits.jsonl", "JSON lines with `id`, `instruction`, `input` and `output`")
     traces: str = option("../shared/data/agent_traces.jsonl", "JSON lines with `id`, `prompt` and `output`")
     talks: str = option("../shared/data/answers.jsonl", "JSON lines with `id`, `prompt` and `output`")
+    extracts: str = option("../shared/data/spec_bench.jsonl", "JSON lines with `id`, `task` and `turns`")
     tasks: tuple[str, ...] = option(TASKS[:2], f"what is written, of {', '.join(TASKS)}")
     edit_count: int = option(20, "take the first so many edits")
     trace_count: int = option(10, "take the first so many steps of agents")
     talk_count: int = option(10, "take the first so many turns of talks")
+    extract_count: int = option(40, "take the first so many articles")
     family: str = option("llama", f"the model, of {', '.join(FAMILIES)}")
     layers: int | None = option(
         None, "layers of the model; 32 of the Llama of 461 million parameters, 24 of the hybrid"
@@ -77,17 +83,18 @@ class Forced(LogitsProcessor):
 
     Args:
         case: The text.
+        start: Tokens before it.
         answers: Whether prompt lookup, which asks about each token before it sends it, is told the text. It asks with
             logits that are all the same.
     """
 
-    def __init__(self, case: Recording, answers: bool = True) -> None:
-        self._case = case
+    def __init__(self, case: Recording, start: int, answers: bool = True) -> None:
+        self._case, self._start = case, start
         self._answers = answers
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """See transformers; input_ids: `[1, S]`, scores: `[1, vocabulary]`."""
-        place = input_ids.shape[1] - len(self._case.prompt)
+        place = input_ids.shape[1] - self._start
         if place >= len(self._case.answer):  # prompt lookup asks for more than it may send
             return scores  # type: ignore[return-value]
         if not self._answers and bool((scores == scores[0, 0]).all()):
@@ -153,10 +160,21 @@ def methods_of(options: Options) -> dict[str, LookaheadConfig | None]:
     return {name: config and replace(config, pack_weights=True) for name, config in chosen.items()}
 
 
-def read_cases(path: Path, tokenizer: Any, count: int, options: Options) -> list[Recording]:
+def read_extracts(path: Path, encode: Encode, count: int) -> list[Recording]:
+    """The first articles that a file asks to summarize, and every third sentence of each."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    texts = [(row["id"], row["turns"][0]) for row in rows if row["task"] == "summarization"][:count]
+    answers = (" ".join(re.split(r"(?<=[.!?]) +", text.partition(": ")[2])[::3]) for _, text in texts)
+    return [
+        Recording(name, encode(text), encode(answer), []) for (name, text), answer in zip(texts, answers, strict=True)
+    ]
+
+
+def read_cases(task: str, path: Path, tokenizer: Any, count: int, options: Options) -> list[Recording]:
     """The first recordings of a file: the ends of their prompts, and the beginnings of their answers."""
     prompt, answer = slice(-options.max_prompt_tokens, None), slice(options.max_new_tokens)
-    recordings = read_recordings(path, lambda text: list(tokenizer(text).input_ids), count)
+    read = read_extracts if task == "extracts" else read_recordings
+    recordings = read(path, lambda text: list(tokenizer(text).input_ids), count)
     return [replace(case, prompt=case.prompt[prompt], answer=case.answer[answer]) for case in recordings]
 
 
@@ -179,6 +197,7 @@ class Bench:
                 row: Row = {"kind": "run", "task": task, "id": case.id, "method": name, "repeat": repeat}
                 row |= {"prompt_tokens": len(case.prompt), "tokens": len(output), "steps": len(lengths)}
                 row |= {"nodes": sum(nodes), "cpu_seconds": seconds, "equal": output == case.answer}
+                row["cycle_tokens"] = round(repeated_cycle_share(output) * len(output), 3)
                 if not row["equal"]:
                     row["error"] = f"{name} on {case.id}: another text than the recorded one"
                 yield row
@@ -201,7 +220,8 @@ class Bench:
             more["prediction"] = torch.tensor(case.expected)
         if name == TOLD and config is not None:
             config = replace(config, sources=(partial(Told, case),))
-        processors = LogitsProcessorList([Forced(case, answers=name != UNASKED)])
+        start = text_start(self._loaded.model, len(case.prompt))
+        processors = LogitsProcessorList([Forced(case, start, answers=name != UNASKED)])
         begin = process_time()
         text, output = generate(
             self._models[name], ids, config, max_new_tokens=len(case.answer), logits_processor=processors, **more
@@ -220,11 +240,12 @@ def probe(options: Options) -> Probe:
         "edits": (options.edits, options.edit_count),
         "traces": (options.traces, options.trace_count),
         "talks": (options.talks, options.talk_count),
+        "extracts": (options.extracts, options.extract_count),
     }
     units = []
     for task in options.tasks:
         path, count = files[task]
-        for case in read_cases(Path(path), loaded.tokenizer, count, options):
+        for case in read_cases(task, Path(path), loaded.tokenizer, count, options):
             units.append(Unit(f"{task}, {case.id}", partial(bench.rows, task, case)))
     lengths = {"max_prompt_tokens": options.max_prompt_tokens, "max_new_tokens": options.max_new_tokens}
     settings = {**lengths, "pack_weights": options.pack_weights, "methods": list(methods_of(options))}

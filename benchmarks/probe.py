@@ -47,9 +47,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 128,
         "tie_word_embeddings": True,
     },
+    "bart": {
+        "model_type": "bart",
+        "num_hidden_layers": 12,
+        "max_position_embeddings": 2048,
+        "forced_eos_token_id": None,
+    },
 }
-"""Models with random weights by family: the Llama, and a hybrid with the shapes of Granite 4, of whose layers every
-sixth has attention and the others a Mamba 2 state; 417 million parameters."""
+"""Models with random weights by family: the Llama, a hybrid with the shapes of Granite 4, of whose layers every sixth
+has attention and the others a Mamba 2 state, 417 million parameters, and BART, whose encoder reads the prompt."""
 
 FAST_PRODUCTS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
 """Instruction sets that decide how fast a CPU multiplies matrices, as the system names them."""
@@ -111,9 +117,10 @@ def random_model(family: str, layers: int | None, hidden_size: int, dtype: str) 
         raise InvalidArgumentError(f"--family {family!r} is none of {', '.join(map(repr, FAMILIES))}")
     sizes = {**FAMILIES[family], "hidden_size": hidden_size}
     sizes["num_hidden_layers"] = count = layers or sizes["num_hidden_layers"]
-    name = "random Llama"
+    name = {"llama": "random Llama", "bart": "random BART"}.get(family, "random Granite hybrid")
+    if family == "bart":
+        sizes["decoder_layers"] = count
     if family == "granite":
-        name = "random Granite hybrid"
         kinds = ["full_attention" if number % 6 == min(5, count - 1) else "linear_attention" for number in range(count)]
         sizes |= {"layer_types": kinds, "mamba_n_heads": 2 * hidden_size // sizes["mamba_d_head"]}
     return load(ModelSpec(name, None, random=sizes, dtype=dtype), torch.device("cpu"))
@@ -137,7 +144,12 @@ def generate(model: Any, ids: torch.Tensor, config: LookaheadConfig | None, **ar
     call = model.generate if config is None else partial(lookahead.generate, model, lookahead_config=config)
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "return_dict_in_generate": True}
     output = call(ids, **settings | arguments)
-    return output.sequences[0, ids.shape[1] :].tolist(), output
+    return output.sequences[0, text_start(model, ids.shape[1]) :].tolist(), output
+
+
+def text_start(model: PreTrainedModel, prompt: int) -> int:
+    """Tokens before the new ones in what is returned for so many of a prompt: one where an encoder reads it."""
+    return 1 if model.config.is_encoder_decoder else prompt
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, text: str) -> torch.Tensor:

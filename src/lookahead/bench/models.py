@@ -12,6 +12,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -138,7 +139,8 @@ def _random(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMo
         raise ValueError(f"vocab_size={config.vocab_size} is less than the {len(tokenizer)} tokens of the tokenizer")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = kind.from_config(config, dtype=torch.float32)
     return model.to(getattr(torch, spec.dtype))
 
 
