@@ -1,9 +1,9 @@
-"""From tokens to text as they come, up to a stop string, and the bytes of single tokens."""
+"""From tokens to text as they come, up to a stop string; the bytes of single tokens; conversations as plain text."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from typing import Protocol
 
@@ -136,3 +136,14 @@ def _byte_level() -> dict[str, int]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def conversation_text(turns: Iterable[tuple[str, str]]) -> str:
+    """A conversation where there is no chat template: every turn, a role and its text, begins on a new line, and the
+    assistant goes on right where the text before it ends."""
+    text = ""
+    for role, said in turns:
+        if text and role != "assistant" and not text.endswith("\n"):
+            text += "\n"
+        text += said
+    return text

@@ -22,7 +22,7 @@ import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig
 from lookahead.backends.transformers.tree_cache import TreeLayer
 from lookahead.cli import main
-from lookahead.cli.conversation import Answer, Conversation, Message, PlainTurns, TemplatedTurns, TurnFormat
+from lookahead.cli.conversation import Answer, Conversation, Message, TurnFormat
 from lookahead.cli.loading import LoadedModel
 from lookahead.cli.settings import Sampling
 from lookahead.demo import demo_model_path
@@ -114,7 +114,7 @@ def reports(out: str) -> list[dict[str, Any]]:
 
 
 def conversation(loaded: LoadedModel, turns: TurnFormat | None = None, **options: Any) -> Conversation:
-    turns = TemplatedTurns(loaded.tokenizer, TEMPLATE) if turns is None else turns
+    turns = TurnFormat(loaded.tokenizer, TEMPLATE) if turns is None else turns
     return Conversation(loaded, turns, **{"config": SMALL, "max_new_tokens": NEW_TOKENS} | options)
 
 
@@ -176,13 +176,13 @@ def test_reset_forgets_turns_but_not_the_system_message(loaded: LoadedModel) -> 
 
 
 def test_template_that_rewrites_what_was_said(loaded: LoadedModel) -> None:
-    talk = conversation(loaded, TemplatedTurns(loaded.tokenizer, FORGETFUL))
+    talk = conversation(loaded, TurnFormat(loaded.tokenizer, FORGETFUL))
     first, _ = check_turn(loaded, talk, TURNS[0])
     second, answer = check_turn(loaded, talk, TURNS[1])
     assert 0 < second.shape[1] - answer.prefilled_tokens < first.shape[1] + NEW_TOKENS - 1
     # A template that changes the very beginning leaves nothing to go on from.
     counting = "{{ messages | length }}" + TEMPLATE
-    talk = conversation(loaded, TemplatedTurns(loaded.tokenizer, counting))
+    talk = conversation(loaded, TurnFormat(loaded.tokenizer, counting))
     check_turn(loaded, talk, TURNS[0])
     second, answer = check_turn(loaded, talk, TURNS[1])
     assert answer.prefilled_tokens == second.shape[1]
@@ -190,7 +190,7 @@ def test_template_that_rewrites_what_was_said(loaded: LoadedModel) -> None:
 
 def test_template_that_shortens_the_conversation(loaded: LoadedModel) -> None:
     last_only = TEMPLATE.replace("in messages", "in messages[:1]")
-    talk = conversation(loaded, TemplatedTurns(loaded.tokenizer, last_only))
+    talk = conversation(loaded, TurnFormat(loaded.tokenizer, last_only))
     first, _ = check_turn(loaded, talk, TURNS[0])
     second, answer = check_turn(loaded, talk, TURNS[1])
     assert torch.equal(first, second)
@@ -198,7 +198,7 @@ def test_template_that_shortens_the_conversation(loaded: LoadedModel) -> None:
 
 
 def test_plain_turns(loaded: LoadedModel) -> None:
-    talk = conversation(loaded, PlainTurns(loaded.tokenizer), system="import math")
+    talk = conversation(loaded, TurnFormat(loaded.tokenizer, plain=True), system="import math")
     known, text = 0, "import math"
     for turn in TURNS:
         input_ids, answer = check_turn(loaded, talk, turn)
@@ -218,7 +218,7 @@ def test_sampled_turns_are_those_of_generate_under_the_same_seed(loaded: LoadedM
     torch.manual_seed(7)
     for text, tokens in zip(TURNS, answers, strict=True):
         messages.append({"role": "user", "content": text})
-        input_ids = TemplatedTurns(loaded.tokenizer, TEMPLATE).encode(messages)
+        input_ids = TurnFormat(loaded.tokenizer, TEMPLATE).encode(messages)
         assert tokens == plain_answer(loaded, input_ids, do_sample=True, temperature=0.8, top_p=0.9, top_k=20)
         messages.append({"role": "assistant", "content": loaded.tokenizer.decode(tokens, skip_special_tokens=True)})
 
@@ -418,7 +418,7 @@ def test_text_through_a_pipe(
     pipe(monkeypatch, *TURNS[:2])
     assert main(["chat", *CPU, "-n", "8"]) == 0
     out, err = capsys.readouterr()
-    talk = conversation(loaded, PlainTurns(loaded.tokenizer), max_new_tokens=8)
+    talk = conversation(loaded, TurnFormat(loaded.tokenizer, plain=True), max_new_tokens=8)
     answers = [check_turn(loaded, talk, text, max_new_tokens=8)[1].text for text in TURNS[:2]]
     assert out == "".join(answer if answer.endswith("\n") else answer + "\n" for answer in answers)
     note, *statistics = err.splitlines()
@@ -543,7 +543,7 @@ def test_models_that_ship_stop_strings(
     messages: list[Message] = []
     for text, answer in zip(TURNS, answers, strict=True):
         messages.append({"role": "user", "content": text})
-        input_ids = TemplatedTurns(loaded.tokenizer, TEMPLATE).encode(messages)
+        input_ids = TurnFormat(loaded.tokenizer, TEMPLATE).encode(messages)
         assert answer["tokens"] == plain_answer(loaded, input_ids, stop_strings=["e"], tokenizer=loaded.tokenizer)
         messages.append({"role": "assistant", "content": answer["text"]})
 

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ import typer
 from lookahead.bench.suite_file import read_suite
 from lookahead.cli import process, remote
 from lookahead.cli.inputs import model_folder, read_prompt, read_prompt_or
-from lookahead.cli.options import command
+from lookahead.cli.options import Settings, command
 from lookahead.cli.rendering import starting
 from lookahead.cli.settings import (
     BatchSettings,
@@ -144,12 +145,15 @@ def generate(settings: GenerateSettings) -> int:
     if parallel > 1 and not process.started_together():
         process.raise_on_interrupt()
         return process.start_ranks(parallel, settings)
-    text = read_prompt(settings)
-    # Importing torch takes seconds; help texts and whatever is refused must not wait for it.
-    with starting(settings.no_color):
-        from lookahead.cli.generate import run
+    return _start("generate", settings, read_prompt(settings))
 
-    return run(settings, text)
+
+def _start(command: str, settings: Settings, *arguments: Any) -> int:
+    """Run a command. Importing torch takes seconds; help texts and whatever is refused must not wait for it."""
+    with starting(settings.no_color):
+        run = import_module(f"lookahead.cli.{command}").run
+    code: int = run(settings, *arguments)
+    return code
 
 
 @command(app, CompareSettings)
@@ -162,11 +166,7 @@ def compare(settings: CompareSettings) -> int:
     """
     _check_trace(settings.trace)
     model_folder(settings.model)
-    text, is_demo = read_prompt_or(settings, DEMO_PROMPT)
-    with starting(settings.no_color):
-        from lookahead.cli.compare import run  # late, as in `generate`
-
-    return run(settings, text, is_demo)
+    return _start("compare", settings, *read_prompt_or(settings, DEMO_PROMPT))
 
 
 @command(app, TraceSettings)
@@ -179,11 +179,8 @@ def trace(settings: TraceSettings) -> int:
     _check_trace(settings.output)
     model_folder(settings.model)
     text, _ = read_prompt_or(settings, DEMO_PROMPT)
-    with starting(settings.no_color):
-        from lookahead.cli.generate import run  # late, as in `generate`
-
     chosen = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name != "output"}
-    return run(GenerateSettings(**chosen, trace=settings.output), text)
+    return _start("generate", GenerateSettings(**chosen, trace=settings.output), text)
 
 
 def _check_trace(path: Path | None, server: str | None = None) -> None:
@@ -207,14 +204,11 @@ def chat(settings: ChatSettings) -> int:
     """
     _check_trace(settings.trace, settings.server)
     if settings.server is not None:
-        from lookahead.cli.chat import lines  # late, as in `generate`
+        from lookahead.cli.chat import lines  # late, as in `_start`
 
         return remote.chat(settings, lines(settings))
     model_folder(settings.model)
-    with starting(settings.no_color):
-        from lookahead.cli.chat import run  # late, as in `generate`
-
-    return run(settings)
+    return _start("chat", settings)
 
 
 @command(app, BatchSettings)
@@ -225,10 +219,7 @@ def batch(settings: BatchSettings) -> int:
     goes on where an earlier one was stopped. The exit code is 1 if a prompt could not be answered.
     """
     model_folder(settings.model)
-    with starting(settings.no_color):
-        from lookahead.cli.batch import run  # late, as in `generate`
-
-    return run(settings)
+    return _start("batch", settings)
 
 
 @command(app, ServeSettings)
@@ -239,10 +230,7 @@ def serve(settings: ServeSettings) -> int:
     requests finish; a second one ends the server at once.
     """
     model_folder(settings.model)
-    with starting(settings.no_color):
-        from lookahead.cli.serve import run  # late, as in `generate`
-
-    return run(settings)
+    return _start("serve", settings)
 
 
 @command(app, TuneSettings)
@@ -256,10 +244,7 @@ def tune(settings: TuneSettings) -> int:
     if settings.model == DEMO and not DEMO.exists():
         settings = replace(settings, model=None)
     model_folder(settings.model)
-    with starting(settings.no_color):
-        from lookahead.cli.tune import run  # late, as in `generate`
-
-    return run(settings)
+    return _start("tune", settings)
 
 
 @command(bench, BenchSettings, "run")
@@ -270,7 +255,7 @@ def bench_run(settings: BenchSettings) -> int:
     Each result is on the disk at once, and the same command goes on where an earlier one was stopped.
     """
     described = read_suite(settings.suite, settings.data)
-    from lookahead.cli.bench import run  # late, as in `generate`
+    from lookahead.cli.bench import run  # late, as in `_start`
 
     return run(settings, described)
 
@@ -281,6 +266,6 @@ def bench_law(settings: LawSettings) -> int:
 
     RESULTS are those of `bench run` with the paper's method at several N and W = G, filled by the window alone.
     """
-    from lookahead.cli.bench import fit_law  # late, as in `generate`
+    from lookahead.cli.bench import fit_law  # late, as in `_start`
 
     return fit_law(settings)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -24,6 +24,7 @@ from lookahead.cli.settings import ChatSettings, Sampling
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import NGramPool
 from lookahead.errors import InvalidArgumentError
+from lookahead.text import conversation_text
 
 
 @dataclass(frozen=True)
@@ -209,9 +210,7 @@ def _turn(role: str, content: str) -> Message:
 
 def _eos_tokens(loaded: LoadedModel) -> set[int]:
     eos = loaded.model.generation_config.eos_token_id
-    if eos is None:
-        return set()
-    return set(torch.as_tensor(eos).flatten().tolist())
+    return set() if eos is None else set(torch.as_tensor(eos).flatten().tolist())
 
 
 class Interruption(StoppingCriteria):  # type: ignore[misc]
@@ -262,32 +261,35 @@ Message = Mapping[str, str]
 """What one side said: `role` ("system", "user" or "assistant") and `content`."""
 
 
-class TurnFormat(Protocol):
-    """A way to write a conversation as one text."""
+@dataclass(frozen=True)
+class TurnFormat:
+    """How a conversation is written as one text.
 
-    def encode(self, messages: Sequence[Message]) -> torch.Tensor:
-        """Tokens `[1, S]` of a conversation, up to where the model's next answer begins."""
-        ...
-
-
-class TemplatedTurns:
-    """The chat template of a model.
-
-    Args:
+    Attributes:
         tokenizer: The model's tokenizer.
-        template: A Jinja template, `None` for the tokenizer's own.
+        template: A chat template in Jinja, `None` for the tokenizer's own.
+        plain: Use no template: every turn begins on a new line, and the model goes on right where the text ends.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._template = template
+    tokenizer: PreTrainedTokenizerBase
+    template: str | None = None
+    plain: bool = False
 
     def encode(self, messages: Sequence[Message]) -> torch.Tensor:
-        """Tokens `[1, S]` of the conversation with the template's generation prompt."""
+        """Tokens `[1, S]` of a conversation, up to where the model's next answer begins.
+
+        Raises:
+            InvalidArgumentError: The template refuses it.
+        """
+        encoded: Any
+        if self.plain:
+            text = conversation_text((message["role"], message["content"]) for message in messages)
+            encoded = self.tokenizer(text, return_tensors="pt", verbose=False)
+            return encoded["input_ids"]  # type: ignore[no-any-return]
         try:
-            encoded = self._tokenizer.apply_chat_template(
+            encoded = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
-                chat_template=self._template,
+                chat_template=self.template,
                 add_generation_prompt=True,
                 tokenize=True,
                 return_tensors="pt",
@@ -296,25 +298,7 @@ class TemplatedTurns:
             )
         except Exception as error:  # templates raise what they like, to refuse a system message for example
             raise InvalidArgumentError(f"the chat template fails: {summary(error)}") from error
-        input_ids: torch.Tensor = encoded["input_ids"]
-        return input_ids
-
-
-class PlainTurns:
-    """Plain text: every turn begins on a new line, and the model goes on right where it ends."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-
-    def encode(self, messages: Sequence[Message]) -> torch.Tensor:
-        """Tokens `[1, S]` of all that was said."""
-        text = ""
-        for message in messages:
-            if text and message["role"] != "assistant" and not text.endswith("\n"):
-                text += "\n"
-            text += message["content"]
-        input_ids: torch.Tensor = self._tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
-        return input_ids
+        return encoded["input_ids"]  # type: ignore[no-any-return]
 
 
 def read_template(settings: ChatSettings) -> str | None:
@@ -352,10 +336,10 @@ def _format(settings: ChatSettings, template: str | None, loaded: LoadedModel, n
         )
         raw = raw or template is None
     if raw:
-        return PlainTurns(loaded.tokenizer)
+        return TurnFormat(loaded.tokenizer, plain=True)
     if template is None and not loaded.tokenizer.chat_template:
         raise InvalidArgumentError(
             f"--model {loaded.path}: the tokenizer has no chat template, so nothing says how this model takes a "
             "conversation; give a Jinja template with --template FILE, or take turns as plain text with --raw"
         )
-    return TemplatedTurns(loaded.tokenizer, template)
+    return TurnFormat(loaded.tokenizer, template)

@@ -20,7 +20,7 @@ from lookahead.server.grammar import grammar_tokenizer
 from lookahead.server.requests import FunctionTool, Message, TextPart, ToolCall
 from lookahead.server.tools import THINK, THOUGHT, Thinking, ToolFormat, format_of, thinking_of
 from lookahead.serving import Engine
-from lookahead.text import token_bytes
+from lookahead.text import conversation_text, token_bytes
 
 _TAIL = 8
 """Tokens at the end of a prompt that show whether it has begun to reason."""
@@ -163,7 +163,8 @@ class ServedModel:
         if tools and self.tool_format is None:
             raise refused("tools", "the chat template of this model has no place for tools")
         if not self.template:
-            return Prompt(self.encode(_plain(messages), field="messages"))
+            text = conversation_text((message.role, message.text) for message in messages)
+            return Prompt(self.encode(text, field="messages"))
         functions = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
         turns = [_turn(message, self.processor is not None) for message in messages]
         try:
@@ -200,15 +201,6 @@ class ServedModel:
         return token_bytes(self.text_of(token), str(self.tokenizer.convert_ids_to_tokens(token) or ""))
 
 
-def _plain(messages: Sequence[Message]) -> str:
-    text = ""
-    for message in messages:
-        if text and message.role != "assistant" and not text.endswith("\n"):
-            text += "\n"
-        text += message.text
-    return text
-
-
 def _turn(message: Message, sees: bool) -> dict[str, Any]:
     """A message as chat templates take it: in parts, for a model that sees images."""
     content: Any = message.text
@@ -217,12 +209,8 @@ def _turn(message: Message, sees: bool) -> dict[str, Any]:
     elif sees:
         content = [_part(part) for part in message.content]
     turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
-    if message.reasoning_content is not None:
-        turn["reasoning_content"] = message.reasoning_content
-    if message.name is not None:
-        turn["name"] = message.name
-    if message.tool_call_id is not None:
-        turn["tool_call_id"] = message.tool_call_id
+    others = {name: getattr(message, name) for name in ("reasoning_content", "name", "tool_call_id")}
+    turn |= {name: value for name, value in others.items() if value is not None}
     if message.tool_calls:
         turn["tool_calls"] = [_call(call) for call in message.tool_calls]
     return turn
