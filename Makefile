@@ -195,9 +195,15 @@ FUZZ ?=
 fuzz: $(VENV)/installed  ## CASES=3000 random cases on every family of models against transformers' own generate; SEED=n one again; FUZZ=--images or --running-states such cases
 	$(BIN)/python tests/support/run_fuzz.py $(FUZZ) $(if $(SEED),--seed $(SEED),--cases $(CASES))
 
-models: $(VENV)/installed  ## Try every family of models and write the rows of docs/models.md (ten minutes); MODELS="qwen3 lfm2" some of them
+# Beside the others, like ray: torchvision asks for a torch with CUDA.
+build/towers: constraints.txt | $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade --no-deps \
+		--target $@ timm torchvision scipy
+	touch $@
+
+models: build/towers  ## Try every family of models and write the rows of docs/models.md (ten minutes); MODELS="qwen3 lfm2" some of them
 	mkdir -p $(OUT)/benchmarks/results
-	$(BIN)/python tools/supported_models.py --output $(OUT)/benchmarks/results/models.jsonl $(MODELS)
+	PYTHONPATH=build/towers $(BIN)/python tools/supported_models.py --output $(OUT)/benchmarks/results/models.jsonl $(MODELS)
 
 lint: $(VENV)/installed  ## Style, types, and which package may import which
 	$(BIN)/ruff check src tests tools benchmarks examples hub

@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+import torchvision_operators  # noqa: F401
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from model_zoo import build

@@ -7,7 +7,7 @@
 
 Of each family a tiny random model is built, as the fuzzer does it, and asked for a text by lookahead decoding and by
 its own `generate`; those of classes that see images once more, with an image of random pixels in the prompt. The tables
-of docs/models.md are made of the rows: `make tables RECORD=1`.
+of docs/models.md are made of the rows: `make tables RECORD=1`. Some need packages of the extra `towers`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import torch  # noqa: E402
+import torchvision_operators  # noqa: E402, F401
 import transformers  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 from transformers.models.auto.modeling_auto import (  # noqa: E402
@@ -93,7 +94,9 @@ def try_family(family: str) -> Row:
     except CannotBuild as error:
         return Row(family, NOT_TRIED, _in_words(str(error)))
     try:
-        model.generate(**prompt, max_new_tokens=2)
+        tried = model.generate(**prompt, max_new_tokens=2, output_logits=True, return_dict_in_generate=True)
+        if not all(bool(torch.isfinite(logits).all()) for logits in tried.logits):
+            raise ArithmeticError("its logits are not finite")
     except Exception as error:
         return Row(family, NOT_TRIED, _in_words(f"its own generate fails: {type(error).__name__}: {error}"))
     try:

@@ -68,6 +68,15 @@ def test_a_window_longer_than_the_text() -> None:
     assert torch.equal(output, expected)
 
 
+def test_a_tower_of_timm() -> None:
+    pytest.importorskip("timm", reason="the extra `towers` is not installed")
+    model = tiny("gemma3n", window=64)
+    expected, output = both(
+        model, image_prompt(model, [TEXT], 0), LookaheadConfig(), max_new_tokens=12, do_sample=False
+    )
+    assert torch.equal(output, expected)
+
+
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl/multimodal"])
 def test_rows_with_padding(family: str) -> None:
     model = tiny(family)

@@ -122,6 +122,8 @@ def _ways(model: PreTrainedModel, count: int, generator: torch.Generator) -> Ite
         yield {"pixel_values": square[:, None]}
         yield {"pixel_values": tiles, "pixel_attention_mask": torch.ones(count, 3, dtype=torch.bool)}
         yield {"pixel_values": square, "high_res_pixel_values": pixels(count, channels, side, side)}
+    yield {"pixel_values": pixels(count, 2, patch, patch, channels)}
+    yield {"pixel_values": pixels(count, 6, flat)}
     patches = (size // patch) ** 2
     shapes = torch.tensor([[size // patch] * 2] * count)
     mask = torch.ones(count, patches, dtype=torch.long)
