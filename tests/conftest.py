@@ -8,9 +8,11 @@ from typing import Any
 # Before torch is imported: one thread, as in the Makefile, also where pytest is called by hand.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torchvision_operators  # noqa: F401
+
+# isort: split
 import pytest
 import torch
-import torchvision_operators  # noqa: F401
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from model_zoo import build

@@ -26,8 +26,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-import torch  # noqa: E402
 import torchvision_operators  # noqa: E402, F401
+
+# isort: split
+import torch  # noqa: E402
 import transformers  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 from transformers.models.auto.modeling_auto import (  # noqa: E402
