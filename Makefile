@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 RECORD ?=
 OUT := $(if $(RECORD),.,build/out)
 
-.PHONY: help demo test tests tests-of-models tests-of-the-rest worth standard test-quantized test-gguf test-page test-clients test-hostile test-vllm ray-serve ray-serve-llm trl lm-eval bench-server bench-aiperf test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-versions release-check
+.PHONY: help demo test tests tests-of-models tests-of-the-rest worth standard test-quantized test-gguf test-page test-clients test-hostile test-hub test-vllm ray-serve ray-serve-llm trl lm-eval bench-server bench-aiperf test-exact test-parallel fuzz models lint format bench tables plots pictures docs clean golden golden-update test-versions release-check
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -133,6 +133,9 @@ trl: build/trl  ## GRPO with TRL: the same rewards and weights with lookahead (t
 lm-eval: build/lm_eval  ## lm-evaluation-harness: the same results with lookahead (two minutes)
 	mkdir -p $(OUT)/benchmarks/results
 	PYTHONPATH=src $</bin/python examples/evaluate.py --output $(OUT)/benchmarks/results/evaluate.jsonl
+
+test-hub: $(VENV)/installed  ## The folder hub/, loaded by transformers as a repository of the Hub (seconds)
+	$(BIN)/python -m pytest tests/hub
 
 # In an environment of its own: vLLM brings other versions of nearly everything. torchvision, torchaudio and torchcodec,
 # which it asks for, are built for CUDA and cannot be imported beside torch for CPUs.
