@@ -4,7 +4,7 @@ For each context length these take turns, so that a machine that becomes slower 
 
 - a step of each size through the engine: layout, mask, forward pass, predictions, commit;
 - `transformers`: its own one-token step, the forward pass with a `DynamicCache` and the choice of the likeliest token;
-- `memory limit`: reading as much memory as the weights take (`WeightReader` of `backends/transformers/tuning.py`).
+- `memory limit`: reading as much memory as the weights take (`WeightReader` of `lookahead/bench/tuning.py`).
 
 On a CPU times are CPU times of the process. `--model random` is a Llama of half a billion random weights made on the
 spot, `--model demo` the model that comes with the package.
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from lookahead.backends.transformers.tuning import CONTEXTS, NODE_COUNTS, StepBench, Stopwatch, WeightReader, bytes_read
 from lookahead.bench.rows import Row
+from lookahead.bench.tuning import CONTEXTS, NODE_COUNTS, StepBench, Stopwatch, WeightReader, bytes_read
 from lookahead.errors import InvalidArgumentError
 from probe import Probe, Unit, load_model, option
 

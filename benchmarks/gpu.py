@@ -37,10 +37,10 @@ import forced_text
 import lookahead
 import same_bits
 from lookahead import Engine, LookaheadConfig
-from lookahead.backends.transformers.tuning import StepBench
 from lookahead.bench.models import BenchModel, load, sharing_weights
 from lookahead.bench.rows import Row
 from lookahead.bench.suite import ModelSpec
+from lookahead.bench.tuning import StepBench
 from lookahead.errors import InvalidArgumentError
 from probe import Probe, Unit, option
 
@@ -151,9 +151,9 @@ def kernel_rows(device: Device, heads: int, groups: int, size: int) -> Iterator[
     """The kernel on random trees, against its definition and beside torch's masked attention."""
     from triton.testing import do_bench
 
+    from lookahead.backends.transformers.tree_attention.interface import dense_attention
     from lookahead.backends.transformers.tree_attention.kernel import tree_attention
     from lookahead.backends.transformers.tree_attention.packed_mask import pack, unpack
-    from lookahead.backends.transformers.tree_attention.reference import dense_attention
 
     for context in (512, 4096, 32768):
         for nodes in (1, 16, 64):

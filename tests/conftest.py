@@ -31,7 +31,7 @@ def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     """What was tuned or found for the user of this machine is not asked, nor added to."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lookahead.backends.transformers.json_file.user_cache", lambda: folder)
+        patch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: folder)
         yield
 
 

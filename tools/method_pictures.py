@@ -23,8 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lookahead.backends.transformers import ModelRunner
-from lookahead.backends.transformers.sampler import TextSampler
-from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.core.step import Batch, decode
 from lookahead.core.token_tree import NodeKind, TokenTree, lay_out
 from lookahead.demo import DEMO_PROMPT, demo_model_path

@@ -5,6 +5,8 @@ Every message names the argument, the value it had, and what to do instead.
 
 from __future__ import annotations
 
+import warnings
+
 
 class LookaheadError(Exception):
     """Base class of all errors raised on purpose by this library."""
@@ -32,3 +34,8 @@ class ModelChangedError(LookaheadError, RuntimeError):
 
 class LookaheadWarning(UserWarning):
     """A request could not be met, although the text is right. The message says what is lost."""
+
+
+def warn_of_plain(refusal: LookaheadError, stacklevel: int) -> None:
+    """Warn that a text is decoded without drafts, and why; `stacklevel` is that of `warnings.warn` in the caller."""
+    warnings.warn(f"decoded plainly, without drafts: {refusal}", LookaheadWarning, stacklevel=stacklevel + 1)

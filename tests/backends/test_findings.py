@@ -15,7 +15,7 @@ from lookahead import LookaheadConfig
 from lookahead.backends.transformers import findings
 from lookahead.backends.transformers.checks import clones
 from lookahead.backends.transformers.invariant import modules
-from lookahead.backends.transformers.invariant.rows import MOST, RowRule
+from lookahead.backends.transformers.invariant.modules import MOST, RowRule
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14]])
 
@@ -52,7 +52,7 @@ def make() -> PreTrainedModel:
 @pytest.fixture
 def tries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Tries]:
     kept = dict(modules._rules)
-    monkeypatch.setattr("lookahead.backends.transformers.json_file.user_cache", lambda: tmp_path)
+    monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path)
     yield Tries(monkeypatch)
     modules._rules.clear()
     modules._rules.update(kept)

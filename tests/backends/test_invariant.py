@@ -18,7 +18,7 @@ import lookahead
 import model_zoo
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers.checks import clones
-from lookahead.backends.transformers.invariant import modules, rows
+from lookahead.backends.transformers.invariant import modules
 from lookahead.backends.transformers.invariant.attention import invariant_attention
 from lookahead.backends.transformers.static_steps import FIXED_ROWS
 from lookahead.backends.transformers.tree_attention import unpack
@@ -301,34 +301,34 @@ def test_routers_choose_the_same_in_every_company() -> None:
     assert not torch.equal(router(hidden)[1], torch.cat(plain)), "the test shows nothing"
 
 
-def differing_products() -> Iterator[tuple[rows.Product, rows.RowRule | None]]:
+def differing_products() -> Iterator[tuple[modules.Product, modules.RowRule | None]]:
     """Products whose bits depend on the number of rows in a way of their own, and the rule that suits each."""
 
-    def bent(changes: Any) -> rows.Product:
+    def bent(changes: Any) -> modules.Product:
         return lambda sample: sample * (2.0 if changes(len(sample)) else 1.0)
 
-    yield bent(lambda count: False), rows.RowRule(1, rows.MOST)
-    yield bent(lambda count: count == 1), rows.RowRule(2, rows.MOST)
-    yield bent(lambda count: count < 4), rows.RowRule(4, rows.MOST)
-    yield bent(lambda count: count < 48), rows.RowRule(16, 16)
+    yield bent(lambda count: False), modules.RowRule(1, modules.MOST)
+    yield bent(lambda count: count == 1), modules.RowRule(2, modules.MOST)
+    yield bent(lambda count: count < 4), modules.RowRule(4, modules.MOST)
+    yield bent(lambda count: count < 48), modules.RowRule(16, 16)
     yield lambda sample: sample + torch.arange(len(sample))[:, None], None
     # one row in a thousand, as rounding does it
     yield (
         lambda sample: sample * torch.where((len(sample) == 2) & (sample[:, :1] > 3), 2.0, 1.0),
-        rows.RowRule(4, rows.MOST),
+        modules.RowRule(4, modules.MOST),
     )
 
 
 @pytest.mark.parametrize("case", range(6))
 def test_the_rule_for_rows_is_found_and_kept(case: int) -> None:
     product, expected = list(differing_products())[case]
-    sample = torch.randn(rows.MOST, 3)
-    rule = rows.find_rule(product, 3, torch.float32)
+    sample = torch.randn(modules.MOST, 3)
+    rule = modules.find_rule(product, 3, torch.float32)
     assert rule == expected
     if rule is not None:
-        alone = torch.cat([rows.by_rule(product, row[None], rule) for row in sample[:70]])
+        alone = torch.cat([modules.by_rule(product, row[None], rule) for row in sample[:70]])
         for count in (1, 2, 15, 16, 17, 33, 70):
-            assert torch.equal(rows.by_rule(product, sample[:count], rule), alone[:count])
+            assert torch.equal(modules.by_rule(product, sample[:count], rule), alone[:count])
 
 
 @settings(max_examples=15, deadline=None)

@@ -13,8 +13,7 @@ from lookahead.backends.transformers.engine_model import packed_clone, rows_runn
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.rows import Row
 from lookahead.backends.transformers.runner import RowsRunner
-from lookahead.backends.transformers.sampler import TextSampler
-from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.core.step import Batch, decode, step
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import build_drafter

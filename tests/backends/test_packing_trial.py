@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import engine_model, findings, model_state, packing_trial
+from lookahead.backends.transformers import engine_model, findings, model_state, packed_linear
 from lookahead.backends.transformers.engine_model import rows_runner
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.packed_linear import PackedForSeveralRows, PackedLinear
@@ -36,7 +36,7 @@ class Clock:
         self.seconds = [FASTER, FASTER, FASTER]
         self.runs = 0
 
-    def __call__(self, layers: packing_trial.Layers) -> dict[int, tuple[float, float]]:
+    def __call__(self, layers: packed_linear.Layers) -> dict[int, tuple[float, float]]:
         assert all(isinstance(layer, torch.nn.Linear) for found in layers.values() for layer in found)
         self.runs += 1
         return dict(zip((1, 2, 16), self.seconds, strict=True))
@@ -45,9 +45,9 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("lookahead.backends.transformers.json_file.user_cache", lambda: tmp_path)
-    monkeypatch.setattr(model_state, "fastest_packing", packing_trial.fastest_packing)
-    monkeypatch.setattr(packing_trial, "product_seconds", clock)
+    monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path)
+    monkeypatch.setattr(model_state, "fastest_packing", packed_linear.fastest_packing)
+    monkeypatch.setattr(packed_linear, "product_seconds", clock)
     return clock
 
 
@@ -158,6 +158,6 @@ def test_a_model_that_cannot_be_packed_is_refused_whichever_is_faster(clock: Clo
 def test_one_two_and_sixteen_rows_are_timed() -> None:
     model = llama()
     layers = {(97, 64): [model.lm_head], (128, 64): [layer.mlp.up_proj for layer in model.model.layers]}
-    seconds = packing_trial.product_seconds(layers)
+    seconds = packed_linear.product_seconds(layers)
     assert list(seconds) == [1, 2, 16]
     assert all(0 < value < float("inf") for pair in seconds.values() for value in pair)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.backends.predictions import argmax, top_predictions
+from lookahead.backends.forward_result import argmax, top_predictions
 
 
 @settings(max_examples=80, deadline=None)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.tree_attention import pack, packed_width, tree_attention_forward, unpack
-from lookahead.backends.transformers.tree_attention.reference import dense_attention
+from lookahead.backends.transformers.tree_attention.interface import dense_attention
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 from tree_attention_cases import Step, attention_by_definition, states, steps, tolerance
 

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 from lookahead import LookaheadConfig, StepRecord
 from lookahead.backends.transformers import ForwardResult, ModelRunner
 from lookahead.backends.transformers.noise import SamplingNoise
-from lookahead.backends.transformers.sampler import TextSampler
-from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.core.step import Batch, step
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import build_drafter

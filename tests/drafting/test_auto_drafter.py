@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lookahead.backends.transformers import ModelRunner
-from lookahead.backends.transformers.sampler import TextSampler
-from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.core.step import Batch, decode
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import follow

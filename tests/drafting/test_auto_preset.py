@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadOutput
-from lookahead.backends.transformers.cost_store import CostStore, StoredCost, describe_setting
-from lookahead.backends.transformers.identity import model_identity
+from lookahead.backends.transformers.cost_store import describe_setting, store_costs
+from lookahead.backends.transformers.findings import model_identity
 from lookahead.core.step_costs import StepCosts
 from lookahead.drafting import DraftMemory
 from model_zoo import build
@@ -127,9 +127,8 @@ def test_the_nodes_follow_from_a_stored_cost_curve(
 ) -> None:
     """What `lookahead tune` stored: steps of more than one node that are not worth it, or that cost nothing more."""
     curve = StepCosts.fit([(1, 0, 1.0), *((nodes, 0, factor) for nodes in (2, 16, 128))])
-    store = CostStore(tmp_path)
-    store.save(describe_setting(model, {"pack_weights": False}), StoredCost(curve))
-    monkeypatch.setattr("lookahead.backends.transformers.cost_store.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path)
+    store_costs(describe_setting(model, {"pack_weights": False}), curve, {})
     monkeypatch.setattr(StepCosts, "observe", lambda *_, **plain: None)  # or this machine would be learned
     nodes = run(model).statistics.nodes_per_step
     assert least <= max(nodes) <= most

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorS
 
 import lookahead
 from lookahead import Engine, InvalidArgumentError, LookaheadConfig, UnsupportedArgumentError
-from lookahead.backends.free_memory import free_bytes, of_the_group
+from lookahead.backends.machine import free_bytes, of_the_group
 from model_zoo import build, in_type
 from schedules import Wanted, run_schedule, token_bytes
 

@@ -36,9 +36,9 @@ from lookahead.backends.transformers.tree_attention import (
     unpack,
 )
 from lookahead.backends.transformers.tree_attention.by_position import attention_by_position
+from lookahead.backends.transformers.tree_attention.interface import dense_attention
 from lookahead.backends.transformers.tree_attention.kernel import tree_attention
 from lookahead.backends.transformers.tree_attention.packed_mask import along_paths
-from lookahead.backends.transformers.tree_attention.reference import dense_attention
 from lookahead.backends.transformers.tree_attention.running_softmax import Tiling, choose_tiling
 from lookahead.core.token_tree import TokenTree, lay_out
 from model_zoo import SLIDING_WINDOW, build, in_type

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 
 import lookahead
 from lookahead.backends.transformers.tree_attention import kernel as tree_kernel
-from lookahead.backends.transformers.tree_attention import reference
+from lookahead.backends.transformers.tree_attention.interface import dense_attention
 from lookahead.backends.transformers.tree_attention.packed_mask import unpack
 
 aten = torch.ops.aten
@@ -438,7 +438,7 @@ def _tree_attention(
     """What stands for the Triton kernel."""
 
     def by_definition(query: Any, key: Any, value: Any, packed_mask: Any) -> torch.Tensor:
-        return reference.dense_attention(query, key, value, unpack(packed_mask, key.shape[2]), scaling, softcap)
+        return dense_attention(query, key, value, unpack(packed_mask, key.shape[2]), scaling, softcap)
 
     return _kernel("tree attention", by_definition, (query, key, value, packed_mask), {})
 

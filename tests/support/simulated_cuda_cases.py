@@ -26,7 +26,7 @@ from lookahead.backends.transformers import engine_model
 from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.static_steps import PAYS_FROM
-from lookahead.backends.transformers.tuning import measure
+from lookahead.bench.tuning import measure
 from lookahead.core.statistics import StepRecord
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 from model_zoo import ARCHITECTURES, build

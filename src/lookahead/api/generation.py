@@ -16,11 +16,11 @@ from transformers import (
 )
 
 from lookahead.api.call import decode_call
-from lookahead.api.plain import FirstToken, decode_plainly, decode_prepared_plainly, warn_of
+from lookahead.api.plain import FirstToken, decode_plainly, decode_prepared_plainly
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep
 from lookahead.drafting import NGramPool
-from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
+from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError, warn_of_plain
 from lookahead.serving.arguments import check_config, check_pool
 from lookahead.serving.output import LookaheadOutput
 from lookahead.serving.prepared import hand_over, language_model, language_model_or_wrapper, read_arguments
@@ -92,7 +92,7 @@ def generate(
     except (UnsupportedModelError, UnsupportedArgumentError) as refusal:
         if not falls_back or first.came:
             raise
-        warn_of(refusal)
+        warn_of_plain(refusal, stacklevel=3)
     if prepared is not None:
         return decode_prepared_plainly(model, prepared, kwargs)  # type: ignore[no-any-return]
     return decode_plainly(model, input_ids, kwargs)  # type: ignore[no-any-return]
@@ -123,7 +123,7 @@ def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Non
     except UnsupportedModelError as refusal:
         if attached.fallback != "plain":
             raise
-        warn_of(refusal)
+        warn_of_plain(refusal, stacklevel=3)
         model = language_model(model)[0]
     # The way transformers binds the `generate` of a repository: an attribute of the object, over the class's method.
     model.generate = AttachedGenerate(model, attached)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
-from lookahead.errors import LookaheadError, LookaheadWarning
 from lookahead.serving.output import LookaheadOutput
 from lookahead.serving.prepared import language_model
 
@@ -34,11 +32,6 @@ class FirstToken:
         self.came = True
         if self._on_step is not None:
             self._on_step(record)
-
-
-def warn_of(refusal: LookaheadError, stacklevel: int = 3) -> None:
-    """Say why there are no drafts."""
-    warnings.warn(f"decoded plainly, without drafts: {refusal}", LookaheadWarning, stacklevel=stacklevel + 1)
 
 
 def decode_plainly(model: Any, input_ids: torch.Tensor | None, arguments: dict[str, Any]) -> Any:

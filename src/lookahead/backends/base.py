@@ -1,4 +1,5 @@
-"""What every backend gives: sessions, which say what can be asked of a model, and calls, which run on it."""
+"""What every backend gives: sessions, which say what can be asked of a model, calls, which run on
+it, and rows of text."""
 
 from __future__ import annotations
 
@@ -11,6 +12,38 @@ from transformers.cache_utils import Cache
 from lookahead.backends.prompts import Prompts
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 from lookahead.core.step import Batch
+
+
+class TextRow:
+    """What is kept of one text that comes and goes: keys and values, or running states. It belongs to no step.
+
+    Attributes:
+        most_pending: How many tokens of a text that is not cached yet the coming step sends at most; any number if
+            `None`.
+        shift: What is added to places in the text to have positions: behind an image they may differ.
+        length: Tokens that are kept.
+    """
+
+    most_pending: int | None = None
+    shift = 0
+    length: int
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return self.length
+
+    def copy_start(self, other: Any, tokens: int) -> None:
+        """Begin with the first `tokens` tokens of another row, which has them. Not possible with running states, of
+        which there are those after the end of a text alone; see `Runner.shares_beginnings`."""
+        raise NotImplementedError
+
+    def crop(self, tokens: int) -> None:
+        """Forget all behind the first `tokens` tokens; as `copy_start`."""
+        raise NotImplementedError
+
+    def set_apart(self) -> None:
+        """Store a finished text where it costs running texts no time."""
 
 
 class Call:

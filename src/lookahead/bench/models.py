@@ -21,7 +21,7 @@ from transformers import (
 
 from lookahead.backends.llama_cpp.model import load_gguf
 from lookahead.backends.session import open_session
-from lookahead.backends.transformers.identity import model_identity
+from lookahead.backends.transformers.findings import model_identity
 from lookahead.bench.suite import MethodSpec, ModelSpec, TaskSpec
 from lookahead.demo import demo_model_path
 from lookahead.errors import InvalidArgumentError, LookaheadError

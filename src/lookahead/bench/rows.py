@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lookahead.backends.transformers.cost_store import device_name
+from lookahead.backends.transformers.findings import device_name
 from lookahead.bench.models import BenchModel, Prompt
 from lookahead.bench.repetition import repeated_cycle_share, tokens_before_cycles
 from lookahead.bench.suite import MethodSpec, TaskSpec

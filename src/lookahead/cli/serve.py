@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from lookahead.backends.free_memory import free_bytes
+from lookahead.backends.machine import free_bytes
 from lookahead.cli import process
 from lookahead.cli.inputs import adapter_folders, is_gguf, read_api_keys
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries, with_adapter

@@ -14,12 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.table import Table
 
 from lookahead.backends.transformers.cost_store import (
-    CostStore,
-    StoredCost,
     describe_setting,
     engine_setting,
+    store_costs,
 )
-from lookahead.backends.transformers.tuning import CONTEXTS, NODE_COUNTS, Measurement, Point, measure, timings
+from lookahead.bench.tuning import CONTEXTS, NODE_COUNTS, Measurement, Point, measure, timings
 from lookahead.cli import process
 from lookahead.cli.loading import LoadedModel, load_model, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress, print_json
@@ -139,7 +138,7 @@ def _store(settings: TuneSettings, loaded: LoadedModel, measured: Measurement, c
     if not settings.store:
         return None
     details = {"measured": measured.to_dict(), "date": date.today().isoformat()}
-    return CostStore().save(_setting(settings, loaded), StoredCost(cost, details))
+    return store_costs(_setting(settings, loaded), cost, details)
 
 
 def _report(

@@ -20,7 +20,7 @@ from lookahead.backends.base import Call, CallSession
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers import ModelRunner
-from lookahead.backends.transformers.identity import model_identity
+from lookahead.backends.transformers.findings import model_identity
 from lookahead.config import BUDGETED, LookaheadConfig
 from lookahead.core.step import Batch
 from lookahead.errors import InvalidArgumentError, ParallelError, UnsupportedArgumentError, UnsupportedModelError

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lookahead.backends.transformers import ForwardResult
-from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.backends.transformers.sampler import TextSequence
 from lookahead.core.step import Batch, select_token, verify
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.core.walk import Walk

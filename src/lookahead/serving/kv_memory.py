@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.backends.base import TextRow
 from lookahead.backends.transformers.rows import Row
 from lookahead.backends.transformers.tree_cache import whole_blocks
 from lookahead.errors import InvalidArgumentError
@@ -154,34 +155,6 @@ class KVMemory:
 
 LEAST = 16
 """Tokens that two texts must begin with in common, or nothing is reused."""
-
-
-class TextRow(Protocol):
-    """The keys and values of one text, on any engine.
-
-    Attributes:
-        most_pending: How many tokens of a text that is not cached yet the coming step sends at most; any number if
-            `None`.
-    """
-
-    most_pending: int | None
-
-    @property
-    def length(self) -> int:
-        """Tokens whose keys and values are kept."""
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that there is room for."""
-
-    def copy_start(self, other: Any, tokens: int) -> None:
-        """Begin with the first `tokens` tokens of another row, which has them."""
-
-    def crop(self, tokens: int) -> None:
-        """Forget all behind the first `tokens` tokens."""
-
-    def set_apart(self) -> None:
-        """Store a finished text where it costs running texts no time."""
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.generation.streamers import BaseStreamer
 
-from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.backends.transformers.sampler import TextSequence
 from lookahead.core.statistics import Statistics, StepRecord
 from lookahead.serving.prepared import Arguments
 

@@ -7,12 +7,11 @@ from traceback import walk_tb
 from types import FrameType
 from typing import cast
 
-from lookahead.backends.base import Session
+from lookahead.backends.base import Session, TextRow
 from lookahead.backends.session import EngineRunner
 from lookahead.backends.transformers.checks.texts import check_length
 from lookahead.backends.transformers.noise import RowNoise
-from lookahead.backends.transformers.sampler import TextSampler
-from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep, StepRecord
 from lookahead.drafting import PredictedText
@@ -20,7 +19,7 @@ from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 from lookahead.serving.arguments import check_own_prefill
 from lookahead.serving.drafting import Drafting
 from lookahead.serving.handle import RequestHandle, TokenEvent
-from lookahead.serving.kv_memory import KVMemory, TextRow
+from lookahead.serving.kv_memory import KVMemory
 from lookahead.serving.output import StreamFeeder, make_output
 from lookahead.serving.prepared import Arguments
 from lookahead.serving.selecting import LogprobSampler, StopRule, last_lengths, make_sampler, row_processors

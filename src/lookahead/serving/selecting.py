@@ -30,8 +30,7 @@ from lookahead.backends.forward_result import ForwardResult
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.transfers import upload
 from lookahead.backends.transformers.noise import RowNoise
-from lookahead.backends.transformers.sampler import TextSampler
-from lookahead.backends.transformers.text_sequence import TextSequence
+from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 from lookahead.serving.handle import TokenEvent
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import Statistics
@@ -16,9 +14,6 @@ from lookahead.core.step_time import StepTimer
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import Walk
 from lookahead.serving.request import Request
-
-LONGEST_PART = 1024
-"""Tokens of a prompt in a pass, at most, where nothing is said about it."""
 
 
 class Steps:
@@ -95,17 +90,8 @@ class Steps:
                 request.sequence.finished = True
         return walks
 
-    @torch.no_grad()
     def prefill(self, requests: Sequence[Request], chunk_size: int | None) -> int:
         """Send long texts ahead in parts, so that the first step has few pending tokens; returns how many passes."""
-        texts = [request.sequence.tokens for request in requests]
-        if not self.come_and_go:
-            return int(self.backend.prefill(texts, chunk_size))
-        size, passes = chunk_size or LONGEST_PART, 0
-        while long := [request for request in requests if request.length - request.cached > size]:
-            self.backend.rows = [request.row for request in long]
-            parts = [request.sequence.tokens[request.cached :][:size] for request in long]
-            self.backend.forward([TokenTree(part) for part in parts])
-            self.backend.commit([range(len(part)) for part in parts])
-            passes += 1
-        return passes
+        if self.come_and_go:
+            self.backend.rows = [request.row for request in requests]
+        return int(self.backend.prefill([request.sequence.tokens for request in requests], chunk_size))

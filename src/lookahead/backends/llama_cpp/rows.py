@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.backends.base import TextRow
 from lookahead.backends.llama_cpp.context import LlamaContext
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
@@ -66,7 +67,7 @@ def branches(tree: TokenTree) -> Branches:
 _NO_IDS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
 
-class LlamaRow:
+class LlamaRow(TextRow):
     """One text: the sequence ids that hold it, all of them the same tokens.
 
     The first id is its own for good; trees with several leaves take more. It has none before its first token, and after
@@ -77,9 +78,6 @@ class LlamaRow:
 
     Attributes:
         ids: The sequence ids, `[ids]` int32, in memory that stays where it is between a step and its commit.
-        length: Tokens whose keys and values are kept.
-        most_pending: How many tokens of a text that is not cached yet the coming step sends at most; any number if
-            `None`.
     """
 
     def __init__(self, pool: SequenceIds) -> None:
@@ -88,13 +86,7 @@ class LlamaRow:
         self.ids = _NO_IDS
         self.length = 0
         self._apart: NDArray[np.uint8] | None = None
-        self.most_pending: int | None = None
         weakref.finalize(self, pool.returned.append, self._lent)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that there is room for."""
-        return self.length
 
     def copy_start(self, other: LlamaRow, tokens: int) -> None:
         """Begin with the first `tokens` tokens of another row, which has them, and share its cells.

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead.backends.chain_rules import check_chain, has_room
 from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES, LlamaContext
 from lookahead.backends.llama_cpp.file import LlamaModel
 from lookahead.backends.llama_cpp.rows import Branches, LlamaRow, SequenceIds, branches
+from lookahead.backends.pending import check_chain, has_room, part_of_prompt
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
 
@@ -94,12 +94,9 @@ class LlamaRunner:
         """
         if row == 0:
             self._first = text
-        cached, most = self.rows[row].length, self.rows[row].most_pending
-        if most is not None and len(text) - cached > most:
-            part = TokenTree(text[cached : cached + most])
-            part.needs_logits[part.root] = False
-            return part
-        return TokenTree(text[cached:], None if self.last_length is None else self.last_length - 1 - cached)
+        cached = self.rows[row].length
+        room = None if self.last_length is None else self.last_length - 1 - cached
+        return part_of_prompt(text[cached:], self.rows[row].most_pending) or TokenTree(text[cached:], room)
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """Whether anything should be drafted onto `tree`: not onto a prompt, unless it is short."""

@@ -8,12 +8,11 @@ import torch
 from transformers import GenerationConfig
 
 from lookahead.backends.base import Call, Session
-from lookahead.backends.free_memory import free_bytes
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES
 from lookahead.backends.llama_cpp.model import GGUFModel, no_cache
 from lookahead.backends.llama_cpp.runner import LlamaChainRunner, LlamaRowsRunner, LlamaRunner
+from lookahead.backends.machine import free_bytes, step_clock
 from lookahead.backends.prompts import Prompts
-from lookahead.backends.step_clock import step_clock
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 

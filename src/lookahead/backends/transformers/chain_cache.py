@@ -10,6 +10,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTr
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.generation.configuration_utils import GenerationMode
 
+from lookahead.backends.base import TextRow
 from lookahead.backends.transformers.encoder_decoder import Source, is_encoder_decoder
 from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
@@ -110,7 +111,7 @@ def _fits(buffer: torch.Tensor, tensor: torch.Tensor) -> bool:
     return buffer.shape == tensor.shape and buffer.dtype == tensor.dtype and buffer.device == tensor.device
 
 
-class ChainRow:
+class ChainRow(TextRow):
     """One text on a model that keeps running states: what plain decoding would decode with, the tokens in it counted.
 
     Args:
@@ -122,11 +123,7 @@ class ChainRow:
     Attributes:
         name: What the model calls its cache.
         content: The cache as the model takes it; `None` before the first pass of a model that makes its own.
-        length: Tokens in it.
         before: As above.
-        shift: What is added to places in the text to have positions.
-        most_pending: How many tokens of a text that is not cached yet the coming step sends at most; any number if
-            `None`.
         copied_bytes: Bytes of states that `save` copied so far.
     """
 
@@ -136,18 +133,12 @@ class ChainRow:
         self.name = cache_name(model)
         self.content: Any = empty_cache(model) if content is None else content
         self.length = 0 if content is None else content.get_seq_length()
-        self.before, self.shift = before, 0
-        self.most_pending: int | None = None
+        self.before = before
         self.copied_bytes = 0
         self._source = source or {}
         self._whole = torch.empty(1, 0, dtype=torch.long, device=model.device) if reads_whole(model) else None
         self._buffers: list[torch.Tensor] = []
         self._saved: SavedState | None = None
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that there is room for."""
-        return self.length
 
     @property
     def bytes(self) -> int:
@@ -188,17 +179,6 @@ class ChainRow:
         """Take the cache from what the first pass gave, if the model makes its own."""
         if self.content is None:
             self.content = outputs.get(self.name)
-
-    def copy_start(self, other: ChainRow, tokens: int) -> None:
-        """Not possible: of a text there is the state after its end alone. See `Runner.shares_beginnings`."""
-        raise NotImplementedError
-
-    def crop(self, tokens: int) -> None:
-        """Not possible; see `copy_start`."""
-        raise NotImplementedError
-
-    def set_apart(self) -> None:
-        """Nothing: no other row is compared with what this one holds."""
 
 
 def has_running_state(kind: type[PreTrainedModel], config: PreTrainedConfig) -> bool:

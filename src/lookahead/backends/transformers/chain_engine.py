@@ -12,7 +12,7 @@ from lookahead.backends.transformers.chain_cache import is_forgetful
 from lookahead.backends.transformers.checks.clones import goes_on_rightly
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.preserved_state import preserved_state
-from lookahead.backends.transformers.shared_clone import SharedClone, all_modules, can_be_cloned, structure
+from lookahead.backends.transformers.shared_clone import SharedClone, can_be_cloned, clone_for
 
 _CHUNK = 16
 """Tokens of a chunk; a draft and its pending tokens are one or two of them."""
@@ -30,17 +30,10 @@ def chain_engine(model: PreTrainedModel) -> PreTrainedModel:
     has_long_chunks = model.device.type == "cpu" and any(map(_has_long_chunks, model.modules()))
     if not (forgets or has_long_chunks) or not can_be_cloned(model):
         return model
-    state = state_of(model)
-    setting = (model.config._attn_implementation, "chains", model.dtype, False)
-    with state.lock:
-        modules = all_modules(model)
-        parts = structure(modules, pack_weights=False)
-        if setting not in state.clones or state.clones[setting][0] != parts:
-            state.clones[setting] = (parts, _tried_clone(model))
-        clone = state.clones[setting][1]
+    with state_of(model).lock:
+        clone = clone_for(model, "chains", False, _tried_clone)
         if not isinstance(clone, SharedClone):
             return model
-        clone.refresh(modules)
         _shorten(clone.module)
     return clone.module
 
@@ -69,9 +62,9 @@ def _one_by_one(kind: Any) -> Any:
     return OneByOne
 
 
-def _tried_clone(model: PreTrainedModel) -> SharedClone | None:
-    """A clone that reads chains as the model reads single tokens; `None` if there is none."""
-    clone = SharedClone(model, None, pack_weights=False)
+def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bool | str) -> SharedClone | str:
+    """A clone that reads chains as the model reads single tokens; a reason in its place if there is none."""
+    clone = SharedClone(model, None, pack_weights)
     sizes = {part: part.chunk_size for part in clone.module.modules() if _has_long_chunks(part)}
     _shorten(clone.module)
     for part in clone.module.modules():
@@ -82,4 +75,8 @@ def _tried_clone(model: PreTrainedModel) -> SharedClone | None:
         same = goes_on_rightly(model, clone.module)
     for part, size in sizes.items():  # else the clone would not look like the model
         part.chunk_size = size
-    return clone if same and not clone.keeps_state(model) else None
+    return (
+        clone
+        if same and not clone.keeps_state(model)
+        else "a clone does not go on as it does"
+    )

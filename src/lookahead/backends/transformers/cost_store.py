@@ -1,23 +1,26 @@
-"""Where measured cost models are kept between runs: one JSON file for each model, device and set of versions."""
+"""Costs that `lookahead tune` measured: one file for each model, device and set of versions."""
 
 from __future__ import annotations
 
-import platform
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.json_file import cache_folder, file_about, read_about, write_about
+from lookahead.backends.transformers.findings import (
+    cache_folder,
+    device_name,
+    file_about,
+    read_about,
+    versions,
+    write_about,
+)
 from lookahead.config import LookaheadConfig
 from lookahead.core.step_costs import StepCosts
 from lookahead.errors import InvalidArgumentError
-from lookahead.version import __version__
 
 _SIZES = (
     "model_type",
@@ -39,66 +42,42 @@ _SIZES = (
 """What a configuration says that decides how long a step takes; two fine-tunings of a model share a curve."""
 
 
-@dataclass(frozen=True)
-class StoredCost:
-    """What one file holds.
-
-    Attributes:
-        cost: The curve.
-        details: What else was measured, as plain numbers and lists: the points, the memory limit, the date.
-    """
-
-    cost: StepCosts
-    details: dict[str, Any] = field(default_factory=dict)
+def cost_file(setting: Mapping[str, Any]) -> Path:
+    """The file of the costs for a setting (see `describe_setting`), whether or not there is one yet."""
+    return file_about(cache_folder("cost"), setting)
 
 
-class CostStore:
-    """The cost models of one user.
+def load_costs(setting: Mapping[str, Any]) -> StepCosts | None:
+    """What is stored for a setting; `None` if nothing that can be used. A file that cannot be read as what it should be
+    is ignored, with a warning that names it."""
+    path = cost_file(setting)
+    try:
+        return StepCosts.from_dict(read_about(path, setting)["cost"])
+    except FileNotFoundError:
+        return None
+    except (OSError, KeyError, TypeError, ValueError, InvalidArgumentError) as error:
+        warnings.warn(
+            f"{path} is no cost model that can be used ({type(error).__name__}: {error}) and is ignored; "
+            "`lookahead tune` writes it anew",
+            stacklevel=2,
+        )
+        return None
 
-    A file that cannot be read as what it should be is ignored, with a warning that names it. A file appears whole or
-    not at all, so processes may read and write at the same time; the last one to write wins.
+
+def store_costs(setting: Mapping[str, Any], costs: StepCosts, details: Mapping[str, Any]) -> Path:
+    """Store a curve for a setting, in place of an earlier one; returns the file, which is written whole or not at all.
 
     Args:
-        folder: Where the files are; the folder `cost` in the user's cache directory if not given.
+        setting: See `describe_setting`.
+        costs: The curve.
+        details: What else was measured, as plain numbers and lists: the points, the memory limit, the date.
+
+    Raises:
+        OSError: The folder cannot be made or written to.
     """
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = default_folder() if folder is None else folder
-
-    def path(self, setting: Mapping[str, Any]) -> Path:
-        """The file for a setting, whether or not there is one yet."""
-        return file_about(self.folder, setting)
-
-    def load(self, setting: Mapping[str, Any]) -> StoredCost | None:
-        """What is stored for a setting (see `describe_setting`), `None` if nothing that can be used."""
-        path = self.path(setting)
-        try:
-            stored = read_about(path, setting)
-            return StoredCost(StepCosts.from_dict(stored["cost"]), dict(stored["details"]))
-        except FileNotFoundError:
-            return None
-        except (OSError, KeyError, TypeError, ValueError, InvalidArgumentError) as error:
-            warnings.warn(
-                f"{path} is no cost model that can be used ({type(error).__name__}: {error}) and is ignored; "
-                "`lookahead tune` writes it anew",
-                stacklevel=2,
-            )
-            return None
-
-    def save(self, setting: Mapping[str, Any], stored: StoredCost) -> Path:
-        """Store a curve for a setting, in place of an earlier one; returns the file.
-
-        Raises:
-            OSError: The folder cannot be made or written to.
-        """
-        path = self.path(setting)
-        write_about(path, setting, {"cost": stored.cost.to_dict(), "details": stored.details})
-        return path
-
-
-def default_folder() -> Path:
-    """The folder of cost models in the user's cache directory, as the operating system has it."""
-    return cache_folder("cost")
+    path = cost_file(setting)
+    write_about(path, setting, {"cost": costs.to_dict(), "details": dict(details)})
+    return path
 
 
 def describe_setting(model: PreTrainedModel, engine: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -123,11 +102,7 @@ def describe_setting(model: PreTrainedModel, engine: Mapping[str, Any] | None = 
         "device": device_name(model.device),
         "threads": torch.get_num_threads() if model.device.type == "cpu" else None,
         "engine": dict(engine or {}),
-        "versions": {
-            "lookahead": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": versions(),
     }
 
 
@@ -139,17 +114,3 @@ def engine_setting(config: LookaheadConfig) -> dict[str, Any]:
     if config.invariant:
         setting["invariant"] = True
     return setting
-
-
-def device_name(device: torch.device) -> str:
-    """The name of the processor behind `device`; two GPUs of the same make are the same."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    if device.type != "cpu":
-        return device.type
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 
@@ -25,17 +24,13 @@ from lookahead.backends.transformers.invariant.attention import LEAST_NODES
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
 from lookahead.backends.transformers.invariant.attention import PACKED_ROWS as INVARIANT_ROWS
 from lookahead.backends.transformers.invariant.modules import least_rows
-from lookahead.backends.transformers.model_state import chosen_packing, state_of
+from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.packed_linear import check_packing
 from lookahead.backends.transformers.preserved_state import preserved_state
 from lookahead.backends.transformers.runner import RowsRunner
-from lookahead.backends.transformers.shared_clone import SharedClone, all_modules, can_be_cloned, structure
+from lookahead.backends.transformers.shared_clone import SharedClone, can_be_cloned, clone_for
 from lookahead.backends.transformers.static_engine import fixed_runner
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
-
-MakeClone = Callable[[PreTrainedModel, str | None, bool | str], SharedClone | str]
-"""Makes a clone, given the model, the attention of the clone, and whether to pack its weights, and tries it. Gives a
-reason in its place if it is not right."""
 
 
 def engine_model(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> PreTrainedModel:
@@ -69,37 +64,6 @@ def engine_model(model: PreTrainedModel, pack_weights: bool = False, invariant: 
                 f"{name}={asked!r} is not possible for this {type(model).__name__}: {clone}; use {name}=False"
             )
     return model
-
-
-def clone_for(
-    model: PreTrainedModel, attention: str | None, pack_weights: bool, make: MakeClone
-) -> SharedClone | str | None:
-    """The clone that is kept for these settings, after an update; what `make` makes if none fits: a clone, or the
-    reason why none is right. Weights are packed by `chosen_packing`."""
-    with state_of(model).lock:
-        packing = chosen_packing(model, pack_weights, attention in (INVARIANT, INVARIANT_ROWS))
-        return _clone_for(model, attention, packing, make)
-
-
-def _clone_for(
-    model: PreTrainedModel, attention: str | None, pack_weights: bool | str, make: MakeClone
-) -> SharedClone | str | None:
-    setting = (model.config._attn_implementation, attention, model.dtype, pack_weights)
-    clones = state_of(model).clones
-    modules = all_modules(model)
-    parts = structure(modules, pack_weights)
-    if setting in clones and clones[setting][0] == parts:
-        clone = clones[setting][1]
-        if isinstance(clone, SharedClone):
-            clone.refresh(modules)
-        return clone
-    clones.pop(setting, None)
-    if pack_weights:  # packed weights are large: the old ones go before there are new ones
-        for other in [other for other in clones if other[-1]]:
-            del clones[other]
-    clone = make(model, attention, pack_weights)
-    clones[setting] = (parts, clone)
-    return clone
 
 
 def _attention_for_trees(model: PreTrainedModel) -> str | None:
@@ -245,7 +209,7 @@ def packed_clone(model: PreTrainedModel, pack_weights: bool, invariant: bool) ->
     if invariant:  # refused where passes of one text cannot be
         engine_model(model, pack_weights, invariant=True)
     clone = clone_for(model, INVARIANT_ROWS if invariant else PACKED_ROWS, pack_weights, _tried_rows)
-    return clone.module if isinstance(clone, SharedClone) else str(clone)
+    return clone.module if isinstance(clone, SharedClone) else clone
 
 
 def _tried_rows(model: PreTrainedModel, name: str | None, pack_weights: bool | str) -> SharedClone | str:

@@ -1,9 +1,15 @@
-"""What was found by trying on this machine, kept on disk for later processes: it takes longer than a short call."""
+"""What was found by trying or timing on this machine, kept on disk for later processes: it takes longer than a call.
+
+Each finding is a file of JSON in the user's cache directory, about a setting of plain values: which model, which
+machine, which versions.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -14,8 +20,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.cost_store import device_name
-from lookahead.backends.transformers.json_file import cache_folder, file_about, read_about, write_about
+from lookahead.core.files import replaced, user_cache
 from lookahead.version import __version__
 
 _FORMAT = 2
@@ -26,6 +31,45 @@ _DISPATCH = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_")
 
 _KNOWN = {"torch", "transformers", "lookahead", "builtins"}
 """Where the classes of models come from whose code does not change while versions stay."""
+
+_SAMPLED, _VALUES = 16, 64
+_INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+"""What a configuration says that is no part of which model it is."""
+
+
+def cache_folder(name: str) -> Path:
+    """A folder in the user's cache directory."""
+    return user_cache() / "lookahead-decoding" / name
+
+
+def file_about(folder: Path, setting: Mapping[str, Any]) -> Path:
+    """The file in `folder` for a setting of plain values, whether or not there is one yet."""
+    text = json.dumps(setting, sort_keys=True)
+    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
+
+
+def read_about(path: Path, setting: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file holds.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It holds something else, or is about another setting.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or content.get("setting") != json.loads(json.dumps(setting)):
+        raise ValueError("it is about another setting")
+    return content
+
+
+def write_about(path: Path, setting: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+    """Put `content` in place of what the file held: all of it or, if that fails, nothing.
+
+    Raises:
+        OSError: The folder cannot be made or written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as file:
+        json.dump({"setting": dict(setting), **content}, file)
 
 
 def recall(about: Mapping[str, Any]) -> Any:
@@ -80,11 +124,7 @@ def _machine() -> dict[str, Any]:
         "mkldnn": bool(getattr(torch.backends.mkldnn, "enabled", True)),
         "precision": torch.get_float32_matmul_precision(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_DISPATCH)},
-        "versions": {
-            "lookahead": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": versions(),
     }
 
 
@@ -98,3 +138,40 @@ def _instructions() -> str:
     first = lines[: lines.index("") if "" in lines else None]
     keys = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "cache size", "CPU ")
     return hashlib.sha256("\n".join(line for line in first if line.startswith(keys)).encode()).hexdigest()[:20]
+
+
+def model_identity(model: PreTrainedModel) -> str:
+    """A short name that two models share only if they have the same configuration and the same weights.
+
+    Made from the configuration and from values out of some of the weights. A model keeps its name in another number
+    type if that holds the same values; another size, other layers or a fine-tuning change it.
+    """
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _INCIDENTAL}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    weights = sorted(model.named_parameters(), key=lambda item: item[0])
+    for name, weight in weights[:: max(1, len(weights) // _SAMPLED)]:
+        # Of a weight that is shared out among processes (a DTensor), this process's part.
+        part = weight.to_local() if hasattr(weight, "to_local") else weight
+        values = part.detach().flatten()
+        sample = values[:: max(1, values.numel() // _VALUES)].to(torch.float32).tolist()
+        digest.update(f"{name} {tuple(weight.shape)} {sample}".encode())
+    return f"{type(model).__name__}-{digest.hexdigest()[:24]}"
+
+
+def versions() -> dict[str, str]:
+    """Versions that decide what is computed, and how fast."""
+    return {"lookahead": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the processor behind `device`; two GPUs of the same make are the same."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    if device.type != "cpu":
+        return device.type
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""What the forward pass of a model takes."""
+"""What the installed transformers is, and what the forward pass of a model of it takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, __version__
+
+TRANSFORMERS: tuple[int, ...] = tuple(int(number) for number in __version__.split(".")[:2])
+"""Its major and minor version."""
+
 
 _known: WeakKeyDictionary[Callable[..., Any], Mapping[str, inspect.Parameter]] = WeakKeyDictionary()
 """By function, as looking takes as long as a small layer, and every call asks several times."""

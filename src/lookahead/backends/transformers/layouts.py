@@ -97,8 +97,6 @@ class Padded:
         """What the model takes of a step."""
         layouts, counts = step.layouts, step.counts
         rows = len(layouts)
-        if rows == 1 and counts[0] >= self._least_nodes and step.shifts is None:
-            return self._unpadded(step, layouts[0])
         nodes = max(*counts, -(-self._least_nodes // rows))
         reads = [layout.read_slots for layout in layouts]
         keep = reads[0] if rows == 1 else np.unique(np.concatenate(reads))
@@ -106,11 +104,6 @@ class Padded:
         if rows > 1:
             found.rows = [row * len(keep) + np.searchsorted(keep, own) for row, own in enumerate(reads)]
         return found
-
-    def _unpadded(self, step: Step, layout: Layout) -> Inputs:
-        """The same of one tree, which in a step of plain decoding has little time for anything beside the pass."""
-        positions = (step.starts[0] + layout.depths)[None]
-        return self._bring(step, layout.tokens[None], positions, positions, layout.read_slots)
 
     def _bring(self, step: Step, tokens: Integers, positions: Integers, placed: Integers, keep: Integers) -> Inputs:
         """All of it where the model is, by one copy."""

@@ -6,9 +6,9 @@ import copy
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lookahead.backends.transformers.forward_arguments import TRANSFORMERS
 from lookahead.backends.transformers.masks import INDEXED
 from lookahead.backends.transformers.model_state import same_values, state_of
-from lookahead.backends.transformers.version import TRANSFORMERS
 
 _CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")
 """What configurations call the number of positions."""

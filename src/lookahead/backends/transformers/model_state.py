@@ -13,9 +13,9 @@ from weakref import ReferenceType, WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.cost_store import CostStore, describe_setting, engine_setting
-from lookahead.backends.transformers.identity import model_identity
-from lookahead.backends.transformers.packing_trial import fastest_packing
+from lookahead.backends.transformers.cost_store import describe_setting, engine_setting, load_costs
+from lookahead.backends.transformers.findings import model_identity
+from lookahead.backends.transformers.packed_linear import fastest_packing
 from lookahead.config import MEMORY_SCOPES, LookaheadConfig
 from lookahead.core.pace import Pace
 from lookahead.core.step_costs import StepCosts
@@ -45,7 +45,7 @@ class ModelState:
         lock: Held by a thread while it looks for something in here and makes it where it is missing.
         checked: Settings with which the tree check passed.
         clones: Shared-weight clones: what each was made of (`structure`), and the clone; in its place why there is
-            none, if that is known, where it did not do what it should.
+            none, where it did not do what it should.
         static_shapes: What its layers keep of a token; why, where static steps failed, or did not do what others do.
         static_steps: Those that its last call released, and what they were made for: what was compiled and captured
             serves the next call as well.
@@ -62,7 +62,7 @@ class ModelState:
 
     lock: RLock = field(default_factory=RLock)
     checked: set[Setting] = field(default_factory=set)
-    clones: dict[Setting, tuple[list[object], SharedClone | str | None]] = field(default_factory=dict)
+    clones: dict[Setting, tuple[list[object], SharedClone | str]] = field(default_factory=dict)
     static_shapes: dict[Setting, tuple[LayerShape | None, ...] | str] = field(default_factory=dict)
     static_steps: tuple[Setting, StaticSteps] | None = None
     packing: dict[Setting, bool | str] = field(default_factory=dict)
@@ -142,8 +142,7 @@ def draft_pace(
 
 def _stored_costs(model: PreTrainedModel, config: LookaheadConfig) -> StepCosts:
     """What `lookahead tune` measured, else a first guess."""
-    stored = CostStore().load(describe_setting(model, engine_setting(config)))
-    return StepCosts() if stored is None else stored.cost
+    return load_costs(describe_setting(model, engine_setting(config))) or StepCosts()
 
 
 def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory:

@@ -8,29 +8,25 @@ from contextlib import ExitStack, contextmanager
 import torch
 from transformers.cache_utils import Cache
 
+from lookahead.backends.base import TextRow
 from lookahead.backends.transformers.tree_cache import TreeCache, TreeLayer
 
 
-class Row:
-    """One text on a model: its keys and values. It belongs to no runner.
+class Row(TextRow):
+    """One text on a model: its keys and values.
 
     Args:
         block: Tokens by which its room grows; see `TreeLayer.block`.
 
     Attributes:
         cache: The keys and values.
-        most_pending: How many tokens of a text that is not cached yet the coming step sends at most; any number if
-            `None`.
-        shift: What is added to places in the text to have positions: behind an image they may differ.
     """
 
     def __init__(self, block: int | None = None) -> None:
         self.cache = TreeCache(block=block)
-        self.shift = 0
-        self.most_pending: int | None = None
 
     @property
-    def length(self) -> int:
+    def length(self) -> int:  # type: ignore[override]
         """Tokens whose keys and values are kept."""
         return self.cache.lengths(1)[0]
 
@@ -46,9 +42,6 @@ class Row:
     def crop(self, tokens: int) -> None:
         """Forget all behind the first `tokens` tokens."""
         self.cache.restore([tokens])
-
-    def set_apart(self) -> None:
-        """Nothing: no other row is compared with what this one holds."""
 
 
 States = list[tuple[torch.Tensor, torch.Tensor]]
@@ -68,15 +61,11 @@ class RowsCache(Cache):  # type: ignore[misc]
         self._rows = list(zip(rows, counts, strict=True))
 
     @contextmanager
-    def scratch(self, place: torch.Tensor | None = None) -> Iterator[None]:
-        """For the pass: what it writes is kept only if it is committed.
-
-        Args:
-            place: See `TreeCache.scratch`.
-        """
+    def scratch(self) -> Iterator[None]:
+        """For the pass: what it writes is kept only if it is committed."""
         with ExitStack() as stack:
             for row, _ in self._rows:
-                stack.enter_context(row.cache.scratch(place))
+                stack.enter_context(row.cache.scratch())
             yield
 
 

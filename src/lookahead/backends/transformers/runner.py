@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.chain_rules import check_chain, has_room
 from lookahead.backends.forward_result import ForwardResult, forward_results, nothing_listed
+from lookahead.backends.pending import check_chain, has_room, part_of_prompt
 from lookahead.backends.transfers import upload
 from lookahead.backends.transformers.cache_exchange import leave_out_hidden
 from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, is_forgetful, reads_whole
@@ -63,6 +63,7 @@ class Runner:
 
     prompt_cache: Any
     most_nodes = MAX_NODES_PER_STEP
+    _chunk: int | None = LONGEST_DRAFTED_PREFILL
     keeps_apart = chains = False
     shares_beginnings = True
 
@@ -155,6 +156,43 @@ class Runner:
         results = self.forward([TokenTree([token]) for token in tokens])
         return torch.cat([result.logits_after(0) for result in results])
 
+    def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
+        """Send long texts ahead in chunks, so that the first step has few pending tokens.
+
+        Args:
+            texts: The text of each sequence.
+            chunk_size: Tokens of each text in one pass; as many as the engine finds right if `None`.
+
+        Returns:
+            The number of forward passes it took.
+        """
+        size = chunk_size or self._prefill_size(len(texts))
+        return 0 if size is None else self._advance(texts, size, size)
+
+    def _prefill_size(self, texts: int) -> int | None:
+        """Pending tokens up to which so many texts need no chunks; any number if `None`."""
+        return LONGEST_DRAFTED_PREFILL
+
+    def complete(self, texts: Sequence[Sequence[int]]) -> None:
+        """Send all of each text but its last token, so that what is kept is what plain decoding leaves."""
+        self._advance([text[:-1] for text in texts], self._chunk)
+
+    def _advance(self, texts: Sequence[Sequence[int]], size: int | None, least: int = 0) -> int:
+        """Send pending tokens in parts of `size`, those of all texts that have more than `least` of them."""
+        passes = 0
+        while True:
+            pending = [self._pending(row, text) for row, text in enumerate(texts)]
+            sends = [len(tokens) > least for tokens in pending]
+            if not any(sends):
+                return passes
+            rows = zip(pending, sends, strict=True)
+            self._send([TokenTree(tokens[:size]) if sent else self.idle_tree() for tokens, sent in rows], sends)
+            passes += 1
+
+    def _pending(self, row: int, text: Sequence[int]) -> Sequence[int]:
+        """The tokens of `text`, that of sequence `row`, that the model has not read."""
+        raise NotImplementedError
+
     def _send(self, trees: Sequence[TokenTree], keep: Sequence[bool]) -> None:
         """Run chains of tokens, and keep those of rows that say so."""
         self.forward(trees)
@@ -202,7 +240,8 @@ class ModelRunner(Runner):
         if steps is not None:
             steps.begin(cache)
             self.cache = steps.cache
-        self._chunk = (steps.chunk if steps is not None else None) or LONGEST_DRAFTED_PREFILL
+        if steps is not None and steps.chunk is not None:
+            self._chunk = steps.chunk
         self._batch_size = batch_size
         self.before, self.padding, self._shifts = [0] * batch_size, [0] * batch_size, [0] * batch_size
         self._drafted = most_nodes
@@ -225,13 +264,17 @@ class ModelRunner(Runner):
 
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
         """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens."""
+        pending, total = self._pending(row, text), self.before[row] + len(text)
+        return self._tree(pending, total - 1, total - len(pending), self._shifts[row])
+
+    def _pending(self, row: int, text: Sequence[int]) -> Sequence[int]:
         cached, before = self.cache.lengths(self._batch_size)[row], self.before[row]
         if self._limits.recompute_at is not None and not before:
             recompute_at = self._limits.recompute_at - self.padding[row]
             if cached < recompute_at <= len(text):
                 self.cache.forget(row)
                 cached = 0
-        return self._tree(text[cached - before :], before + len(text) - 1, cached, self._shifts[row])
+        return text[cached - before :]
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """Whether anything should be drafted onto `tree`.
@@ -263,50 +306,16 @@ class ModelRunner(Runner):
 
     def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
         inputs = self._layout.inputs(step)
-        alone = inputs.tokens.numel() == 1 and step.shifts is None and self._device.type == "cpu"
-        with self.cache.scratch(inputs.positions[0] if alone else None):
+        with self.cache.scratch():
             return self._call(self.model, inputs, {"past_key_values": self.cache}).logits, inputs
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
         self.cache.commit(self._slots_of(kept))
 
-    def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
-        """Send long texts ahead in chunks, so that the first step has few pending tokens.
-
-        Args:
-            texts: The text of each sequence.
-            chunk_size: Tokens of each text in one pass. `None` for what the engine finds right: a single text
-                goes in one pass, which needs no mask of ours; a batch in chunks, as its mask grows with them.
-
-        Returns:
-            The number of forward passes it took.
-        """
-        size = chunk_size or (None if len(texts) == 1 and not self.is_invariant else self._chunk)
-        passes = 0
-        while size is not None:
-            trees = [self.begin_tree(row, text) for row, text in enumerate(texts)]
-            if max(len(tree) for tree in trees) <= size:
-                break
-            # A text that is through, but for its last token, sends that and keeps nothing of it.
-            chunks = [TokenTree(tree.tokens[: min(size, max(len(tree) - 1, 1))]) for tree in trees]
-            self._send(chunks, [len(tree) > 1 for tree in trees])
-            passes += 1
-        return passes
-
-    def complete(self, texts: Sequence[Sequence[int]]) -> None:
-        """Send all of each text but its last token, so that the cache holds what plain decoding leaves there."""
-        ends = [before + len(text) - 1 for before, text in zip(self.before, texts, strict=True)]
-        while True:
-            lengths = self.cache.lengths(self._batch_size)
-            behind = [cached < end for cached, end in zip(lengths, ends, strict=True)]
-            if not any(behind):
-                return
-            chunks = [
-                TokenTree(self.begin_tree(row, text[:-1]).tokens[: self._chunk]) if behind[row] else self.idle_tree()
-                for row, text in enumerate(texts)
-            ]
-            self._send(chunks, behind)
+    def _prefill_size(self, texts: int) -> int | None:
+        # A single text goes in one pass, which needs no mask of ours; a batch in chunks, as its mask grows with them.
+        return None if texts == 1 and not self.is_invariant else self._chunk
 
     def take_prompt(self, outputs: object, mask: torch.Tensor, shifts: Sequence[int]) -> None:
         """See `PromptReader`."""
@@ -365,9 +374,11 @@ class RowsRunner(Runner):
 
         Where these are more than `Row.most_pending`, it is so many of them, and nothing is read after them.
         """
-        kept = self.rows[row]
-        pending = text[kept.length :]
+        kept, pending = self.rows[row], self._pending(row, text)
         return part_of_prompt(pending, kept.most_pending) or self._tree(pending, len(text) - 1, kept.length, kept.shift)
+
+    def _pending(self, row: int, text: Sequence[int]) -> Sequence[int]:
+        return text[self.rows[row].length :]
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """Whether anything should be drafted onto `tree`: not if it is a part of a text, nor where the model would go
@@ -404,9 +415,7 @@ class RowsRunner(Runner):
         else:
             cache = rows[0].cache if len(rows) == 1 else PaddedCache(rows, step.counts)
             inputs = self._padded_layout.inputs(step)
-        # The position of a single node is where its keys and values go.
-        placed = inputs.tokens.numel() == 1 and step.starts == step.lengths and step.shifts is None
-        with cache.scratch(inputs.positions[0] if placed else None):
+        with cache.scratch():
             return self._call(self.model, inputs, {"past_key_values": cache}).logits, inputs
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
@@ -423,15 +432,6 @@ class RowsRunner(Runner):
     def take_prompt(self, outputs: object, mask: torch.Tensor, shifts: Sequence[int]) -> None:
         """See `PromptReader`."""
         (self.rows[0].shift,) = shifts
-
-
-def part_of_prompt(pending: Sequence[int], most: int | None) -> TokenTree | None:
-    """A tree of the first `most` pending tokens, of which nothing is read; `None` if there are no more than that."""
-    if most is None or len(pending) <= most:
-        return None
-    part = TokenTree(pending[:most])
-    part.needs_logits[part.root] = False
-    return part
 
 
 class ChainRunner(Runner):
@@ -457,6 +457,7 @@ class ChainRunner(Runner):
 
     chains = True
     is_invariant = shares_beginnings = False
+    _chunk = None
 
     def __init__(
         self,
@@ -505,14 +506,19 @@ class ChainRunner(Runner):
 
         There is no room below a prompt, whose states would have to be computed again, nor below many pending tokens.
         """
-        kept = self.rows[row]
-        pending = text[kept.length - kept.before :]
+        kept, pending = self.rows[row], self._pending(row, text)
         part = part_of_prompt(pending, kept.most_pending if self._drafts else None)
         if part is not None:
             return part
         if not self._drafts or not has_room(kept.length, len(pending)):
             return TokenTree(pending, len(pending) - 1)
         return self._tree(pending, kept.before + len(text) - 1, kept.length, kept.shift)
+
+    def _pending(self, row: int, text: Sequence[int]) -> Sequence[int]:
+        return text[self.rows[row].length - self.rows[row].before :]
+
+    def _prefill_size(self, texts: int) -> int | None:
+        return None
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """Drafters are always asked of a whole text; where nothing may be drafted, `tree` has no room."""
@@ -598,25 +604,3 @@ class ChainRunner(Runner):
         row.keep(outputs)
         row.length = mask.shape[1]
         (row.shift,) = shifts
-
-    def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
-        """Send long texts ahead in chunks of `chunk_size` tokens, if given; returns how many passes that took."""
-        return self._settle(texts, chunk_size) if chunk_size is not None else 0
-
-    def complete(self, texts: Sequence[Sequence[int]]) -> None:
-        """Send all of each text but its last token, so that the states are those that plain decoding leaves."""
-        self._settle([text[:-1] for text in texts], None)
-
-    def _settle(self, texts: Sequence[Sequence[int]], size: int | None) -> int:
-        """Send pending tokens in parts of `size` where a text has more; all at once if it is `None`."""
-        passes = 0
-        while True:
-            pending = [text[row.length - row.before :] for row, text in zip(self.rows, texts, strict=True)]
-            sends = [len(tokens) > (size or 0) for tokens in pending]
-            if not any(sends):
-                return passes
-            chunks = [
-                TokenTree(tokens[:size]) if sent else self._idle for tokens, sent in zip(pending, sends, strict=True)
-            ]
-            self._send(chunks, sends)
-            passes += 1

@@ -10,8 +10,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from lookahead.backends.base import Call, Session
+from lookahead.backends.machine import step_clock
 from lookahead.backends.prompts import Prompts
-from lookahead.backends.step_clock import step_clock
 from lookahead.backends.transformers.cache_exchange import adopt_cache, return_cache
 from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, check_states
 from lookahead.backends.transformers.chain_engine import chain_engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from lookahead.backends.transformers.invariant.attention import LEAST_NODES, PACKED_ROWS
 from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
 from lookahead.backends.transformers.invariant.modules import FINDINGS, empty_module, invariant_kind
+from lookahead.backends.transformers.model_state import chosen_packing, state_of
 from lookahead.backends.transformers.packed_linear import (
     PACKED_WEIGHT,
     SEVERAL_ROWS,
@@ -188,6 +189,34 @@ class SharedClone:
             return module
         # Without a finding of its own, a module has the attributes of the other one, which is quickly seen.
         return empty_module(kind) if self._is_invariant else kind.__new__(kind)
+
+
+MakeClone = Callable[[PreTrainedModel, str | None, bool | str], SharedClone | str]
+"""Makes a clone, given the model, the attention of the clone, and whether to pack its weights, and tries it. Gives a
+reason in its place if it is not right."""
+
+
+def clone_for(model: PreTrainedModel, attention: str | None, pack_weights: bool, make: MakeClone) -> SharedClone | str:
+    """The clone that is kept for these settings, after an update; what `make` makes if none fits: a clone, or the
+    reason why none is right. Weights are packed by `chosen_packing`."""
+    state = state_of(model)
+    with state.lock:
+        packing = chosen_packing(model, pack_weights, attention in (INVARIANT, PACKED_ROWS))
+        setting = (model.config._attn_implementation, attention, model.dtype, packing)
+        modules = all_modules(model)
+        parts = structure(modules, packing)
+        if setting in state.clones and state.clones[setting][0] == parts:
+            clone = state.clones[setting][1]
+            if isinstance(clone, SharedClone):
+                clone.refresh(modules)
+            return clone
+        state.clones.pop(setting, None)
+        if packing:  # packed weights are large: the old ones go before there are new ones
+            for other in [other for other in state.clones if other[-1]]:
+                del state.clones[other]
+        clone = make(model, attention, packing)
+        state.clones[setting] = (parts, clone)
+        return clone
 
 
 def _take_over(module: torch.nn.Module, clone: torch.nn.Module) -> None:

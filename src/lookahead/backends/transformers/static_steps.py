@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.forward_result import ForwardResult, Listed, pack_likeliest, spread, unpack_likeliest
-from lookahead.backends.step_clock import step_clock
+from lookahead.backends.machine import step_clock
 from lookahead.backends.transfers import Downloads, Read
 from lookahead.backends.transformers.graph_recorder import Outputs, Pass, Recorder
 from lookahead.backends.transformers.layouts import Step, ancestors, padded

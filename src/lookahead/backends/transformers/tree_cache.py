@@ -103,23 +103,6 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             self.drop()
         return seen
 
-    def write_one(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, place: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`update` for one token of one row, as scratch, in a layer without a window; in two thirds of the time.
-
-        Args:
-            key_states: `[1, heads, 1, head_dim]`; `value_states` likewise.
-            place: Where they go, `[1]` int64: the length of the row.
-        """
-        end = self.lengths[0] + 1
-        if end > self.keys.shape[2]:
-            self._grow(end)
-        keys, values = self.keys, self.values
-        keys.index_copy_(2, place, key_states)
-        values.index_copy_(2, place, value_states)
-        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
-
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """`update` for the keys `[batch, nodes, size]` of `indexer`, which are returned in the same way."""
         if self.indexer is None:
@@ -286,7 +269,6 @@ class TreeCache(Cache):  # type: ignore[misc]
         self._windows = list(windows) or [None]
         self._keeps_all = True
         self._block = block
-        self._place: torch.Tensor | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -296,25 +278,16 @@ class TreeCache(Cache):  # type: ignore[misc]
         while len(layers) <= layer_idx:
             layers.append(TreeLayer(self._windows[min(len(layers), len(self._windows) - 1)]))
             layers[-1].keeps_all, layers[-1].block = self._keeps_all, self._block
-        layer = layers[layer_idx]
-        if self._place is not None and layer.window is None and layer.is_initialized and key_states.is_cpu:
-            return layer.write_one(key_states, value_states, self._place)
-        return layer.update(key_states, value_states)
+        return layers[layer_idx].update(key_states, value_states)
 
     @contextmanager
-    def scratch(self, place: torch.Tensor | None = None) -> Iterator[None]:
-        """While a tree is run: what the pass writes is scratch, and stays only if it is committed.
-
-        Args:
-            place: Length of the only row, `[1]` int64 on the CPU, if the pass is of one token.
-        """
+    def scratch(self) -> Iterator[None]:
+        """While a tree is run: what the pass writes is scratch, and stays only if it is committed."""
         self._set_keeps_all(False)
         self._make_writable()
-        self._place = place
         try:
             yield
         finally:
-            self._place = None
             self._set_keeps_all(True)
 
     def _set_keeps_all(self, keeps_all: bool) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lookahead.backends.predictions import top_predictions
+from lookahead.backends.forward_result import top_predictions
 
 _MOST_CALLS = 4
 """Calls of one step that are read: the one before sampling, and those for log-probabilities of a prompt."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lookahead.backends.step_clock import step_clock
+from lookahead.backends.machine import step_clock
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace, compile_shared_pace
 from lookahead.core.step_costs import StepCosts

@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -37,7 +36,7 @@ from lookahead.backends.transformers.shared_clone import can_be_cloned
 from lookahead.backends.trials import difference
 from lookahead.core.compiled import IS_COMPILED
 from lookahead.core.token_tree import TokenTree
-from lookahead.errors import LookaheadWarning, UnsupportedModelError
+from lookahead.errors import UnsupportedModelError, warn_of_plain
 
 FORWARD_IS_REPLACED = "it was compiled, or a hook stands in for the forward pass of one of its modules"
 
@@ -199,7 +198,7 @@ def check_plain(model: PreTrainedModel, refusal: UnsupportedModelError) -> None:
             f"{refusal}. Nor can it be run without drafts (fallback='plain') here: passes over one token of a small "
             "copy of it differ from generate"
         ) from refusal
-    warnings.warn(f"decoded plainly, without drafts: {refusal}", LookaheadWarning, stacklevel=4)
+    warn_of_plain(refusal, stacklevel=4)
 
 
 def checked_setting(model: PreTrainedModel) -> Setting:

@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 
 import lookahead.cli.tune as cli_tune
 from lookahead import InvalidArgumentError
-from lookahead.backends.transformers.cost_store import CostStore, describe_setting
-from lookahead.backends.transformers.tuning import (
+from lookahead.backends.transformers.cost_store import cost_file, describe_setting, load_costs
+from lookahead.bench.tuning import (
     BRANCH,
     StepBench,
     Stopwatch,
@@ -45,7 +45,7 @@ def test_shows_draws_and_stores(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo: Any
 ) -> None:
     folder = tmp_path / "cache" / "lookahead-decoding" / "cost"
-    monkeypatch.setattr("lookahead.backends.transformers.json_file.user_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path / "cache")
     options = ["--context", "48"]
     assert main(["tune", "--model", "demo", *SMALL, *options]) == 0
     out, err = capsys.readouterr()
@@ -59,17 +59,18 @@ def test_shows_draws_and_stores(
     (file,) = folder.iterdir()
     assert f"stored in {file}" in err
 
-    stored = CostStore().load(describe_setting(demo[0], {"pack_weights": False}))
-    assert stored is not None, "the decoder finds it under the same setting"
-    assert 0 < stored.cost.seconds(1) < 1
-    points = stored.details["measured"]["points"]
+    setting = describe_setting(demo[0], {"pack_weights": False})
+    costs = load_costs(setting)
+    assert costs is not None, "the decoder finds it under the same setting"
+    assert 0 < costs.seconds(1) < 1
+    points = json.loads(cost_file(setting).read_text())["details"]["measured"]["points"]
     assert [(point["nodes"], point["context"]) for point in points] == [(1, 24), (4, 24), (1, 48), (4, 48)]
 
 
 def test_stores_in_the_users_cache(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("lookahead.backends.transformers.json_file.user_cache", lambda: tmp_path)
+    monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path)
     assert main(["tune", *SMALL, "--json"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -87,7 +88,7 @@ def test_stores_in_the_users_cache(
 def test_stores_nothing_on_request(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("lookahead.backends.transformers.json_file.user_cache", lambda: tmp_path)
+    monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path)
     assert main(["tune", *SMALL, "--no-store"]) == 0
     assert "stored" not in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -100,7 +101,7 @@ def test_tune_stores_nothing_when_interrupted(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli_tune, "measure", interrupted)
-    monkeypatch.setattr("lookahead.backends.transformers.json_file.user_cache", lambda: tmp_path)
+    monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path)
     assert main(["tune", *SMALL]) == 130
     assert "nothing is stored" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

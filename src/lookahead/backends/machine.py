@@ -1,12 +1,33 @@
-"""How much memory there is for keys and values."""
+"""What there is of a machine: the clock that steps are timed by, and memory for keys and values."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from time import get_clock_info, perf_counter, thread_time
 
 import torch
+
+_FINE = 1e-5
+"""Seconds that the clock of a thread must tell apart; on some systems it ticks in hundredths."""
+
+
+def step_clock(device: torch.device) -> Callable[[], float]:
+    """Seconds from any moment on, for a model on `device`.
+
+    On a CPU the time of the calling thread, which takes part in all of the work and waits for nothing else: what other
+    processes take of a busy machine would hide the differences between sizes. Elsewhere it is the wall clock.
+    """
+    return thread_time if device.type == "cpu" and _thread_time_is_fine() else perf_counter
+
+
+@cache
+def _thread_time_is_fine() -> bool:
+    return get_clock_info("thread_time").resolution <= _FINE
+
 
 _MEMINFO = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")

@@ -1,6 +1,8 @@
-"""What every backend holds to that runs chains of tokens on a model with running states."""
+"""What every backend holds to: how many pending tokens a step sends, and where it may draft below them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
@@ -9,9 +11,18 @@ _MOST_PENDING = 16
 """Pending tokens up to which a step may also draft; a step with more settles them."""
 
 
+def part_of_prompt(pending: Sequence[int], most: int | None) -> TokenTree | None:
+    """A tree of the first `most` pending tokens, of which nothing is read; `None` if there are no more than that."""
+    if most is None or len(pending) <= most:
+        return None
+    part = TokenTree(pending[:most])
+    part.needs_logits[part.root] = False
+    return part
+
+
 def has_room(cached: int, pending: int) -> bool:
-    """Whether a step may draft: not below a prompt, whose states would have to be computed again, nor below many
-    pending tokens.
+    """Whether a step may draft on a model with running states: not below a prompt, which would have to be computed
+    again, nor below many pending tokens.
 
     Args:
         cached: Tokens that the states have read.
