@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import numpy
@@ -21,7 +22,7 @@ from transformers import (
 
 import lookahead
 from fuzz.families import build
-from fuzz.images import IMAGE_TOKEN, image_prompt
+from fuzz.images import IMAGE_TOKEN, image_prompt, images
 from fuzz.variant import Variant
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.backends.transformers.miniature.sizes import VOCABULARY
@@ -77,7 +78,7 @@ def test_a_tower_of_timm() -> None:
     assert torch.equal(output, expected)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl/multimodal"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl/multimodal", *CHAINS, "lfm2_vl/multimodal"])
 def test_rows_with_padding(family: str) -> None:
     model = tiny(family)
     inputs = image_prompt(model, [TEXT, TEXT[::-1]], 1)
@@ -89,7 +90,30 @@ def test_rows_with_padding(family: str) -> None:
     inputs["attention_mask"][1, 3] = 1
     inputs["input_ids"][1, :4] = 19
     for config in (LookaheadConfig(step_budget=12), LookaheadConfig(step_budget=12, engine="static")):
-        expected, output = both(model, inputs, config, max_new_tokens=24, pad_token_id=0, do_sample=False)
+        for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9, "num_return_sequences": 2}):
+            expected, output = both(model, inputs, config, max_new_tokens=24, pad_token_id=0, **options)
+            assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("family", ["llava/multimodal", "qwen2_5_vl/multimodal", *CHAINS])
+def test_rows_with_two_images_and_one_and_none(family: str) -> None:
+    """As a processor makes them: padded on the left, the pixels of all rows one behind another."""
+    model = tiny(family)
+    pixels, size = images(model, 3, 0)
+    picture = [IMAGE_TOKEN] * size
+    rows = [[7, *picture, 8, 9, *picture, *TEXT], [*TEXT, *picture, 5, 6], TEXT]
+    longest = max(map(len, rows))
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    inputs = {"input_ids": ids, "attention_mask": mask, **pixels}
+    if "mm_token_type_ids" in signature(model.forward).parameters:
+        inputs["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long()
+    alone = {name: value[1:2] for name, value in inputs.items() if name not in pixels} | images(model, 1, 0)[0]
+    expected, output = both(model, alone, LookaheadConfig(step_budget=12), max_new_tokens=24, do_sample=False)
+    assert torch.equal(output, expected)  # one row, with padding
+    for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9}):
+        config = LookaheadConfig(step_budget=12)
+        expected, output = both(model, inputs, config, max_new_tokens=24, pad_token_id=0, **options)
         assert torch.equal(output, expected)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -26,6 +27,10 @@ _FORGETFUL = ("falcon_mamba", "jamba", "mamba", "zamba")
 
 _RUNNING_STATES = ("conv_states", "recurrent_states")
 """What layers of transformers write in place; everything else in them is replaced by new tensors."""
+
+
+_COLUMNS = ("keys", "values", "indexer_keys")
+"""What layers of transformers keep of each token, `[..., tokens, size]`."""
 
 
 class SavedState:
@@ -67,8 +72,8 @@ class SavedState:
                 container.update(content)
             else:
                 container[:] = content
-        for tensor, copy in self._copies:
-            tensor.copy_(copy)
+        for tensor, saved in self._copies:
+            tensor.copy_(saved)
 
     def _visit(self, value: Any, copies: bool, opens: bool = False) -> None:
         if isinstance(value, torch.Tensor):
@@ -179,6 +184,36 @@ class ChainRow(TextRow):
         """Take the cache from what the first pass gave, if the model makes its own."""
         if self.content is None:
             self.content = outputs.get(self.name)
+
+
+def row_of_batch(cache: Cache, row: int, counted: torch.Tensor) -> Cache:
+    """What a cache of a batch holds of one row, without the columns of hidden tokens.
+
+    Args:
+        cache: The cache, which stays as it is.
+        row: The row.
+        counted: Which columns count, `[columns]` bool; hidden ones come first.
+    """
+    own = copy.copy(cache)
+    own.layers = [_copied(layer) for layer in cache.layers]
+    own.reorder_cache(torch.tensor([row], device=counted.device))
+    for layer in own.layers:
+        for name in _COLUMNS:
+            states = getattr(layer, name, None)
+            if states is not None and states.numel():
+                setattr(layer, name, states[..., counted[-states.shape[-2] :].to(states.device), :])
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length -= int((~counted).sum())
+    return own
+
+
+def _copied(layer: Any) -> Any:
+    """A layer with containers of its own, which hold the same tensors."""
+    copied = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, dict | list):
+            setattr(copied, name, copy.copy(value))
+    return copied
 
 
 def has_running_state(kind: type[PreTrainedModel], config: PreTrainedConfig) -> bool:

@@ -75,8 +75,4 @@ def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bo
         same = goes_on_rightly(model, clone.module)
     for part, size in sizes.items():  # else the clone would not look like the model
         part.chunk_size = size
-    return (
-        clone
-        if same and not clone.keeps_state(model)
-        else "a clone does not go on as it does"
-    )
+    return clone if same and not clone.keeps_state(model) else "a clone does not go on as it does"

@@ -145,6 +145,7 @@ class PromptPass:
         tried = (
             "prompt",
             type(self._runner).__name__,
+            len(self._mask) > 1,
             *self._names(),
             model.config._attn_implementation,
             model.dtype,

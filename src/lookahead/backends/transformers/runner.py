@@ -17,7 +17,14 @@ from lookahead.backends.forward_result import ForwardResult, forward_results, no
 from lookahead.backends.pending import check_chain, has_room, part_of_prompt
 from lookahead.backends.transfers import upload
 from lookahead.backends.transformers.cache_exchange import leave_out_hidden
-from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, is_forgetful, reads_whole
+from lookahead.backends.transformers.chain_cache import (
+    ChainRow,
+    SavedState,
+    empty_cache,
+    is_forgetful,
+    reads_whole,
+    row_of_batch,
+)
 from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder
 from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.invariant.attention import PACKED_ROWS
@@ -471,6 +478,7 @@ class ChainRunner(Runner):
         super().__init__(model, positions_end, device)
         self._drafts = drafts
         self._uncounted: int | None = None
+        self._batch: Any = None
         # A chain is read as plain decoding reads it wherever it lies.
         self.changes_after = shortest(self._limits.changes_after, self._limits.picks_after)
         self._takes_positions = "position_ids" in forward_arguments(model)
@@ -581,8 +589,12 @@ class ChainRunner(Runner):
 
     @property
     def prompt_cache(self) -> Any:
-        """See `PromptReader`."""
-        return self.rows[0].content
+        """See `PromptReader`. The model reads the prompts of several rows into a cache of all of them."""
+        if len(self.rows) == 1:
+            return self.rows[0].content
+        if self._batch is None:
+            self._batch = empty_cache(self.model)
+        return self._batch
 
     def plain_step(self, model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
         """See `PromptReader`."""
@@ -593,14 +605,19 @@ class ChainRunner(Runner):
 
     def try_step(self, tokens: Sequence[int]) -> torch.Tensor:
         """See `PromptReader`."""
-        self.rows[0].save()
-        result = self.forward([TokenTree(tokens)])[0]
-        self.commit([[]])
-        return result.logits_after(0)
+        for row in self.rows:
+            row.save()
+        results = self.forward([TokenTree([token]) for token in tokens])
+        self.commit([[] for _ in self.rows])
+        return torch.cat([result.logits_after(0) for result in results])
 
     def take_prompt(self, outputs: object, mask: torch.Tensor, shifts: Sequence[int]) -> None:
         """See `PromptReader`."""
-        (row,) = self.rows
-        row.keep(outputs)
-        row.length = mask.shape[1]
-        (row.shift,) = shifts
+        batch, self._batch = self.prompt_cache, None
+        alone = len(self.rows) == 1 and bool(mask.all())
+        for place, (row, counted, shift) in enumerate(zip(self.rows, mask, shifts, strict=True)):
+            if alone:
+                row.keep(outputs)
+            else:
+                row.content = row_of_batch(batch, place, counted)
+            row.length, row.shift = int(counted.sum()), shift

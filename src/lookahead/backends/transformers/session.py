@@ -217,7 +217,7 @@ class ChainCall(Call):
         ends = equivalence(model).holds("positions_end")
         self.runner = ChainRunner(model, self._rows, prompts.input_ids.device, ends, chain_engine(model))
         self.clock = step_clock(model.device)
-        self.keeps_cache = prompts.rows == 1  # each row has a cache of its own
+        self.keeps_cache = prompts.rows == 1 and prompts.all_count  # each row has a cache of its own, without padding
         check_texts(model, self.runner, prompts, generation_config)
 
     @property

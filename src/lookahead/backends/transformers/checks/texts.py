@@ -77,13 +77,14 @@ def _check_chains(model: PreTrainedModel, prompts: Prompts, generation_config: G
             f"prefill_chunk_size is not supported for {name}, whose own passes over several tokens forget the state "
             "behind them; leave it unset"
         )
-    if prompts.rows > 1 and (prompts.inputs or prompts.cache is not None):
-        what = "past_key_values" if prompts.cache is not None else "more than tokens"
+    if prompts.rows > 1 and prompts.cache is not None:
         raise UnsupportedArgumentError(
-            f"input_ids has {prompts.rows} rows with {what}, but {name} is run on chains of tokens, whose states are "
-            "kept for each row apart; call generate once for each row"
+            f"input_ids has {prompts.rows} rows with past_key_values, but {name} is run on chains of tokens, whose "
+            "states are kept for each row apart; call generate once for each row"
         )
-    if not prompts.all_count:
+    # Which reads padding as it does by itself.
+    by_model = bool(prompts.inputs) and prompts.cache is None and not _has_holes(prompts.mask)
+    if not prompts.all_count and not by_model:
         raise UnsupportedArgumentError(
             f"attention_mask hides tokens, and lookahead decoding does not send them; {name} is run on chains, "
             "and they may have a part in its state; leave them out of input_ids, or use the model's own generate"
