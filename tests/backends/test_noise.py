@@ -77,15 +77,24 @@ def test_nothing_is_drawn_again_where_there_is_room() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("most_bytes", [1 << 26, 8 * VOCABULARY])
+@pytest.mark.parametrize("whole", [False, True])
 def test_what_is_drawn_ahead_is_what_is_taken_later(
-    rows: int, most_bytes: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, most_bytes: int, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(noise_module, "draws_row_by_row", lambda *_: False)
+    if whole:
+        monkeypatch.setattr(noise_module, "draws_row_by_row", lambda *_: False)
+    draw, drawn = torch.Tensor.exponential_, [0]
+
+    def count(self: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        drawn[0] += self.numel()
+        return draw(self, *args, **options)
+
     random = Random(rows)
     given = distributions(rows, torch.float32, 0)
     expected, state = at_once(given, 0)
     generator = torch.Generator().manual_seed(0)
     noise = SamplingNoise(rows, generator, most_bytes)
+    monkeypatch.setattr(torch.Tensor, "exponential_", count)
     tokens: list[list[int]] = [[] for _ in range(rows)]
     while any(len(row) < PLACES for row in tokens):
         row = random.choice([row for row, found in enumerate(tokens) if len(found) < PLACES])
@@ -101,6 +110,7 @@ def test_what_is_drawn_ahead_is_what_is_taken_later(
             tokens[row].append(int((given[place, row] / taken).argmax()))
     assert tokens == expected
     assert torch.equal(generator.get_state(), state)
+    assert drawn[0] <= rows * VOCABULARY * (PLACES + 5) or most_bytes < 1 << 26, "nothing is drawn twice"
 
 
 def test_what_was_drawn_ahead_is_dropped_when_somebody_else_draws() -> None:

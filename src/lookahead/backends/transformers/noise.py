@@ -147,7 +147,8 @@ class SamplingNoise:
         that of the rows close behind."""
         device, vocabulary = probabilities.device, probabilities.shape[-1]
         generator = self._generator_of(device)
-        size = 1 if draws_row_by_row(device, probabilities.dtype, vocabulary) else self._rows
+        # What was drawn ahead is of all rows.
+        size = 1 if not self._ahead and draws_row_by_row(device, probabilities.dtype, vocabulary) else self._rows
         parts = []
         for start in range(0, self._rows, size):
             rows = range(start, start + size)
