@@ -16,9 +16,9 @@ from lookahead.backends.transformers.cache_exchange import adopt_cache, return_c
 from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, check_states
 from lookahead.backends.transformers.chain_engine import chain_engine
 from lookahead.backends.transformers.checks.kinds import equivalence
-from lookahead.backends.transformers.checks.models import check_plain, runs_on_chains
+from lookahead.backends.transformers.checks.models import runs_on_chains, runs_rows
 from lookahead.backends.transformers.checks.texts import check_texts
-from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder, source_of_row
+from lookahead.backends.transformers.encoder_decoder import source_of_row
 from lookahead.backends.transformers.engine_model import engine_model, rows_runner, runs_static
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_watch import ModelWatch
@@ -27,7 +27,7 @@ from lookahead.backends.transformers.static_engine import StaticBuffers
 from lookahead.backends.transformers.static_steps import FIXED_ROWS
 from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.config import LookaheadConfig
-from lookahead.errors import LookaheadWarning, UnsupportedArgumentError, UnsupportedModelError
+from lookahead.errors import LookaheadWarning, UnsupportedArgumentError
 
 
 class TransformersSession(Session):
@@ -71,18 +71,7 @@ class TransformersSession(Session):
         self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
     ) -> tuple[RowsRunner | ChainRunner, int | None, int]:
         """What runs rows that come and go, any number of them."""
-        if is_encoder_decoder(self._model):
-            raise UnsupportedModelError(
-                f"model={type(self._model).__name__} is an encoder-decoder, which an Engine does not run; use "
-                "lookahead.generate"
-            )
-        try:
-            on_chains, drafts = runs_on_chains(self._model), True
-        except UnsupportedModelError as refusal:
-            if config.fallback != "plain":
-                raise
-            check_plain(self._model, refusal)
-            on_chains, drafts = True, False
+        on_chains, drafts = runs_rows(self._model, falls_back=config.fallback == "plain")
         if on_chains:
             _check_settings(self._model, config)
             ends = equivalence(self._model).holds("positions_end")

@@ -7,6 +7,7 @@
 | Does it honour masks and positions? | two trees whose outcome is known in advance: `_try_trees` | likewise |
 | Does its kind read trees as plain decoding does? | a miniature: `kinds.QUESTIONS` | likewise |
 | Does it go on from running states? | a miniature, and chains on the model itself: `_check_chains` | the model |
+| Do its rows come and go? | an encoder's do not; without drafts a miniature shows it: `runs_rows` | Engines |
 | Does a clone compute what it computes? | both read the same: `clones.computes_the_same` | the clone |
 | Are passes invariant? | `IN_THE_WAY`; all bits along a text: `clones.is_invariant` | `invariant=True` |
 | Are rows that share a pass read as each alone? | three texts: `clones.reads_rows_alike` | packed rows, or Engines |
@@ -186,19 +187,37 @@ def runs_on_chains(model: PreTrainedModel) -> bool:
     return False
 
 
-def check_plain(model: PreTrainedModel, refusal: UnsupportedModelError) -> None:
-    """Make sure that a model that is refused for drafts can be run without them by rows that come and go.
+def runs_rows(model: PreTrainedModel, falls_back: bool) -> tuple[bool, bool]:
+    """How rows of `model` that come and go are run: whether on chains, and whether with drafts.
+
+    Args:
+        model: The model.
+        falls_back: Whether one that is refused for drafts may do without.
 
     Raises:
-        UnsupportedModelError: It cannot; the message says why.
+        UnsupportedModelError: They cannot; the message says why.
     """
+    if is_encoder_decoder(model):
+        raise UnsupportedModelError(
+            f"model={type(model).__name__} is an encoder-decoder, which an Engine does not run; use lookahead.generate"
+        )
+    try:
+        return runs_on_chains(model), True
+    except UnsupportedModelError as refusal:
+        if not falls_back:
+            raise
+        _check_plain(model, refusal)
+        return True, False
+
+
+def _check_plain(model: PreTrainedModel, refusal: UnsupportedModelError) -> None:
     check_kind(model)
     if not equivalence(model).holds("plain"):
         raise UnsupportedModelError(
             f"{refusal}. Nor can it be run without drafts (fallback='plain') here: passes over one token of a small "
             "copy of it differ from generate"
         ) from refusal
-    warn_of_plain(refusal, stacklevel=4)
+    warn_of_plain(refusal, stacklevel=5)
 
 
 def checked_setting(model: PreTrainedModel) -> Setting:
