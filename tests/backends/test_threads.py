@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import model_state
 from lookahead.backends.transformers.findings import model_identity
-from lookahead.backends.transformers.model_state import draft_memory, draft_pace, keep_memory
 from lookahead.drafting import DraftMemory
+from lookahead.serving import drafting
+from lookahead.serving.drafting import draft_memory, draft_pace, keep_memory
 from model_zoo import VOCAB_SIZE, build
 from quick import quickly
 
@@ -107,7 +107,7 @@ def test_what_is_kept_for_a_model_is_made_once(
     keep_memory(model, config, draft_memory(model, config))  # a file to be read
     other = copy.deepcopy(model)
     for name in ("load_costs", "DraftMemory", "MemoryFile"):
-        monkeypatch.setattr(model_state, name, slow(getattr(model_state, name)))
+        monkeypatch.setattr(drafting, name, slow(getattr(drafting, name)))
     made = in_threads(lambda _: (draft_pace(other, config, 1, 0.0), draft_memory(other, config)), THREADS)
     for kind in zip(*made, strict=True):
         assert len({id(kept) for kept in kind}) == 1

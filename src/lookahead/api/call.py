@@ -13,7 +13,6 @@ from lookahead.backends.base import CallSession
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers import PromptPass, equivalence
 from lookahead.backends.transformers.engine_model import packed_clone
-from lookahead.backends.transformers.model_state import draft_pace
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.rows import Row
 from lookahead.backends.transformers.runner import RowsRunner
@@ -23,7 +22,7 @@ from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
 from lookahead.drafting import NGramPool
 from lookahead.serving.arguments import check_own_prefill
-from lookahead.serving.drafting import Drafting, shielded
+from lookahead.serving.drafting import Drafting, draft_pace, shielded
 from lookahead.serving.output import LookaheadOutput, StreamFeeder, make_output, padded_texts
 from lookahead.serving.prepared import Arguments
 from lookahead.serving.prompts import Prediction, predicted_texts

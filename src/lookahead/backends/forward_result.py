@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lookahead.backends.transfers import Downloads
 from lookahead.core.compiled import IS_COMPILED
-from lookahead.drafting.likeliest import BLOCK, list_likeliest, list_likeliest_bits
+from lookahead.core.likeliest import BLOCK, list_likeliest, list_likeliest_bits
 
 _CHUNK = 128
 _CHUNKED_FROM = 4096

@@ -9,6 +9,7 @@ from functools import cache
 
 import numpy as np
 
+from lookahead.core.likeliest import BLOCK, list_likeliest
 from lookahead.core.protocols import StepResult
 from lookahead.core.shared_pace import compile_shared_pace
 from lookahead.core.token_tree import TokenTree
@@ -16,7 +17,6 @@ from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.auto.predicted_text import PredictedText
-from lookahead.drafting.likeliest import BLOCK, list_likeliest
 
 _NODES = 8
 _STEPS = 2

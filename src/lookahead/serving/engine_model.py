@@ -7,14 +7,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lookahead.backends.session import EngineRunner, open_session
-from lookahead.backends.transformers.model_state import draft_pace
 from lookahead.backends.transformers.prompt_pass import PromptPass
 from lookahead.config import LookaheadConfig
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 from lookahead.serving.arguments import check_config
-from lookahead.serving.drafting import Drafting
+from lookahead.serving.drafting import Drafting, draft_pace
 from lookahead.serving.kv_memory import PREFIX_BYTES, KVMemory
 from lookahead.serving.request import Request
 from lookahead.serving.steps import Steps

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING
 from weakref import ReferenceType, WeakKeyDictionary
@@ -13,15 +10,7 @@ from weakref import ReferenceType, WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.cost_store import describe_setting, engine_setting, load_costs
-from lookahead.backends.transformers.findings import model_identity
 from lookahead.backends.transformers.packed_linear import fastest_packing
-from lookahead.config import MEMORY_SCOPES, LookaheadConfig
-from lookahead.core.pace import Pace
-from lookahead.core.step_costs import StepCosts
-from lookahead.drafting import DraftMemory, NGramMemory
-from lookahead.drafting.memory_file import MemoryFile
-from lookahead.errors import InvalidArgumentError, LookaheadWarning
 
 if TYPE_CHECKING:
     from lookahead.backends.transformers.checks.kinds import Equivalence
@@ -29,6 +18,10 @@ if TYPE_CHECKING:
     from lookahead.backends.transformers.shared_clone import SharedClone
     from lookahead.backends.transformers.static_cache import LayerShape
     from lookahead.backends.transformers.static_steps import StaticSteps
+    from lookahead.core.pace import Pace
+    from lookahead.core.step_costs import StepCosts
+    from lookahead.drafting import DraftMemory, NGramMemory
+    from lookahead.drafting.memory_file import MemoryFile
 
 Setting = tuple[object, ...]
 """How a model was set when something was made or tried for it: its attention, number type, device, ..."""
@@ -113,91 +106,3 @@ def chosen_packing(model: PreTrainedModel, pack_weights: bool, invariant: bool) 
         if setting not in state.packing:
             state.packing[setting] = fastest_packing(model)
         return state.packing[setting]
-
-
-def draft_pace(
-    model: PreTrainedModel, config: LookaheadConfig, rows: int, temperature: float, chains: bool = False
-) -> Pace:
-    """What steps of `model` cost and drafts bring: as learned in earlier calls; else costs are as `lookahead tune`
-    stored them, or a first guess.
-
-    Args:
-        model: The model.
-        config: How its engine is set.
-        rows: Sequences that run together.
-        temperature: Of sampling, 0 for greedy decoding. What drafts bring differs with it.
-        chains: Whether drafts are chains.
-    """
-    settings = (config.pack_weights, config.engine, config.invariant, model.config._attn_implementation)
-    setting = (rows, torch.get_num_threads(), model.dtype, model.device, *settings)
-    key = (round(temperature, 1), chains, *setting)
-    state = state_of(model)
-    with state.lock:
-        if setting not in state.costs:
-            state.costs[setting] = _stored_costs(model, config)
-        if key not in state.paces:
-            state.paces[key] = Pace(state.costs[setting], rows)
-        return state.paces[key]
-
-
-def _stored_costs(model: PreTrainedModel, config: LookaheadConfig) -> StepCosts:
-    """What `lookahead tune` measured, else a first guess."""
-    return load_costs(describe_setting(model, engine_setting(config))) or StepCosts()
-
-
-def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory:
-    """The memory that a call drafts from and fills: a new one, or that of `config.memory`.
-
-    Raises:
-        InvalidArgumentError: The file is no memory, or that of another model, or there cannot be one of that name.
-        OSError: The file cannot be read.
-    """
-    state = state_of(model)
-    with state.lock:
-        if config.memory == "request":
-            spare, state.spare = state.spare, None
-            if spare is not None:
-                spare.clear()
-            return DraftMemory(spare)
-        if config.memory == "process":
-            state.memory = state.memory or DraftMemory()
-            return state.memory
-        path = _path(config)
-        if str(path) not in state.files:
-            state.files[str(path)] = MemoryFile(path, model_identity(model))
-        return state.files[str(path)].memory
-
-
-def release_memory(model: PreTrainedModel, config: LookaheadConfig, memory: DraftMemory) -> None:
-    """Reuse the arrays of a memory in a later call, unless another call shares them."""
-    if config.memory == "request" and memory.is_used:
-        state_of(model).spare = memory.ngrams
-
-
-def keep_memory(model: PreTrainedModel, config: LookaheadConfig, memory: DraftMemory) -> None:
-    """Bring what `memory` learned to its file, if it has one.
-
-    A file that cannot be written is a warning: the text is there, and worth more.
-    """
-    if config.memory in MEMORY_SCOPES:
-        return
-    # Not by its path, which a change of the working directory may have changed.
-    for path, file in list(state_of(model).files.items()):
-        if file.memory is memory:
-            try:
-                file.save(model_identity(model))
-            except (OSError, InvalidArgumentError) as error:
-                warnings.warn(
-                    f"memory={path!r} could not be written ({error}); what this process has learned since it was last "
-                    "written is lost when it ends",
-                    LookaheadWarning,
-                    stacklevel=2,
-                )
-
-
-def _path(config: LookaheadConfig) -> Path:
-    path = os.fspath(config.memory)
-    try:
-        return Path(path).expanduser().absolute()
-    except RuntimeError as error:  # there is no such user
-        raise InvalidArgumentError(f"memory={path!r} cannot be written: {error}; choose another file") from error
