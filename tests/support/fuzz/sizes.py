@@ -89,6 +89,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2, "depths": [1] * 7},
     "vipllava": {"vision_feature_layer": (-2, -1)},
     "whisper": {"max_source_positions": 16, "num_mel_bins": 8},
+    "xlm": {"mask_token_id": 5},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"], "num_hidden_layers": 2},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "num_hidden_layers": 2, "hybrid_layer_ids": [1]},
