@@ -13,7 +13,8 @@ from transformers import DynamicCache, PreTrainedModel
 import lookahead
 from fuzz.case import Turn
 from fuzz.encoder_decoders import is_encoder_decoder, read_by
-from fuzz.images import with_images
+from fuzz.families import CannotBuild
+from fuzz.images import IMAGE_TOKEN, with_images
 from fuzz.settings import PAD_TOKEN, Recorder, arguments
 
 
@@ -71,6 +72,8 @@ def call(
         if turn.cache == "tail":
             given = ids[:, min(earlier.cache.get_seq_length(), ids.shape[1] - 1) :]
             read["inputs"] = given
+    elif turn.cache and bool((ids == IMAGE_TOKEN).any()):
+        raise CannotBuild("there is no cache of the text before, and an image is read once")
     left_out = ids.shape[1] - given.shape[1]
     if encodes:
         read = read_by(model, ids, mask)
