@@ -147,13 +147,16 @@ class Padded:
 def padded(step: Step, rows: int, nodes: int) -> tuple[Integers, Integers, Integers]:
     """The trees of a step, padded to as many `rows` and `nodes`: tokens, places in the text, and positions, each
     `[rows, nodes]`. Padding is token 0 at position 0."""
-    tokens, places, positions = np.zeros((3, rows, nodes), dtype=np.int64)
-    shifts = step.shifts or [0] * len(step.layouts)
-    for row, (layout, start, shift) in enumerate(zip(step.layouts, step.starts, shifts, strict=True)):
-        count = len(layout.order)
+    tokens, places = np.zeros((2, rows, nodes), dtype=np.int64)
+    counts = step.counts
+    for row, (layout, count, start) in enumerate(zip(step.layouts, counts, step.starts, strict=True)):
         tokens[row, :count] = layout.tokens
         places[row, :count] = start + layout.depths
-        positions[row, :count] = start + shift + layout.depths
+    if step.shifts is None:
+        return tokens, places, places
+    positions = places.copy()
+    for row, (count, shift) in enumerate(zip(counts, step.shifts, strict=True)):
+        positions[row, :count] += shift
     return tokens, places, positions
 
 
