@@ -21,7 +21,7 @@ NAME = "lookahead_invariant"
 """What `attn_implementation` is called, once it is registered."""
 
 PACKED_ROWS = "lookahead_packed_rows_invariant"
-"""The name of it over texts that lie one after another; see `packed_rows.attention`, which registers it."""
+"""The name of it over texts that lie one after another; see `packed_rows_attention`, which registers it."""
 
 LEAST_NODES = "least_nodes"
 """The attribute of a model that says how many nodes a pass has at least, where products of a lone row would have to be
