@@ -185,6 +185,12 @@ def processor(model: PreTrainedModel) -> LlavaProcessor:
     )
 
 
+def test_rows_whose_layers_pick_blocks_of_keys_are_refused() -> None:
+    model = tiny("qwen4_exp/multimodal")
+    with pytest.raises(UnsupportedArgumentError, match="2 rows with more than tokens"):
+        lookahead.generate(model, **image_prompt(model, [TEXT, TEXT], 0), max_new_tokens=4)
+
+
 def test_a_prompt_that_ends_inside_of_an_image_is_refused() -> None:
     model = tiny("qwen2_5_vl/multimodal")
     inputs = image_prompt(model, [TEXT], 0)

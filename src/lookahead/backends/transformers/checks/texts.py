@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from lookahead.backends.prompts import Prompts
 from lookahead.backends.transformers.chain_cache import has_running_state, is_forgetful
 from lookahead.backends.transformers.checks.kinds import Equivalence, equivalence
+from lookahead.backends.transformers.masks import INDEXED
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
@@ -77,13 +78,15 @@ def _check_chains(model: PreTrainedModel, prompts: Prompts, generation_config: G
             f"prefill_chunk_size is not supported for {name}, whose own passes over several tokens forget the state "
             "behind them; leave it unset"
         )
-    if prompts.rows > 1 and prompts.cache is not None:
+    picks = INDEXED in (getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    if prompts.rows > 1 and (prompts.cache is not None or (prompts.inputs and picks)):
+        what = "past_key_values" if prompts.cache is not None else "more than tokens"
         raise UnsupportedArgumentError(
-            f"input_ids has {prompts.rows} rows with past_key_values, but {name} is run on chains of tokens, whose "
-            "states are kept for each row apart; call generate once for each row"
+            f"input_ids has {prompts.rows} rows with {what}, but {name} is run on chains of tokens, whose states are "
+            "kept for each row apart; call generate once for each row"
         )
-    # Which reads padding as it does by itself.
-    by_model = bool(prompts.inputs) and prompts.cache is None and not _has_holes(prompts.mask)
+    # The model itself reads a prompt with images, padding included, and its cache is cut. Picked keys lie in blocks.
+    by_model = bool(prompts.inputs) and prompts.cache is None and not picks and not _has_holes(prompts.mask)
     if not prompts.all_count and not by_model:
         raise UnsupportedArgumentError(
             f"attention_mask hides tokens, and lookahead decoding does not send them; {name} is run on chains, "
