@@ -25,10 +25,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Logits
 
 import lookahead
 from lookahead import Engine, LookaheadConfig
-from lookahead.core.step import Batch, decode
 from lookahead.demo import demo_model_path
 from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter
 from lookahead.integrations.vllm import LookaheadProposer
+
+try:
+    from lookahead.core.step import Batch, decode
+except ModuleNotFoundError:  # the name that it had in 0.1
+    from lookahead.core.decoder import Batch, decode
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from playback import PlayedBackend, PlayedRow, TextScript, VLLMLoop, played_sequence, vllm_config

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.core.protocols import NodeOutputs
 from lookahead.core.sequence import SequenceState
 from lookahead.core.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from lookahead.core.protocols import NodeOutputs
 
 Listed = tuple[NDArray[np.int64], NDArray[np.float32]]
 """The likeliest tokens after a node, likeliest first, and their probabilities; `[listed]` both."""

@@ -41,7 +41,8 @@ class Steps:
         self.backend = backend
         self.come_and_go = come_and_go
         self._pace = pace
-        self._timer = StepTimer(clock, perf_counter, packed=come_and_go)
+        # A thread's own time is a call into the system.
+        self._timer = StepTimer(perf_counter if pace is None else clock, perf_counter, packed=come_and_go)
         self.batch = Batch((), mark=self._timer.mark)
         self._requests: Sequence[Request] = ()
         if come_and_go:
@@ -64,9 +65,9 @@ class Steps:
         batch.share_out = pace.share_out if isinstance(pace, SharedPace) else None
         try:
             self._timer.begin(batch)
-            done = self._timer.end(batch, step(self.backend, batch))
-            if pace is not None and done is not None:
-                pace.book(done)
+            done = step(self.backend, batch)
+            if pace is not None and (taken := self._timer.end(batch, done)) is not None:
+                pace.book(taken)
         finally:  # an error keeps this object, which is not to keep requests
             batch.sequences = self._requests = ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isnan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -219,7 +220,7 @@ class TextSampler:
                 if self.scores is not None:
                     self.scores.append(self._foreseen.scores[place : place + 1].clone())
                 return token
-        text = None if self._processor is None else sequence.ids
+        text = None if self._ignores_text else sequence.ids  # which are put together when they are asked for
         return self.choose(text, outputs.logits_after(node).to(sequence.device))
 
     def choose(self, text: torch.Tensor | None, logits: torch.Tensor) -> int:
@@ -232,20 +233,35 @@ class TextSampler:
         # processors may write into what they get
         scores = logits
         if self._processor is not None:
-            assert text is not None
-            scores = self._processor(text, logits.clone())
+            scores = self._process(text, logits)
         if self.scores is not None:
             self.scores.append(scores.clone())
         return int(scores.argmax(dim=-1)) if self._noise is None else self._sample(scores, self._noise)
 
+    def _process(self, text: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
+        """What the processors make of `logits`."""
+        if not self._ignores_text:
+            assert self._processor is not None
+            assert text is not None
+            return self._processor(text, logits.clone())  # which they may write into
+        scores = logits
+        for one in _listed(self._processor):  # without a look at the signature of each, as in transformers' list
+            scores = one(text, scores)
+        return scores
+
     def _sample(self, scores: torch.Tensor, noise: RowNoise) -> int:
         """What `torch.multinomial` selects of the softmax of `scores`, with the noise of this place."""
         self._like = probabilities = torch.nn.functional.softmax(scores, dim=-1)
-        selected, marked = _largest(probabilities, noise.take(probabilities))
-        token = int(marked)  # one number, as each makes the host wait for another device
-        if token < 0:
-            torch.multinomial(probabilities, num_samples=1)  # which refuses what is not a number
-        return int(selected) if token < 0 else token
+        if probabilities.device.type == "cpu":
+            selected: Any = (probabilities / noise.take(probabilities)).argmax(dim=-1)
+            is_number = not isnan(probabilities[0, selected])
+        else:
+            _, marked = _largest(probabilities, noise.take(probabilities))
+            selected = int(marked)  # one number, as each makes the host wait
+            is_number = selected >= 0
+        if not is_number:
+            torch.multinomial(probabilities, num_samples=1)  # which refuses it
+        return int(selected)
 
 
 def _largest(probabilities: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
