@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from lookahead import LookaheadConfig
 from lookahead.server.errors import ApiError
-from lookahead.server.grammar import grammar_of
+from lookahead.server.grammar import GrammarState, grammar_of, grammar_tokenizer
 from lookahead.server.requests import ChatRequest, Message
 from lookahead.server.served_model import ServedModel
 from lookahead.server.tools import FORMATS, HERMES, AnswerReader, Thinking, ToolFormat, format_of
@@ -224,6 +224,14 @@ def test_each_format_allows_calls_and_reads_them(format_: ToolFormat) -> None:
             assert shown == ""
             assert rest.content == ("" if count else text)
             assert [each["function"] for each in calls] == [{"name": "clock", "arguments": "{}"}] * count
+
+
+def test_an_answer_does_not_end_where_its_grammar_fails(demo: Any) -> None:
+    _, tokenizer = demo
+    state = GrammarState(grammar_tokenizer(tokenizer, len(tokenizer), [tokenizer.eos_token_id]), '{"type": "boolean"}')
+    state.take(tokenizer("[", add_special_tokens=False).input_ids)
+    with pytest.raises(ValueError, match="the grammar failed after"):
+        state.allowed(len(tokenizer))
 
 
 def test_a_format_beside_tools_is_that_of_answers_without_calls() -> None:

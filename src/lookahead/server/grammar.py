@@ -119,7 +119,13 @@ class GrammarState:
         self.tokens += len(tokens)
 
     def allowed(self, count: int) -> torch.Tensor:
-        """Which of `count` tokens may follow, `[count]` bool."""
+        """Which of `count` tokens may follow, `[count]` bool.
+
+        Raises:
+            ValueError: The grammar has failed, of which an answer would else end in the middle.
+        """
+        if self._matcher.is_error():
+            raise ValueError(f"the grammar failed after {self.tokens} tokens: {self._matcher.get_error()}")
         llguidance_numpy.fill_next_token_bitmask(self._matcher, self._mask, 0)
         bits = np.unpackbits(self._mask[0].view(np.uint8), bitorder="little")
         allowed = np.zeros(count, dtype=bool)
