@@ -265,7 +265,7 @@ def forced_rows(device: Device, options: Options, name: str) -> Iterator[Row]:
         more["prompt_lookup_num_tokens"] = 10
     call = partial(lookahead.generate, model, lookahead_config=METHODS[name]) if name in METHODS else model.generate
     for task, path in (("edits", options.edits), ("traces", options.traces)):
-        for number, case in enumerate(forced_text.read_cases(Path(path), tokenizer, options.texts, limits)):
+        for number, case in enumerate(forced_text.read_cases(task, Path(path), tokenizer, options.texts, limits)):
             ids = torch.tensor([case.prompt], device=device.name)
             run = partial(call, ids, attention_mask=ids.new_ones(ids.shape), do_sample=False, **more)
 
@@ -294,7 +294,7 @@ def engine_rows(device: Device, options: Options, rows: int, preset: str) -> Ite
     model = sharing_weights(large_model(device.name, options.tiny))
     tokenizer = demo_model(device.name, "float32").tokenizer
     limits = forced_text.Options(max_new_tokens=min(96, options.new_tokens), max_prompt_tokens=256)
-    cases = forced_text.read_cases(Path(options.edits), tokenizer, min(rows, 16), limits)
+    cases = forced_text.read_cases("edits", Path(options.edits), tokenizer, min(rows, 16), limits)
     engine = Engine(model, LookaheadConfig(preset=preset), max_rows=rows)
     for repeat in range(2):
         handles = []

@@ -110,7 +110,7 @@ class Serving:
         if options.answers:
             prompt = options.prompt_tokens or 4096
             limits = ForcedOptions(max_new_tokens=options.max_new_tokens, max_prompt_tokens=prompt)
-            self._cases = read_cases(Path(options.answers), loaded.tokenizer, most, limits)
+            self._cases = read_cases("answers", Path(options.answers), loaded.tokenizer, most, limits)
             self._ids = [torch.tensor(case.prompt) for case in self._cases]
         else:
             prompts = prompts_of(Path(options.prompts), most)
