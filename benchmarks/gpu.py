@@ -270,7 +270,7 @@ def forced_rows(device: Device, options: Options, name: str) -> Iterator[Row]:
             run = partial(call, ids, attention_mask=ids.new_ones(ids.shape), do_sample=False, **more)
 
             def generate(tokens: int, case: Any = case, run: Any = run) -> Any:
-                forced = LogitsProcessorList([forced_text.Forced(case)])
+                forced = LogitsProcessorList([forced_text.Forced(case, len(case.prompt))])
                 return run(max_new_tokens=tokens, logits_processor=forced, return_dict_in_generate=True)
 
             for _ in range(2 if number == 0 else 0):  # what is captured and compiled once is not measured
@@ -300,7 +300,7 @@ def engine_rows(device: Device, options: Options, rows: int, preset: str) -> Ite
         handles = []
         for place in range(rows):
             case = cases[place % len(cases)]
-            forced = LogitsProcessorList([forced_text.Forced(case)])
+            forced = LogitsProcessorList([forced_text.Forced(case, len(case.prompt))])
             handles.append(engine.submit(case.prompt, max_new_tokens=len(case.answer), logits_processor=forced))
         steps: list[float] = []
         while not all(handle.done for handle in handles):

@@ -181,7 +181,10 @@ class Serving:
             found["temperature"] = temperature
         if self._cases:
             case = self._cases[number]
-            found |= {"max_new_tokens": len(case.answer), "logits_processor": LogitsProcessorList([Forced(case)])}
+            found |= {
+                "max_new_tokens": len(case.answer),
+                "logits_processor": LogitsProcessorList([Forced(case, len(case.prompt))]),
+            }
         return found
 
     def _reference(self, number: int) -> tuple[list[int], float]:
