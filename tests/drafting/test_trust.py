@@ -70,6 +70,13 @@ def test_a_text_that_is_forced_is_drafted_as_well_as_from_the_text_alone() -> No
     assert len(auto) < len(answer) / 2
 
 
+def test_a_long_copy_is_drafted_though_its_tokens_were_followed_by_others_elsewhere() -> None:
+    prompt: list[int] = np.random.default_rng(0).integers(50, size=1500).tolist()
+    answer = [token for begin in (20, 410, 310, 230) for token in prompt[begin : begin + 50]]
+    alone = write(AutoDrafter(None, 16, explore=False), prompt, answer)
+    assert len(write(drafter_of(16), prompt, answer)) <= 2 * len(alone)
+
+
 def test_nothing_is_listed_where_predictions_say_nothing_and_again_where_they_do() -> None:
     drafter = drafter_of(8)
     write(drafter, text_of([0]), text_of([1, 2, 0]))
@@ -152,6 +159,7 @@ def test_a_model_that_is_made_to_write_a_text_writes_it_in_few_steps(sample: boo
     steps = {}
     for preset in ("auto", "context_matches"):
         processors = LogitsProcessorList([Recorded(answer, len(prompt))])
+        torch.manual_seed(0)
         output = lookahead.generate(
             model,
             torch.tensor([prompt]),
@@ -164,4 +172,4 @@ def test_a_model_that_is_made_to_write_a_text_writes_it_in_few_steps(sample: boo
         )
         assert output.sequences[0, len(prompt) :].tolist() == answer
         steps[preset] = output.statistics.steps
-    assert steps["auto"] <= steps["context_matches"] + 2 * sample
+    assert steps["auto"] <= steps["context_matches"] + 4 * sample

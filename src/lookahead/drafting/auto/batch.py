@@ -14,6 +14,7 @@ from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import (
     HEARD,
     MOST_TRIED,
+    SEEN_ONCE,
     SETTINGS,
     UNTRUSTED,
     Known,
@@ -161,7 +162,8 @@ class DraftBatch:
         contexts = np.full((max(len(text) - 1, 0), ngrams.orders), -1, dtype=np.int64)
         for back in range(min(ngrams.orders, len(contexts))):
             contexts[back:, back] = text[: len(contexts) - back]
-        ngrams.insert(contexts, text[1:, None], np.ones((len(contexts), 1), dtype=np.float32))
+        shares = np.full((len(contexts), 1), SEEN_ONCE if self.reads else 1.0, dtype=np.float32)
+        ngrams.insert(contexts, text[1:, None], shares)
 
     def make_room(self, tokens: int) -> None:
         """Make room for as many more tokens of each text."""

@@ -147,7 +147,8 @@ class AutoDrafter:
     @classmethod
     def _find(cls, batch: DraftBatch, group: Sequence[tuple[AutoDrafter, TokenTree]]) -> None:
         """Find the nodes of some trees."""
-        sampled = [pair for pair in group if pair[1].foresee is not None]
+        # Noise says which of the model's predictions is selected: nothing where none of them is.
+        sampled = [(one, tree) for one, tree in group if tree.foresee is not None and not one._is_lost]
         if sampled and len(group) > 1:  # each is sampled with noise of its own
             for pair in group:
                 cls._find(batch, [pair])

@@ -19,6 +19,9 @@ from lookahead.drafting.auto.texts import TextArrays, append, begin_text, read_c
 UNTRUSTED = 0.35
 """Share of selected tokens among the likeliest below which predictions that are not on the path teach nothing."""
 
+SEEN_ONCE = 0.3
+"""Share of a token that followed once, where the memory holds predictions: another may follow the next time."""
+
 _KEPT = 0.95
 """What is left of the weight of a token in that share with each that follows."""
 
@@ -165,7 +168,7 @@ def learn(step: Step, clock: int, trees: NDArray[Any], known: Known, desk: Desk)
             if not settings["observes"]:
                 _compare(said, selected, of_text)
             if settings["observes"] or of_text["share"] < UNTRUSTED:
-                _believe(said, likely, selected)
+                _believe(said, likely, selected, 1.0 if settings["observes"] else SEEN_ONCE)
             _keep_guesses(of_row, nodes, said, likely, selected, of_text)
             if settings["explores"]:
                 _note_recent(of_row, said, selected, of_text, desk.recent)
@@ -251,13 +254,13 @@ def _compare(said: NDArray[np.int64], selected: NDArray[np.int64], of_text: Any)
 
 
 @inner
-def _believe(said: NDArray[np.int64], likely: NDArray[np.float32], selected: NDArray[np.int64]) -> None:
+def _believe(said: NDArray[np.int64], likely: NDArray[np.float32], selected: NDArray[np.int64], share: float) -> None:
     """Write what was selected over predictions that account for too little of it, or are not known; then nothing is
     known about nodes that are not on the path."""
     for at in range(len(selected)):
         for rank in range(said.shape[1]):
             said[at, rank], likely[at, rank] = -1, 0.0
-        said[at, 0], likely[at, 0] = selected[at], 1.0
+        said[at, 0], likely[at, 0] = selected[at], share
 
 
 @inner
