@@ -120,6 +120,14 @@ def test_a_sampler_foresees_what_it_samples_with(rows: int) -> None:
                 assert token == int(np.argmax(shares.numpy() / foreseen.places[0]))
 
 
+@pytest.mark.parametrize(("rows", "sees"), [(1, True), (2, True), (3, False)])
+def test_many_rows_with_little_room_foresee_nothing(rows: int, sees: bool) -> None:
+    noise = SamplingNoise(rows, torch.Generator().manual_seed(3), most_bytes=4 * 6 * 2 * 4 * VOCABULARY)
+    sampler = TextSampler(noise=noise.row())
+    sampler.choose(None, torch.zeros((1, VOCABULARY)))
+    assert (sampler.foresee(6) is not None) == sees
+
+
 def test_foreseeing_draws_nothing() -> None:
     generator = torch.Generator().manual_seed(3)
     sampler = TextSampler(noise=SamplingNoise(1, generator).row())

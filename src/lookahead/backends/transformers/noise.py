@@ -88,6 +88,11 @@ class SamplingNoise:
             self._forget(part)
         return noise[row - part.rows.start : row - part.rows.start + 1]
 
+    def can_foresee(self, places: int, like: torch.Tensor) -> bool:
+        """Whether so many places drawn ahead leave most of the room to rows that lag behind; what is dropped for them has
+        to be drawn again for all rows."""
+        return self._rows == 1 or 4 * places * self._rows * like.nbytes <= self._most_bytes
+
     def look_ahead(self, row: int, places: int, like: torch.Tensor) -> list[torch.Tensor]:
         """The noise of the next `places` places of `row`, `[1, vocabulary]` each, none of which it takes: the generator
         is left as it is, and other rows may come to these places first. Fewer, where that is all that is kept.
@@ -202,6 +207,10 @@ class RowNoise:
     def take(self, probabilities: torch.Tensor) -> torch.Tensor:
         """That of its next place, `[1, vocabulary]`, as `probabilities` are."""
         return self.noise.take(self.row, probabilities)
+
+    def can_foresee(self, places: int, like: torch.Tensor) -> bool:
+        """Whether that of so many places should be drawn ahead for drafts; see `SamplingNoise.can_foresee`."""
+        return self.noise.can_foresee(places, like)
 
     def look_ahead(self, places: int, like: torch.Tensor) -> list[torch.Tensor]:
         """That of its next places, as if it took them; see `SamplingNoise.look_ahead`."""

@@ -171,6 +171,8 @@ class TextSampler:
         """The noise of so many tokens to come, where the host has it."""
         if self._noise is None or self._like is None or self._like.device.type != "cpu":
             return None
+        if not self._noise.can_foresee(tokens, self._like):
+            return None
         places = [noise[0].numpy() for noise in self._noise.look_ahead(tokens, self._like)]
         warpers = [one for one in _listed(self._processor) if isinstance(one, TemperatureLogitsWarper)]
         return Noise(places, float(warpers[0].temperature) if warpers else 1.0)
