@@ -89,8 +89,8 @@ class SamplingNoise:
         return noise[row - part.rows.start : row - part.rows.start + 1]
 
     def can_foresee(self, places: int, like: torch.Tensor) -> bool:
-        """Whether so many places drawn ahead leave most of the room to rows that lag behind; what is dropped for them has
-        to be drawn again for all rows."""
+        """Whether so many places drawn ahead leave most of the room to rows that lag behind. What is dropped for them
+        has to be drawn again for all rows."""
         return self._rows == 1 or 4 * places * self._rows * like.nbytes <= self._most_bytes
 
     def look_ahead(self, row: int, places: int, like: torch.Tensor) -> list[torch.Tensor]:
