@@ -145,7 +145,10 @@ class TextSampler:
         keep_scores: bool = False,
     ) -> None:
         self._processor = processor
-        self._ignores_text = all(type(each) in IGNORE_TEXT for each in _listed(processor))
+        self._processors = _listed(processor)
+        self._ignores_text = all(type(each) in IGNORE_TEXT for each in self._processors)
+        warpers = [each for each in self._processors if isinstance(each, TemperatureLogitsWarper)]
+        self._temperature = float(warpers[0].temperature) if warpers else 1.0
         self._noise = noise
         self._like: torch.Tensor | None = None  # the probabilities that were sampled from last
         self._foreseen: _Foreseen | None = None
@@ -170,12 +173,11 @@ class TextSampler:
     def foresee(self, tokens: int) -> Noise | None:
         """The noise of so many tokens to come, where the host has it."""
         if self._noise is None or self._like is None or self._like.device.type != "cpu":
-            return None
+            return None  # nothing is drawn, or not yet, or where the host would have to wait for it
         if not self._noise.can_foresee(tokens, self._like):
             return None
         places = [noise[0].numpy() for noise in self._noise.look_ahead(tokens, self._like)]
-        warpers = [one for one in _listed(self._processor) if isinstance(one, TemperatureLogitsWarper)]
-        return Noise(places, float(warpers[0].temperature) if warpers else 1.0)
+        return Noise(places, self._temperature)
 
     def look_ahead(self, sequence: TextSequence, tree: TokenTree, outputs: Any) -> None:
         """Begin to sample after all nodes that the walk may come to, where the host would have to wait for each.
@@ -201,8 +203,7 @@ class TextSampler:
         rows, depths = [outputs.rows[node] for node in nodes], [tree.depths[node] - top for node in nodes]
         places = upload(device, np.array([rows, depths]))[0]
         scores = outputs.logits.index_select(0, places[0]).float()
-        if self._processor is not None:
-            scores = self._processor(sequence.ids, scores)
+        scores = self._process(None, scores)
         probabilities = torch.nn.functional.softmax(scores, dim=-1)
         # What is not a number is left to `_sample`, which refuses it.
         _, tokens = _largest(probabilities, torch.cat(noise).index_select(0, places[1]))
@@ -247,7 +248,7 @@ class TextSampler:
             assert text is not None
             return self._processor(text, logits.clone())  # which they may write into
         scores = logits
-        for one in _listed(self._processor):  # without a look at the signature of each, as in transformers' list
+        for one in self._processors:  # without a look at the signature of each, as in transformers' list
             scores = one(text, scores)
         return scores
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lookahead.config import MOST_CHOSEN_NODES
 from lookahead.core.budget import FixedBudget, StepBudget
 from lookahead.core.protocols import StepResult
-from lookahead.core.token_tree import TokenTree
+from lookahead.core.token_tree import Noise, TokenTree
 from lookahead.core.watching import CERTAIN, Explanation, Origin
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.draft_memory import DraftMemory
@@ -146,21 +146,32 @@ class AutoDrafter:
 
     @classmethod
     def _find(cls, batch: DraftBatch, group: Sequence[tuple[AutoDrafter, TokenTree]]) -> None:
-        """Find the nodes of some trees."""
-        # Noise says which of the model's predictions is selected: nothing where none of them is.
-        sampled = [(one, tree) for one, tree in group if tree.foresee is not None and not one._is_lost]
-        if sampled and len(group) > 1:  # each is sampled with noise of its own
-            for pair in group:
-                cls._find(batch, [pair])
-            return
+        """Find the nodes of some trees: in one call, but for those whose noise is known, as each has its own."""
+        together = []
+        for drafter, tree in group:
+            noise = drafter._foresee(tree)
+            if noise is None:
+                together.append((drafter, tree))
+            else:
+                cls._search(batch, [(drafter, tree)], noise)
+        if together:
+            cls._search(batch, together)
+
+    def _foresee(self, tree: TokenTree) -> Noise | None:
+        """What the tokens below the root are sampled with, if that is known, and says something: it says which of the
+        model's predictions is selected."""
+        if tree.foresee is None or self._is_lost:
+            return None
+        return tree.foresee(min(self._certain + FORESEEN, tree.room))
+
+    @staticmethod
+    def _search(batch: DraftBatch, group: Sequence[tuple[AutoDrafter, TokenTree]], noise: Noise | None = None) -> None:
+        """Find the nodes of some trees in one call; of a single one where the noise is known."""
         wanted = [(one._place, one._limit, max(tree.room - one._certain, 0), one.budget.least) for one, tree in group]
         places, limits, levels, least = zip(*wanted, strict=True)
         rows = np.array((places, limits, levels), dtype=np.int64)
         found = Wanted(rows[0], rows[1], rows[2], np.array(least, dtype=np.float64))
-        for drafter, tree in sampled:
-            noise = tree.foresee(min(drafter._certain + FORESEEN, tree.room)) if tree.foresee else None
-            found = found if noise is None else with_noise(found, noise, drafter._certain)
-        batch.find(found)
+        batch.find(found if noise is None else with_noise(found, noise, group[0][0]._certain))
         likely = batch.nodes["probability"][rows[0], 1:]  # copied: others may search after the same texts
         for row, count in enumerate(batch.counts[rows[0]].tolist()):
             group[row][0]._likely = likely[row, :count]
