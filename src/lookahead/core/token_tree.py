@@ -219,14 +219,15 @@ class Layout:
         """Which slots each slot may attend to: its ancestors and itself, `[nodes, nodes]` bool."""
         nodes, pending = len(self.order), self._pending
         mask = np.eye(nodes, dtype=np.bool_)
-        mask[:pending, :pending] = np.tri(pending, dtype=np.bool_)
+        if pending > 1:
+            mask[:pending, :pending] = np.tri(pending, dtype=np.bool_)
         # What a node sees is what an ancestor sees, and what lies between: 1, 2, 4, ... levels at a time, up to the
         # pending tokens, which see all there is to see.
         ancestors = np.where(np.arange(nodes) < pending, np.arange(nodes), self._parent_slots)
         while True:
             mask |= mask[ancestors]
             further = ancestors[ancestors]
-            if np.array_equal(further, ancestors):
+            if (further == ancestors).all():
                 break
             ancestors = further
         return mask

@@ -85,9 +85,11 @@ class Padded:
     """
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder | None, device: torch.device) -> None:
-        self._model, self._masks, self._device = model, masks, device
-        self._attention = model.config._attn_implementation
-        self.is_invariant = self._attention in (INVARIANT, BY_POSITION)
+        self._masks, self._device = masks, device
+        self._dtype = model.dtype  # looking takes long
+        attention = model.config._attn_implementation
+        self.is_invariant = attention in (INVARIANT, BY_POSITION)
+        self._packs = attention in PACKED_MASKS or device.type == "cuda"
         self._least_nodes: int = getattr(model, LEAST_NODES, 1)
         self._keeps_logits = "logits_to_keep" in forward_arguments(model)
         # Places would have to be on the device of the last layer, where hooks do not bring them.
@@ -107,41 +109,31 @@ class Padded:
 
     def _bring(self, step: Step, tokens: Integers, positions: Integers, placed: Integers, keep: Integers) -> Inputs:
         """All of it where the model is, by one copy."""
-        # Plain decoding of one sequence needs no mask of ours: transformers' own fast path applies.
-        plain = len(step.layouts) == 1 and step.layouts[0].is_chain and not self.is_invariant
-        masks = None if plain else self._masks
-        packs = masks is not None and (self._attention in PACKED_MASKS or self._device.type == "cuda")
-        packed = masks.pack(ancestors(step, *positions.shape), step.lengths, positions) if masks and packs else []
         # A number keeps the last ones, without the copy that picking them takes.
         keeps_last = len(keep) > 0 and positions.shape[1] - int(keep[0]) == len(keep)
         picks = self._keeps_logits and not keeps_last and not self._is_spread
-        sent = upload(self._device, tokens, placed, *([keep.copy()] if picks else []), *packed)
-        found = Inputs(sent[0], sent[1], keep)
-        if packs and masks is not None:
-            keys = max(step.lengths) + positions.shape[1]
-            sent_masks = sent[len(sent) - len(packed) :]
-            found.arguments["attention_mask"] = masks.of_packed(sent_masks, keys, self._model.dtype, step.dropped)
-        elif masks is not None:
-            found.arguments["attention_mask"] = self._dense(masks, step, positions)
+        picked = [keep.copy()] if picks else []
+        # Plain decoding of one sequence needs no mask of ours: transformers' own fast path applies.
+        plain = len(step.layouts) == 1 and step.layouts[0].is_chain and not self.is_invariant
+        if plain or self._masks is None:
+            sent = upload(self._device, tokens, placed, *picked)
+            found = Inputs(sent[0], sent[1], keep)
+        else:
+            masks, dtype = self._masks, self._dtype
+            seen = ancestors(step, *positions.shape)
+            packed = masks.pack(seen, step.lengths, positions) if self._packs else []
+            sent = upload(self._device, tokens, placed, *picked, *packed)
+            if self._packs:
+                keys = max(step.lengths) + positions.shape[1]
+                made = masks.of_packed(sent[len(sent) - len(packed) :], keys, dtype, step.dropped)
+            else:
+                made = masks.dense(seen, step.lengths, positions, dtype, self._device, step.dropped)
+            found = Inputs(sent[0], sent[1], keep, arguments={"attention_mask": made})
         if picks:
             found.arguments["logits_to_keep"] = sent[2]
         elif self._keeps_logits and keeps_last:
             found.arguments["logits_to_keep"] = len(keep)
         return found
-
-    def _dense(self, masks: MaskBuilder, step: Step, positions: Integers) -> Any:
-        """Masks of all columns, made on the host."""
-        batch, nodes = positions.shape
-        scratch = max(step.lengths)
-        visible = np.zeros((batch, nodes, scratch + nodes), dtype=np.bool_)
-        # A padding node sees itself alone, so that no row of the softmax is empty.
-        visible[:, np.arange(nodes), scratch + np.arange(nodes)] = True
-        for row, (layout, count, length) in enumerate(zip(step.layouts, step.counts, step.lengths, strict=True)):
-            visible[row, :count, :length] = True  # all that is cached, and no scratch of longer rows
-            visible[row, :count, scratch : scratch + count] = layout.ancestor_mask()
-        cached = np.broadcast_to(np.arange(scratch), (batch, scratch))
-        keys = np.concatenate([cached, positions], axis=1)
-        return masks.build(visible, positions, keys, self._model.dtype, self._device, step.dropped)
 
 
 def padded(step: Step, rows: int, nodes: int) -> tuple[Integers, Integers, Integers]:
@@ -203,7 +195,8 @@ class Packed:
     """
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder, device: torch.device) -> None:
-        self._model, self._masks, self._device = model, masks, device
+        self._masks, self._device = masks, device
+        self._dtype = model.dtype
         self._keeps_logits = "logits_to_keep" in forward_arguments(model)
         self._is_invariant = model.config._attn_implementation == INVARIANT_ROWS
 
@@ -257,7 +250,7 @@ class Packed:
             return [None] * len(rows)
         # Kernels want rows of masks to begin at multiples of 16.
         width = -(-max(length + len(own) for length, _, own in rows) // _ALIGNED) * _ALIGNED
-        whole = dense(packed, width, self._model.dtype)
+        whole = dense(packed, width, self._dtype)
         return [
             whole[row : row + 1, :, : len(own), : length + len(own)] if needs else None
             for row, ((length, _, own), needs) in enumerate(zip(rows, needed, strict=True))
@@ -270,8 +263,5 @@ class Packed:
         return not first_position(own, *self._masks.reach(kind)).any()
 
     def _dense(self, kind: str, length: int, layout: Layout, own: Integers) -> torch.Tensor:
-        keys = np.concatenate([np.arange(length), own])
-        visible = np.ones((len(own), len(keys)), dtype=np.bool_)
-        visible[:, length:] = layout.ancestor_mask()
-        seen = self._masks.seen(kind, visible[None], own[None], keys[None])
-        return self._masks.additive(seen, self._model.dtype, self._device)
+        seen = layout.ancestor_mask()[None]
+        return self._masks.additive(kind, seen, [length], own[None], self._dtype, self._device)

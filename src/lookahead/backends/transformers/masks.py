@@ -63,54 +63,61 @@ class MaskBuilder:
                     f"needs layers of the kinds {FULL}, {INDEXED}, {SLIDING} or {CHUNKED}"
                 )
 
-    def build(
+    def dense(
         self,
-        visible: NDArray[np.bool_],
-        query_positions: NDArray[np.int64],
-        key_positions: NDArray[np.int64],
+        ancestors: NDArray[np.bool_],
+        lengths: Sequence[int],
+        positions: NDArray[np.int64],
         dtype: torch.dtype,
         device: torch.device,
         dropped: int = 0,
     ) -> Any:
-        """The masks of one step.
+        """The masks of one step, made on the host.
 
         Args:
-            visible: Which keys each query may see if its layer sees all the text, `[batch, queries, keys]`.
-            query_positions: Position ids of the queries, `[batch, queries]`.
-            key_positions: Position ids of the keys, `[batch, keys]`.
+            ancestors, lengths, positions: As for `pack`.
             dtype: Number type of the model; masked keys get its lowest number, the others 0.
             device: Where the masks go.
             dropped: How many of the first keys the layers with a window have forgotten.
 
         Returns:
-            A mask `[batch, 1, queries, keys]`, or a dict of one for each kind of layer.
+            A mask `[batch, 1, nodes, keys]`, or a dict of one for each kind of layer: behind the longest text lie the
+            nodes.
         """
         masks = {}
         for kind in self.kinds:
-            seen = self.seen(kind, visible, query_positions, key_positions)
-            masks[kind] = self.additive(seen[:, :, 0 if kind in (FULL, INDEXED) else dropped :], dtype, device)
+            first = 0 if kind in (FULL, INDEXED) else dropped
+            masks[kind] = self.additive(kind, ancestors, lengths, positions, dtype, device, first)
         return self.arrange(masks)
 
-    def seen(
+    def additive(
         self,
         kind: str,
-        visible: NDArray[np.bool_],
-        query_positions: NDArray[np.int64],
-        key_positions: NDArray[np.int64],
-    ) -> NDArray[np.bool_]:
-        """Which keys each query sees in layers of a kind, `[batch, queries, keys]`; arguments as for `build`."""
+        ancestors: NDArray[np.bool_],
+        lengths: Sequence[int],
+        positions: NDArray[np.int64],
+        dtype: torch.dtype,
+        device: torch.device,
+        dropped: int = 0,
+    ) -> torch.Tensor:
+        """The mask of layers of a kind, `[batch, 1, nodes, keys]`; arguments as for `dense`."""
+        nodes, longest = positions.shape[1], max(lengths)
         window, chunk = self.reach(kind)
-        if window is None and chunk is None:
-            return visible
-        first = first_position(query_positions, window, chunk)
-        return visible & (key_positions[:, None, :] >= first[:, :, None])
-
-    @staticmethod
-    def additive(seen: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """What is added to scores so that they count where `seen` `[batch, queries, keys]` says, `[batch, 1, ...]`."""
-        allowed = torch.from_numpy(seen).to(device)[:, None]
-        mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
-        return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
+        sees_all = window is None and chunk is None
+        first = None if sees_all else first_position(positions, window, chunk)[:, :, None]
+        # A node and its ancestors are as far apart as their positions say. A padding node sees itself alone, so that
+        # no row of the softmax is empty.
+        hidden = ~ancestors if first is None else ~ancestors | (positions[:, None, :] < first)
+        hidden[:, np.arange(nodes), np.arange(nodes)] = False
+        lowest = torch.finfo(dtype).min
+        mask = torch.zeros((len(lengths), 1, nodes, longest - dropped + nodes), dtype=dtype)
+        mask[:, 0, :, longest - dropped :].masked_fill_(torch.from_numpy(hidden), lowest)
+        ends = (ancestors.any(axis=2) * np.asarray(lengths)[:, None])[:, :, None]
+        if first is not None or (ends < longest).any():
+            column = np.arange(dropped, longest)
+            unseen = column >= ends if first is None else (column >= ends) | (column < first)
+            mask[:, 0, :, : longest - dropped].masked_fill_(torch.from_numpy(unseen), lowest)
+        return mask.to(device)
 
     def pack(
         self, ancestors: NDArray[np.bool_], lengths: Sequence[int], positions: NDArray[np.int64]
@@ -118,7 +125,7 @@ class MaskBuilder:
         """The packed mask of each kind of layer; see `tree_attention.packed_mask.pack`.
 
         Args:
-            ancestors: Which slots each slot may attend to, `[batch, nodes, nodes]`.
+            ancestors: Which slots each slot may attend to, `[batch, nodes, nodes]`; none of padding.
             lengths: Cached tokens of each row.
             positions: Position ids of the nodes, `[batch, nodes]`.
 
@@ -135,12 +142,12 @@ class MaskBuilder:
         return pack(ancestors, lengths, positions, window=window, chunk=chunk).numpy()
 
     def of_packed(self, packed: Sequence[torch.Tensor], keys: int, dtype: torch.dtype, dropped: int = 0) -> Any:
-        """The masks of one step, as `build` gives them, of packed ones; nothing is read back from their device.
+        """The masks of one step, as `dense` gives them, of packed ones; nothing is read back from their device.
 
         Args:
             packed: The packed mask of each kind of layer; see `pack`.
             keys: Columns of keys, for attention that takes dense masks.
-            dtype, dropped: As for `build`.
+            dtype, dropped: As for `dense`.
         """
         if self._attention == BY_POSITION:
             packed = [along_paths(mask) for mask in packed]
