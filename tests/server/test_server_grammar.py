@@ -17,9 +17,11 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from lookahead import LookaheadConfig
 from lookahead.server.errors import ApiError
-from lookahead.server.grammar import GrammarState, grammar_of, grammar_tokenizer
+from lookahead.server.grammar import GrammarProcessor, grammar_of, grammar_tokenizer
+from lookahead.server.guard import Limits
+from lookahead.server.plan import TreeWatcher, make_plan
 from lookahead.server.requests import ChatRequest, Message
-from lookahead.server.served_model import ServedModel
+from lookahead.server.served_model import Prompt, ServedModel
 from lookahead.server.tools import FORMATS, HERMES, AnswerReader, Thinking, ToolFormat, format_of
 from lookahead.text import TextBuilder
 from random_schemas import random_schema
@@ -40,6 +42,7 @@ WEATHER = {
     },
 }
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+BOOLEAN = {"type": "boolean"}
 CLOCK = {"type": "function", "function": {"name": "clock", "parameters": NOTHING}}
 
 
@@ -228,10 +231,31 @@ def test_each_format_allows_calls_and_reads_them(format_: ToolFormat) -> None:
 
 def test_an_answer_does_not_end_where_its_grammar_fails(demo: Any) -> None:
     _, tokenizer = demo
-    state = GrammarState(grammar_tokenizer(tokenizer, len(tokenizer), [tokenizer.eos_token_id]), '{"type": "boolean"}')
-    state.take(tokenizer("[", add_special_tokens=False).input_ids)
-    with pytest.raises(ValueError, match="the grammar failed after"):
-        state.allowed(len(tokenizer))
+    tokens = grammar_tokenizer(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    wrong = tokenizer("[", return_tensors="pt", add_special_tokens=False)["input_ids"]
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(BOOLEAN)
+    for most in (None, llguidance.LLParserLimits(step_lexer_fuel=1)):  # which fails while it looks for what may follow
+        matcher = llguidance.LLMatcher(tokens, grammar, limits=most, log_level=0)
+        assert not matcher.is_error()
+        with pytest.raises(ValueError, match="the grammar failed"):
+            GrammarProcessor(matcher, 0)(wrong if most is None else wrong[:, :0], torch.zeros(1, len(tokenizer)))
+
+
+def test_a_draft_at_which_a_grammar_fails_changes_no_answer(demo: Any) -> None:
+    _, tokenizer = demo
+    served = ServedModel("x", demo[0], tokenizer, None, LookaheadConfig())  # type: ignore[arg-type]
+    request = chat_request(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": BOOLEAN}})
+    plan = make_plan(served, request, Prompt([1, 2]), Limits(), 16)
+    (processor,), config = plan.steer(TreeWatcher())
+    (source,) = [make() for make in config.sources]
+    before = processor(torch.tensor([[1, 2]]), torch.zeros(1, len(tokenizer)))
+    assert source.certain() == []
+    with pytest.raises(ValueError, match="out of range"):
+        source.permits([len(tokenizer) + 7], [0])
+    assert torch.equal(processor(torch.tensor([[1, 2]]), torch.zeros(1, len(tokenizer))), before)
+    (true,) = tokenizer("true", add_special_tokens=False)["input_ids"]
+    after = processor(torch.tensor([[1, 2, true]]), torch.zeros(1, len(tokenizer)))
+    assert after[0].argmax() == tokenizer.eos_token_id
 
 
 def test_a_format_beside_tools_is_that_of_answers_without_calls() -> None:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance import hf as llguidance_hf
-from llguidance import numpy as llguidance_numpy
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 from transformers import LogitsProcessor
@@ -86,109 +85,28 @@ def compact(schema: dict[str, Any]) -> dict[str, Any]:
     return schema | {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 
 
-def check_grammar(grammar: str, tokenizer: LLTokenizer, field: str) -> None:
-    """Refuse a grammar that cannot be met.
+def read_grammar(grammar: str, tokenizer: LLTokenizer, field: str) -> LLMatcher:
+    """What matches answers to a grammar, at its beginning.
 
     Raises:
         ApiError: It is no grammar, or asks for what is not supported; `field` named it.
     """
-    error = LLMatcher(tokenizer, grammar, log_level=0).get_error()
-    if error:
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    if error := matcher.get_error():
         raise refused(field, f"{field}: {' '.join(error.split())[:500]}")
+    return matcher
 
 
-class GrammarState:
-    """How far an answer has come in its grammar.
+def _go_on(matcher: LLMatcher, tokens: Sequence[int]) -> None:
+    """Go on by tokens of the answer, up to where the grammar ends or fails."""
+    for token in tokens:
+        if not matcher.is_stopped():
+            matcher.consume_token(token)
 
-    Args:
-        tokenizer: Of the model.
-        grammar: The grammar.
-    """
 
-    def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
-        self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
-        self._mask = llguidance_numpy.allocate_token_bitmask(1, tokenizer.vocab_size)
-        self._ahead = self._matcher  # behind the certain tokens
-        self.tokens = 0
-
-    def take(self, tokens: Sequence[int]) -> None:
-        """Go on by tokens of the answer."""
-        for token in tokens:
-            if not self._matcher.is_stopped():
-                self._matcher.consume_token(token)
-        self.tokens += len(tokens)
-
-    def allowed(self, count: int) -> torch.Tensor:
-        """Which of `count` tokens may follow, `[count]` bool.
-
-        Raises:
-            ValueError: The grammar has failed, of which an answer would else end in the middle.
-        """
-        if self._matcher.is_error():
-            raise ValueError(f"the grammar failed after {self.tokens} tokens: {self._matcher.get_error()}")
-        llguidance_numpy.fill_next_token_bitmask(self._matcher, self._mask, 0)
-        bits = np.unpackbits(self._mask[0].view(np.uint8), bitorder="little")
-        allowed = np.zeros(count, dtype=bool)
-        allowed[: min(count, len(bits))] = bits[:count]
-        return torch.from_numpy(allowed)
-
-    def certain(self) -> list[int]:
-        """The tokens that have to follow, as far as there is no choice."""
-        self._ahead, chain = _forced(self._matcher)
-        return chain
-
-    def alternatives(self) -> list[list[int]]:
-        """Paths of which one follows the certain tokens: each token that is allowed, with what has to follow it, and so
-        on as long as all that may follow is few."""
-        paths, room = [], _ALL_SENT
-        ends: deque[tuple[list[int], LLMatcher]] = deque([([], self._ahead)])
-        while ends:
-            path, matcher = ends.popleft()
-            branches = self._branches(matcher)
-            size = sum(len(branch) for branch, _ in branches)
-            if branches and size <= room:
-                room -= size
-                ends += [([*path, *branch], behind) for branch, behind in branches]
-            elif path:
-                paths.append(path)
-        return paths
-
-    def paths(self) -> TokenPaths:
-        """Each of a few tokens that may follow the certain ones, with what has to follow it."""
-        tokens: list[int] = []
-        parents: list[int] = []
-        probabilities: list[float] = []
-        branches = self._branches(self._ahead)
-        for branch, _ in branches:
-            parents += [-1, *range(len(tokens), len(tokens) + len(branch) - 1)]
-            tokens += branch
-            probabilities += [1 / len(branches), *[_FORCED] * (len(branch) - 1)]
-        return TokenPaths(tokens, parents, probabilities)
-
-    def _branches(self, matcher: LLMatcher) -> list[tuple[list[int], LLMatcher]]:
-        """What may follow, with the grammar behind it, if there are few choices."""
-        branches = []
-        for choice in _choices(matcher, self._mask):
-            after = matcher.deep_copy()
-            after.consume_token(choice)
-            after, chain = _forced(after)
-            branches.append(([choice, *chain], after))
-        return branches
-
-    def permitted(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
-        """Which nodes of a draft behind the certain tokens the grammar allows; see `Permits` of the drafter."""
-        leaves = set(range(1, len(tokens) + 1)).difference(parents)
-        may = [False] * len(tokens)
-        for leaf in leaves:
-            path = []
-            node = leaf
-            while node:
-                path.append(node)
-                node = parents[node - 1]
-            path.reverse()
-            for node in path[: self._ahead.validate_tokens([tokens[node - 1] for node in path])]:
-                may[node - 1] = True
-        return may
+def _allowed(matcher: LLMatcher) -> NDArray[np.bool_]:
+    """Which tokens may follow, `[vocabulary]`."""
+    return np.frombuffer(matcher.compute_logit_bias(), dtype=np.uint8) > 0
 
 
 def _forced(matcher: LLMatcher) -> tuple[LLMatcher, list[int]]:
@@ -200,70 +118,116 @@ def _forced(matcher: LLMatcher) -> tuple[LLMatcher, list[int]]:
     return matcher, chain
 
 
-def _choices(matcher: LLMatcher, mask: NDArray[np.int32]) -> list[int]:
-    """The tokens that may follow if these are few, else none; none behind the end."""
-    if matcher.is_stopped():
-        return []
-    llguidance_numpy.fill_next_token_bitmask(matcher, mask, 0)
-    bits = np.unpackbits(mask[0].view(np.uint8), bitorder="little")
-    return np.flatnonzero(bits).tolist() if bits.sum() <= _FEW else []
+def _branches(matcher: LLMatcher) -> list[tuple[list[int], LLMatcher]]:
+    """What may follow, each with what has to follow it and the grammar behind it, if there are few choices."""
+    choices = [] if matcher.is_stopped() else np.flatnonzero(_allowed(matcher)).tolist()
+    branches = []
+    for choice in choices if len(choices) <= _FEW else ():
+        after = matcher.deep_copy()
+        after.consume_token(choice)
+        after, chain = _forced(after)
+        branches.append(([choice, *chain], after))
+    return branches
 
 
 class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
     """Forbids tokens that the grammar does not allow.
 
     Args:
-        state: Of this answer.
+        matcher: At the beginning of the grammar. Nobody else uses it: what drafts ask of a grammar may fail.
         prompt_length: Tokens before the answer.
     """
 
-    def __init__(self, state: GrammarState, prompt_length: int) -> None:
-        self._state, self._prompt_length = state, prompt_length
+    def __init__(self, matcher: LLMatcher, prompt_length: int) -> None:
+        self._matcher, self._seen = matcher, prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Logits `[1, vocabulary]`, minus infinity where the grammar forbids a token."""
-        self._state.take(input_ids[0, self._prompt_length + self._state.tokens :].tolist())
-        allowed = self._state.allowed(scores.shape[1])
-        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+        """Logits `[1, vocabulary]`, minus infinity where the grammar forbids a token.
+
+        Raises:
+            ValueError: The grammar has failed, of which an answer would else end in the middle.
+        """
+        _go_on(self._matcher, input_ids[0, self._seen :].tolist())
+        self._seen = input_ids.shape[1]
+        forbidden = ~torch.from_numpy(_allowed(self._matcher))
+        if self._matcher.is_error():
+            raise ValueError(f"the grammar failed: {self._matcher.get_error()}")
+        forbidden = torch.nn.functional.pad(forbidden, (0, scores.shape[1] - len(forbidden)), value=True)
+        return scores.masked_fill(forbidden.to(scores.device), -torch.inf)
 
 
 class GrammarSource:
     """Drafts the tokens that the grammar forces, and keeps those that it forbids out of the tree.
 
     Args:
-        state: Of this answer.
+        matcher: At the beginning of the grammar; nobody else uses it.
     """
 
     name = "grammar"
 
-    def __init__(self, state: GrammarState) -> None:
-        self._state = state
-        self._tokens = 0
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = self._ahead = matcher  # the second behind the certain tokens
 
     def start(self, prompt: Sequence[int]) -> None:
         """See `lookahead.drafting.auto.sources.Source`."""
 
     def certain(self) -> list[int]:
-        """See `Source`."""
-        return self._state.certain()
+        """See `Source`: the tokens that have to follow, as far as there is no choice."""
+        self._ahead, chain = _forced(self._matcher)
+        return chain
 
     def alternatives(self) -> list[list[int]]:
-        """See `Source`."""
-        return self._state.alternatives()
+        """See `Source`: each token that is allowed behind the certain ones, with what has to follow it, and so on as
+        long as all that may follow is few."""
+        paths, room = [], _ALL_SENT
+        ends: deque[tuple[list[int], LLMatcher]] = deque([([], self._ahead)])
+        while ends:
+            path, matcher = ends.popleft()
+            branches = _branches(matcher)
+            size = sum(len(branch) for branch, _ in branches)
+            if branches and size <= room:
+                room -= size
+                ends += [([*path, *branch], behind) for branch, behind in branches]
+            elif path:
+                paths.append(path)
+        return paths
 
     def propose(self) -> TokenPaths:
-        """See `Source`."""
-        return self._state.paths()
+        """See `Source`: each of a few tokens that may follow the certain ones, with what has to follow it."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        probabilities: list[float] = []
+        branches = _branches(self._ahead)
+        for branch, _ in branches:
+            parents += [-1, *range(len(tokens), len(tokens) + len(branch) - 1)]
+            tokens += branch
+            probabilities += [1 / len(branches), *[_FORCED] * (len(branch) - 1)]
+        return TokenPaths(tokens, parents, probabilities)
 
     def permits(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
-        """See `lookahead.drafting.auto.sources.permitted`."""
-        return self._state.permitted(tokens, parents)
+        """See `lookahead.drafting.auto.sources.permitted`.
+
+        Raises:
+            ValueError: The grammar fails at them, so that it would permit nothing from now on.
+        """
+        leaves = set(range(1, len(tokens) + 1)).difference(parents)
+        may = [False] * len(tokens)
+        for leaf in leaves:
+            path = []
+            node = leaf
+            while node:
+                path.append(node)
+                node = parents[node - 1]
+            path.reverse()
+            for node in path[: self._ahead.validate_tokens([tokens[node - 1] for node in path])]:
+                may[node - 1] = True
+        if self._ahead.is_error():
+            raise ValueError(f"the grammar failed at a draft: {self._ahead.get_error()}")
+        return may
 
     def observe(self, result: StepResult) -> None:
         """See `Source`."""
-        self._tokens += len(result.tokens)
-        late = self._tokens - self._state.tokens  # the processor has seen all but the last
-        self._state.take(result.tokens[len(result.tokens) - late :])
+        _go_on(self._matcher, result.tokens)
 
 
 def grammar_of(

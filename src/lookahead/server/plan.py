@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from llguidance import LLTokenizer
+from llguidance import LLMatcher
 from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from lookahead.config import LookaheadConfig
@@ -17,10 +17,9 @@ from lookahead.server.errors import refused
 from lookahead.server.grammar import (
     GrammarProcessor,
     GrammarSource,
-    GrammarState,
     callable_tools,
-    check_grammar,
     grammar_of,
+    read_grammar,
 )
 from lookahead.server.guard import Limits
 from lookahead.server.requests import (
@@ -39,9 +38,6 @@ _LEAST_TEMPERATURE = 0.01
 _NO_TOKEN = -1
 """As end-of-sequence token: there is none. Without one, transformers takes the model's."""
 
-Grammar = tuple[LLTokenizer, str]
-"""The tokens of the model as grammars see them, and a grammar."""
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -57,7 +53,7 @@ class Plan:
         processors: Makes the logits processors of one answer.
         config: How to draft.
         ends: Tokens that end an answer.
-        grammar: The grammar that answers follow, if any.
+        grammar: What matches answers to their grammar, at its beginning, if they follow one.
         dropped: Special tokens that are no part of the text, all of them if `None`.
         prediction: Token ids of the text that is expected, if one is.
         watches: Whether the tree of each step is kept.
@@ -72,7 +68,7 @@ class Plan:
     processors: Callable[[], LogitsProcessorList]
     config: LookaheadConfig
     ends: frozenset[int]
-    grammar: Grammar | None = None
+    grammar: LLMatcher | None = None
     dropped: frozenset[int] | None = None
     prediction: list[int] | None = None
     watches: bool = False
@@ -82,9 +78,9 @@ class Plan:
         processors, config = self.processors(), self.config
         sources: list[Callable[[], Any]] = []
         if self.grammar is not None:
-            state = GrammarState(*self.grammar)
-            processors.append(GrammarProcessor(state, len(self.prompt)))
-            sources.append(lambda: GrammarSource(state))
+            drafted = self.grammar.deep_copy()
+            processors.append(GrammarProcessor(self.grammar.deep_copy(), len(self.prompt)))
+            sources.append(lambda: GrammarSource(drafted))
         if self.watches:
             config = replace(config, trace=watcher)
         if config.preset == "auto":
@@ -138,7 +134,7 @@ def make_plan(
     )
 
 
-def _grammar(served: ServedModel, request: TextRequest, prompt: list[int]) -> Grammar | None:
+def _grammar(served: ServedModel, request: TextRequest, prompt: list[int]) -> LLMatcher | None:
     thinking = served.thinking(prompt) if isinstance(request, ChatRequest) else Thinking.NEVER
     asked = grammar_of(request, thinking, served.tool_format, served.special_tokens)
     if asked is None:
@@ -146,8 +142,7 @@ def _grammar(served: ServedModel, request: TextRequest, prompt: list[int]) -> Gr
     grammar, field = asked
     if not served.end_tokens:
         raise refused(field, f"{field} needs a model with an end-of-sequence token, which this one lacks")
-    check_grammar(grammar, served.grammar_tokenizer, field)
-    return served.grammar_tokenizer, grammar
+    return read_grammar(grammar, served.grammar_tokenizer, field)
 
 
 def _ends(served: ServedModel, request: TextRequest) -> frozenset[int]:
@@ -155,7 +150,7 @@ def _ends(served: ServedModel, request: TextRequest) -> frozenset[int]:
     return frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else served.end_tokens)
 
 
-def _endings(request: TextRequest, ends: frozenset[int], length: int, grammar: Grammar | None) -> dict[str, Any]:
+def _endings(request: TextRequest, ends: frozenset[int], length: int, grammar: LLMatcher | None) -> dict[str, Any]:
     """Arguments of `generate` for what ends an answer."""
     for name in ("min_tokens", "ignore_eos"):
         if getattr(request, name) and grammar is not None:
