@@ -31,8 +31,7 @@ import lookahead
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
 from lookahead.backends.transformers import check_model, equivalence
 from lookahead.backends.transformers.limits import Limits
-from lookahead.backends.transformers.miniature import build_miniature
-from lookahead.backends.transformers.miniature.config import miniature_config
+from lookahead.backends.transformers.miniature import build_miniature, miniature_config
 from model_zoo import build
 from quick import quickly
 

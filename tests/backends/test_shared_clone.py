@@ -16,9 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers import engine_model
-from lookahead.backends.transformers.fingerprint import _KEYS, _add_up, _add_up_arrays, fingerprint
 from lookahead.backends.transformers.packed_linear import PackedLinear
-from lookahead.backends.transformers.preserved_state import preserved_state
+from lookahead.backends.transformers.snapshots import _KEYS, _add_up, _add_up_arrays, fingerprint, preserved_state
 from quick import quickly
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])

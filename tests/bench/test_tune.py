@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 import lookahead.cli.tune as cli_tune
 from lookahead import InvalidArgumentError
-from lookahead.backends.transformers.cost_store import cost_file, describe_setting, load_costs
+from lookahead.backends.transformers.findings import cost_file, describe_setting, load_costs
 from lookahead.bench.tuning import (
     BRANCH,
     StepBench,

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import InvalidArgumentError, LookaheadConfig, LookaheadOutput
-from lookahead.backends.transformers.cost_store import describe_setting, store_costs
-from lookahead.backends.transformers.findings import model_identity
+from lookahead.backends.transformers.findings import describe_setting, model_identity, store_costs
 from lookahead.core.step_costs import StepCosts
 from lookahead.drafting import DraftMemory
 from model_zoo import build

@@ -16,7 +16,6 @@ from transformers import (
 )
 
 from lookahead.api.call import decode_call
-from lookahead.api.plain import FirstToken, decode_plainly, decode_prepared_plainly
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep
 from lookahead.drafting import NGramPool
@@ -29,6 +28,11 @@ from lookahead.serving.prompts import Prediction
 if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
 
+
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+from lookahead.core.statistics import Statistics, StepRecord
 
 _GENERATE_ARGUMENTS = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
 """Names of what may be passed by position, without self."""
@@ -176,3 +180,55 @@ def _is_prepared(kwargs: dict[str, Any]) -> bool:
         and isinstance(kwargs.get("logits_processor"), LogitsProcessorList)
         and "use_cache" in kwargs
     )
+
+
+class FirstToken:
+    """Notes that a call has written something: from then on it can only go on or fail.
+
+    Args:
+        on_step: The caller's listener, which is told as before.
+
+    Attributes:
+        came: Whether there was a step.
+    """
+
+    def __init__(self, on_step: OnStep | None) -> None:
+        self._on_step = on_step
+        self.came = False
+
+    def __call__(self, record: StepRecord) -> None:
+        """Listen to a step."""
+        self.came = True
+        if self._on_step is not None:
+            self._on_step(record)
+
+
+def decode_plainly(model: Any, input_ids: torch.Tensor | None, arguments: dict[str, Any]) -> Any:
+    """What transformers' own `generate` returns; if it is a dict, with statistics of as many steps as tokens.
+
+    Args:
+        model: The model, or a wrapper.
+        input_ids: The prompts, if they are given by this name.
+        arguments: The other arguments of `model.generate`.
+    """
+    model = language_model(model)[0]
+    if input_ids is None:
+        return _with_statistics(type(model).generate(model, **arguments), arguments.get("inputs"))
+    return _with_statistics(type(model).generate(model, input_ids, **arguments), input_ids)
+
+
+def decode_prepared_plainly(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
+    """The same where transformers has prepared the arguments for a decoding method already."""
+    mode = arguments["generation_config"].get_generation_mode()
+    method = getattr(type(model), GENERATION_MODES_MAPPING[mode])
+    return _with_statistics(method(model, input_ids, **arguments), input_ids)
+
+
+def _with_statistics(output: Any, input_ids: torch.Tensor | None) -> Any:
+    if type(output) is not GenerateDecoderOnlyOutput:
+        return output
+    rows, width = output.sequences.shape
+    steps = width - (1 if input_ids is None else input_ids.shape[1])
+    ones = [1] * (rows * steps)
+    statistics = Statistics(steps=steps, tokens=len(ones), nodes_per_step=ones, accepted_lengths=ones.copy())
+    return LookaheadOutput(**output, statistics=statistics)

@@ -3,15 +3,19 @@ it, and rows of text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lookahead.backends.prompts import Prompts
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 from lookahead.core.step import Batch
+from lookahead.core.token_tree import TokenTree
+from lookahead.errors import InvalidArgumentError
 
 
 class TextRow:
@@ -179,3 +183,89 @@ class Session(CallSession):
     def sharing_weights(self) -> PreTrainedModel:
         """Another object of the same model, weights shared: nothing that is kept for the one is known of it."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What the rows of a call begin with.
+
+    Attributes:
+        input_ids: As the caller gave them, `[batch, tokens]`.
+        mask: Which tokens of the whole text count, `[batch, columns]` bool: of what is cached and left out of
+            `input_ids`, too.
+        tokens: The tokens of each row of `input_ids` that count.
+        before: How many tokens that count come before them, per row.
+        cache: What the caller passed to go on from, if anything.
+        inputs: What transformers would hand to the model, if that is more than tokens: images, say, or positions that
+            follow an image. Then the prompt is read by the model's own prefill.
+        source: What an encoder has read before, for all rows, as arguments of each pass of its decoder.
+        source_tokens: The token ids that it read, for each row; empty where these were none.
+    """
+
+    input_ids: torch.Tensor
+    mask: torch.Tensor
+    tokens: list[list[int]]
+    before: list[int]
+    cache: Cache | None
+    inputs: dict[str, Any] = field(default_factory=dict)
+    source: Mapping[str, Any] = field(default_factory=dict)
+    source_tokens: Sequence[Sequence[int]] = ()
+
+    @cached_property
+    def all_count(self) -> bool:
+        """Whether no token is hidden, neither of the prompts nor of what is cached."""
+        return bool(self.mask.all())
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return len(self.tokens)
+
+    @property
+    def width(self) -> int:
+        """Tokens of each row of `input_ids`, padding included."""
+        return self.input_ids.shape[1]
+
+    @property
+    def padding(self) -> list[int]:
+        """Hidden tokens of each row of `input_ids`."""
+        return [self.width - len(row) for row in self.tokens]
+
+    @property
+    def longest(self) -> int:
+        """Tokens that count of the longest row, those before `input_ids` included."""
+        return max(earlier + len(row) for earlier, row in zip(self.before, self.tokens, strict=True))
+
+
+_MOST_PENDING = 16
+"""Pending tokens up to which a step may also draft; a step with more settles them."""
+
+
+def part_of_prompt(pending: Sequence[int], most: int | None) -> TokenTree | None:
+    """A tree of the first `most` pending tokens, of which nothing is read; `None` if there are no more than that."""
+    if most is None or len(pending) <= most:
+        return None
+    part = TokenTree(pending[:most])
+    part.needs_logits[part.root] = False
+    return part
+
+
+def has_room(cached: int, pending: int) -> bool:
+    """Whether a step may draft on a model with running states: not below a prompt, which would have to be computed
+    again, nor below many pending tokens.
+
+    Args:
+        cached: Tokens that the states have read.
+        pending: Tokens that they have not.
+    """
+    return cached > 0 and pending <= _MOST_PENDING
+
+
+def check_chain(tree: TokenTree) -> None:
+    """Refuse a tree in which a node does not follow the one before it.
+
+    Raises:
+        InvalidArgumentError: The tree has branches.
+    """
+    if tree.parents != list(range(-1, len(tree) - 1)):
+        raise InvalidArgumentError("trees has one with branches; a model with running states runs chains alone")

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lookahead.backends.transformers.cost_store import (
+from lookahead.backends.transformers.findings import (
     describe_setting,
     engine_setting,
     store_costs,

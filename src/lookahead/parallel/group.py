@@ -16,8 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from lookahead.backends.base import Call, CallSession
-from lookahead.backends.prompts import Prompts
+from lookahead.backends.base import Call, CallSession, Prompts
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers import ModelRunner
 from lookahead.backends.transformers.findings import model_identity

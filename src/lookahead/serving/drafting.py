@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.cost_store import describe_setting, engine_setting, load_costs
-from lookahead.backends.transformers.findings import model_identity
+from lookahead.backends.transformers.findings import describe_setting, engine_setting, load_costs, model_identity
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.config import MAX_NODES_PER_STEP, MEMORY_SCOPES, LookaheadConfig
 from lookahead.core.pace import Pace

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from lookahead.backends.prompts import Prompts
+from lookahead.backends.base import Prompts
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers import check_adapters
 from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder, source_tokens, take_source

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lookahead.backends.prompts import Prompts
+from lookahead.backends.base import Prompts
 from lookahead.backends.transformers.forward_arguments import TRANSFORMERS
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import PredictedText

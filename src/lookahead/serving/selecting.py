@@ -26,8 +26,8 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from lookahead.backends.base import Prompts
 from lookahead.backends.forward_result import ForwardResult
-from lookahead.backends.prompts import Prompts
 from lookahead.backends.transfers import upload
 from lookahead.backends.transformers.noise import RowNoise
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence

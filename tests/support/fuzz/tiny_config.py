@@ -12,8 +12,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from fuzz.encoder_decoders import START_TOKEN
 from fuzz.sizes import MROPE, SPECIAL
 from fuzz.variant import Variant
-from lookahead.backends.transformers.miniature.config import is_doubled
-from lookahead.backends.transformers.miniature.sizes import (
+from lookahead.backends.transformers.miniature import is_doubled
+from lookahead.backends.transformers.miniature_sizes import (
     CONTEXTS,
     HEAD_DIM,
     HEADS,

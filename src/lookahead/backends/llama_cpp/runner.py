@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from lookahead.backends.base import check_chain, has_room, part_of_prompt
 from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES, LlamaContext
 from lookahead.backends.llama_cpp.file import LlamaModel
 from lookahead.backends.llama_cpp.rows import Branches, LlamaRow, SequenceIds, branches
-from lookahead.backends.pending import check_chain, has_room, part_of_prompt
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import InvalidArgumentError
 

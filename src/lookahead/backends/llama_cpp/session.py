@@ -7,12 +7,11 @@ from collections.abc import Callable
 import torch
 from transformers import GenerationConfig
 
-from lookahead.backends.base import Call, Session
+from lookahead.backends.base import Call, Prompts, Session
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES
 from lookahead.backends.llama_cpp.model import GGUFModel, no_cache
 from lookahead.backends.llama_cpp.runner import LlamaChainRunner, LlamaRowsRunner, LlamaRunner
 from lookahead.backends.machine import free_bytes, step_clock
-from lookahead.backends.prompts import Prompts
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from lookahead.backends.transformers.chain_cache import is_forgetful
 from lookahead.backends.transformers.checks.clones import goes_on_rightly
 from lookahead.backends.transformers.model_state import state_of
-from lookahead.backends.transformers.preserved_state import preserved_state
 from lookahead.backends.transformers.shared_clone import SharedClone, can_be_cloned, clone_for
+from lookahead.backends.transformers.snapshots import preserved_state
 
 _CHUNK = 16
 """Tokens of a chunk; a draft and its pending tokens are one or two of them."""

@@ -26,9 +26,9 @@ from lookahead.backends.transformers.invariant.attention import PACKED_ROWS as I
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.packed_linear import check_packing
-from lookahead.backends.transformers.preserved_state import preserved_state
 from lookahead.backends.transformers.runner import RowsRunner
 from lookahead.backends.transformers.shared_clone import SharedClone, can_be_cloned, clone_for
+from lookahead.backends.transformers.snapshots import preserved_state
 from lookahead.backends.transformers.static_engine import fixed_runner
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.findings import recall, remember
-from lookahead.backends.transformers.fingerprint import fingerprint
+from lookahead.backends.transformers.snapshots import fingerprint
 from lookahead.errors import UnsupportedArgumentError
 
 _ROWS = 16

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.backends.base import check_chain, has_room, part_of_prompt
 from lookahead.backends.forward_result import ForwardResult, forward_results, nothing_listed
-from lookahead.backends.pending import check_chain, has_room, part_of_prompt
 from lookahead.backends.transfers import upload
 from lookahead.backends.transformers.cache_exchange import leave_out_hidden
 from lookahead.backends.transformers.chain_cache import (

@@ -9,9 +9,8 @@ from itertools import chain
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lookahead.backends.base import Call, Session
+from lookahead.backends.base import Call, Prompts, Session
 from lookahead.backends.machine import step_clock
-from lookahead.backends.prompts import Prompts
 from lookahead.backends.transformers.cache_exchange import adopt_cache, return_cache
 from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, check_states
 from lookahead.backends.transformers.chain_engine import chain_engine
@@ -21,8 +20,8 @@ from lookahead.backends.transformers.checks.texts import check_texts
 from lookahead.backends.transformers.encoder_decoder import source_of_row
 from lookahead.backends.transformers.engine_model import engine_model, rows_runner, runs_static
 from lookahead.backends.transformers.invariant.modules import least_rows
-from lookahead.backends.transformers.model_watch import ModelWatch
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
+from lookahead.backends.transformers.snapshots import ModelWatch
 from lookahead.backends.transformers.static_engine import StaticBuffers
 from lookahead.backends.transformers.static_steps import FIXED_ROWS
 from lookahead.backends.transformers.tree_cache import TreeCache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from lookahead.backends.transformers.packed_linear import (
     PackedLinear,
     can_pack,
 )
+from lookahead.backends.transformers.snapshots import all_modules, in_threads
 from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
 
 _PACKED = {True: PackedLinear, SEVERAL_ROWS: PackedForSeveralRows}
@@ -43,18 +43,6 @@ def can_be_cloned(model: PreTrainedModel) -> bool:
 def _runs_others(module: torch.nn.Module) -> bool:
     attributes = vars(module)
     return "forward" in attributes or attributes.get("_compiled_call_impl") is not None
-
-
-def all_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """`model` and all modules in it, each once; in a third of the time that `model.modules()` takes."""
-    found: list[torch.nn.Module] = [model]
-    seen = {id(model)}
-    for module in found:
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                found.append(child)
-    return found
 
 
 def structure(modules: Sequence[torch.nn.Module], pack_weights: bool | str) -> list[object]:
@@ -131,12 +119,7 @@ class SharedClone:
                 _take_over(module, clone)
             if isinstance(clone, PackedLinear):
                 packed.append(clone)
-        threads = min(torch.get_num_threads(), len(packed))
-        if threads > 1:
-            with ThreadPoolExecutor(threads) as pool:
-                current = list(pool.map(PackedLinear.is_current, packed))
-        else:
-            current = [layer.is_current() for layer in packed]
+        current = in_threads(PackedLinear.is_current, packed)
         for layer, is_current in zip(packed, current, strict=True):
             if not is_current:
                 layer.pack()

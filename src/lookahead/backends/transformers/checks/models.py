@@ -31,9 +31,9 @@ from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder
 from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import Setting, state_of
-from lookahead.backends.transformers.preserved_state import preserved_state
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import can_be_cloned
+from lookahead.backends.transformers.snapshots import preserved_state
 from lookahead.backends.trials import difference
 from lookahead.core.compiled import IS_COMPILED
 from lookahead.core.token_tree import TokenTree

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lookahead.backends.prompts import Prompts
+from lookahead.backends.base import Prompts
 from lookahead.backends.transformers.chain_cache import has_running_state, is_forgetful
 from lookahead.backends.transformers.checks.kinds import Equivalence, equivalence
 from lookahead.backends.transformers.masks import INDEXED

@@ -1,21 +1,123 @@
-"""Notices that a model has become another one: adapters, weights, modules, hooks, configurations."""
+"""What a model was: fingerprints of its weights, passes that leave no trace in it, and a watch for what changes it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from ctypes import c_int32
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.fingerprint import fingerprint
-from lookahead.backends.transformers.shared_clone import all_modules
+from lookahead.core.compiled import IS_COMPILED, compiled
+
+T, R = TypeVar("T"), TypeVar("R")
+
+_LENGTH = 1024
+"""Words of 32 bits that go into one number."""
+
+_KEYS = np.random.default_rng().integers(1 << 32, size=_LENGTH, dtype=np.uint32) | np.uint32(1)
+"""Random in each process, so that no two weights have equal fingerprints in every process. As many bits as words have,
+since processors multiply those into 64 bits as fast as they read them."""
+
+
+def fingerprint(tensor: torch.Tensor) -> NDArray[np.uint64]:
+    """A number for each 4 KiB of the tensor's bits: the sum of its words times random odd keys, modulo 2**64.
+
+    The change of one word is always seen, as its product with a key is less than 2**64. That of several goes unnoticed
+    with a probability of at most 2**-31 for each number that they go into: whatever the other keys are, one of them has
+    at most one value at which the changes cancel out. A sum without keys would miss rows that changed places.
+
+    Args:
+        tensor: On the CPU.
+
+    Returns:
+        `[bytes // 4096 + 1]` uint64; comparable within a process.
+    """
+    octets = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    whole = octets.nbytes // (4 * _LENGTH)
+    words = octets[: whole * 4 * _LENGTH].view(np.uint32).reshape(whole, _LENGTH)
+    rest = np.zeros((1, 4 * _LENGTH), dtype=np.uint8)
+    rest[0, : octets.nbytes - words.nbytes] = octets[words.nbytes :]
+    sums = np.empty(whole + 1, dtype=np.uint64)
+    add_up = _add_up_compiled if IS_COMPILED else _add_up_arrays
+    add_up(words, _KEYS, sums[:whole])
+    add_up(rest.view(np.uint32), _KEYS, sums[whole:])
+    return sums
+
+
+def _add_up(words: NDArray[np.uint32], keys: NDArray[np.uint32], sums: NDArray[np.uint64]) -> None:
+    for row in range(words.shape[0]):
+        total = np.uint64(0)
+        for column in range(words.shape[1]):
+            total += np.uint64(words[row, column]) * np.uint64(keys[column])
+        sums[row] = total
+
+
+_add_up_compiled = compiled(_add_up, releases_gil=True)
+
+
+def _add_up_arrays(words: NDArray[np.uint32], keys: NDArray[np.uint32], sums: NDArray[np.uint64]) -> None:
+    """The same without a compiler, in four times the time."""
+    np.einsum("ij,j->i", words, keys.astype(np.uint64), out=sums)
+
+
+@contextmanager
+def preserved_state(model: torch.nn.Module) -> Iterator[None]:
+    """Restore the attributes and buffers of the modules of `model` that passes change meanwhile.
+
+    The rotary embeddings of a model with dynamic RoPE, for one, keep the frequencies of the longest text so far, and
+    a short text puts them back: after a check pass, plain decoding would go on with other frequencies.
+    """
+    kept = [
+        (module, dict(vars(module)), [(name, buffer, _copy(buffer)) for name, buffer in module._buffers.items()])
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in kept:
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+            _put_back(module._buffers, buffers)
+
+
+def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    return None if buffer is None else buffer.detach().clone()
+
+
+def _put_back(
+    registered: dict[str, torch.Tensor | None], buffers: list[tuple[str, torch.Tensor | None, torch.Tensor | None]]
+) -> None:
+    for name in registered.keys() - {name for name, _, _ in buffers}:
+        del registered[name]
+    for name, buffer, values in buffers:
+        if registered.get(name) is not buffer or name not in registered:
+            registered[name] = buffer
+        # On the meta device there are no values.
+        if buffer is not None and values is not None and not buffer.is_meta and not torch.equal(buffer, values):
+            with torch.no_grad():
+                buffer.copy_(values)
+
+
+def all_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """`model` and all modules in it, each once; in a third of the time that `model.modules()` takes."""
+    found: list[torch.nn.Module] = [model]
+    seen = {id(model)}
+    for module in found:
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
 
 _IRRELEVANT = frozenset({"generate", "generation_config"})
 """Attributes of a model that no forward pass reads."""
@@ -170,8 +272,13 @@ def _fingerprints(model: torch.nn.Module) -> list[NDArray[np.uint64]]:
         for weight in model.parameters()
         if _has_place(weight) and weight.device.type == "cpu" and not weight.is_quantized
     ]
-    threads = min(torch.get_num_threads(), len(weights))
+    return in_threads(fingerprint, weights)
+
+
+def in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """`function` of each item, in as many threads as torch has; it has to release Python's lock."""
+    threads = min(torch.get_num_threads(), len(items))
     if threads < 2:
-        return list(map(fingerprint, weights))
+        return list(map(function, items))
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(fingerprint, weights))
+        return list(pool.map(function, items))
