@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from lookahead.backends.base import Prompts
-from lookahead.backends.transformers.forward_arguments import TRANSFORMERS
+from lookahead.backends.transformers.limits import TRANSFORMERS
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import PredictedText
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError

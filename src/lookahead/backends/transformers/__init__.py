@@ -3,12 +3,12 @@
 from lookahead.backends.forward_result import ForwardResult
 from lookahead.backends.transformers.cache_exchange import adopt_cache, return_cache
 from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, check_states, has_running_state
-from lookahead.backends.transformers.chain_engine import chain_engine
 from lookahead.backends.transformers.checks.kinds import Equivalence, equivalence
 from lookahead.backends.transformers.checks.models import check_adapters, check_model, runs_on_chains
 from lookahead.backends.transformers.engine_model import engine_model, runs_static
 from lookahead.backends.transformers.prompt_pass import PromptPass
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
+from lookahead.backends.transformers.shared_clone import chain_engine
 from lookahead.backends.transformers.static_engine import StaticBuffers
 from lookahead.backends.transformers.tree_cache import TreeCache
 

@@ -13,7 +13,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from lookahead.backends.base import TextRow
 from lookahead.backends.transformers.encoder_decoder import Source, is_encoder_decoder
-from lookahead.backends.transformers.forward_arguments import forward_arguments
+from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
 _NAMES = ("past_key_values", "cache_params", "state")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, __version__
 
-from lookahead.backends.transformers.forward_arguments import TRANSFORMERS
 from lookahead.backends.transformers.masks import INDEXED
 from lookahead.backends.transformers.model_state import same_values, state_of
+
+TRANSFORMERS: tuple[int, ...] = tuple(int(number) for number in __version__.split(".")[:2])
+"""Major and minor version of the installed transformers."""
 
 _CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")
 """What configurations call the number of positions."""

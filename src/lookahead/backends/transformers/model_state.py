@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
@@ -106,3 +108,17 @@ def chosen_packing(model: PreTrainedModel, pack_weights: bool, invariant: bool) 
         if setting not in state.packing:
             state.packing[setting] = fastest_packing(model)
         return state.packing[setting]
+
+
+_known: WeakKeyDictionary[Callable[..., Any], Mapping[str, inspect.Parameter]] = WeakKeyDictionary()
+"""By function, as looking takes as long as a small layer, and every call asks several times."""
+
+
+def forward_arguments(model: PreTrainedModel) -> Mapping[str, inspect.Parameter]:
+    """The parameters of `model.forward`, by name."""
+    function = getattr(model.forward, "__func__", None)
+    if function is None:  # something else than a method was put there, which may refer to the model
+        return inspect.signature(model.forward).parameters
+    if function not in _known:
+        _known[function] = inspect.signature(function).parameters
+    return _known[function]

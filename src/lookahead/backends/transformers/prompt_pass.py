@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.transformers.chain_cache import cache_name
-from lookahead.backends.transformers.forward_arguments import forward_arguments
-from lookahead.backends.transformers.model_state import state_of
+from lookahead.backends.transformers.model_state import forward_arguments, state_of
 from lookahead.backends.transformers.snapshots import preserved_state
 from lookahead.core.token_tree import Layout, TokenTree, lay_out
 from lookahead.errors import UnsupportedModelError

@@ -26,11 +26,11 @@ from lookahead.backends.transformers.chain_cache import (
     row_of_batch,
 )
 from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder
-from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.invariant.attention import PACKED_ROWS
 from lookahead.backends.transformers.layouts import Inputs, Packed, Padded, Step
 from lookahead.backends.transformers.limits import limits_of, shortest
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
+from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import PackedCache, PaddedCache, Row
 from lookahead.backends.transformers.static_steps import StaticSteps
 from lookahead.backends.transformers.tree_cache import TreeCache

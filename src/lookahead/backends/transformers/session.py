@@ -13,7 +13,6 @@ from lookahead.backends.base import Call, Prompts, Session
 from lookahead.backends.machine import step_clock
 from lookahead.backends.transformers.cache_exchange import adopt_cache, return_cache
 from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, check_states
-from lookahead.backends.transformers.chain_engine import chain_engine
 from lookahead.backends.transformers.checks.kinds import equivalence
 from lookahead.backends.transformers.checks.models import runs_on_chains, runs_rows
 from lookahead.backends.transformers.checks.texts import check_texts
@@ -21,6 +20,7 @@ from lookahead.backends.transformers.encoder_decoder import source_of_row
 from lookahead.backends.transformers.engine_model import engine_model, rows_runner, runs_static
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
+from lookahead.backends.transformers.shared_clone import chain_engine
 from lookahead.backends.transformers.snapshots import ModelWatch
 from lookahead.backends.transformers.static_engine import StaticBuffers
 from lookahead.backends.transformers.static_steps import FIXED_ROWS

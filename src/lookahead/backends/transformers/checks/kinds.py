@@ -20,14 +20,13 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.transformers import attention
 from lookahead.backends.transformers.chain_cache import ChainRow, has_running_state
-from lookahead.backends.transformers.chain_engine import chain_engine
 from lookahead.backends.transformers.checks.clones import trial_runner
 from lookahead.backends.transformers.limits import Limits
 from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet
 from lookahead.backends.transformers.model_state import same_values, state_of
 from lookahead.backends.transformers.rows import Row
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
-from lookahead.backends.transformers.shared_clone import SharedClone
+from lookahead.backends.transformers.shared_clone import SharedClone, chain_engine
 from lookahead.backends.trials import chains, difference, follow
 from lookahead.core.token_tree import TokenTree
 

@@ -24,15 +24,13 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.chain_cache import has_running_state
-from lookahead.backends.transformers.chain_engine import chain_engine
 from lookahead.backends.transformers.checks.clones import goes_on_rightly, vocabulary_size
 from lookahead.backends.transformers.checks.kinds import equivalence
 from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder
-from lookahead.backends.transformers.forward_arguments import forward_arguments
 from lookahead.backends.transformers.masks import MaskBuilder
-from lookahead.backends.transformers.model_state import Setting, state_of
+from lookahead.backends.transformers.model_state import Setting, forward_arguments, state_of
 from lookahead.backends.transformers.runner import ModelRunner
-from lookahead.backends.transformers.shared_clone import can_be_cloned
+from lookahead.backends.transformers.shared_clone import can_be_cloned, chain_engine
 from lookahead.backends.transformers.snapshots import preserved_state
 from lookahead.backends.trials import difference
 from lookahead.core.compiled import IS_COMPILED
