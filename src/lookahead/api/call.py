@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -157,7 +157,8 @@ class Call:
         prompts, chunk_size = self._arguments.prompts, self._arguments.config.prefill_chunk_size
         steps, statistics = self._steps, self._statistics
         if prompts.inputs:
-            runner, model = self._call.runner, self._arguments.model
+            runner: Any = self._call.runner
+            model = self._arguments.model
             steps.backend = PromptPass(runner, model, prompts.input_ids, prompts.mask, prompts.inputs)
             steps.run(self._requests, statistics)
             steps.backend = runner

@@ -1,5 +1,5 @@
-"""What every backend gives: sessions, which say what can be asked of a model, calls, which run on
-it, and rows of text."""
+"""What every backend gives: sessions, which say what can be asked of a model, calls, which run on it, runners and rows
+of text."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from lookahead.backends.forward_result import ForwardResult
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 from lookahead.core.step import Batch
 from lookahead.core.token_tree import TokenTree
@@ -24,12 +25,13 @@ class TextRow:
     Attributes:
         most_pending: How many tokens of a text that is not cached yet the coming step sends at most; any number if
             `None`.
+        before: How many of the tokens that are kept come before the text that is decoded.
         shift: What is added to places in the text to have positions: behind an image they may differ.
         length: Tokens that are kept.
     """
 
     most_pending: int | None = None
-    shift = 0
+    before = shift = 0
     length: int
 
     @property
@@ -50,11 +52,135 @@ class TextRow:
         """Store a finished text where it costs running texts no time."""
 
 
+_MOST_PENDING = 16
+"""Pending tokens up to which a step of a model with running states may also draft; a step with more settles them."""
+
+
+class Runner:
+    """Rows of text on one model, and the trees that continue them: a `lookahead.core.protocols.Backend`.
+
+    Attributes:
+        model: What runs them, in the interface of transformers.
+        rows: The rows of the coming step, one for each sequence of the batch. Where they come and go, others may take
+            their place between two steps, or they may become more or fewer.
+        context: Length of the model's context, if it has one.
+        last_length: Text length at which the model can read no further token; `None` for any.
+        broken_after: Longest text that plain decoding reads as a whole; `None` for any.
+        changes_after: Longest text of which rows of a pass may be at different places, if longer ones are read
+            otherwise.
+        most_nodes: Nodes that the tree of each row may have.
+        is_invariant: Whether the bits of a node depend on its own text alone; see `LookaheadConfig.invariant`.
+        chains: Whether it runs chains alone.
+        keeps_apart: Whether finished texts take memory of their own, so that running rows cannot use it.
+        shares_beginnings: Whether a row may begin with what another one has of its text.
+    """
+
+    model: Any
+    rows: list[Any]
+    context: int | None = None
+    last_length: int | None = None
+    broken_after: int | None = None
+    changes_after: int | None = None
+    most_nodes = MAX_NODES_PER_STEP
+    is_invariant: bool = False
+    chains = keeps_apart = False
+    shares_beginnings = True
+
+    def __init__(self) -> None:
+        self._idle = TokenTree([0])
+        self._idle.needs_logits[self._idle.root] = False
+
+    def new_row(self, block: int | None = None) -> Any:
+        """An empty row, whose room grows by `block` tokens, where that can be chosen."""
+        raise NotImplementedError
+
+    def token_bytes(self) -> int:
+        """Bytes that keys and values of a token take."""
+        raise NotImplementedError
+
+    def idle_tree(self) -> TokenTree:
+        """The tree of a finished row while others continue: an unread token at position 0, if anything is sent at all.
+
+        Behind its text it might stand where the model has no position, or has other ones.
+        """
+        return self._idle
+
+    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
+        """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens.
+
+        Where these are more than `TextRow.most_pending`, it is so many of them, and nothing is read after them. Of a
+        model with running states there is no room below a prompt, whose states would have to be computed again, nor
+        below many pending tokens.
+        """
+        kept, pending = self.rows[row], self._pending(row, text)
+        if kept.most_pending is not None and len(pending) > kept.most_pending:
+            part = TokenTree(pending[: kept.most_pending])
+            part.needs_logits[part.root] = False
+            return part
+        deepest = self._deepest(kept.before + len(text) - 1 + kept.shift)
+        tree = TokenTree(pending, None if deepest is None else deepest - kept.shift - kept.length)
+        if self.chains and not (kept.length > 0 and len(pending) <= _MOST_PENDING):
+            tree.limit(0)
+        return tree
+
+    def _pending(self, row: int, text: Sequence[int]) -> Sequence[int]:
+        """The tokens of `text`, that of sequence `row`, that the model has not read."""
+        kept = self.rows[row]
+        return text[kept.length - kept.before :]
+
+    def _deepest(self, position: int) -> int | None:
+        """The largest position that a tree may have whose root is at `position`; `None` for any."""
+        return None if self.last_length is None else self.last_length - 1
+
+    def wants_draft(self, tree: TokenTree) -> bool:
+        """Whether anything should be drafted onto `tree`."""
+        raise NotImplementedError
+
+    def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
+        """Send long texts ahead in chunks, so that the first step has few pending tokens.
+
+        Args:
+            texts: The text of each sequence.
+            chunk_size: Tokens of each text in one pass; as many as the runner finds right if `None`.
+
+        Returns:
+            The number of forward passes it took.
+        """
+        return 0
+
+    def complete(self, texts: Sequence[Sequence[int]]) -> None:
+        """Send all of each text but its last token, so that what is kept is what plain decoding leaves."""
+
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
+        """Run the model on one tree for each sequence; what it computed of their nodes waits for `commit`.
+
+        Args:
+            trees: One for each sequence.
+            top_k: How many of the likeliest tokens after each node that is read are wanted, with probabilities.
+        """
+        raise NotImplementedError
+
+    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+        """Keep what the last step computed of `kept`, for each sequence a path of nodes from its tree's first one
+        downwards, and forget the other nodes."""
+        raise NotImplementedError
+
+
+def check_chain(tree: TokenTree) -> None:
+    """Refuse a tree in which a node does not follow the one before it.
+
+    Raises:
+        InvalidArgumentError: The tree has branches.
+    """
+    if tree.parents != list(range(-1, len(tree) - 1)):
+        raise InvalidArgumentError("trees has one with branches; a model with running states runs chains alone")
+
+
 class Call:
     """What one call of `generate` runs on: acquired when this is made, and released when the call ends.
 
     Attributes:
-        runner: Runs the trees, with the interface of `ModelRunner`.
+        runner: Runs the trees.
         clock: The clock for its steps, in seconds.
         chains: Whether it runs chains alone.
         packs: Whether rows that come and go could run the texts as well.
@@ -64,7 +190,7 @@ class Call:
         engine: See `Statistics.engine`.
     """
 
-    runner: Any
+    runner: Runner
     clock: Callable[[], float]
     chains = packs = keeps_cache = False
     most_nodes = MAX_NODES_PER_STEP
@@ -152,7 +278,7 @@ class Session(CallSession):
 
     def open_rows(
         self, config: LookaheadConfig, max_rows: int, kv_bytes: int | None, prefix_bytes: int
-    ) -> tuple[Any, int | None, int]:
+    ) -> tuple[Runner, int | None, int]:
         """What runs rows that come and go.
 
         Args:
@@ -235,37 +361,3 @@ class Prompts:
     def longest(self) -> int:
         """Tokens that count of the longest row, those before `input_ids` included."""
         return max(earlier + len(row) for earlier, row in zip(self.before, self.tokens, strict=True))
-
-
-_MOST_PENDING = 16
-"""Pending tokens up to which a step may also draft; a step with more settles them."""
-
-
-def part_of_prompt(pending: Sequence[int], most: int | None) -> TokenTree | None:
-    """A tree of the first `most` pending tokens, of which nothing is read; `None` if there are no more than that."""
-    if most is None or len(pending) <= most:
-        return None
-    part = TokenTree(pending[:most])
-    part.needs_logits[part.root] = False
-    return part
-
-
-def has_room(cached: int, pending: int) -> bool:
-    """Whether a step may draft on a model with running states: not below a prompt, which would have to be computed
-    again, nor below many pending tokens.
-
-    Args:
-        cached: Tokens that the states have read.
-        pending: Tokens that they have not.
-    """
-    return cached > 0 and pending <= _MOST_PENDING
-
-
-def check_chain(tree: TokenTree) -> None:
-    """Refuse a tree in which a node does not follow the one before it.
-
-    Raises:
-        InvalidArgumentError: The tree has branches.
-    """
-    if tree.parents != list(range(-1, len(tree) - 1)):
-        raise InvalidArgumentError("trees has one with branches; a model with running states runs chains alone")

@@ -6,13 +6,8 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.base import Session
 from lookahead.backends.llama_cpp.model import GGUFModel
-from lookahead.backends.llama_cpp.runner import LlamaRowsRunner
 from lookahead.backends.llama_cpp.session import GGUFSession
-from lookahead.backends.transformers.runner import ChainRunner, RowsRunner
 from lookahead.backends.transformers.session import TransformersSession
-
-EngineRunner = RowsRunner | ChainRunner | LlamaRowsRunner
-"""What runs rows that come and go."""
 
 
 def open_session(model: PreTrainedModel) -> Session:

@@ -155,7 +155,7 @@ class RanksSession(CallSession):
         agree(self._exchange, values)
         # In greedy calls too: processors of a user's own may draw.
         share_random_state(self._exchange, prompts.input_ids.device)
-        return RanksCall(self._exchange, local)
+        return RanksCall(self._exchange, local, local.runner)
 
 
 class RanksCall(Call):
@@ -164,11 +164,14 @@ class RanksCall(Call):
     Args:
         exchange: Communication with the other ranks.
         local: What this one runs.
+        runner: With what.
     """
 
-    def __init__(self, exchange: Exchange, local: Call) -> None:
-        self._exchange, self._local = exchange, local
-        self.runner, self.clock, self.engine = local.runner, local.clock, local.engine
+    runner: ModelRunner
+
+    def __init__(self, exchange: Exchange, local: Call, runner: ModelRunner) -> None:
+        self._exchange, self._local, self.runner = exchange, local, runner
+        self.clock, self.engine = local.clock, local.engine
         self.keeps_cache, self.most_nodes = local.keeps_cache, local.most_nodes
         self.invariant_rows = local.invariant_rows
 

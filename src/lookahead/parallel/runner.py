@@ -40,7 +40,7 @@ class ParallelRunner:
         self._exchange = exchange
         self._whole_branches = whole_branches
         # Tokens in the cache that one process would have, and in that of each rank: `[rows]` and `[ranks, rows]`.
-        self._lengths: list[int] = local.cache.lengths(len(local.before))
+        self._lengths: list[int] = [row.length for row in local.rows]
         self._cached: list[list[int]] = [list(self._lengths) for _ in range(exchange.size)]
         self._local_trees: dict[int, TokenTree] = {}  # of the coming step, by row: this rank's pending tokens
         self._trees: list[TokenTree] = []
@@ -51,7 +51,7 @@ class ParallelRunner:
     def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
         """As `ModelRunner.prefill`; every rank reads the prompts itself."""
         passes = self._local.prefill(texts, chunk_size)
-        self._lengths = self._local.cache.lengths(len(texts))
+        self._lengths = [row.length for row in self._local.rows]
         self._cached = [list(self._lengths) for _ in self._cached]
         return passes
 
@@ -63,7 +63,7 @@ class ParallelRunner:
         """As `ModelRunner.begin_tree` gives it in one process: the same tree on every rank."""
         cached = self._cached[self.rank][row]
         local_tree = self._local.begin_tree(row, text)
-        total = self._local.before[row] + len(text)
+        total = self._local.rows[row].before + len(text)
         if total - len(local_tree) < cached:  # the text is computed anew, by every rank
             self._lengths[row] = 0
             for lengths in self._cached:
@@ -177,9 +177,9 @@ class ParallelRunner:
     def _catch_up(self, row: int, text: Sequence[int]) -> None:
         """Run the accepted tokens of `row` that this rank has not run, by themselves."""
         first, last = (
-            length - self._local.before[row] for length in (self._cached[self.rank][row], self._lengths[row])
+            length - self._local.rows[row].before for length in (self._cached[self.rank][row], self._lengths[row])
         )
-        trees = [self.idle_tree() for _ in self._local.before]
+        trees = [self.idle_tree() for _ in self._local.rows]
         trees[row] = TokenTree(text[first:last])
         self._local.forward(trees)
         self._local.commit([range(last - first) if place == row else [] for place in range(len(trees))])

@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from lookahead.backends.session import EngineRunner, open_session
+from lookahead.backends.base import Runner
+from lookahead.backends.session import open_session
 from lookahead.backends.transformers.prompt_pass import PromptPass
 from lookahead.config import LookaheadConfig
 from lookahead.core.pace import Pace
@@ -33,7 +34,7 @@ class EngineModel:
         steps: Makes steps of requests.
     """
 
-    runner: EngineRunner
+    runner: Runner
     steps: Steps
 
     def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None) -> None:

@@ -7,8 +7,7 @@ from traceback import walk_tb
 from types import FrameType
 from typing import cast
 
-from lookahead.backends.base import Session, TextRow
-from lookahead.backends.session import EngineRunner
+from lookahead.backends.base import Runner, Session, TextRow
 from lookahead.backends.transformers.checks.texts import check_length
 from lookahead.backends.transformers.noise import RowNoise
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
@@ -158,7 +157,7 @@ class Request:
         self.handle.end(output, error, reason)
 
 
-def check_request(arguments: Arguments, config: LookaheadConfig, session: Session, runner: EngineRunner) -> None:
+def check_request(arguments: Arguments, config: LookaheadConfig, session: Session, runner: Runner) -> None:
     """Refuse what an engine does not run.
 
     Args:
@@ -189,7 +188,7 @@ def check_request(arguments: Arguments, config: LookaheadConfig, session: Sessio
         )
 
 
-def check_room(arguments: Arguments, runner: EngineRunner, memory: KVMemory, nodes: int) -> None:
+def check_room(arguments: Arguments, runner: Runner, memory: KVMemory, nodes: int) -> None:
     """Refuse a text for which there is not room enough, or that is read otherwise beside others.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead.backends.base import check_chain, has_room, part_of_prompt
+from lookahead.backends.base import Runner, check_chain
 from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.llama_cpp.context import MOST_SEQUENCES, LlamaContext
 from lookahead.backends.llama_cpp.file import LlamaModel
@@ -28,7 +28,7 @@ sequences takes llama.cpp longer."""
 _NO_NODES = np.empty(0, dtype=np.int64)
 
 
-class LlamaRunner:
+class LlamaRunner(Runner):
     """Some rows of text in one context, and the trees that continue them.
 
     Each leaf of a tree is a sequence of llama.cpp's, which shares the cells of the nodes above it with others. So one
@@ -40,9 +40,6 @@ class LlamaRunner:
         rows: Rows of text.
         last_length: Text length at which the model can read no further token, if there is one.
 
-    Attributes:
-        rows: The rows. Between two steps others may take their place, or they may become more or fewer.
-
     Raises:
         InvalidArgumentError: There are more rows than sequence ids.
     """
@@ -52,18 +49,17 @@ class LlamaRunner:
             raise InvalidArgumentError(
                 f"input_ids has {rows} rows, but llama.cpp has {MOST_SEQUENCES} sequences; call generate with fewer"
             )
+        super().__init__()
         self.llama_context = context
-        self.last_length = last_length
+        self.context = self.last_length = last_length
         self._ids = SequenceIds(context)
         self.rows = [self.new_row() for _ in range(rows)]
         self._sent: list[tuple[TokenTree, Branches] | None] = []
         self._plain_steps = 0  # one after another
         self._first: Sequence[int] = ()  # the first row's text, which grows
-        self._idle = TokenTree([0])
-        self._idle.needs_logits[self._idle.root] = False
 
-    def new_row(self) -> LlamaRow:
-        """An empty row."""
+    def new_row(self, block: int | None = None) -> LlamaRow:
+        """See `Runner`. Cells are taken one by one, whatever `block` says."""
         return LlamaRow(self._ids)
 
     def resume(self, text: Sequence[int]) -> int:
@@ -83,39 +79,18 @@ class LlamaRunner:
         """The tokens of the first row whose keys and values are kept."""
         return list(self._first[: self.rows[0].length])
 
-    def idle_tree(self) -> TokenTree:
-        """What a row that is finished stands with: it is not sent."""
-        return self._idle
-
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
-        """The tree of the coming step of row `row`, whose text so far is `text`: its pending tokens.
-
-        Where these are more than `LlamaRow.most_pending`, it is so many of them, and nothing is read after them.
-        """
+        """See `Runner`."""
         if row == 0:
             self._first = text
-        cached = self.rows[row].length
-        room = None if self.last_length is None else self.last_length - 1 - cached
-        return part_of_prompt(text[cached:], self.rows[row].most_pending) or TokenTree(text[cached:], room)
+        return super().begin_tree(row, text)
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """Whether anything should be drafted onto `tree`: not onto a prompt, unless it is short."""
         return tree.root < LONGEST_DRAFTED_PREFILL and tree.needs_logits[tree.root]
 
-    def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
-        """Send nothing ahead: llama.cpp itself computes long texts in parts."""
-        return 0
-
-    def complete(self, texts: Sequence[Sequence[int]]) -> None:
-        """Nothing: what llama.cpp holds is not handed on."""
-
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
-        """Run the model on one tree for each row; their keys and values wait in the context for `commit`.
-
-        Args:
-            trees: One for each row.
-            top_k: How many of the likeliest tokens after each node that is read are wanted, with probabilities.
-        """
+        """See `Runner`. Keys and values wait in the context for `commit`."""
         self._plain_steps = self._plain_steps + 1 if all(len(tree) == 1 for tree in trees) else 0
         if self._plain_steps == RESTS:
             for row in self.rows:
@@ -135,8 +110,7 @@ class LlamaRunner:
         return forward_results([len(tree) for tree in trees], nodes, logits, top_k, borrowed=True)
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keep the keys and values of `kept`, for each row a path of nodes from its tree's first one downwards, and
-        forget the other nodes."""
+        """See `Runner`."""
         for row, sent, path in zip(self.rows, self._sent, kept, strict=True):
             if sent is not None:
                 self._commit(row, *sent, path)
@@ -187,6 +161,8 @@ class LlamaChainRunner(LlamaRunner):
         last_length: See `LlamaRunner`.
     """
 
+    chains = True
+
     def __init__(self, context: LlamaContext, last_length: int | None = None) -> None:
         super().__init__(context, 1, last_length)
 
@@ -197,16 +173,6 @@ class LlamaChainRunner(LlamaRunner):
             self.llama_context.clear()
             return 0
         return super().resume(text)
-
-    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
-        """The tree of the coming step, `text` being the text so far: its pending tokens.
-
-        There is no room below a prompt, whose state would have to be computed again, nor below many pending tokens.
-        """
-        tree = super().begin_tree(row, text)
-        if not has_room(self.rows[0].length, tree.root + 1):
-            tree.limit(0)
-        return tree
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """Drafters are always asked; where nothing may be drafted, `tree` has no room."""
@@ -248,8 +214,6 @@ class LlamaRowsRunner(LlamaRunner):
         max_rows: Most rows of a step.
 
     Attributes:
-        model: As given.
-        chains, shares_beginnings, keeps_apart: See `RowsRunner`.
         most_nodes: Nodes that the tree of each row may have, so that there are sequence ids for all leaves.
         cells: Tokens whose keys and values are held at most.
 
@@ -257,9 +221,7 @@ class LlamaRowsRunner(LlamaRunner):
         InvalidArgumentError: There are not enough sequence ids for the rows, or no memory for the cells.
     """
 
-    is_invariant = chains = False
-    keeps_apart = shares_beginnings = True
-    broken_after = changes_after = None
+    keeps_apart = True
 
     def __init__(self, llama: LlamaModel, model: Any, cells: int, max_rows: int) -> None:
         if max_rows > MOST_SEQUENCES:
@@ -269,17 +231,12 @@ class LlamaRowsRunner(LlamaRunner):
         super().__init__(llama.acquire(cells, MOST_SEQUENCES), 0, llama.last_length)
         weakref.finalize(self, llama.release, self.llama_context)
         self.model = model
-        self.context = llama.last_length
         self.most_nodes = MOST_SEQUENCES // max_rows + 1
         self.cells = self.llama_context.cells
         self._bytes = llama.token_bytes
 
-    def new_row(self, block: int = 1) -> LlamaRow:
-        """An empty row. Cells are taken one by one, whatever `block` says."""
-        return LlamaRow(self._ids)
-
     def token_bytes(self) -> int:
-        """Bytes that keys and values of a token take."""
+        """See `Runner`."""
         return self._bytes
 
 

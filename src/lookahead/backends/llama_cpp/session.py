@@ -102,6 +102,8 @@ class GGUFCall(Call):
         LookaheadError: The model or its settings cannot do what is asked for.
     """
 
+    runner: LlamaRunner
+
     def __init__(
         self, model: GGUFModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
     ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.transformers.chain_cache import cache_name
 from lookahead.backends.transformers.model_state import forward_arguments, state_of
+from lookahead.backends.transformers.runner import TransformersRunner
 from lookahead.backends.transformers.snapshots import preserved_state
 from lookahead.core.token_tree import Layout, TokenTree, lay_out
 from lookahead.errors import UnsupportedModelError
@@ -21,30 +22,6 @@ _LEAST_TOLERANCE = 1e-3
 """Of the largest logit. A wrong position or a missing input makes for far more."""
 _TRIALS = 3
 """A difference counts if it shows after each of so many tokens: near-ties between experts are rounding's."""
-
-
-class PromptReader(Protocol):
-    """What a runner must have so that a prompt can be read for it: `ModelRunner` and `ChainRunner` do."""
-
-    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
-        """A tree of the tokens of `text` that are not cached."""
-
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
-        """Run the trees, one for each row."""
-
-    @property
-    def prompt_cache(self) -> Any:
-        """The cache as a pass of the model takes it, before anything was read."""
-
-    def plain_step(self, model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
-        """Logits `[rows, vocabulary]` of a pass of `model` over one token of each row, which leaves no trace."""
-
-    def try_step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """The same by passes as the steps to come will be."""
-
-    def take_prompt(self, outputs: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
-        """Go on from what the model read: mask `[rows, columns]` bool of what counts in it; `shifts` are by how much
-        the position of a token of each row differs from its place in the text."""
 
 
 class PromptPass:
@@ -63,7 +40,7 @@ class PromptPass:
 
     def __init__(
         self,
-        runner: PromptReader,
+        runner: TransformersRunner,
         model: PreTrainedModel,
         input_ids: torch.Tensor,
         mask: torch.Tensor,

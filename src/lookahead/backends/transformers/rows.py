@@ -28,7 +28,7 @@ class Row(TextRow):
     @property
     def length(self) -> int:  # type: ignore[override]
         """Tokens whose keys and values are kept."""
-        return self.cache.lengths(1)[0]
+        return self.cache.length(0)
 
     @property
     def capacity(self) -> int:
@@ -42,6 +42,28 @@ class Row(TextRow):
     def crop(self, tokens: int) -> None:
         """Forget all behind the first `tokens` tokens."""
         self.cache.restore([tokens])
+
+
+class CacheRow(TextRow):
+    """One row of a cache of several, which come and go together.
+
+    Args:
+        cache: The keys and values of all rows.
+        place: Which row it is.
+
+    Attributes:
+        padding: How many padding tokens its prompt had; they count where transformers counts them.
+    """
+
+    padding = 0
+
+    def __init__(self, cache: TreeCache, place: int) -> None:
+        self._cache, self._place = cache, place
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        """Tokens whose keys and values are kept."""
+        return self._cache.length(self._place)
 
 
 States = list[tuple[torch.Tensor, torch.Tensor]]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.base import check_chain, has_room, part_of_prompt
+from lookahead.backends.base import Runner, check_chain
 from lookahead.backends.forward_result import ForwardResult, forward_results, nothing_listed
 from lookahead.backends.transfers import upload
 from lookahead.backends.transformers.cache_exchange import leave_out_hidden
@@ -31,7 +31,7 @@ from lookahead.backends.transformers.layouts import Inputs, Packed, Padded, Step
 from lookahead.backends.transformers.limits import limits_of, shortest
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
-from lookahead.backends.transformers.rows import PackedCache, PaddedCache, Row
+from lookahead.backends.transformers.rows import CacheRow, PackedCache, PaddedCache, Row
 from lookahead.backends.transformers.static_steps import StaticSteps
 from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.config import MAX_NODES_PER_STEP, MOST_CHOSEN_NODES
@@ -48,8 +48,8 @@ SHORT = 64
 """Tokens up to which a chain is a draft rather than a prompt."""
 
 
-class Runner:
-    """Texts on one model, and the way in and out of what is kept of them.
+class TransformersRunner(Runner):
+    """Texts on a model of transformers, and the way in and out of what is kept of them.
 
     Args:
         model: What runs the trees.
@@ -58,48 +58,24 @@ class Runner:
 
     Attributes:
         model: As above.
-        context, last_length, broken_after: See `Limits`.
-        changes_after: Longest text of which rows of a pass may be at different places, if longer ones are read
-            otherwise.
-        most_nodes: Nodes that the tree of each row may have.
-        keeps_apart: Whether finished texts take memory of their own, so that running rows cannot use it.
-        chains: Whether it runs chains alone.
-        shares_beginnings: Whether a row may begin with what another one has of its text.
-        prompt_cache: See `PromptReader`.
+        rows: See `Runner`.
     """
 
-    prompt_cache: Any
-    most_nodes = MAX_NODES_PER_STEP
     _chunk: int | None = LONGEST_DRAFTED_PREFILL
-    keeps_apart = chains = False
-    shares_beginnings = True
+    _takes_positions, _tokens_name = True, "input_ids"
 
     def __init__(self, model: PreTrainedModel, positions_end: bool = True, device: torch.device | None = None) -> None:
+        super().__init__()
         self.model = model
         on_meta = model.device.type == "meta"
         self._device = (device or torch.device("cpu")) if on_meta else model.device
         self._limits = limits = limits_of(model, positions_end)
         self.context, self.last_length, self.broken_after = limits.context, limits.last_length, limits.broken_after
         self.changes_after = shortest(limits.changes_after, limits.picks_after, limits.places_after)
-        self._takes_positions, self._tokens_name = True, "input_ids"
         self._layouts: list[Layout] = []
 
-    def idle_tree(self) -> TokenTree:
-        """The tree of a finished row while others continue: an unread token at position 0.
-
-        Behind its text it might stand where the model has no position, or has other ones.
-        """
-        tree = TokenTree([0])
-        tree.needs_logits[tree.root] = False
-        return tree
-
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
-        """Run the model on one tree for each sequence; what it computed of their nodes waits for `commit`.
-
-        Args:
-            trees: One for each sequence.
-            top_k: How many of the likeliest tokens after each node that is read are wanted, with probabilities.
-        """
+        """See `Runner`."""
         self._layouts = [lay_out(tree) for tree in trees]
         groups = self._groups(trees)
         if len(groups[0]) == len(trees):
@@ -126,11 +102,6 @@ class Runner:
         tokens = {self._tokens_name: inputs.tokens}
         return model(**tokens, **positions, **cache, **inputs.arguments, use_cache=True, return_dict=True)
 
-    def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keep what the last step computed of `kept`, for each sequence a path of nodes from its tree's first one
-        downwards, and forget the other nodes."""
-        raise NotImplementedError
-
     def _slots_of(self, kept: Sequence[Sequence[int]]) -> list[list[int]]:
         """Where the nodes of each path were sent."""
         rows = zip(kept, self._layouts, strict=True)
@@ -141,38 +112,49 @@ class Runner:
         return [list(range(len(trees)))]
 
     def _step(self, places: Sequence[int], trees: Sequence[TokenTree]) -> Step:
-        raise NotImplementedError
+        """What a pass over the trees of some rows is to run; an idle row has no position."""
+        rows = [self.rows[place] for place in places]
+        lengths = [row.length for row in rows]
+        idle = [tree is self._idle for tree in trees]
+        starts = [0 if alone else length for alone, length in zip(idle, lengths, strict=True)]
+        shifts = [0 if alone else row.shift for alone, row in zip(idle, rows, strict=True)]
+        return Step([self._layouts[place] for place in places], lengths, starts, shifts if any(shifts) else None)
 
     def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
         """The logits of a pass, `[rows, nodes or those that are kept, vocabulary]`, and what the model took."""
         raise NotImplementedError
 
-    def _tree(self, pending: Sequence[int], place: int, cached: int, shift: int = 0) -> TokenTree:
-        """A tree of pending tokens, the last of which is at `place`, behind `cached` tokens."""
-        deepest = self._limits.deepest(place + shift)
-        return TokenTree(pending, None if deepest is None else deepest - shift - cached)
+    def _deepest(self, position: int) -> int | None:
+        return self._limits.deepest(position)
+
+    @property
+    def prompt_cache(self) -> Any:
+        """The cache as a pass of the model over the prompts takes it, before anything was read."""
+        raise NotImplementedError
+
+    def take_prompt(self, outputs: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
+        """Go on from what the model read.
+
+        Args:
+            outputs: What it gave.
+            mask: What counts of it, `[rows, columns]` bool.
+            shifts: By how much the position of a token of each row differs from its place in the text.
+        """
+        raise NotImplementedError
 
     def plain_step(self, model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
-        """See `PromptReader`."""
+        """Logits `[rows, vocabulary]` of a pass of `model` over one token of each row, which leaves no trace."""
         logits: torch.Tensor = model(**inputs, return_dict=True).logits[:, -1].float()
         self.prompt_cache.crop(-1)
         return logits
 
     def try_step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """See `PromptReader`."""
+        """The same by passes as the steps to come will be."""
         results = self.forward([TokenTree([token]) for token in tokens])
         return torch.cat([result.logits_after(0) for result in results])
 
     def prefill(self, texts: Sequence[Sequence[int]], chunk_size: int | None) -> int:
-        """Send long texts ahead in chunks, so that the first step has few pending tokens.
-
-        Args:
-            texts: The text of each sequence.
-            chunk_size: Tokens of each text in one pass; as many as the engine finds right if `None`.
-
-        Returns:
-            The number of forward passes it took.
-        """
+        """See `Runner`."""
         size = chunk_size or self._prefill_size(len(texts))
         return 0 if size is None else self._advance(texts, size, size)
 
@@ -181,7 +163,7 @@ class Runner:
         return LONGEST_DRAFTED_PREFILL
 
     def complete(self, texts: Sequence[Sequence[int]]) -> None:
-        """Send all of each text but its last token, so that what is kept is what plain decoding leaves."""
+        """See `Runner`."""
         self._advance([text[:-1] for text in texts], self._chunk)
 
     def _advance(self, texts: Sequence[Sequence[int]], size: int | None, least: int = 0) -> int:
@@ -196,17 +178,13 @@ class Runner:
             self._send([TokenTree(tokens[:size]) if sent else self.idle_tree() for tokens, sent in rows], sends)
             passes += 1
 
-    def _pending(self, row: int, text: Sequence[int]) -> Sequence[int]:
-        """The tokens of `text`, that of sequence `row`, that the model has not read."""
-        raise NotImplementedError
-
     def _send(self, trees: Sequence[TokenTree], keep: Sequence[bool]) -> None:
         """Run chains of tokens, and keep those of rows that say so."""
         self.forward(trees)
         self.commit([range(len(tree) if kept else 0) for tree, kept in zip(trees, keep, strict=True)])
 
 
-class ModelRunner(Runner):
+class ModelRunner(TransformersRunner):
     """The sequences of one call: rows of one cache, padded to the largest tree.
 
     Args:
@@ -222,8 +200,7 @@ class ModelRunner(Runner):
 
     Attributes:
         cache: Keys and values.
-        before: Per sequence, how many tokens of the cache come before the text that `begin_tree` will be given.
-        padding: Per sequence, how many padding tokens its prompt had; they count where transformers counts them.
+        rows: Those of the cache.
     """
 
     def __init__(
@@ -242,23 +219,18 @@ class ModelRunner(Runner):
             cache = TreeCache(self._masks.windows)
         if steps is not None or model.config._attn_implementation in PACKED_MASKS:
             cache.keep_all()  # packed masks and static buffers are of all columns
-        self.prompt_cache = self.cache = cache
+        self._prompt_cache = self.cache = cache
         self._steps = steps
         if steps is not None:
             steps.begin(cache)
             self.cache = steps.cache
         if steps is not None and steps.chunk is not None:
             self._chunk = steps.chunk
-        self._batch_size = batch_size
-        self.before, self.padding, self._shifts = [0] * batch_size, [0] * batch_size, [0] * batch_size
+        self.rows = [CacheRow(self.cache, place) for place in range(batch_size)]
         self._drafted = most_nodes
         self._layout = Padded(model, self._masks, self._device)
+        self.is_invariant = self._layout.is_invariant
         self._forgets = any(self._masks.windows)
-
-    @property
-    def is_invariant(self) -> bool:
-        """Whether the bits of a node depend on its own text alone; see `LookaheadConfig.invariant`."""
-        return self._layout.is_invariant
 
     def counts_hidden_after(self, between: bool) -> int | None:
         """Longest text, hidden tokens included, in which the model counts no hidden token; `None` for any.
@@ -269,47 +241,35 @@ class ModelRunner(Runner):
         reach = self._masks.shortest_reach if between else None
         return shortest(self._limits.places_after, self._limits.picks_after, reach)
 
-    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
-        """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens."""
-        pending, total = self._pending(row, text), self.before[row] + len(text)
-        return self._tree(pending, total - 1, total - len(pending), self._shifts[row])
-
     def _pending(self, row: int, text: Sequence[int]) -> Sequence[int]:
-        cached, before = self.cache.lengths(self._batch_size)[row], self.before[row]
-        if self._limits.recompute_at is not None and not before:
-            recompute_at = self._limits.recompute_at - self.padding[row]
-            if cached < recompute_at <= len(text):
-                self.cache.forget(row)
-                cached = 0
-        return text[cached - before :]
+        kept = self.rows[row]
+        recompute_at = self._limits.recompute_at
+        if recompute_at is not None and not kept.before and kept.length < recompute_at - kept.padding <= len(text):
+            self.cache.forget(row)
+        return super()._pending(row, text)
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """Whether anything should be drafted onto `tree`.
 
         Not if it is a prompt too long to be sent with a mask, or the model would go by the draft's places in the cache.
         """
-        start = max(self.cache.lengths(self._batch_size))
+        start = max(row.length for row in self.rows)
         return tree.root < LONGEST_DRAFTED_PREFILL and self._limits.allows(start, tree.root + self._drafted)
 
     def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
         """See `Runner`; in a static pass, if there is one of that size."""
         if self._steps is not None:
             self._layouts = [lay_out(tree) for tree in trees]
-            results = self._steps.forward(self.model, self._step((), trees), top_k)
+            results = self._steps.forward(self.model, self._step(range(len(trees)), trees), top_k)
             if results is not None:
                 return results
         return super().forward(trees, top_k)
 
     def _step(self, places: Sequence[int], trees: Sequence[TokenTree]) -> Step:
         self.cache.drop()  # before the masks are made
-        lengths = self.cache.lengths(self._batch_size)
-        # An idle row has no position.
-        reads = [len(layout.read_slots) > 0 for layout in self._layouts]
-        starts = [length if read else 0 for read, length in zip(reads, lengths, strict=True)]
-        shifts = None
-        if any(self._shifts):
-            shifts = [shift if read else 0 for read, shift in zip(reads, self._shifts, strict=True)]
-        return Step(self._layouts, lengths, starts, shifts, self.cache.dropped if self._forgets else 0)
+        step = super()._step(places, trees)
+        step.dropped = self.cache.dropped if self._forgets else 0
+        return step
 
     def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
         inputs = self._layout.inputs(step)
@@ -324,15 +284,21 @@ class ModelRunner(Runner):
         # A single text goes in one pass, which needs no mask of ours; a batch in chunks, as its mask grows with them.
         return None if texts == 1 and not self.is_invariant else self._chunk
 
-    def take_prompt(self, outputs: object, mask: torch.Tensor, shifts: Sequence[int]) -> None:
-        """See `PromptReader`."""
+    @property
+    def prompt_cache(self) -> TreeCache:
+        """See `TransformersRunner`."""
+        return self._prompt_cache
+
+    def take_prompt(self, outputs: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
+        """See `TransformersRunner`."""
         leave_out_hidden(self.prompt_cache, mask)
         if self._steps is not None:
             self._steps.begin(self.prompt_cache)
-        self._shifts = list(shifts)
+        for row, shift in zip(self.rows, shifts, strict=True):
+            row.shift = shift
 
 
-class RowsRunner(Runner):
+class RowsRunner(TransformersRunner):
     """Rows that come and go, each of which has keys and values of its own.
 
     Packed, one that joins or leaves moves nothing of the others. Padded, which any model that runs trees can do,
@@ -345,8 +311,6 @@ class RowsRunner(Runner):
         together: Whether rows of different lengths may share a padded pass; else each has its own.
 
     Attributes:
-        rows: The rows of the coming step, one for each sequence of the batch. Between two steps they may become others.
-        is_invariant: Whether the bits of a node depend on its own text alone; see `LookaheadConfig.invariant`.
         packed: As above.
     """
 
@@ -360,32 +324,16 @@ class RowsRunner(Runner):
         self.packed, self._together = packed, together
         self._padded_layout = Padded(model, masks, self._device)
         self._packed_layout = Packed(model, masks, self._device)
-        self._idle = super().idle_tree()
 
     def new_row(self, block: int | None = None) -> Row:
-        """An empty row, whose room grows by `block` tokens."""
+        """See `Runner`."""
         return Row(block)
 
     def token_bytes(self) -> int:
-        """Bytes that keys and values of a token take, found by running one."""
+        """See `Runner`; found by running one."""
         self.rows = [Row(1)]
         self.forward([TokenTree([0])])
         return self.rows.pop().cache.token_bytes
-
-    def idle_tree(self) -> TokenTree:
-        """See `Runner`."""
-        return self._idle
-
-    def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
-        """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens.
-
-        Where these are more than `Row.most_pending`, it is so many of them, and nothing is read after them.
-        """
-        kept, pending = self.rows[row], self._pending(row, text)
-        return part_of_prompt(pending, kept.most_pending) or self._tree(pending, len(text) - 1, kept.length, kept.shift)
-
-    def _pending(self, row: int, text: Sequence[int]) -> Sequence[int]:
-        return text[self.rows[row].length :]
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """Whether anything should be drafted onto `tree`: not if it is a part of a text, nor where the model would go
@@ -407,12 +355,6 @@ class RowsRunner(Runner):
         alone = [[place] for place in range(len(trees)) if place not in together]
         return [together, *alone] if together else alone
 
-    def _step(self, places: Sequence[int], trees: Sequence[TokenTree]) -> Step:
-        lengths = [self.rows[place].length for place in places]
-        starts = [0 if tree is self._idle else length for tree, length in zip(trees, lengths, strict=True)]
-        shifts = [self.rows[place].shift for place in places]
-        return Step([self._layouts[place] for place in places], lengths, starts, shifts if any(shifts) else None)
-
     def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
         rows = [self.rows[place] for place in places]
         cache: Any
@@ -433,15 +375,15 @@ class RowsRunner(Runner):
 
     @property
     def prompt_cache(self) -> Any:
-        """See `PromptReader`."""
+        """See `TransformersRunner`."""
         return self.rows[0].cache
 
-    def take_prompt(self, outputs: object, mask: torch.Tensor, shifts: Sequence[int]) -> None:
-        """See `PromptReader`."""
+    def take_prompt(self, outputs: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
+        """See `TransformersRunner`."""
         (self.rows[0].shift,) = shifts
 
 
-class ChainRunner(Runner):
+class ChainRunner(TransformersRunner):
     """Rows on a model whose states cannot take back a token. A state is in one place for all rows of a pass, so that
     each row has a pass of its own.
 
@@ -456,14 +398,10 @@ class ChainRunner(Runner):
         positions_end: See `Limits`.
         engine: Runs chains of at most `SHORT` tokens; the model itself if not given.
         drafts: Whether it is exact for drafts. Else a text goes on one token at a time after its prompt, sent whole.
-
-    Attributes:
-        rows: The rows of the coming step. Between two steps others may take their place, or they may become more or
-            fewer.
     """
 
     chains = True
-    is_invariant = shares_beginnings = False
+    shares_beginnings = False
     _chunk = None
 
     def __init__(
@@ -490,14 +428,13 @@ class ChainRunner(Runner):
         self._engine = model if engine is None else engine
         self.rows = [ChainRow(model)] if rows is None else list(rows)
         self._layout = Padded(model, None, self._device)
-        self._idle = super().idle_tree()
 
     def new_row(self, block: int | None = None) -> ChainRow:
-        """An empty row."""
+        """See `Runner`."""
         return ChainRow(self.model)
 
     def token_bytes(self) -> int:
-        """Bytes that keys and values of a token take beside running states, found by running some."""
+        """See `Runner`; beside running states, found by running some."""
         self.rows, sizes = [row := self.new_row()], []
         for count in (2, 1):
             self._send([TokenTree([0] * count)], [True])
@@ -505,25 +442,12 @@ class ChainRunner(Runner):
         self.rows = []
         return max(sizes[1] - sizes[0], 1)
 
-    def idle_tree(self) -> TokenTree:
-        """What a row that is finished stands with in a step: nothing is run of it."""
-        return self._idle
-
     def begin_tree(self, row: int, text: Sequence[int]) -> TokenTree:
-        """The tree of the coming step of sequence `row`, whose text so far is `text`: its pending tokens.
-
-        There is no room below a prompt, whose states would have to be computed again, nor below many pending tokens.
-        """
-        kept, pending = self.rows[row], self._pending(row, text)
-        part = part_of_prompt(pending, kept.most_pending if self._drafts else None)
-        if part is not None:
-            return part
-        if not self._drafts or not has_room(kept.length, len(pending)):
-            return TokenTree(pending, len(pending) - 1)
-        return self._tree(pending, kept.before + len(text) - 1, kept.length, kept.shift)
-
-    def _pending(self, row: int, text: Sequence[int]) -> Sequence[int]:
-        return text[self.rows[row].length - self.rows[row].before :]
+        """See `Runner`."""
+        if self._drafts:
+            return super().begin_tree(row, text)
+        pending = self._pending(row, text)
+        return TokenTree(pending, len(pending) - 1)
 
     def _prefill_size(self, texts: int) -> int | None:
         return None
@@ -552,11 +476,6 @@ class ChainRunner(Runner):
         if trees[0] is self._idle:
             return [ForwardResult(torch.empty(0), {}, nothing_listed(1))]
         return super()._pass(places, trees, top_k)
-
-    def _step(self, places: Sequence[int], trees: Sequence[TokenTree]) -> Step:
-        (place,) = places
-        row = self.rows[place]
-        return Step([self._layouts[place]], [row.length], [row.length], [row.shift] if row.shift else None)
 
     def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
         inputs, row = self._layout.inputs(step), self.rows[places[0]]
@@ -589,7 +508,7 @@ class ChainRunner(Runner):
 
     @property
     def prompt_cache(self) -> Any:
-        """See `PromptReader`. The model reads the prompts of several rows into a cache of all of them."""
+        """See `TransformersRunner`. The model reads the prompts of several rows into a cache of all of them."""
         if len(self.rows) == 1:
             return self.rows[0].content
         if self._batch is None:
@@ -597,22 +516,22 @@ class ChainRunner(Runner):
         return self._batch
 
     def plain_step(self, model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
-        """See `PromptReader`."""
+        """See `TransformersRunner`."""
         saved = SavedState(inputs[self.rows[0].name], [])
         logits: torch.Tensor = model(**inputs, return_dict=True).logits[:, -1].float()
         saved.restore()
         return logits
 
     def try_step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """See `PromptReader`."""
+        """See `TransformersRunner`."""
         for row in self.rows:
             row.save()
         results = self.forward([TokenTree([token]) for token in tokens])
         self.commit([[] for _ in self.rows])
         return torch.cat([result.logits_after(0) for result in results])
 
-    def take_prompt(self, outputs: object, mask: torch.Tensor, shifts: Sequence[int]) -> None:
-        """See `PromptReader`."""
+    def take_prompt(self, outputs: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
+        """See `TransformersRunner`."""
         batch, self._batch = self.prompt_cache, None
         alone = len(self.rows) == 1 and bool(mask.all())
         for place, (row, counted, shift) in enumerate(zip(self.rows, mask, shifts, strict=True)):

@@ -101,6 +101,7 @@ class TreeCall(Call):
         LookaheadError: The model or its settings cannot do what is asked for.
     """
 
+    runner: ModelRunner
     packs = True
 
     def __init__(
@@ -121,7 +122,7 @@ class TreeCall(Call):
             self.engine = "compiled" if config.engine == "compiled" else "static"
         if config.invariant:
             self.invariant_rows = FIXED_ROWS if steps is not None else least_rows(engine)
-        self.runner = ModelRunner(
+        self.runner = runner = ModelRunner(
             engine,
             prompts.rows,
             cache,
@@ -130,12 +131,13 @@ class TreeCall(Call):
             config.max_nodes,
             kind.holds("positions_end"),
         )
-        self.runner.before, self.runner.padding = list(prompts.before), prompts.padding
-        self._cache = self.runner.prompt_cache
+        for row, before, padding in zip(runner.rows, prompts.before, prompts.padding, strict=True):
+            row.before, row.padding = before, padding
+        self._cache = runner.prompt_cache
         self._lengths, self._saved = self._cache.lengths(prompts.rows), self._cache.saved()
         self.clock = step_clock(model.device) if steps is None else steps.clock
         self.keeps_cache = prompts.all_count or kind.holds("padded_caches")
-        check_texts(model, self.runner, prompts, generation_config)
+        check_texts(model, runner, prompts, generation_config)
 
     def restore(self, error: BaseException) -> None:
         """Leave the caller's cache as it was before the call, which failed."""
@@ -190,6 +192,7 @@ class ChainCall(Call):
         LookaheadError: The model or its settings cannot do what is asked for.
     """
 
+    runner: ChainRunner
     chains = True
 
     def __init__(
@@ -203,10 +206,10 @@ class ChainCall(Call):
         self._rows = [ChainRow(model, prompts.cache, before, source) for before, source in rows]
         self._before = None if prompts.cache is None else SavedState(prompts.cache, [])
         ends = equivalence(model).holds("positions_end")
-        self.runner = ChainRunner(model, self._rows, prompts.input_ids.device, ends, chain_engine(model))
+        self.runner = runner = ChainRunner(model, self._rows, prompts.input_ids.device, ends, chain_engine(model))
         self.clock = step_clock(model.device)
         self.keeps_cache = prompts.rows == 1 and prompts.all_count  # each row has a cache of its own, without padding
-        check_texts(model, self.runner, prompts, generation_config)
+        check_texts(model, runner, prompts, generation_config)
 
     @property
     def state_bytes(self) -> int:

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from lookahead.core.compiled import IS_COMPILED, compiled
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 _LENGTH = 1024
 """Words of 32 bits that go into one number."""

@@ -318,6 +318,13 @@ class TreeCache(Cache):  # type: ignore[misc]
                 return list(layer.lengths)
         return [0] * batch_size
 
+    def length(self, row: int) -> int:
+        """Tokens kept of one row."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                return int(layer.lengths[row])
+        return 0
+
     @property
     def allocated(self) -> int:
         """Tokens that there is room for, in each row."""

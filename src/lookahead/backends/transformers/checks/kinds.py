@@ -122,7 +122,7 @@ class _Comparison:
     def padded_caches(self) -> bool:
         """The first layer's keys of a text behind padding, and those that plain decoding leaves in its cache."""
         text, padding = self._text[:_PROMPT], 3
-        runner = self._runner(padding=[padding])
+        runner = self._runner(padding=padding)
         tree = TokenTree(text)
         runner.forward([tree])
         runner.commit([range(len(tree))])
@@ -134,9 +134,9 @@ class _Comparison:
         padded, plain = (cache.layers[0].keys[0] for cache in (runner.cache, output.past_key_values))
         return self._same([padded[:, :_PROMPT]], [plain[:, padding : padding + _PROMPT]])
 
-    def _runner(self, rows: int = 1, padding: Sequence[int] | None = None) -> ModelRunner:
+    def _runner(self, rows: int = 1, padding: int = 0) -> ModelRunner:
         runner = ModelRunner(self._model, rows, most_nodes=_NODES, positions_end=self._ends)
-        runner.padding = list(padding or runner.padding)
+        runner.rows[0].padding = padding
         return runner
 
     def _side_by_side(self, runner: ModelRunner | RowsRunner | ChainRunner) -> bool:
@@ -146,7 +146,7 @@ class _Comparison:
         return self._same(self._along(runner, texts), alone)
 
     def _hidden(self, places: list[int]) -> bool:
-        runner = self._runner(padding=[len(places)])
+        runner = self._runner(padding=len(places))
         between = places[0] > 0
         longest = runner.counts_hidden_after(between)  # beyond, such texts are refused
         text = list(self._text)

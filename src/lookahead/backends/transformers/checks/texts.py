@@ -10,33 +10,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from lookahead.backends.base import Prompts
+from lookahead.backends.base import Prompts, Runner
 from lookahead.backends.transformers.chain_cache import has_running_state, is_forgetful
 from lookahead.backends.transformers.checks.kinds import Equivalence, equivalence
 from lookahead.backends.transformers.masks import INDEXED
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
-
-
-class Positions(Protocol):
-    """What limits the texts of a runner; see `Limits`."""
-
-    @property
-    def context(self) -> int | None:
-        """Length of the model's context, if it has one."""
-
-    @property
-    def last_length(self) -> int | None:
-        """Length at which the model can read no further token; `None` for any."""
-
-    @property
-    def broken_after(self) -> int | None:
-        """Longest text that plain decoding reads as a whole; `None` for any."""
 
 
 def check_texts(
@@ -94,7 +76,7 @@ def _check_chains(model: PreTrainedModel, prompts: Prompts, generation_config: G
         )
 
 
-def check_length(runner: Positions, name: str, prompts: Prompts, new_tokens: int) -> None:
+def check_length(runner: Runner, name: str, prompts: Prompts, new_tokens: int) -> None:
     """Refuse a prompt longer than the table of positions, and texts of which plain decoding loses the beginning.
 
     Args:
