@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lookahead.backends.transformers import ModelRunner
+from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.core.step import Batch, decode
 from lookahead.core.token_tree import NodeKind, TokenTree, lay_out

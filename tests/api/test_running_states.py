@@ -213,7 +213,7 @@ def test_ranks_are_refused() -> None:
 
 
 def test_trees_are_refused_where_they_are_needed() -> None:
-    from lookahead.backends.transformers import engine_model
+    from lookahead.backends.transformers.engine_model import engine_model
 
     with pytest.raises(LookaheadError, match="running state"):
         engine_model(tiny())

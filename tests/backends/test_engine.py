@@ -4,9 +4,8 @@ import pytest
 import torch
 from transformers import DeepseekV4Config, Gemma3TextConfig, GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from lookahead.backends.transformers import ModelRunner
 from lookahead.backends.transformers.limits import Limits
-from lookahead.backends.transformers.runner import LONGEST_DRAFTED_PREFILL
+from lookahead.backends.transformers.runner import LONGEST_DRAFTED_PREFILL, ModelRunner
 from lookahead.core.token_tree import TokenTree
 from model_zoo import ARCHITECTURES, build
 

@@ -10,9 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import ModelRunner, engine_model
 from lookahead.backends.transformers.attention import FOLDED_SDPA
+from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.packed_linear import PackedLinear, can_pack
+from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import UnsupportedArgumentError
 from model_zoo import ARCHITECTURES, build

@@ -29,7 +29,8 @@ from transformers import (
 
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
-from lookahead.backends.transformers import check_model, equivalence
+from lookahead.backends.transformers.checks.kinds import equivalence
+from lookahead.backends.transformers.checks.models import check_model
 from lookahead.backends.transformers.limits import Limits
 from lookahead.backends.transformers.miniature import build_miniature, miniature_config
 from model_zoo import build

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import engine_model, tree_attention
+from lookahead.backends.transformers import tree_attention
+from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.static_steps import FIXED_ROWS
 from lookahead.backends.transformers.tree_attention.packed_mask import along_paths
 from model_zoo import in_type

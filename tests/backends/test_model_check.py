@@ -14,7 +14,8 @@ from transformers import (
 
 import lookahead
 from lookahead import InvalidArgumentError, UnsupportedModelError
-from lookahead.backends.transformers import ModelRunner, check_model
+from lookahead.backends.transformers.checks.models import check_model
+from lookahead.backends.transformers.runner import ModelRunner
 from model_zoo import ARCHITECTURES, build
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import engine_model, findings, model_state, packed_linear
-from lookahead.backends.transformers.engine_model import rows_runner
+from lookahead.backends.transformers import findings, model_state, packed_linear
+from lookahead.backends.transformers.engine_model import engine_model, rows_runner
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.packed_linear import PackedForSeveralRows, PackedLinear
 from lookahead.errors import UnsupportedArgumentError

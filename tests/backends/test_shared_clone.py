@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import engine_model
+from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.packed_linear import PackedLinear
 from lookahead.backends.transformers.snapshots import _KEYS, _add_up, _add_up_arrays, fingerprint, preserved_state
 from quick import quickly

@@ -25,24 +25,19 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
 import lookahead
 from exactness import NEAR_TIE, Case, random_case, run_case
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import (
-    ModelRunner,
-    TreeCache,
-    engine_model,
-    graph_recorder,
-    model_state,
-    session,
-    static_engine,
-)
+from lookahead.backends.transformers import graph_recorder, model_state, session, static_engine
 from lookahead.backends.transformers import static_steps as static_steps_module
 from lookahead.backends.transformers.checks.clones import check_logits
+from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder, NoRecorder, Outputs, Pass, Recorder
 from lookahead.backends.transformers.layouts import Step
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import state_of
+from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.static_cache import LayerShape, StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.static_steps import StaticInputs, StaticSteps, pass_sizes, rounded
 from lookahead.backends.transformers.tree_attention import unpack
+from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.core.token_tree import TokenTree, lay_out
 from lookahead.demo import DEMO_PROMPT
 from model_zoo import ARCHITECTURES, SLIDING_WINDOW, VOCAB_SIZE, build

@@ -12,10 +12,12 @@ from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import ModelRunner, engine_model, tree_attention
+from lookahead.backends.transformers import tree_attention
 from lookahead.backends.transformers.checks.clones import check_logits
+from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder
 from lookahead.backends.transformers.model_state import state_of
+from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.static_cache import StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.static_steps import StaticSteps, pass_sizes
 from model_zoo import ARCHITECTURES, build

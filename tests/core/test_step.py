@@ -7,8 +7,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead import LookaheadConfig, StepRecord
-from lookahead.backends.transformers import ForwardResult, ModelRunner
+from lookahead.backends.forward_result import ForwardResult
 from lookahead.backends.transformers.noise import SamplingNoise
+from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.core.step import Batch, step
 from lookahead.core.token_tree import TokenTree

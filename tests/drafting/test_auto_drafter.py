@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lookahead.backends.transformers import ModelRunner
+from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.core.step import Batch, decode
 from lookahead.core.token_tree import TokenTree

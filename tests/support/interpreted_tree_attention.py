@@ -19,9 +19,10 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import ModelRunner, static_engine
+from lookahead.backends.transformers import static_engine
 from lookahead.backends.transformers.checks.clones import CHECK_LENGTH, check_invariance, check_logits
 from lookahead.backends.transformers.graph_recorder import NoRecorder
+from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import SharedClone
 from lookahead.backends.transformers.static_cache import StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.static_steps import StaticSteps

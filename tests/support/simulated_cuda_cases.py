@@ -22,7 +22,7 @@ from fuzz.families import build as build_family
 from fuzz.images import image_prompt
 from fuzz.variant import Variant
 from lookahead import Engine, LookaheadConfig, LookaheadWarning
-from lookahead.backends.transformers import engine_model
+from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.static_steps import PAYS_FROM

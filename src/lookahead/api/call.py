@@ -11,9 +11,10 @@ import torch
 
 from lookahead.backends.base import CallSession
 from lookahead.backends.session import open_session
-from lookahead.backends.transformers import PromptPass, equivalence
+from lookahead.backends.transformers.checks.kinds import equivalence
 from lookahead.backends.transformers.engine_model import packed_clone
 from lookahead.backends.transformers.noise import SamplingNoise
+from lookahead.backends.transformers.prompt_pass import PromptPass
 from lookahead.backends.transformers.rows import Row
 from lookahead.backends.transformers.runner import RowsRunner
 from lookahead.config import LookaheadConfig

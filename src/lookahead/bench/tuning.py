@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers import ModelRunner, StaticBuffers, engine_model, runs_static
+from lookahead.backends.transformers.engine_model import engine_model, runs_static
+from lookahead.backends.transformers.runner import ModelRunner
+from lookahead.backends.transformers.static_engine import StaticBuffers
 from lookahead.config import LookaheadConfig
 from lookahead.core.step_costs import StepCosts
 from lookahead.core.token_tree import TokenTree

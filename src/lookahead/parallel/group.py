@@ -18,8 +18,8 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from lookahead.backends.base import Call, CallSession, Prompts
 from lookahead.backends.session import open_session
-from lookahead.backends.transformers import ModelRunner
 from lookahead.backends.transformers.findings import model_identity
+from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.config import BUDGETED, LookaheadConfig
 from lookahead.core.step import Batch
 from lookahead.errors import InvalidArgumentError, ParallelError, UnsupportedArgumentError, UnsupportedModelError

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.backends.forward_result import ForwardResult, Listed
-from lookahead.backends.transformers import ModelRunner
+from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.errors import ParallelError
 from lookahead.parallel.exchange import Bytes, Exchange
@@ -128,13 +129,11 @@ class ParallelRunner:
         ]  # [ranks][rows], nodes
         most = max(sum(map(len, rows)) for rows in answers)
         received = self._exchange.gather(self._packed(answers[self.rank], most, note))
-        head = 4 * (1 + len(note) + most)
+        head = 4 * (1 + len(note))
         for rank, message in enumerate(received):
-            words = message[:head].view(np.int32)
-            if words[0] != self._checksum():
+            if message[:head].view(np.int32)[0] != self._checksum():
                 self._disagree(rank)
-            predictions, tops = words[1 + len(note) :], message[head:]
-            self._unpack(answers[rank], most, predictions, tops)
+            self._take(answers[rank], message[head:].view(self._said))
         return [message[:head].view(np.int32)[1 : 1 + len(note)] for message in received]
 
     def tell(self, note: Codes) -> list[Codes]:
@@ -186,36 +185,29 @@ class ParallelRunner:
         self._cached[self.rank][row] = self._lengths[row]
 
     def _packed(self, nodes: list[NDArray[np.int64]], most: int, note: Codes) -> Bytes:
-        """One message: checksum, note, the likeliest token after each of `nodes`, and the `top_k` likeliest with
-        their probabilities in half precision. `most` nodes have room."""
-        results = self._results
-        predictions = np.full(most, -1, dtype=np.int32)
+        """One message: checksum, note, and what is said of each of `nodes`, of which `most` have room."""
+        said = np.zeros(most, dtype=self._said)
         count = sum(map(len, nodes))
-        pairs = list(zip(results, nodes, strict=True))
-        predictions[:count] = np.concatenate([result.predictions[rows] for result, rows in pairs])
-        checksum = np.array([self._checksum()], dtype=np.int32)
-        parts: list[NDArray[np.int32] | NDArray[np.float16]] = [checksum, note, predictions]
-        top_k = results[0].top_ids.shape[1]
-        if top_k:
-            ids = np.full((most, top_k), -1, dtype=np.int32)
-            chances = np.zeros((most, top_k), dtype=np.float16)
-            ids[:count] = np.concatenate([result.top_ids[rows] for result, rows in pairs])
-            chances[:count] = np.concatenate([result.top_probabilities[rows] for result, rows in pairs])
-            parts += [ids.reshape(-1), chances.reshape(-1)]
-        return np.concatenate([part.view(np.uint8) for part in parts])
+        pairs = list(zip(self._results, nodes, strict=True))
+        said["likeliest"][:count] = np.concatenate([result.predictions[rows] for result, rows in pairs])
+        said["ids"][:count] = np.concatenate([result.top_ids[rows] for result, rows in pairs])
+        said["chances"][:count] = np.concatenate([result.top_probabilities[rows] for result, rows in pairs])
+        head = np.array([self._checksum(), *note], dtype=np.int32)
+        return np.concatenate([head.view(np.uint8), said.view(np.uint8)])
 
-    def _unpack(self, nodes: list[NDArray[np.int64]], most: int, predictions: Codes, tops: Bytes) -> None:
-        """Take in what one rank predicts after `nodes`; also this one, so that rounding is the same everywhere."""
+    def _take(self, nodes: list[NDArray[np.int64]], said: NDArray[Any]) -> None:
+        """Take in what one rank says of `nodes`; also this one, so that rounding is the same everywhere."""
         start = 0
-        top_k = self._results[0].top_ids.shape[1]
-        ids = tops[: 4 * most * top_k].view(np.int32).reshape(most, top_k)
-        chances = tops[4 * most * top_k :].view(np.float16).reshape(most, top_k)
         for result, rows in zip(self._results, nodes, strict=True):
-            end = start + len(rows)
-            result.predictions[rows] = predictions[start:end]
-            result.top_ids[rows] = ids[start:end]
-            result.top_probabilities[rows] = chances[start:end]
-            start = end
+            mine, start = said[start : start + len(rows)], start + len(rows)
+            result.predictions[rows] = mine["likeliest"]
+            result.top_ids[rows], result.top_probabilities[rows] = mine["ids"], mine["chances"]
+
+    @property
+    def _said(self) -> np.dtype[Any]:
+        """What is said of a node: the likeliest token after it, and the `top_k` likeliest with their probabilities."""
+        top_k = (self._results[0].top_ids.shape[1],)
+        return np.dtype([("likeliest", np.int32), ("ids", np.int32, top_k), ("chances", np.float16, top_k)])
 
     def _checksum(self) -> int:
         """A number that differs where trees do: drafts must be the same on every rank."""

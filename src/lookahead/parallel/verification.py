@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead.backends.transformers import ForwardResult
+from lookahead.backends.forward_result import ForwardResult
 from lookahead.backends.transformers.sampler import TextSequence
 from lookahead.core.step import Batch, select_token, verify
 from lookahead.core.token_tree import NodeKind, TokenTree

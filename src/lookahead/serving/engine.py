@@ -76,7 +76,7 @@ class Engine:
                 raise InvalidArgumentError(f"{name}={value!r} must be a whole number, at least 1")
         self._model = EngineModel(model, config)
         self._memory = memory = self._model.open(max_rows, kv_bytes, prefix_bytes, prefix_cache)
-        self._scheduler: Scheduler[Request] = Scheduler(max_rows, memory, prompt_tokens)
+        self._scheduler = Scheduler(max_rows, memory, prompt_tokens)
         self._arrivals: deque[Request] = deque()
         self._submitted = 0
         self._changed = Condition()  # held for the arrivals, and by who waits for some

@@ -8,12 +8,15 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from threading import Condition
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from lookahead.core.statistics import Statistics, StepRecord
 from lookahead.serving.output import LookaheadOutput
+
+if TYPE_CHECKING:
+    from lookahead.serving.engine import Engine
 
 Output = torch.Tensor | LookaheadOutput
 
@@ -34,23 +37,6 @@ class TokenEvent:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Driver(Protocol):
-    """Who runs the steps."""
-
-    @property
-    def started(self) -> bool:
-        """Whether a thread of its own does."""
-
-    def check_process(self) -> None:
-        """Refuse a fork of the process that runs the steps."""
-
-    def step(self) -> int:
-        """Run one."""
-
-    def wake(self) -> None:
-        """Let the thread look at what has changed."""
-
-
 class RequestHandle:
     """A request that was submitted to an `Engine`.
 
@@ -66,7 +52,7 @@ class RequestHandle:
         statistics: Counts and times of this request.
     """
 
-    def __init__(self, engine: Driver) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._submitted = perf_counter()
         self._changed = Condition()

@@ -4,59 +4,15 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lookahead.serving.kv_memory import KVMemory
+    from lookahead.serving.request import Request
 
 PATIENCE = 1000
 """Steps that one level of priority is worth: a request waits for those of the next level that came up to so many steps
 after it, and for no later ones. So none waits for ever."""
-
-
-class Schedulable(Protocol):
-    """What a scheduler has to know of a request.
-
-    Attributes:
-        urgency: The smaller, the sooner; see `urgency`.
-    """
-
-    urgency: tuple[int, int]
-
-    @property
-    def length(self) -> int:
-        """Tokens of its text so far."""
-
-    @property
-    def cached(self) -> int:
-        """How many of them have keys and values."""
-
-    @property
-    def reach(self) -> int:
-        """Tokens that it may come to with the coming step."""
-
-    def send(self, tokens: int) -> None:
-        """Send so many of the tokens that are not cached with the coming step."""
-
-
-Served = TypeVar("Served", bound=Schedulable)
-
-
-class Room(Protocol):
-    """Where keys and values go.
-
-    Attributes:
-        tokens: Most tokens, those of trees included, that are held at once; any number if `None`.
-    """
-
-    tokens: int | None
-
-    def reserved(self, tokens: int) -> int:
-        """Tokens that a text takes which comes to `tokens`."""
-
-    def begin(self, request: Any, running: Sequence[Any]) -> bool:
-        """Called with a request that has no keys and values, and with all that run, before it takes part in a step;
-        says whether it does."""
-
-    def drop(self, request: Any) -> None:
-        """Forget keys and values; they will be computed anew."""
 
 
 def urgency(priority: int, step: int, number: int) -> tuple[int, int]:
@@ -70,7 +26,7 @@ def urgency(priority: int, step: int, number: int) -> tuple[int, int]:
     return step - PATIENCE * priority, number
 
 
-class Scheduler(Generic[Served]):
+class Scheduler:
     """Waiting and running requests, and the choice of those that take part in the coming step.
 
     Args:
@@ -84,23 +40,23 @@ class Scheduler(Generic[Served]):
         preempted: How often a running request had to wait again.
     """
 
-    def __init__(self, max_rows: int, room: Room, prompt_tokens: int) -> None:
+    def __init__(self, max_rows: int, room: KVMemory, prompt_tokens: int) -> None:
         self._max_rows = max_rows
         self._room = room
         self._prompt_tokens = prompt_tokens
-        self.waiting: list[Served] = []
-        self.running: list[Served] = []
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
         self.preempted = 0
 
-    def add(self, request: Served) -> None:
+    def add(self, request: Request) -> None:
         """Let a request wait for its turn."""
         insort(self.waiting, request, key=_urgency)
 
-    def remove(self, request: Served) -> None:
+    def remove(self, request: Request) -> None:
         """Remove a request that has finished or was cancelled."""
         (self.running if request in self.running else self.waiting).remove(request)
 
-    def plan(self) -> list[Served]:
+    def plan(self) -> list[Request]:
         """The requests of the coming step, the most urgent first; none if there are none.
 
         Running requests that outgrew the memory go back to wait, the last one first. Then those who waited longest
@@ -116,11 +72,11 @@ class Scheduler(Generic[Served]):
             insort(self.running, self.waiting.pop(0), key=_urgency)
         return self._share_out()
 
-    def _fits(self, requests: Sequence[Served]) -> bool:
+    def _fits(self, requests: Sequence[Request]) -> bool:
         room = self._room
         return room.tokens is None or sum(room.reserved(request.reach) for request in requests) <= room.tokens
 
-    def _share_out(self) -> list[Served]:
+    def _share_out(self) -> list[Request]:
         """The requests that take part: all that decode, and prompts up to the token budget for them."""
         served, left = [], self._prompt_tokens
         for request in self.running:
@@ -135,5 +91,5 @@ class Scheduler(Generic[Served]):
         return served
 
 
-def _urgency(request: Schedulable) -> tuple[int, int]:
+def _urgency(request: Request) -> tuple[int, int]:
     return request.urgency

@@ -148,19 +148,17 @@ def _moved(cache: TreeCache, sources: list[torch.Tensor], targets: list[torch.Te
 def _moved_layer(
     layer: TreeLayer, sources: list[torch.Tensor], targets: list[torch.Tensor], lengths: list[int], fill: float
 ) -> TreeLayer:
-    own = TreeLayer()
     if not layer.is_initialized:
-        return own
-    own.lazy_initialization(layer.keys, layer.values)
-    own.lengths = list(lengths)
-    for name in ("keys", "values"):
+        return TreeLayer()
+    copies = []
+    for held in (layer.keys, layer.values):
         # Zeros for what a sliding layer has forgotten: its window hides them.
-        states = torch.nn.functional.pad(getattr(layer, name), (0, 0, layer.dropped, 0))
+        states = torch.nn.functional.pad(held, (0, 0, layer.dropped, 0))
         moved = states.new_full((*states.shape[:2], max(lengths), states.shape[3]), fill)
         for row, (source, target) in enumerate(zip(sources, targets, strict=True)):
             moved[row][:, target.to(states.device)] = states[row][:, source.to(states.device)]
-        setattr(own, name, moved)
-    return own
+        copies.append(moved)
+    return TreeLayer.holding(copies[0], copies[1], lengths)
 
 
 def _columns(mine: torch.Tensor, length: int) -> torch.Tensor:
@@ -174,14 +172,12 @@ def _window(layer: CacheLayerMixin) -> int | None:
 
 
 def _adopt_layer(layer: CacheLayerMixin) -> TreeLayer:
-    copied = TreeLayer(_window(layer))
     if isinstance(layer, _EMPTY_LAYERS) or not layer.is_initialized:
-        return copied
-    copied.lazy_initialization(layer.keys, layer.values)
+        return TreeLayer(_window(layer))
     length = layer.get_seq_length()
+    lengths = [length] * layer.keys.shape[0]
+    copied = TreeLayer.holding(layer.keys.clone(), layer.values.clone(), lengths, _window(layer))
     copied.dropped = length - layer.keys.shape[2]
-    copied.keys, copied.values = layer.keys.clone(), layer.values.clone()
-    copied.lengths = [length] * layer.keys.shape[0]
     if getattr(layer, "is_indexer_initialized", False):
         copied.update_indexer(layer.indexer_keys)
     return copied

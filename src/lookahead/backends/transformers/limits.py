@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 from transformers import PreTrainedConfig, PreTrainedModel, __version__
 
 from lookahead.backends.transformers.masks import INDEXED
-from lookahead.backends.transformers.model_state import same_values, state_of
+from lookahead.backends.transformers.model_state import of_config
 
 TRANSFORMERS: tuple[int, ...] = tuple(int(number) for number in __version__.split(".")[:2])
 """Major and minor version of the installed transformers."""
@@ -120,11 +118,7 @@ class Limits:
 
 def limits_of(model: PreTrainedModel, positions_end: bool = True) -> Limits:
     """What the configuration of `model` says; kept for the next call."""
-    values, state = vars(model.config), state_of(model)
-    kept = state.limits.get(positions_end)
-    if kept is None or not same_values(kept[0], values):
-        kept = state.limits[positions_end] = (copy.deepcopy(values), Limits(model.config, positions_end))
-    return kept[1]
+    return of_config(model, ("limits", positions_end), lambda: Limits(model.config, positions_end))
 
 
 def shortest(*lengths: int | None) -> int | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import TYPE_CHECKING, Any
-from weakref import ReferenceType, WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -15,8 +16,6 @@ from transformers import PreTrainedModel
 from lookahead.backends.transformers.packed_linear import fastest_packing
 
 if TYPE_CHECKING:
-    from lookahead.backends.transformers.checks.kinds import Equivalence
-    from lookahead.backends.transformers.limits import Limits
     from lookahead.backends.transformers.shared_clone import SharedClone
     from lookahead.backends.transformers.static_cache import LayerShape
     from lookahead.backends.transformers.static_steps import StaticSteps
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
     from lookahead.core.step_costs import StepCosts
     from lookahead.drafting import DraftMemory, NGramMemory
     from lookahead.drafting.memory_file import MemoryFile
+
+T = TypeVar("T")
 
 Setting = tuple[object, ...]
 """How a model was set when something was made or tried for it: its attention, number type, device, ..."""
@@ -51,8 +52,7 @@ class ModelState:
         spare: The n-gram memory of a call that has ended, for the next one to begin anew.
         files: Open memory files, by path.
         layer_weights: How many weights there are beside the embeddings of tokens, once that was asked for.
-        limits: What its configuration says of positions and places, and the values that it had.
-        equivalence: What was found of its kind lately, and the attention and the configuration that it is about.
+        of_config: What was made of its configuration, by what it is, and the values that it had; see `of_config`.
     """
 
     lock: RLock = field(default_factory=RLock)
@@ -67,8 +67,7 @@ class ModelState:
     spare: NGramMemory | None = None
     files: dict[str, MemoryFile] = field(default_factory=dict)
     layer_weights: int | None = None
-    limits: dict[bool, tuple[dict[str, object], Limits]] = field(default_factory=dict)
-    equivalence: tuple[str | None, dict[str, object], ReferenceType[Equivalence]] | None = None
+    of_config: dict[Setting, tuple[dict[str, object], Any]] = field(default_factory=dict)
 
 
 _states: WeakKeyDictionary[PreTrainedModel, ModelState] = WeakKeyDictionary()
@@ -79,8 +78,23 @@ def state_of(model: PreTrainedModel) -> ModelState:
     return _states.get(model) or _states.setdefault(model, ModelState())
 
 
-def same_values(first: dict[str, object], second: dict[str, object]) -> bool:
-    """Whether a configuration still has the values that something was made with."""
+def of_config(model: PreTrainedModel, what: Setting, make: Callable[[], T]) -> T:
+    """What `make` makes of the configuration of `model`, or made when it had the same values: writing it out takes far
+    longer than comparing two.
+
+    Args:
+        model: The model.
+        what: Tells it from other things that are made of configurations.
+        make: Makes it.
+    """
+    kept, values = state_of(model).of_config, vars(model.config)
+    if what not in kept or not _are_same(kept[what][0], values):
+        kept[what] = (copy.deepcopy(values), make())
+    made: T = kept[what][1]
+    return made
+
+
+def _are_same(first: dict[str, object], second: dict[str, object]) -> bool:
     try:
         return bool(first == second)
     except (TypeError, ValueError, RuntimeError):  # arrays, say

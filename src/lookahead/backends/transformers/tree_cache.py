@@ -56,6 +56,16 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         self.dropped = 0
         self.indexer: TreeLayer | None = None
 
+    @classmethod
+    def holding(
+        cls, keys: torch.Tensor, values: torch.Tensor, lengths: Sequence[int], window: int | None = None
+    ) -> TreeLayer:
+        """A layer with these keys and values, of rows of these lengths."""
+        layer = cls(window)
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values, layer.lengths = keys, values, list(lengths)
+        return layer
+
     @property
     def is_sliding(self) -> bool:
         """Whether columns are forgotten."""
@@ -366,10 +376,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         shortest = [min(lengths) for lengths in zip(*(layer.lengths for layer in filled), strict=True)]
         if any(layer.lacks(shortest) for layer in filled):
             shortest = [0] * len(shortest)
-        for layer in filled:
-            layer.lengths = list(shortest)
-            if not any(shortest):
-                layer.dropped = 0
+        self._cut(shortest)
 
     @property
     def dropped(self) -> int:
@@ -396,14 +403,15 @@ class TreeCache(Cache):  # type: ignore[misc]
         for layer, attributes in saved:
             for name, value in attributes.items():
                 setattr(layer, name, value)
-        for layer in self._filled:
-            layer.lengths = [min(kept, length) for kept, length in zip(layer.lengths, lengths, strict=True)]
-            if not any(layer.lengths):
-                layer.dropped = 0
+        self._cut(lengths)
 
     def forget(self, row: int) -> None:
         """Forget all of one row, so that its text is computed anew."""
+        self._cut([0 if place == row else length for place, length in enumerate(self.lengths(0))])
+
+    def _cut(self, lengths: Sequence[int]) -> None:
+        """Leave at most so many tokens of each row."""
         for layer in self._filled:
-            layer.lengths[row] = 0
+            layer.lengths = [min(kept, length) for kept, length in zip(layer.lengths, lengths, strict=True)]
             if not any(layer.lengths):
                 layer.dropped = 0

@@ -7,13 +7,11 @@ of positions, scales that change with the length, tables that end.
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from weakref import ref
 
 import torch
 from transformers import PreTrainedModel
@@ -23,7 +21,7 @@ from lookahead.backends.transformers.chain_cache import ChainRow, has_running_st
 from lookahead.backends.transformers.checks.clones import trial_runner
 from lookahead.backends.transformers.limits import Limits
 from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet
-from lookahead.backends.transformers.model_state import same_values, state_of
+from lookahead.backends.transformers.model_state import of_config
 from lookahead.backends.transformers.rows import Row
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
 from lookahead.backends.transformers.shared_clone import SharedClone, chain_engine
@@ -268,15 +266,7 @@ _lock = Lock()
 
 def equivalence(model: PreTrainedModel) -> Equivalence:
     """What miniatures of `model` show. Each question takes some tenths of a second once; the model is not touched."""
-    state, attention, values = state_of(model), model.config._attn_implementation, vars(model.config)
-    if state.equivalence is not None:  # writing out a configuration takes far longer than comparing two
-        kept_attention, kept_values, found = state.equivalence
-        kept = found()
-        if kept is not None and kept_attention == attention and same_values(kept_values, values):
-            return kept
-    kept = _look_up(model)
-    state.equivalence = (attention, copy.deepcopy(values), ref(kept))
-    return kept
+    return of_config(model, ("kind", model.config._attn_implementation), lambda: _look_up(model))
 
 
 def _look_up(model: PreTrainedModel) -> Equivalence:
