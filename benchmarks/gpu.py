@@ -7,8 +7,8 @@
 Three calls of under nine minutes each; rows are on the disk unit by unit, and a unit that fails becomes a row with an
 error while the others go on. The large model has the shapes of Llama 3.1 8B and random weights made on the device.
 
-- **right**: the attention kernel against its definition; 100 texts of the demo model, greedy and sampled, against those
-  of `model.generate`.
+- **right**: the attention kernel against its definition; 100 texts of the demo model, greedy and sampled, and 32
+  of engines, against those of `model.generate`.
 - **prices**: milliseconds of a step by nodes, eager and with graphs, transformers' own step beside them; launches of
   one step; what captures take; the kernel beside `scaled_dot_product_attention`.
 - **speed**: recorded texts, forced upon the large model, in wall time: transformers eager, its static cache with
@@ -208,6 +208,31 @@ def texts_of_generate(device: Device, name: str, config: LookaheadConfig, dtype:
         yield row
 
 
+def texts_of_engine(device: Device, engine: str) -> Iterator[Row]:
+    """The same of requests that share an engine, half of them sampled, and come one after another."""
+    loaded = demo_model(device.name, "float32")
+    model = sharing_weights(loaded.model)
+    words = loaded.tokenizer("def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(self, x, y):\n")
+    ids = torch.tensor([words.input_ids], device=device.name)
+    serving = Engine(model, LookaheadConfig(engine=engine), max_rows=6)
+    handles: list[Any] = []
+    for case in range(16):
+        prompt = ids[:, : 4 + case % (ids.shape[1] - 4)]
+        how: dict[str, Any] = {"max_new_tokens": 20 + 3 * case, "do_sample": case % 2 == 1}
+        how |= {"temperature": 0.8, "top_p": 0.9} if case % 2 else {}
+        handles.append((case, prompt, how, serving.submit(prompt, seed=case, **how)))
+        serving.step()
+    serving.run()
+    for case, prompt, how, handle in handles:
+        torch.manual_seed(case)
+        wanted = model.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
+        row: Row = {"kind": "text of an engine", "engine": handle.statistics.engine, "case": case}
+        row |= {"sampled": how["do_sample"], "equal": bool(torch.equal(handle.result(), wanted))}
+        if not row["equal"]:
+            row["error"] = f"an engine, {engine}, case {case}: another text than that of generate"
+        yield row
+
+
 def step_prices(device: Device, options: Options, engine: str, context: int) -> Iterator[Row]:
     """Milliseconds of a step by nodes, and what making it ready took."""
     model = sharing_weights(large_model(device.name, options.tiny))
@@ -311,6 +336,8 @@ def engine_rows(device: Device, options: Options, rows: int, preset: str) -> Ite
         row: Row = {"kind": "engine", "rows": rows, "preset": preset, "repeat": repeat, "steps": len(steps)}
         row |= {"seconds": sum(steps), "median_step_ms": 1000 * median(steps), "equal": sum(equal)}
         row["tokens"] = sum(len(case.answer) for case in wanted)
+        graphs = engine.statistics.graphs
+        row |= {"graphs": graphs.count, "graph_seconds": graphs.seconds, "graph_bytes": graphs.bytes}
         if not all(equal):
             row["error"] = f"{rows - equal.count(True)} texts of {rows} rows with {preset} are not the recorded ones"
         yield row
@@ -335,6 +362,8 @@ def units_of(options: Options, device: Device) -> Iterator[tuple[str, str, Calla
     for dtype in ("float32", "bfloat16"):
         for name in ("auto", "auto, eager", "paper") if dtype == "float32" else ("auto",):
             yield "right", f"texts, {name}, {dtype}", partial(texts_of_generate, device, name, METHODS[name], dtype)
+    for engine in ("auto", "dynamic"):
+        yield "right", f"texts of an engine, {engine}", partial(texts_of_engine, device, engine)
     for context in options.contexts:
         for engine in ("dynamic", "static"):
             yield "prices", f"steps, {engine}, {context}", partial(step_prices, device, options, engine, context)

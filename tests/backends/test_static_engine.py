@@ -25,8 +25,8 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
 import lookahead
 from exactness import NEAR_TIE, Case, random_case, run_case
 from lookahead import LookaheadConfig
+from lookahead.backends import machine
 from lookahead.backends.transformers import graph_recorder, model_state, session, static_engine
-from lookahead.backends.transformers import static_steps as static_steps_module
 from lookahead.backends.transformers.checks.clones import check_logits
 from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder, NoRecorder, Outputs, Pass, Recorder
@@ -197,7 +197,7 @@ def test_recorded_passes_write_the_same_text(name: str) -> None:
         outcome = run_case(replace(case, engine="static"))
         assert outcome.matched, outcome.report()
         steps = kept_steps(engine_model(model))
-        assert steps._recorder.replays == len(outcome.accepted_lengths)
+        assert steps._passes._recorder.replays == len(outcome.accepted_lengths)
         assert steps.recordings <= len(steps.sizes)
 
 
@@ -238,7 +238,7 @@ def addresses(steps: StaticSteps) -> list[int]:
     return [
         *(buffer.data_ptr() for buffer in steps.cache.buffers),
         *(states.data_ptr() for layer in steps.cache.layers for states in (layer.keys, layer.values)),
-        *(one._host.data_ptr() for one in inputs),
+        *(one._staged.there[0].data_ptr() for one in inputs),
         *(mask.data_ptr() for one in inputs for mask in one.packed_masks),
     ]
 
@@ -538,7 +538,7 @@ def decoded(demo: Any, recording: float) -> tuple[list[list[int]], int]:
     ids = tokenizer(DEMO_PROMPT, return_tensors="pt").input_ids
     calls: list[list[int]] = []
     with recorded_with(Recorded), pytest.MonkeyPatch.context() as patch:
-        for module in (static_steps_module, session):
+        for module in (machine, session):
             patch.setattr(module, "step_clock", lambda device: lambda: now)
         for new_tokens in (32, 150, 500, 1000):  # each in larger buffers than the one before it
             calls.append([])

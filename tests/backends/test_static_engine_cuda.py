@@ -11,7 +11,7 @@ from test_static_engine import BY_LENGTH, NAMES, PROMPT, STATIC, addresses, asse
 from transformers import PreTrainedModel
 
 import lookahead
-from lookahead import LookaheadConfig
+from lookahead import Engine, LookaheadConfig
 from lookahead.backends.transformers import tree_attention
 from lookahead.backends.transformers.checks.clones import check_logits
 from lookahead.backends.transformers.engine_model import engine_model
@@ -70,6 +70,25 @@ def test_replays_are_the_dynamic_steps(name: str) -> None:
         seen = addresses(steps)
     assert addresses(steps) == seen
     assert steps.recordings == len(steps._inputs)
+
+
+@pytest.mark.parametrize("name", WITH_KERNEL)
+def test_texts_of_an_engine_are_those_of_generate(name: str) -> None:
+    """Rows join and leave; all sizes are captured at the start."""
+    model = on_gpu(name)
+    engine = Engine(model, LookaheadConfig(step_budget=8), max_rows=3)
+    captured = engine.statistics.graphs.count
+    assert captured > 0
+    prompts = [PROMPT[:1, : PROMPT.shape[1] - row].cuda() for row in range(6)]
+    handles = []
+    for row, prompt in enumerate(prompts):
+        handles.append(engine.submit(prompt, max_new_tokens=10 + 5 * row, do_sample=False))
+        engine.step()
+    engine.run()
+    for row, (prompt, handle) in enumerate(zip(prompts, handles, strict=True)):
+        assert torch.equal(handle.result(), model.generate(prompt, max_new_tokens=10 + 5 * row, do_sample=False))
+        assert handle.statistics.engine == "static"
+    assert engine.statistics.graphs.count == captured
 
 
 def test_steps_take_no_memory() -> None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.tree_attention import pack, packed_width, tree_attention_forward, unpack
 from lookahead.backends.transformers.tree_attention.interface import dense_attention
+from lookahead.backends.transformers.tree_attention.packed_mask import Pages
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 from tree_attention_cases import Step, attention_by_definition, states, steps, tolerance
 
@@ -157,16 +158,22 @@ def compile_step(
     dtype: torch.dtype,
     size: int,
     nodes: int,
-    keys: int,
+    room: tuple[int, int],
     softcap: float | None,
 ) -> int:
-    """Compile what a step of a model with 8 heads of keys and groups of 4 needs; returns the shared memory it takes."""
+    """Compile what a step of a model with 8 heads of keys and groups of 4 needs; `room` is of so many keys
+    and, if these are in pages, texts. Returns the shared memory it takes."""
+    keys, texts = room
     query = torch.empty(1, nodes, 32, size, dtype=dtype, device="meta").transpose(1, 2)
     key = torch.empty(1, 8, keys, size, dtype=dtype, device="meta")
     mask = torch.empty(1, 1, nodes, packed_width(nodes), dtype=torch.int32, device="meta")
     for launch in launches:
         launch.arguments = {}
-    result = kernel_module.tree_attention(query, key, key, mask, size**-0.5, softcap)
+    table, starts = (
+        torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((texts, keys // 64), (texts + 1,))
+    )
+    pages = Pages(table, starts, 64) if texts else None
+    result = kernel_module.tree_attention(query, key, key, mask, size**-0.5, softcap, pages=pages)
     assert result.shape == (1, nodes, 32, size)
     used = 0
     assert launches[0].arguments
@@ -194,13 +201,17 @@ def stack_bytes(cubin: bytes) -> int:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("capability", "dtype", "size", "nodes", "keys", "softcap"),
+    ("capability", "dtype", "size", "nodes", "room", "softcap"),
     [
-        (80, torch.float16, 128, 61, 4096, None),
-        pytest.param(80, torch.bfloat16, 256, 4, 8192, 50.0, marks=pytest.mark.exact),
-        pytest.param(90, torch.bfloat16, 128, 61, 4096, None, marks=pytest.mark.exact),
-        pytest.param(90, torch.bfloat16, 80, 1024, 2048, None, marks=pytest.mark.exact),
-        (90, torch.float32, 64, 30, 500, 30.0),
+        (80, torch.float16, 128, 61, (4096, 0), None),
+        (90, torch.bfloat16, 128, 64, (4096, 17), None),
+        pytest.param(80, torch.float16, 128, 16, (4096, 17), None, marks=pytest.mark.exact),
+        pytest.param(80, torch.bfloat16, 256, 128, (8192, 17), 50.0, marks=pytest.mark.exact),
+        pytest.param(90, torch.float32, 64, 1, (2048, 2), None, marks=pytest.mark.exact),
+        pytest.param(80, torch.bfloat16, 256, 4, (8192, 0), 50.0, marks=pytest.mark.exact),
+        pytest.param(90, torch.bfloat16, 128, 61, (4096, 0), None, marks=pytest.mark.exact),
+        pytest.param(90, torch.bfloat16, 80, 1024, (2048, 0), None, marks=pytest.mark.exact),
+        (90, torch.float32, 64, 30, (500, 0), 30.0),
     ],
 )
 def test_kernel_compiles(
@@ -209,10 +220,10 @@ def test_kernel_compiles(
     dtype: torch.dtype,
     size: int,
     nodes: int,
-    keys: int,
+    room: tuple[int, int],
     softcap: float | None,
 ) -> None:
-    compile_step(launches, capability, dtype, size, nodes, keys, softcap)
+    compile_step(launches, capability, dtype, size, nodes, room, softcap)
     assert stack_bytes(launches[0].compile(capability).asm["cubin"]) == 0
 
 
@@ -222,7 +233,7 @@ def test_kernel_compiles(
 def test_kernel_compiles_for_every_size(launches: tuple[Launches, Launches], capability: int) -> None:
     for dtype, size in itertools.product([torch.float16, torch.bfloat16, torch.float32], [64, 80, 96, 128, 256]):
         for nodes, keys, softcap in ((1, 8192, None), (8, 300, 30.0), (16, 300, None), (128, 8192, 30.0)):
-            used = compile_step(launches, capability, dtype, size, nodes, keys, softcap)
+            used = compile_step(launches, capability, dtype, size, nodes, (keys, 0), softcap)
             print(f"sm_{capability} {dtype} head size {size}, {nodes} nodes: {used} bytes of shared memory")
 
 

@@ -39,7 +39,7 @@ def first_tokens(config: LookaheadConfig, monkeypatch: pytest.MonkeyPatch) -> tu
     """The mean time to the first token of clients that ask again as soon as they are answered, and the time of all."""
     clock, random_ = Clock(), random.Random(0)
     with monkeypatch.context() as patch:
-        patch.setattr("lookahead.backends.transformers.session.step_clock", lambda device: lambda: clock.now)
+        patch.setattr("lookahead.backends.machine.step_clock", lambda device: lambda: clock.now)
         engine = Engine(build("llama"), config, max_rows=ROWS)
     clock.watch(engine)
     phrase = [random_.randrange(5, 60) for _ in range(12)]

@@ -39,7 +39,7 @@ from lookahead.backends.transformers.tree_attention import (
 from lookahead.backends.transformers.tree_attention.by_position import attention_by_position
 from lookahead.backends.transformers.tree_attention.interface import dense_attention
 from lookahead.backends.transformers.tree_attention.kernel import tree_attention
-from lookahead.backends.transformers.tree_attention.packed_mask import along_paths
+from lookahead.backends.transformers.tree_attention.packed_mask import Pages, along_paths, packed_width
 from lookahead.backends.transformers.tree_attention.running_softmax import Tiling, choose_tiling
 from lookahead.core.token_tree import TokenTree, lay_out
 from model_zoo import SLIDING_WINDOW, build, in_type
@@ -120,6 +120,74 @@ def assert_attention(
     np.testing.assert_allclose(result.double().numpy(), expected, rtol=0, atol=limit)
     reference = dense_attention(query, key, value, unpack(packed, key.shape[2]), scaling, softcap)
     np.testing.assert_allclose(reference.double().numpy(), expected, rtol=0, atol=limit)
+
+
+PAGED: dict[str, Any] = {
+    "step": steps(max_batch=4),
+    "dtype": CASES["dtype"],
+    "heads": CASES["heads"],
+    "sizes": st.sampled_from([(16, 16), (8, 24), (64, 64)]),
+    "page": st.sampled_from([1, 7, 16, 64]),
+    "padding": st.integers(0, 20),
+    "tiling": CASES["tiling"],
+    "seed": CASES["seed"],
+}
+
+
+@settings(max_examples=3, deadline=None)
+@given(**PAGED)
+def test_texts_in_pages_are_attended_to_one_by_one(**case: Any) -> None:
+    assert_pages(**case)
+
+
+@pytest.mark.exact
+@settings(max_examples=60, deadline=None)
+@given(**PAGED)
+def test_texts_in_pages_are_attended_to_one_by_one_in_many_cases(**case: Any) -> None:
+    assert_pages(**case)
+
+
+def assert_pages(
+    step: Step,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    page: int,
+    padding: int,
+    tiling: tuple[int, int, int] | None,
+    seed: int,
+) -> None:
+    """Texts whose nodes share a row, with keys in pages that lie anywhere; behind them nodes of no text."""
+    kv_heads, group = heads
+    texts = [
+        Step([parents], [length], 0, step.window, step.chunk)
+        for parents, length in zip([*step.parents, [-1] * padding], [*step.lengths, 0], strict=True)
+        if parents
+    ]
+    scaling, random = sizes[0] ** -0.5, np.random.default_rng(seed)
+    parts = [states(text, kv_heads * group, kv_heads, *sizes, 0, dtype, seed) for text in texts]
+    counts = [-(-key.shape[2] // page) for _, key, _ in parts]
+    order = random.permutation(sum(counts))
+    table = np.zeros((len(texts) + 1, max(counts) + 2), dtype=np.int32)  # the last text has no nodes
+    key, value = (torch.full((1, kv_heads, page * sum(counts), size), float("nan")).to(dtype) for size in sizes)
+    shape = 1, 1, sum(text.nodes for text in texts), packed_width(step.nodes + padding)
+    packed, first = torch.zeros(shape, dtype=torch.int32), 0
+    for row, (text, (_, own_key, own_value), count) in enumerate(zip(texts, parts, counts, strict=True)):
+        table[row, :count], order = order[:count], order[count:]
+        columns = (table[row, :count, None] * page + np.arange(page)).reshape(-1)[: own_key.shape[2]]
+        key[:, :, columns], value[:, :, columns] = own_key, own_value
+        own = text.packed()
+        packed[:, :, first : first + text.nodes, : own.shape[3]] = own
+        first += text.nodes
+    starts = np.cumsum([0, *(text.nodes for text in texts), 0]).astype(np.int32)
+    pages = Pages(torch.from_numpy(table), torch.from_numpy(starts), page)
+    query = torch.cat([query for query, _, _ in parts], dim=2)
+    cut = None if tiling is None else Tiling(*tiling, warps=4, stages=2)
+    result = tree_attention(query, key, value, packed, scaling, None, cut, pages)
+    for row, (text, (own_query, own_key, own_value)) in enumerate(zip(texts, parts, strict=True)):
+        expected = attention_by_definition(own_query, own_key, own_value, text.visible(own_key.shape[2]), scaling, None)
+        found = result[:, starts[row] : starts[row + 1]]
+        np.testing.assert_allclose(found.double().numpy(), expected, rtol=0, atol=tolerance(dtype, own_value))
 
 
 def test_static_buffers_serve_every_step() -> None:

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from threading import get_ident
 from typing import Any, NamedTuple, cast
@@ -33,7 +34,7 @@ from transformers import PreTrainedModel
 import lookahead
 from lookahead.backends.transformers.tree_attention import kernel as tree_kernel
 from lookahead.backends.transformers.tree_attention.interface import dense_attention
-from lookahead.backends.transformers.tree_attention.packed_mask import unpack
+from lookahead.backends.transformers.tree_attention.packed_mask import SCRATCH, Pages, unpack
 
 aten = torch.ops.aten
 _OURS = str(Path(lookahead.__file__).parent)
@@ -433,14 +434,35 @@ class _Stream:
 
 
 def _tree_attention(
-    query: Any, key: Any, value: Any, packed_mask: Any, scaling: float, softcap: float | None = None, tiling: Any = None
+    query: Any,
+    key: Any,
+    value: Any,
+    packed_mask: Any,
+    scaling: float,
+    softcap: float | None = None,
+    pages: Pages | None = None,
 ) -> CudaTensor:
     """What stands for the Triton kernel."""
 
     def by_definition(query: Any, key: Any, value: Any, packed_mask: Any) -> torch.Tensor:
         return dense_attention(query, key, value, unpack(packed_mask, key.shape[2]), scaling, softcap)
 
-    return _kernel("tree attention", by_definition, (query, key, value, packed_mask), {})
+    def by_text(query: Any, key: Any, value: Any, packed_mask: Any, table: Any, starts: Any) -> torch.Tensor:
+        assert pages is not None
+        found = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+        for text, (start, end) in enumerate(pairwise(starts.tolist())):
+            if end > start:
+                mask = packed_mask[:, :, start:end]
+                column = torch.arange(int(mask[0, 0, 0, SCRATCH]) + end - start)
+                place = table[text, column // pages.size].long() * pages.size + column % pages.size
+                part = query[:, :, start:end], key[:, :, place], value[:, :, place], mask
+                found[:, start:end] = by_definition(*part)
+        return found
+
+    if pages is None:
+        return _kernel("tree attention", by_definition, (query, key, value, packed_mask), {})
+    tensors = query, key, value, packed_mask, pages.table, pages.starts
+    return _kernel("tree attention", by_text, tensors, {})
 
 
 @contextmanager

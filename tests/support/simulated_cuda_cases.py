@@ -7,15 +7,14 @@ The simulation patches torch, so `test_simulated_cuda.py` runs this file in a pr
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 import lookahead
 from fuzz.families import build as build_family
@@ -28,7 +27,6 @@ from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.static_steps import PAYS_FROM
 from lookahead.bench.tuning import measure
 from lookahead.core.statistics import StepRecord
-from lookahead.demo import DEMO_PROMPT, demo_model_path
 from model_zoo import ARCHITECTURES, build
 from quick import quickly
 from simulated_cuda import (
@@ -43,7 +41,6 @@ from simulated_cuda import (
     Graph,
     Simulation,
     on_cuda,
-    simulated_cuda,
 )
 
 PROMPT = torch.tensor([[5, 11, 7, 3, 13, 2, 17, 5, 11, 7, 3, 19, 5, 11, 7]])
@@ -53,30 +50,6 @@ EAGER = LookaheadConfig(step_budget=16, engine="dynamic")
 GRAPHS = LookaheadConfig(step_budget=16, engine="static")
 PLAIN = LookaheadConfig(preset="autoregressive", engine="dynamic")
 AUTO = LookaheadConfig(step_budget=16)
-
-
-@pytest.fixture(scope="session")
-def device() -> Iterator[Simulation]:
-    with simulated_cuda() as simulation:
-        yield simulation
-
-
-@pytest.fixture(scope="session")
-def demo() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32, local_files_only=True).eval()
-
-
-@pytest.fixture(scope="session")
-def there(device: Simulation, demo: PreTrainedModel) -> PreTrainedModel:
-    """The demo model on the simulated device."""
-    return on_cuda(copy.deepcopy(demo))
-
-
-@pytest.fixture(scope="session")
-def prompt() -> torch.Tensor:
-    tokenizer = AutoTokenizer.from_pretrained(demo_model_path(), local_files_only=True)
-    ids: torch.Tensor = tokenizer(DEMO_PROMPT, return_tensors="pt").input_ids
-    return ids
 
 
 def to_host(tensor: Any) -> torch.Tensor:
@@ -273,36 +246,6 @@ def test_a_model_that_cannot_be_captured_says_so_and_runs(device: Simulation) ->
         output = lookahead.generate(there, PROMPT.to("cuda:0"), lookahead_config=AUTO, **options)
     assert output.statistics.engine == "dynamic"
     assert torch.equal(to_host(output.sequences), expected(model, inputs, max_new_tokens=16, **GREEDY))
-
-
-MOST_OF_AN_ENGINE_STEP = {1: (1, 34), 4: (1, 37), 16: (1, 110)}
-"""Most waits and operations of ours in a step, by rows. They may fall, and not rise; of 16 rows drafts have a say, and
-there is some room."""
-
-
-@pytest.mark.parametrize("rows", quickly(MOST_OF_AN_ENGINE_STEP, [4]))
-def test_engine_steps_wait_as_often_as_they_must(
-    rows: int, device: Simulation, demo: PreTrainedModel, prompt: torch.Tensor
-) -> None:
-    prompts = [prompt[:, : 200 - 7 * row] for row in range(rows)]
-    engine = Engine(
-        on_cuda(copy.deepcopy(demo)), LookaheadConfig(memory="process", step_budget=8 * rows), max_rows=rows
-    )
-    options = {"max_new_tokens": 32, "eos_token_id": None, **GREEDY}
-    handles = [engine.submit(ids.to("cuda"), **options) for ids in prompts]
-    totals, steps = [0], []
-    while engine.step() == rows:
-        totals.append(engine.statistics.nodes)
-        steps.append(device.take())
-    engine.run()
-    for ids, handle in list(zip(prompts, handles, strict=True))[::7]:
-        assert handle.tokens == demo.generate(ids, pad_token_id=0, **options)[0, ids.shape[1] :].tolist()
-    counted = [(after - before, events) for (before, after), events in zip(pairwise(totals), steps, strict=True)]
-    waits, operations = of_steps(counted, range(rows + 1, 8 * rows + 1))
-    print(f"engine of {rows}: {waits:.2f} waits, {operations:.1f} operations")
-    most_waits, most_operations = MOST_OF_AN_ENGINE_STEP[rows]
-    assert waits <= most_waits
-    assert operations <= most_operations
 
 
 # Texts.

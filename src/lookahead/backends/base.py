@@ -56,6 +56,21 @@ _MOST_PENDING = 16
 """Pending tokens up to which a step of a model with running states may also draft; a step with more settles them."""
 
 
+@dataclass
+class Recorded:
+    """What recording took so far.
+
+    Attributes:
+        count: Passes that were recorded.
+        seconds: Time it took.
+        bytes: Memory of the device that it took.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+
+
 class Runner:
     """Rows of text on one model, and the trees that continue them: a `lookahead.core.protocols.Backend`.
 
@@ -73,6 +88,8 @@ class Runner:
         chains: Whether it runs chains alone.
         keeps_apart: Whether finished texts take memory of their own, so that running rows cannot use it.
         shares_beginnings: Whether a row may begin with what another one has of its text.
+        engine: How passes are run; see `Statistics.engine`.
+        recorded: What recording passes took so far.
     """
 
     model: Any
@@ -85,10 +102,22 @@ class Runner:
     is_invariant: bool = False
     chains = keeps_apart = False
     shares_beginnings = True
+    engine = "dynamic"
 
     def __init__(self) -> None:
+        self.recorded = Recorded()
         self._idle = TokenTree([0])
         self._idle.needs_logits[self._idle.root] = False
+
+    def take_memory(self, tokens: int | None, block: int, rows: int, nodes: int) -> None:
+        """Take memory for rows that come and go, and record passes, where that is done before there are any.
+
+        Args:
+            tokens: How many there is room for; any number if `None`.
+            block: Those by which a row grows.
+            rows: Most rows of a step.
+            nodes: Nodes of the tree of each row at most.
+        """
 
     def new_row(self, block: int | None = None) -> Any:
         """An empty row, whose room grows by `block` tokens, where that can be chosen."""

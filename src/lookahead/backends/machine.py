@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from time import get_clock_info, perf_counter, thread_time
@@ -22,6 +22,31 @@ def step_clock(device: torch.device) -> Callable[[], float]:
     processes take of a busy machine would hide the differences between sizes. Elsewhere it is the wall clock.
     """
     return thread_time if device.type == "cpu" and _thread_time_is_fine() else perf_counter
+
+
+class PausingClock:
+    """A step clock that stands still while graphs are recorded, which is no cost of a step.
+
+    Args:
+        device: Where the model is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._time = step_clock(device)
+        self._paused = 0.0
+
+    def __call__(self) -> float:
+        """The time in seconds."""
+        return self._time() - self._paused
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stand still while it lasts."""
+        start = self._time()
+        try:
+            yield
+        finally:
+            self._paused += self._time() - start
 
 
 @cache

@@ -5,7 +5,7 @@ Each copy that is not asked for in this way makes the host wait until the device
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,37 @@ def upload(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
         dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
         found.append(there[end - size : end - size + array.nbytes].view(dtype).view(array.shape))
     return found
+
+
+class Staged:
+    """Arrays of int32 that stay where they are on a device, and come there again and again, all by one copy.
+
+    Args:
+        device: As above; on a CPU both are the same memory.
+        shapes: Their shapes.
+
+    Attributes:
+        here: To be written to.
+        there: What they held when they were last sent.
+    """
+
+    def __init__(self, device: torch.device, shapes: Sequence[tuple[int, ...]]) -> None:
+        sizes = [int(np.prod(shape)) for shape in shapes]
+        # An inference tensor could not be written to by a later call outside of inference mode.
+        with torch.inference_mode(False):
+            self._host = torch.zeros(sum(sizes), dtype=torch.int32)
+            self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
+            parts = zip(torch.split(self._device, sizes), shapes, strict=True)
+            self.there = [part.view(shape) for part, shape in parts]
+        on_host = np.split(self._host.numpy(), np.cumsum(sizes)[:-1])
+        self.here = [part.reshape(shape) for part, shape in zip(on_host, shapes, strict=True)]
+
+    def send(self) -> None:
+        """Bring all of them to the device."""
+        if self._device is not self._host:
+            # Pinned memory of its own, which is not given to others until the copy is done: nobody waits for that.
+            sent = torch.empty_like(self._host, pin_memory=self._device.is_cuda).copy_(self._host)
+            self._device.copy_(sent, non_blocking=True)
 
 
 class Downloads:

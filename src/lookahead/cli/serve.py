@@ -65,14 +65,17 @@ def run(settings: ServeSettings) -> int:
             room = free_bytes(main.model.device) // _SHARE
         room = None if room is None else room // len(all_loaded)
         models = []
-        for name, loaded in all_loaded.items():
-            config = settings.config if loaded is main else _of_adapter(settings.config, name)
-            engine = _engine(settings, config, loaded, room)
-            context = min(most for most in (loaded.context_length, _longest_text(engine)) if most is not None)
-            sampling, processor = loaded.sampling, loaded.processor
-            models.append(
-                ServedModel(name, loaded.model, loaded.tokenizer, engine, config, sampling, context, processor)
-            )
+        with main.start_up.engine(settings.config):
+            for name, loaded in all_loaded.items():
+                config = settings.config if loaded is main else _of_adapter(settings.config, name)
+                engine = _engine(settings, config, loaded, room)
+                context = min(most for most in (loaded.context_length, _longest_text(engine)) if most is not None)
+                models.append(
+                    ServedModel(
+                        name, loaded.model, loaded.tokenizer, engine, config, loaded.sampling, context, loaded.processor
+                    )
+                )
+        main.start_up.tell(*(model.engine.statistics.graphs for model in models))
         serve(models, server, listener)
     return process.OK
 

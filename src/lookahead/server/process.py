@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import socket
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -90,7 +89,7 @@ def serve(models: Sequence[ServedModel], settings: ServerSettings, listener: soc
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=math.ceil(settings.read_timeout),  # clients close theirs first, most after 5 s
+        timeout_keep_alive=5,
         http=guarded_protocol(settings.read_timeout),
         lifespan="on",
     )

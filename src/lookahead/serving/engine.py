@@ -84,7 +84,7 @@ class Engine:
         self._thread: Thread | None = None
         self._closing = False
         self._process = os.getpid()
-        self.statistics = EngineStatistics()
+        self.statistics = EngineStatistics(graphs=self._model.runner.recorded)
 
     def submit(
         self,
@@ -134,6 +134,7 @@ class Engine:
         request = Request(arguments, drafting, noise, runner.last_length, predicted=expected, logprobs=logprobs)
         request.row, handle = self._memory.new_row(), RequestHandle(self)
         handle.statistics.prompt_tokens = request.length
+        handle.statistics.engine = runner.engine
         handle.statistics.invariant_rows = least_rows(runner.model) if runner.is_invariant else 0
         with self._changed:
             place = urgency(priority, self.statistics.steps, self._submitted)
@@ -335,13 +336,14 @@ class Engine:
             )
         self._memory.forget()
         rest = [request for request in requests if request not in begun]
-        for request in rest:
-            self._memory.drop(request)
         try:
             self._model.reopen()
         except LookaheadError as error:
             self._leave_all(rest, error)
             raise
+        self.statistics.graphs = self._model.runner.recorded
+        for request in rest:
+            self._memory.drop(request)
 
     def _leave_all(self, requests: list[Request], error: BaseException | None = None) -> None:
         for request in requests:

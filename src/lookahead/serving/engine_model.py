@@ -49,16 +49,18 @@ class EngineModel:
         """Begin to run rows, and make room for their keys and values; arguments as for `Engine`."""
         if prefix_bytes is None:
             prefix_bytes = PREFIX_BYTES if kv_bytes is None else kv_bytes
-        self.runner, kv_bytes, prefix_bytes = self.session.open_rows(
-            self._config, max_rows, kv_bytes, prefix_bytes if prefix_cache else 0
-        )
+        self._sizes = max_rows, kv_bytes, prefix_bytes if prefix_cache else 0
+        self.runner, kv_bytes, prefix_bytes = self.session.open_rows(self._config, *self._sizes)
         self.config(None)
         reuses = prefix_cache and self.runner.shares_beginnings
         self._compares_bits = reuses or bool(self._config.pack_weights)
         self._watch = self.session.watch(self.runner, self._compares_bits)
         self.steps = Steps(self.runner, self.session.clock, self._shared)
         room = self.runner.token_bytes(), kv_bytes, reuses, prefix_bytes
-        return KVMemory(*room, lambda block: self.runner.new_row(block), self.runner.keeps_apart)
+        memory = KVMemory(*room, lambda block: self.runner.new_row(block), self.runner.keeps_apart)
+        self._memory = memory.tokens, memory.block, max_rows, self._config.max_nodes
+        self.runner.take_memory(*self._memory)
+        return memory
 
     def config(self, given: LookaheadConfig | None) -> LookaheadConfig:
         """How a request drafts, for which `given` is asked for.
@@ -111,7 +113,8 @@ class EngineModel:
         Raises:
             LookaheadError: It cannot be run.
         """
-        self.runner = self.steps.backend = self.session.open_rows(self._config, 0, None, 0)[0]
+        self.runner = self.steps.backend = self.session.open_rows(self._config, *self._sizes)[0]
+        self.runner.take_memory(*self._memory)
         self._watch = self.session.watch(self.runner, self._compares_bits)
 
 

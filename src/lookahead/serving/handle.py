@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Condition
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
 
+from lookahead.backends.base import Recorded
 from lookahead.core.statistics import Statistics, StepRecord
 from lookahead.serving.output import LookaheadOutput
 
@@ -247,6 +248,7 @@ class EngineStatistics:
         preempted: How often a running request had to wait again for want of memory.
         prompt_tokens: Tokens of the texts that requests began with, computed or reused.
         reused_tokens: Those whose keys and values another text had.
+        graphs: What capturing CUDA graphs took so far.
     """
 
     steps: int = 0
@@ -256,6 +258,7 @@ class EngineStatistics:
     preempted: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    graphs: Recorded = field(default_factory=Recorded)
 
     @property
     def hit_rate(self) -> float:

@@ -28,7 +28,7 @@ from transformers.generation.logits_process import (
 
 from lookahead.backends.base import Prompts
 from lookahead.backends.forward_result import ForwardResult
-from lookahead.backends.transfers import upload
+from lookahead.backends.transfers import Read
 from lookahead.backends.transformers.noise import RowNoise
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
@@ -103,34 +103,32 @@ class LogprobSampler:
     def __init__(self, sampler: TextSampler, top: int) -> None:
         self._sampler = sampler
         self._top = top
-        self._tokens: list[int] = []
-        self._logits: list[torch.Tensor] = []
+        self._noted: list[tuple[int, int, Read]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
 
     def select(self, sequence: TextSequence, outputs: ForwardResult, node: int) -> int:
         """The token after `node`, to follow the text of `sequence`."""
-        token = self._sampler.select(sequence, outputs, node)
-        self._tokens.append(token)
-        self._logits.append(outputs.logits_after(node))
+        sampler = self._sampler
+        token = sampler.select(sequence, outputs, node) if sampler.needs_logits else int(outputs.predictions[node])
+        logprobs = outputs.logits_after(node)[0].log_softmax(-1)
+        top = min(self._top, len(logprobs))
+        values, ids = logprobs.topk(top)
+        found = torch.cat([logprobs[token : token + 1], values])
+        packed = torch.cat([found.view(torch.int32), ids.int()])
+        self._noted.append((token, top, outputs.downloads.add(packed)))  # with those of all rows of the step
         return token
 
     def take(self) -> list[TokenEvent]:
-        """What is noted of the tokens since the last time, by one copy to the host."""
-        tokens, self._tokens = self._tokens, []
-        logprobs = torch.cat(self._logits).log_softmax(-1)
-        self._logits = []
-        (selected,) = upload(logprobs.device, np.array(tokens))
-        values, ids = logprobs.topk(min(self._top, logprobs.shape[-1])) if self._top else (logprobs[:, :0],) * 2
-        found = torch.cat([logprobs.gather(1, selected[:, None]), values], dim=1)
-        packed = torch.cat([found.view(torch.int32), ids.int()], dim=1).cpu().numpy()
-        chances = packed[:, : found.shape[1]].copy().view(np.float32).tolist()
-        likeliest = packed[:, found.shape[1] :].tolist()
-        return [
-            TokenEvent(token, own, tuple(zip(listed, others, strict=True)))
-            for token, (own, *others), listed in zip(tokens, chances, likeliest, strict=True)
-        ]
+        """What is noted of the tokens since the last time."""
+        noted, self._noted = self._noted, []
+        events = []
+        for token, top, read in noted:
+            packed = read()
+            own, *others = packed[: 1 + top].copy().view(np.float32).tolist()
+            events.append(TokenEvent(token, own, tuple(zip(packed[1 + top :].tolist(), others, strict=True))))
+        return events
 
 
 class StopRule:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from lookahead.backends.base import Recorded
+from lookahead.backends.machine import PausingClock, free_bytes
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Pass = Callable[[], Outputs]
@@ -81,6 +85,51 @@ class CudaGraphRecorder:
 def recorder_for(device: torch.device) -> Recorder:
     """What pays on `device`."""
     return CudaGraphRecorder(device) if device.type == "cuda" else NoRecorder()
+
+
+class Recordings:
+    """Passes of some sizes, each recorded when it is first run.
+
+    A pass is known by how many nodes it has, and how many of the likeliest tokens after each it lists.
+
+    Args:
+        device: Where they run.
+        recorder: Records them.
+        clock: Stands still meanwhile.
+
+    Attributes:
+        recorded: What it took so far.
+    """
+
+    def __init__(self, device: torch.device, recorder: Recorder, clock: PausingClock) -> None:
+        self._device, self._recorder, self._clock = device, recorder, clock
+        self._passes: dict[tuple[int, int], Pass] = {}
+        self.recorded = Recorded()
+
+    def listing(self, size: int, top_k: int) -> int | None:
+        """How many tokens a recorded pass of so many nodes lists, `top_k` or more; `None` if there is none."""
+        return min((listed for each, listed in self._passes if each == size and listed >= top_k), default=None)
+
+    def run(self, size: int, listing: int, work: Callable[[], Pass]) -> Outputs:
+        """Run a pass; `work` makes it, if it is still to be recorded."""
+        key = size, listing
+        if key not in self._passes:
+            start, free = perf_counter(), self._free
+            with self._clock.paused():
+                self._passes[key] = self._recorder.record(work())
+            self.recorded.count += 1
+            self.recorded.seconds += perf_counter() - start
+            self.recorded.bytes += max(free - self._free, 0)
+        return self._passes[key]()
+
+    @property
+    def _free(self) -> int:
+        return free_bytes(self._device) if self._device.type == "cuda" else 0
+
+    def forget(self) -> None:
+        """Run nothing again that was recorded: its memory is another one's now."""
+        self._passes.clear()
+        self._recorder.forget()
 
 
 class _RefuseWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]

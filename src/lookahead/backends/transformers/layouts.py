@@ -13,12 +13,15 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from lookahead.backends.transfers import upload
-from lookahead.backends.transformers.attention import INVARIANT, INVARIANT_ROWS, LEAST_NODES
+from lookahead.backends.transformers.invariant.attention import LEAST_NODES
+from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
+from lookahead.backends.transformers.invariant.attention import PACKED_ROWS as INVARIANT_ROWS
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder, dense
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import PackedCache
+from lookahead.backends.transformers.static_cache import StaticTreeCache
 from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
-from lookahead.backends.transformers.tree_attention.packed_mask import SCRATCH, first_position
+from lookahead.backends.transformers.tree_attention.packed_mask import SCRATCH, Pages, first_position
 from lookahead.core.token_tree import Layout
 
 Integers = NDArray[np.int64]
@@ -80,6 +83,7 @@ class Padded:
 
     Attributes:
         is_invariant: Whether the bits of a node depend on its own text alone; see `LookaheadConfig.invariant`.
+        keeps_logits: Whether the model gives logits of some nodes alone.
     """
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder | None, device: torch.device) -> None:
@@ -89,7 +93,7 @@ class Padded:
         self.is_invariant = attention in (INVARIANT, BY_POSITION)
         self._packs = attention in PACKED_MASKS or device.type == "cuda"
         self._least_nodes: int = getattr(model, LEAST_NODES, 1)
-        self._keeps_logits = "logits_to_keep" in forward_arguments(model)
+        self.keeps_logits = "logits_to_keep" in forward_arguments(model)
         # Places would have to be on the device of the last layer, where hooks do not bring them.
         self._is_spread = hasattr(model, "hf_device_map")
 
@@ -109,7 +113,7 @@ class Padded:
         """All of it where the model is, by one copy."""
         # A number keeps the last ones, without the copy that picking them takes.
         keeps_last = len(keep) > 0 and positions.shape[1] - int(keep[0]) == len(keep)
-        picks = self._keeps_logits and not keeps_last and not self._is_spread
+        picks = self.keeps_logits and not keeps_last and not self._is_spread
         picked = [keep.copy()] if picks else []
         # Plain decoding of one sequence needs no mask of ours: transformers' own fast path applies.
         plain = len(step.layouts) == 1 and step.layouts[0].is_chain and not self.is_invariant
@@ -129,7 +133,7 @@ class Padded:
             found = Inputs(sent[0], sent[1], keep, arguments={"attention_mask": made})
         if picks:
             found.arguments["logits_to_keep"] = sent[2]
-        elif self._keeps_logits and keeps_last:
+        elif self.keeps_logits and keeps_last:
             found.arguments["logits_to_keep"] = len(keep)
         return found
 
@@ -168,14 +172,16 @@ class PackedStep:
             nodes of which each sees all that is before it. Packed masks in invariant passes.
         kinds: The kind of each layer; one kind stands for all.
         cache: The cache of the step.
+        pages: Where the rows lie that share one memory. The masks are one packed mask then, and there are no bounds.
     """
 
     bounds: Sequence[tuple[int, int]]
-    masks: Mapping[str, Sequence[torch.Tensor | None]]
+    masks: Mapping[str, Any]
     kinds: Sequence[str]
-    cache: PackedCache
+    cache: PackedCache | StaticTreeCache
+    pages: Pages | None = None
 
-    def masks_of(self, module: torch.nn.Module) -> Sequence[torch.Tensor | None]:
+    def masks_of(self, module: torch.nn.Module) -> Any:
         """The masks of a layer."""
         if len(self.masks) == 1:
             return self.masks[self.kinds[0]]
@@ -190,12 +196,15 @@ class Packed:
         model: What runs; its attention is `packed_rows_attention`.
         masks: Which kinds of layers it has.
         device: Where inputs go.
+
+    Attributes:
+        keeps_logits: Whether the model gives logits of some nodes alone.
     """
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder, device: torch.device) -> None:
         self._masks, self._device = masks, device
         self._dtype = model.dtype
-        self._keeps_logits = "logits_to_keep" in forward_arguments(model)
+        self.keeps_logits = "logits_to_keep" in forward_arguments(model)
         self._is_invariant = model.config._attn_implementation == INVARIANT_ROWS
 
     def inputs(self, step: Step, cache: PackedCache) -> Inputs:
@@ -226,7 +235,7 @@ class Packed:
         found.arguments["packed_rows"] = PackedStep(
             list(zip(firsts, ends, strict=True)), masks, self._masks.layers, cache
         )
-        if self._keeps_logits:
+        if self.keeps_logits:
             alone = len(keep) == 1 == ends[-1]  # a number keeps it without a copy
             found.arguments["logits_to_keep"] = 1 if alone else sent[2]
         return found

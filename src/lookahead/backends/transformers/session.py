@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from lookahead.backends.base import Call, Prompts, Session
-from lookahead.backends.machine import step_clock
+from lookahead.backends.machine import PausingClock, step_clock
 from lookahead.backends.transformers.cache_exchange import adopt_cache, return_cache
 from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, check_states
 from lookahead.backends.transformers.checks.kinds import equivalence
@@ -19,10 +19,11 @@ from lookahead.backends.transformers.checks.texts import check_texts
 from lookahead.backends.transformers.encoder_decoder import source_of_row
 from lookahead.backends.transformers.engine_model import engine_model, rows_runner, runs_static
 from lookahead.backends.transformers.invariant.modules import least_rows
+from lookahead.backends.transformers.pooled_rows import PooledRunner
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
 from lookahead.backends.transformers.shared_clone import chain_engine
 from lookahead.backends.transformers.snapshots import ModelWatch
-from lookahead.backends.transformers.static_engine import StaticBuffers
+from lookahead.backends.transformers.static_engine import StaticBuffers, pooled_runner
 from lookahead.backends.transformers.static_steps import FIXED_ROWS
 from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.config import LookaheadConfig
@@ -38,7 +39,7 @@ class TransformersSession(Session):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self.clock = step_clock(model.device)
+        self.clock = self._clock = PausingClock(model.device)
 
     @property
     def number_type(self) -> str:
@@ -76,7 +77,14 @@ class TransformersSession(Session):
             ends = equivalence(self._model).holds("positions_end")
             engine = chain_engine(self._model) if drafts else None
             return ChainRunner(self._model, (), None, ends, engine, drafts), kv_bytes, 0
-        return rows_runner(self._model, config.pack_weights, config.invariant), kv_bytes, prefix_bytes
+        rows = rows_runner(self._model, config.pack_weights, config.invariant)
+        if config.engine == "auto" and self._model.device.type == "cuda":
+            ends = equivalence(self._model).holds("positions_end")
+            pooled = pooled_runner(rows, engine_model(self._model), self._clock, ends)
+            if isinstance(pooled, PooledRunner):
+                return pooled, kv_bytes, prefix_bytes
+            _warn_of_eager_steps(self._model, pooled)
+        return rows, kv_bytes, prefix_bytes
 
     def watch(self, runner: RowsRunner | ChainRunner, compares_bits: bool) -> ModelWatch:
         """Notices changes of the model."""
@@ -170,13 +178,17 @@ def _static_buffers(
             f"invariant=True is not possible for this {type(engine).__name__} and texts of {longest} tokens: it cannot "
             f"be run with fixed shapes, as {buffers.obstacle}; use invariant=False"
         )
-    warnings.warn(
-        f"steps of this {type(engine).__name__} are run one kernel at a time, without fixed shapes or CUDA graphs: "
-        f"{buffers.obstacle}. engine='dynamic' says so beforehand",
-        LookaheadWarning,
-        stacklevel=2,
-    )
+    _warn_of_eager_steps(engine, buffers.obstacle)
     return None
+
+
+def _warn_of_eager_steps(model: PreTrainedModel, obstacle: str) -> None:
+    warnings.warn(
+        f"steps of this {type(model).__name__} are run one kernel at a time, without fixed shapes or CUDA graphs: "
+        f"{obstacle}. engine='dynamic' says so beforehand",
+        LookaheadWarning,
+        stacklevel=3,
+    )
 
 
 class ChainCall(Call):

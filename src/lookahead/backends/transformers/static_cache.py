@@ -117,6 +117,10 @@ class StaticTreeCache(TreeCache):
                 self._buffers.append(buffer)
         self.capacity = capacity
 
+    def fill(self) -> None:
+        """Count all columns as those of a text: whoever writes to `columns` knows which are."""
+        self._set_lengths([self.capacity] * self.batch)
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.checks.clones import CHECK_LENGTH, agree, check_logits
+from lookahead.backends.machine import PausingClock
+from lookahead.backends.transformers.checks.clones import CHECK_LENGTH, agree, check_logits, reads_rows_alike
 from lookahead.backends.transformers.graph_recorder import recorder_for
 from lookahead.backends.transformers.limits import limits_of
 from lookahead.backends.transformers.model_state import state_of
-from lookahead.backends.transformers.runner import ModelRunner
+from lookahead.backends.transformers.pooled_rows import PooledRunner
+from lookahead.backends.transformers.rows import Row
+from lookahead.backends.transformers.runner import ModelRunner, RowsRunner
 from lookahead.backends.transformers.shared_clone import can_be_cloned
 from lookahead.backends.transformers.static_cache import LayerShape, StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.static_steps import (
@@ -22,6 +27,7 @@ from lookahead.backends.transformers.static_steps import (
 )
 from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.config import LookaheadConfig
+from lookahead.core.token_tree import TokenTree
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
 
 Shapes = tuple[LayerShape | None, ...]
@@ -124,6 +130,52 @@ def fixed_runner(model: PreTrainedModel, batch: int) -> ModelRunner:
     buffers = StaticTreeCache(shapes, batch, capacity, model.device, padded_batch(batch))
     steps = StaticSteps(model, buffers, sizes, recorder_for(model.device), most=2 * sizes[0])
     return ModelRunner(model, batch, steps=steps)
+
+
+def pooled_runner(
+    rows: RowsRunner, alone: PreTrainedModel, clock: PausingClock, positions_end: bool
+) -> PooledRunner | str:
+    """What runs rows of a pool as `rows` runs packed ones, without its memory; why there is none, if so. Tried once per
+    model.
+
+    Args:
+        rows: Runs them one kernel at a time.
+        alone: What runs one text of the model.
+        clock: The clock for steps.
+        positions_end: See `Limits`.
+    """
+    model = rows.model
+    if not rows.packed or rows.is_invariant:
+        return "its rows do not lie one behind another in a pass"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if obstacle := _obstacle(model) or ("its layers pick keys" if limits_of(model).picks_after is not None else ""):
+        return obstacle
+    state = state_of(model)
+    setting = ("rows", model.config._attn_implementation, model.dtype, model.device)
+    with state.lock:
+        if setting not in state.static_shapes:
+            state.static_shapes[setting] = _try_pool(rows, alone)
+        shapes = state.static_shapes[setting]
+    if isinstance(shapes, str):
+        return shapes
+    return PooledRunner(model, shapes, recorder_for(model.device), clock, positions_end)
+
+
+@torch.no_grad()
+def _try_pool(rows: RowsRunner, alone: PreTrainedModel) -> Shapes | str:
+    """Compare logits of rows in a pool with those of each text alone."""
+    model = rows.model
+    rows.rows = [row := Row(1)]
+    rows.forward([TokenTree([0])])
+    rows.rows, shapes = [], layer_shapes(row.cache)
+    try:
+        pooled = PooledRunner(model, shapes, recorder_for(model.device), PausingClock(model.device))
+        pooled.take_memory(4 * CHECK_LENGTH, CHECK_LENGTH // 3, 3, SMALLEST_TREE)
+        same = reads_rows_alike(pooled, alone, exactly=False)
+    except Exception as error:  # as above
+        return f"passes of fixed shapes fail ({type(error).__name__}: {error})"
+    return shapes if same else "passes of fixed shapes give other logits"
 
 
 def _static_shapes(model: PreTrainedModel, compiled: bool = False) -> Shapes | str:

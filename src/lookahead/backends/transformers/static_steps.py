@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.forward_result import ForwardResult, Listed, pack_likeliest, spread, unpack_likeliest
-from lookahead.backends.machine import step_clock
-from lookahead.backends.transfers import Downloads, Read
-from lookahead.backends.transformers.graph_recorder import Outputs, Pass, Recorder
+from lookahead.backends.machine import PausingClock
+from lookahead.backends.transfers import Downloads, Read, Staged
+from lookahead.backends.transformers.graph_recorder import Outputs, Pass, Recorder, Recordings
 from lookahead.backends.transformers.layouts import Step, ancestors, padded
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.static_cache import StaticTreeCache
@@ -82,20 +82,12 @@ class StaticInputs:
         passes = -(-(most or nodes) // nodes)
         width = packed_width(passes * nodes)
         shapes = [(batch, nodes), (batch, nodes), (nodes,), *[(batch, 1, nodes, width)] * len(masks.kinds)]
-        sizes = [int(np.prod(shape)) for shape in shapes]
-        is_host = device.type == "cpu"
-        # An inference tensor could not be written to by a later call outside of inference mode.
-        with torch.inference_mode(False):
-            self._host = torch.zeros(sum(sizes), dtype=torch.int32)
-            self._staged = self._host if is_host else torch.zeros_like(self._host, device=device, pin_memory=False)
-            parts = [part.view(shape) for part, shape in zip(torch.split(self._staged, sizes), shapes, strict=True)]
+        self._staged = Staged(device, shapes)
         self.nodes = nodes
-        self.tokens, self.positions, self.columns = parts[:3]
-        self.packed_masks = tuple(parts[3:])
+        self.tokens, self.positions, self.columns = self._staged.there[:3]
+        self.packed_masks = tuple(self._staged.there[3:])
         self._masks, self._slots = masks, passes * nodes
-        on_host = np.split(self._host.numpy(), np.cumsum(sizes)[:-1])
-        buffers = [part.reshape(shape) for part, shape in zip(on_host, shapes, strict=True)]
-        self._tokens, self._positions, self._columns, *self._packed = buffers
+        self._tokens, self._positions, self._columns, *self._packed = self._staged.here
         self._offsets = np.arange(nodes, dtype=np.int32)
 
     def stage(self, step: Step, part: int = 0) -> None:
@@ -114,10 +106,7 @@ class StaticInputs:
         masks = self._masks.pack(ancestors(step, rows, self._slots), lengths, places)
         for buffer, packed in zip(self._packed, masks, strict=True):
             buffer[:] = packed[:, :, own]
-        if self._staged is not self._host:
-            # Pinned memory of its own, which is not given to others until the copy is done: nobody waits for that.
-            sent = torch.empty_like(self._host, pin_memory=self._staged.is_cuda).copy_(self._host)
-            self._staged.copy_(sent, non_blocking=True)
+        self._staged.send()
 
 
 class StaticSteps:
@@ -137,7 +126,7 @@ class StaticSteps:
     Attributes:
         cache, sizes: As above.
         chunk: Nodes of every pass, if they are of one size only.
-        recordings: Passes that were recorded so far, over all sizes.
+        clock: A clock in seconds that stands still while graphs are recorded.
         last: Tokens that the texts come to at most: where fewer than `PAYS_FROM` of them are left, nothing is recorded
             any more, and steps of sizes that were not are run elsewhere. Any number if `None`.
     """
@@ -155,19 +144,17 @@ class StaticSteps:
         self.sizes = tuple(sizes)
         self.chunk = None if most is None else self.sizes[-1]
         self._most = most
-        self.recordings = 0
         self.last: int | None = None
-        self._time = step_clock(model.device)
-        self._recording_seconds = 0.0
+        self.clock = PausingClock(model.device)
+        self._passes = Recordings(model.device, recorder, self.clock)
         self._masks = MaskBuilder(model.config)
-        self._recorder = recorder
         self._compiler = compiler
         self._inputs: dict[int, StaticInputs] = {}
-        self._passes: dict[tuple[int, int], Pass] = {}
 
-    def clock(self) -> float:
-        """A clock in seconds that stands still while graphs are recorded, which is no cost of a step."""
-        return self._time() - self._recording_seconds
+    @property
+    def recordings(self) -> int:
+        """Passes that were recorded so far, over all sizes."""
+        return self._passes.recorded.count
 
     def begin(self, cache: TreeCache) -> None:
         """Begin with the texts of `cache`, which stays as it is."""
@@ -199,9 +186,8 @@ class StaticSteps:
         if parts > 1 and self._most is not None and nodes > self._most:
             self._most = nodes
             self._inputs.clear()
-            self._forget()
-        # One that lists more tokens will do, too.
-        listing = min((listed for each, listed in self._passes if each == size and listed >= top_k), default=None)
+            self._passes.forget()
+        listing = self._passes.listing(size, top_k)
         if listing is None and self.last is not None and self.last - self.cache.longest < PAYS_FROM:
             return None
         key = size, top_k if listing is None else listing
@@ -220,7 +206,7 @@ class StaticSteps:
         for row, layout in enumerate(step.layouts):
             places = layout.read_slots
             read_nodes = layout.order[places]
-            listed = spread(partial(_unpack_row, read, row, top_k), places, read_nodes, len(layout.order))
+            listed = spread(partial(unpack_part, read, row, top_k), places, read_nodes, len(layout.order))
             rows = dict(zip(read_nodes.tolist(), places.tolist(), strict=True))
             found.append(ForwardResult(logits[row], rows, listed, borrowed=True, downloads=downloads))
         return found
@@ -229,12 +215,7 @@ class StaticSteps:
         """The pass `key` over a part of the trees; see `run_pass`."""
         inputs = self._inputs[key[0]]
         inputs.stage(step, part)
-        if key not in self._passes:
-            start = self._time()
-            self._passes[key] = self._recorder.record(self._pass(model, inputs, key[1]))
-            self.recordings += 1
-            self._recording_seconds += self._time() - start
-        return self._passes[key]()
+        return self._passes.run(*key, lambda: self._pass(model, inputs, key[1]))
 
     def _pass(self, model: PreTrainedModel, inputs: StaticInputs, top_k: int) -> Pass:
         reference, cache, masks = weakref.ref(model), self.cache, self._masks
@@ -258,11 +239,7 @@ class StaticSteps:
     def _grow(self, needed: int) -> None:
         """Grow by half at least, since graphs must be captured again."""
         self.cache.grow(rounded(max(needed, self.cache.capacity * 3 // 2)))
-        self._forget()
-
-    def _forget(self) -> None:
-        self._passes.clear()
-        self._recorder.forget()
+        self._passes.forget()
 
 
 def run_pass(
@@ -300,6 +277,7 @@ def run_pass(
     return logits, pack_likeliest(logits.flatten(0, 1), top_k).view(*logits.shape[:2], -1)
 
 
-def _unpack_row(read: Read, row: int, top_k: int) -> Listed:
-    found = unpack_likeliest(read()[row])
+def unpack_part(read: Read, part: int | slice, top_k: int) -> Listed:
+    """What is listed of a part of the rows, with `top_k` tokens of each."""
+    found = unpack_likeliest(read()[part])
     return found._replace(ids=found.ids[:, :top_k], probabilities=found.probabilities[:, :top_k])

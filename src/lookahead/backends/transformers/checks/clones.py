@@ -14,7 +14,6 @@ from lookahead.backends.transformers.chain_cache import ChainRow
 from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder, tried_source
 from lookahead.backends.transformers.findings import architecture, recall, remember
 from lookahead.backends.transformers.invariant.modules import foreign_product
-from lookahead.backends.transformers.rows import Row
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
 from lookahead.backends.trials import among_decoys, chains, difference, follow, nothing, rounding
 from lookahead.errors import UnsupportedModelError
@@ -101,7 +100,7 @@ def reads_rows_alike(runner: RowsRunner, alone: PreTrainedModel, exactly: bool) 
     vocabulary = vocabulary_size(alone)
     texts = [[token % vocabulary for token in text] for text in _ROWS]
     draft = among_decoys(3, 1, vocabulary)
-    runner.rows = [Row() for _ in texts]
+    runner.rows = [runner.new_row() for _ in texts]
     found = follow(runner, texts, 2, draft)
     runner.rows = []
     expected = [follow(ModelRunner(alone, 1), [text], 2, draft)[0] for text in texts]

@@ -9,7 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lookahead.backends.transformers.tree_attention.packed_mask import packed_width
+from lookahead.backends.transformers.tree_attention.packed_mask import Pages, packed_width
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 
 NAME = "lookahead_tree"
@@ -64,6 +64,7 @@ def tree_attention_forward(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    pages: Pages | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers that knows packed masks.
@@ -77,6 +78,7 @@ def tree_attention_forward(
             tree, what "sdpa" takes: no mask, or a dense one.
         scaling: What scores are multiplied by; `head_dim ** -0.5` if not given.
         softcap: Bends scores to stay below this.
+        pages: Where the keys of each text lie, of many whose nodes share a batch of 1.
         **kwargs: What else transformers passes. Windows and causality are in the mask; `dropout` must be 0 where that
             is packed.
 
@@ -107,7 +109,7 @@ def tree_attention_forward(
         return compiled, None
     from lookahead.backends.transformers.tree_attention.kernel import tree_attention
 
-    return tree_attention(query, key, value, attention_mask, scaling, softcap), None
+    return tree_attention(query, key, value, attention_mask, scaling, softcap, pages=pages), None
 
 
 def by_position_forward(

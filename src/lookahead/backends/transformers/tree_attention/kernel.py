@@ -8,6 +8,9 @@ kernel puts the shares together in a fixed order: the same input gives the same 
 The number of splits and the sizes of blocks follow from shapes alone. How long a text is, the kernel reads from the
 packed mask, on the device: each split takes an equal share of the blocks that the row really has, so a static cache
 that is nearly empty costs no more than it holds, and a captured graph stays right as the text grows.
+
+Texts that share a buffer in pages have programs each, as many as the nodes of all of them could need: those of a text
+with fewer nodes have nothing to do.
 """
 
 # Kernels are written in Triton's language, which mypy cannot check.
@@ -19,7 +22,7 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from lookahead.backends.transformers.tree_attention.packed_mask import BITS, FIRST, SCRATCH, VISIBLE, WORD
+from lookahead.backends.transformers.tree_attention.packed_mask import BITS, FIRST, SCRATCH, VISIBLE, WORD, Pages
 from lookahead.backends.transformers.tree_attention.running_softmax import (
     Attention,
     Tiling,
@@ -33,6 +36,11 @@ from lookahead.backends.transformers.tree_attention.running_softmax import (
 _VISIBLE, _FIRST, _SCRATCH = tl.constexpr(VISIBLE), tl.constexpr(FIRST), tl.constexpr(SCRATCH)
 _BITS, _WORD = tl.constexpr(BITS), tl.constexpr(WORD)
 
+_NODES_OF_A_TEXT = 16
+"""Nodes that blocks of rows are cut for where many texts share a pass: more of one text are several blocks."""
+_TEXTS_AT_ONCE = 8
+"""Texts that share the programs which fill a GPU: of more, few are so long that they need many splits."""
+
 
 def tree_attention(
     query: torch.Tensor,
@@ -42,6 +50,7 @@ def tree_attention(
     scaling: float,
     softcap: float | None = None,
     tiling: Tiling | None = None,
+    pages: Pages | None = None,
 ) -> torch.Tensor:
     """Attention of the nodes of a token tree to the cached text and to their ancestors.
 
@@ -58,6 +67,7 @@ def tree_attention(
         scaling: What scores are multiplied by.
         softcap: Scores are bent to stay below this: `softcap * tanh(score / softcap)`.
         tiling: How to cut the work; `choose_tiling` decides if not given.
+        pages: Where the keys of each text lie, if they are those of many, with a batch of 1.
 
     Returns:
         `[batch, nodes, heads, value_dim]` in the number type of `query`.
@@ -66,15 +76,27 @@ def tree_attention(
         InvalidArgumentError: The tensors are not on a CUDA device, and Triton's interpreter is not on.
     """
     attention = Attention(_attention_kernel, query, key, value, packed_mask)
+    nodes, keys, heads, texts = query.shape[2], key.shape[2], attention.heads, None
+    if pages is not None:
+        texts, width = pages.table.shape
+        keys, heads = width * pages.size, heads * -(-min(nodes, texts) // _TEXTS_AT_ONCE)
+        nodes = min(nodes, _NODES_OF_A_TEXT)
     if tiling is None:
-        tiling = choose_tiling(attention.rows, attention.heads, key.shape[2], attention.head_dim, key.dtype)
-    programs = -(-attention.rows // tiling.rows)
-    return attention.run(programs, tiling, scaling, softcap, DIRECT=tiling.splits == 1)
+        tiling = choose_tiling(nodes * attention.group, heads, keys, attention.head_dim, key.dtype)
+    table, starts, size = (packed_mask, packed_mask, 0) if pages is None else (pages.table, pages.starts, pages.size)
+    return attention.run(
+        *(-(-attention.rows // tiling.rows), tiling, scaling, softcap, texts),
+        table=table,
+        starts=starts,
+        table_stride=table.stride(0),
+        PAGE=size,
+        DIRECT=tiling.splits == 1,
+    )
 
 
 # These change from step to step; a value of 1 or a multiple of 16 must not compile the kernel anew.
 # Strides and sizes are arguments of their own, and many: only newer versions of Triton take tuples.
-@triton.jit(do_not_specialize=["mask_stride_b", "mask_stride_t", "nodes", "splits"])
+@triton.jit(do_not_specialize=["mask_stride_b", "mask_stride_t", "nodes", "splits", "table_stride"])
 def _attention_kernel(
     query,
     key,
@@ -97,6 +119,9 @@ def _attention_kernel(
     splits,
     scale,
     cap,
+    table,
+    starts,
+    table_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_SIZE: tl.constexpr,
@@ -106,9 +131,12 @@ def _attention_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     CAPPED: tl.constexpr,
+    PAGE: tl.constexpr,
     DIRECT: tl.constexpr,
 ):
     """One block of rows, one split, one head of keys; grid `[row blocks, splits, batch * KV_HEADS]`.
+
+    With `PAGE`, tokens of a page, the batch is of texts whose nodes share one row from `starts` on.
 
     Row r of a head is node `r // GROUP` of query head `r % GROUP` of its group. `DIRECT`, with one split, writes the
     result to `out` `[batch, nodes, heads, VALUE_SIZE]`. Otherwise a split writes its average of the values to `out`
@@ -120,14 +148,22 @@ def _attention_kernel(
     head = tl.program_id(2).to(tl.int64)
     batch, kv_head = head // KV_HEADS, head % KV_HEADS
     rows = nodes * GROUP
+    before = tl.zeros([], tl.int32)  # nodes of other texts in the same row
+    if PAGE > 0:
+        table += batch * table_stride
+        before = tl.load(starts + batch)
+        nodes = tl.load(starts + batch + 1) - before
+        batch, head = batch * 0, kv_head
+        if tl.program_id(0) * BLOCK_M >= nodes * GROUP:
+            return
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_row = row < rows
+    is_row = row < nodes * GROUP
     node, member = row // GROUP, row % GROUP
     column = tl.arange(0, BLOCK_N)
     key_dim, value_dim = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     is_key_dim, is_value_dim = key_dim < KEY_SIZE, value_dim < VALUE_SIZE
 
-    mask += batch * mask_stride_b
+    mask += batch * mask_stride_b + before * mask_stride_t
     own_mask = mask + node * mask_stride_t
     visible = tl.load(own_mask + _VISIBLE, mask=is_row, other=0)
     first = tl.load(own_mask + _FIRST, mask=is_row, other=0)
@@ -144,18 +180,16 @@ def _attention_kernel(
     begin = tl.minimum(split * share, blocks)
     end = tl.minimum(begin + share, blocks)
     if not DIRECT:  # a single split always has a block
-        sums += (head * splits + split) * rows
+        sums += (head * splits + split) * rows + before * GROUP
         if begin >= end:
             tl.store(sums + row, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
             return
 
-    query += batch * query_stride_b + kv_head * GROUP * query_stride_h
+    query += batch * query_stride_b + kv_head * GROUP * query_stride_h + before * query_stride_t
     query_offsets = (node * query_stride_t + member * query_stride_h)[:, None] + key_dim[None, :]
     query_block = load_rows(query, query_offsets, is_row, is_key_dim)
     key += batch * key_stride_b + kv_head * key_stride_h
     value += batch * value_stride_b + kv_head * value_stride_h
-    key_offsets = column[:, None] * key_stride_n + key_dim[None, :]
-    value_offsets = column[:, None] * value_stride_n + value_dim[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -164,21 +198,22 @@ def _attention_kernel(
         start = low + block * BLOCK_N
         # Behind the text lies garbage. A weight of 0 does not make a value harmless that is no number: it is not read.
         is_cached = start + column < length
-        key_block = load_rows(key + start.to(tl.int64) * key_stride_n, key_offsets, is_cached, is_key_dim)
-        value_block = load_rows(value + start.to(tl.int64) * value_stride_n, value_offsets, is_cached, is_value_dim)
+        key_block = _load_columns(key, key_stride_n, start, column, is_cached, key_dim, is_key_dim, table, PAGE)
+        value_block = _load_columns(
+            value, value_stride_n, start, column, is_cached, value_dim, is_value_dim, table, PAGE
+        )
         position = (start + column)[None, :]
         seen = (position >= first[:, None]) & (position < visible[:, None])
         scores = tl.where(seen, scores_of(query_block, key_block, scale, cap, CAPPED), float("-inf"))
         acc, peak, total = fold(scores, value_block, acc, peak, total)
 
-    key += scratch.to(tl.int64) * key_stride_n
-    value += scratch.to(tl.int64) * value_stride_n
     for block in range(tl.maximum(begin - cached_blocks, 0), end - cached_blocks):
         start = block * BLOCK_N
         slot = start + column
         is_slot = slot < slots
-        key_block = load_rows(key + start.to(tl.int64) * key_stride_n, key_offsets, is_slot, is_key_dim)
-        value_block = load_rows(value + start.to(tl.int64) * value_stride_n, value_offsets, is_slot, is_value_dim)
+        place = scratch + start
+        key_block = _load_columns(key, key_stride_n, place, column, is_slot, key_dim, is_key_dim, table, PAGE)
+        value_block = _load_columns(value, value_stride_n, place, column, is_slot, value_dim, is_value_dim, table, PAGE)
         # 32 neighbours read the same word.
         words = tl.load(
             own_mask[:, None] + (slot // _WORD + _BITS)[None, :], mask=is_row[:, None] & is_slot[None, :], other=0
@@ -192,13 +227,23 @@ def _attention_kernel(
     acc /= total[:, None]
     stored = is_row[:, None] & is_value_dim[None, :]
     if DIRECT:
-        out += (batch * nodes * KV_HEADS + kv_head) * GROUP * VALUE_SIZE
+        out += ((batch * nodes + before) * KV_HEADS + kv_head) * GROUP * VALUE_SIZE
         offsets = (node * KV_HEADS * GROUP + member) * VALUE_SIZE
         tl.store(out + offsets[:, None] + value_dim[None, :], acc.to(out.dtype.element_ty), mask=stored)
     else:
-        out += (head * splits + split) * rows * VALUE_SIZE
+        out += ((head * splits + split) * rows + before * GROUP) * VALUE_SIZE
         tl.store(out + (row * VALUE_SIZE)[:, None] + value_dim[None, :], acc, mask=stored)
         tl.store(sums + row, peak + tl.log2(total), mask=is_row)
+
+
+@triton.jit
+def _load_columns(states, stride, start, column, is_there, dim, is_dim, table, PAGE: tl.constexpr):
+    """Keys or values of the columns from `start` on, of a buffer or of the pages of a text."""
+    if PAGE > 0:
+        page = tl.load(table + (start + column) // PAGE, mask=is_there, other=0).to(tl.int64)
+        place = page * PAGE + (start + column) % PAGE
+        return load_rows(states, (place * stride)[:, None] + dim[None, :], is_there, is_dim)
+    return load_rows(states + start.to(tl.int64) * stride, column[:, None] * stride + dim[None, :], is_there, is_dim)
 
 
 def _shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:

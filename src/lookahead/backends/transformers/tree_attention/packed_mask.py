@@ -17,11 +17,16 @@ the end of a row and the scratch is garbage. Of each query the packed mask says:
 
 Everything that changes from step to step is in this tensor, so a captured CUDA graph needs nothing else to be copied
 up to date.
+
+Texts that come and go share one buffer, in `Pages`. Their nodes lie one behind another in one row,
+`[1, 1, nodes, 3 + words]`; each text counts its positions, slots and columns for itself, and its scratch begins at its
+end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -35,6 +40,21 @@ END = SCRATCH
 """In a mask along paths, the column for the position where what a query sees ends."""
 WORD = 32
 """Slots in one word of a bit set."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Where the keys of many texts lie in one buffer.
+
+    Attributes:
+        table: The pages of each text, `[texts, pages]` int32; number p is that of the columns from `p * size` on.
+        starts: The first node of each text, and behind them their number, `[texts + 1]` int32.
+        size: Columns of a page.
+    """
+
+    table: torch.Tensor
+    starts: torch.Tensor
+    size: int
 
 
 def packed_width(nodes: int) -> int:

@@ -113,7 +113,13 @@ class Attention:
         }
 
     def run(
-        self, programs: int, tiling: Tiling, scaling: float, softcap: float | None, **constants: int
+        self,
+        programs: int,
+        tiling: Tiling,
+        scaling: float,
+        softcap: float | None,
+        texts: int | None = None,
+        **constants: Any,
     ) -> torch.Tensor:
         """Launch the kernel and, unless it writes the result itself, put the shares of its splits together.
 
@@ -122,6 +128,7 @@ class Attention:
             tiling: How the rest of the work is cut.
             scaling: What scores are multiplied by.
             softcap: Scores are bent to stay below this: `softcap * tanh(score / softcap)`.
+            texts: Texts that programs are for; the batch if not given.
             **constants: What this kernel alone takes; with `DIRECT` it writes the result itself.
 
         Returns:
@@ -137,7 +144,7 @@ class Attention:
             sums = query.new_empty(shape, dtype=torch.float32)
         scale, cap = _score_factors(scaling, softcap)
         with torch.cuda.device_of(query):
-            self._kernel[programs, splits, self.heads](
+            self._kernel[programs, splits, self.heads if texts is None else texts * self._sizes["KV_HEADS"]](
                 *(query, key, value, mask, shares, sums),
                 *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
                 *(mask.stride(0), mask.stride(2), nodes, splits, scale, cap),

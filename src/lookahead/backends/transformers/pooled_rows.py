@@ -1,0 +1,390 @@
+"""Rows that come and go in one memory of fixed size, so that passes over any of them can be captured in CUDA graphs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from lookahead.backends.base import TextRow
+from lookahead.backends.forward_result import ForwardResult, forward_results, pack_likeliest, spread
+from lookahead.backends.machine import PausingClock, free_bytes
+from lookahead.backends.transfers import Downloads, Staged, upload
+from lookahead.backends.transformers.graph_recorder import Outputs, Pass, Recorder, Recordings
+from lookahead.backends.transformers.layouts import PackedStep, Step, ancestors, padded
+from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.runner import LARGE, RowsRunner
+from lookahead.backends.transformers.static_cache import LayerShape, StaticTreeCache
+from lookahead.backends.transformers.static_steps import pass_sizes, rounded, unpack_part
+from lookahead.backends.transformers.tree_attention.packed_mask import BITS, SCRATCH, WORD, Pages, packed_width
+from lookahead.backends.transformers.tree_cache import TreeCache, whole_blocks
+from lookahead.core.token_tree import TokenTree, lay_out
+
+MOST_RECORDED = 256
+"""Nodes of the largest pass that is recorded: with more, as with a part of a prompt, products take longer than reading
+the weights does, and launches are hidden behind them."""
+
+LISTED = 8
+"""Likeliest tokens that recorded passes list, as drafters ask for by default; for more a pass is recorded anew."""
+
+FIRST_TOKENS = 1024
+"""Tokens of each row that memory is taken for at first where it is not limited, and that a text may come to."""
+
+Integers = NDArray[np.int64]
+
+
+class RowPool:
+    """Keys and values of many texts in pages of one memory.
+
+    Page 0 is for nodes of no text.
+
+    Args:
+        shapes: What each layer keeps of a token.
+        tokens: How many there is room for; it grows where that is not enough.
+        block: Tokens of a page.
+        device: Where it is.
+
+    Attributes:
+        cache: The memory, as one row of all pages.
+        block: As above.
+    """
+
+    def __init__(self, shapes: Sequence[LayerShape | None], tokens: int, block: int, device: torch.device) -> None:
+        pages = 1 + -(-tokens // block)
+        self.block = block
+        self.cache = StaticTreeCache(shapes, 1, pages * block, device)
+        self.cache.fill()
+        self._free = list(range(pages - 1, 0, -1))
+
+    def take(self, count: int) -> list[int]:
+        """Take so many pages."""
+        if count > len(self._free):
+            before = self.cache.capacity // self.block
+            pages = before + max(count - len(self._free), before // 2)
+            self.cache.grow(pages * self.block)
+            self.cache.fill()
+            self._free[:0] = range(pages - 1, before - 1, -1)
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Take pages back."""
+        self._free.extend(pages)
+
+    def move(self, sources: Integers, targets: Integers) -> None:
+        """Copy the states in some columns to others."""
+        if len(sources):
+            source, target = upload(self.cache.buffers[0].device, np.stack([sources, targets]))[0]
+            for buffer in self.cache.buffers:
+                buffer[:, 0, :, target] = buffer[:, 0, :, source]
+
+
+class PooledRow(TextRow):
+    """One text in a pool.
+
+    Args:
+        pool: The pool.
+
+    Attributes:
+        pages: Its pages, in the order of its tokens.
+        length: Tokens that are kept.
+        prompt: What the model itself has read of a prompt, until it is taken over.
+    """
+
+    def __init__(self, pool: RowPool) -> None:
+        self._pool = pool
+        self.pages: list[int] = []
+        self.length = 0
+        self.prompt: TreeCache | None = None
+
+    def __del__(self) -> None:
+        self._pool.give_back(self.pages)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return len(self.pages) * self._pool.block
+
+    def reserve(self, tokens: int) -> None:
+        """Have room for so many tokens."""
+        if tokens > self.capacity:
+            self.pages += self._pool.take(whole_blocks(tokens - self.capacity, self._pool.block) // self._pool.block)
+
+    def columns(self, places: Integers) -> Integers:
+        """Where tokens lie in the pool, given their places in the text."""
+        block = self._pool.block
+        return np.array(self.pages, dtype=np.int64)[places // block] * block + places % block
+
+    def copy_start(self, other: PooledRow, tokens: int) -> None:
+        """Begin with the first `tokens` tokens of another row, which has them."""
+        self.reserve(tokens)
+        places = np.arange(tokens)
+        self._pool.move(other.columns(places), self.columns(places))
+        self.length = tokens
+
+    def crop(self, tokens: int) -> None:
+        """Forget all behind the first `tokens` tokens."""
+        self.length = min(self.length, tokens)
+
+    def adopt(self, cache: TreeCache) -> None:
+        """Begin with what a cache of one row holds."""
+        (length,) = cache.lengths(1)
+        self.reserve(length)
+        columns = upload(self._pool.cache.buffers[0].device, self.columns(np.arange(length)))[0]
+        for layer, own in zip(cache.layers, self._pool.cache.layers, strict=False):
+            if layer.is_initialized:
+                own.keys.index_copy_(2, columns, layer.keys.narrow(2, 0, length))
+                own.values.index_copy_(2, columns, layer.values.narrow(2, 0, length))
+        self.length = length
+
+
+class PooledInputs:
+    """The inputs of passes of one size: nodes of all texts one behind another, then nodes of none.
+
+    These are token 0 at position 0, see themselves alone, and lie in page 0.
+
+    Args:
+        masks: Which kinds of layers the model has.
+        nodes: Nodes of a pass.
+        texts: Texts that share it, at most.
+        width: Pages of a text, at most.
+        block: Tokens of a page.
+        device: Where the model is.
+    """
+
+    def __init__(
+        self, masks: MaskBuilder, nodes: int, texts: int, width: int, block: int, device: torch.device
+    ) -> None:
+        mask = (nodes, packed_width(nodes))
+        shapes = [(1, nodes), (1, nodes), (nodes,), (texts + 2,), (texts + 1, width), *[mask] * len(masks.kinds)]
+        self._staged = Staged(device, shapes)
+        self._masks, self._nodes, self._block = masks, nodes, block
+        slots = np.arange(nodes)
+        self._alone = np.zeros(mask, dtype=np.int32)  # what nodes of no text see
+        self._alone[slots, BITS + slots // WORD] = (1 << slots % WORD).astype(np.uint32).view(np.int32)
+
+    def arguments(self, cache: StaticTreeCache) -> dict[str, Any]:
+        """What the model takes, on the device; where it writes to is told `cache`."""
+        tokens, positions, columns, starts, table, *packed = self._staged.there
+        cache.columns = columns.long()
+        masks = {kind: mask[None, None] for kind, mask in zip(self._masks.kinds, packed, strict=True)}
+        step = PackedStep([], masks, self._masks.layers, cache, Pages(table, starts, self._block))
+        return {
+            "input_ids": tokens.long(),
+            "position_ids": positions.long(),
+            "packed_rows": step,
+            "past_key_values": cache,
+            "use_cache": True,
+            "return_dict": True,
+        }
+
+    def stage(self, rows: Sequence[PooledRow], step: Step) -> None:
+        """Bring one step of some rows to the device."""
+        tokens, positions, columns, starts, table, *packed = self._staged.here
+        counts, used = step.counts, sum(step.counts)
+        firsts = np.cumsum([0, *counts])
+        starts[: len(rows)], starts[len(rows) : -1], starts[-1] = firsts[:-1], used, self._nodes
+        tokens[0, used:], positions[0, used:] = 0, 0
+        columns[used:] = np.arange(used, self._nodes) % self._block
+        shifts = step.shifts or [0] * len(rows)
+        for place, (row, layout, count) in enumerate(zip(rows, step.layouts, counts, strict=True)):
+            own = slice(int(firsts[place]), int(firsts[place + 1]))
+            tokens[0, own] = layout.tokens
+            positions[0, own] = step.starts[place] + layout.depths + shifts[place]
+            columns[own] = row.columns(np.arange(row.length, row.length + count))
+            table[place, : len(row.pages)] = row.pages
+        for buffer in packed:
+            buffer[:used, BITS:] = 0
+            buffer[used:] = self._alone[: self._nodes - used]
+        # Small trees are packed together, and parts of prompts, whose masks are large, each alone.
+        small = [place for place, count in enumerate(counts) if count <= LARGE]
+        for places in [small, *([place] for place, count in enumerate(counts) if count > LARGE)]:
+            if places:
+                self._pack(step, places, firsts, packed)
+        self._staged.send()
+
+    def _pack(self, step: Step, places: Sequence[int], firsts: Integers, packed: Sequence[NDArray[np.int32]]) -> None:
+        """Write the masks of some rows, each of which has columns of its own."""
+        lengths = [step.lengths[place] for place in places]
+        part = Step([step.layouts[place] for place in places], lengths, [step.starts[place] for place in places])
+        counts, size = part.counts, max(part.counts)
+        seen, positions = ancestors(part, len(places), size), padded(part, len(places), size)[1]
+        row = np.repeat(np.arange(len(places)), counts)
+        slot = np.concatenate([np.arange(count) for count in counts])
+        to = np.concatenate([firsts[place] + np.arange(count) for place, count in zip(places, counts, strict=True)])
+        for buffer, mask in zip(packed, self._masks.pack(seen, lengths, positions), strict=True):
+            mask[..., SCRATCH] = np.array(lengths)[:, None, None]
+            buffer[to, : mask.shape[3]] = mask[row, 0, slot]
+
+
+class PooledRunner(RowsRunner):
+    """Runs rows of a pool, those of a step in one pass: of a few sizes, by the nodes of all rows, each of which is
+    recorded once; larger ones as they are. Rows that join or leave change nothing of what was recorded.
+
+    Args:
+        model: What runs; see `rows_runner`.
+        shapes: What each layer keeps of a token.
+        recorder: Records and replays passes.
+        clock: The clock for steps; it stands still while passes are recorded.
+        positions_end: See `Limits`.
+    """
+
+    engine = "static"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shapes: Sequence[LayerShape | None],
+        recorder: Recorder,
+        clock: PausingClock,
+        positions_end: bool = True,
+    ) -> None:
+        super().__init__(model, positions_end)
+        self._shapes, self._masks = tuple(shapes), MaskBuilder(model.config)
+        self._recordings = Recordings(self._device, recorder, clock)
+        self.recorded = self._recordings.recorded
+        self._inputs: dict[int, PooledInputs] = {}
+        self._sizes: tuple[int, ...] = ()
+        self._texts = self._width = self._capacity = 0
+
+    @torch.no_grad()
+    def take_memory(self, tokens: int | None, block: int, rows: int, nodes: int) -> None:
+        """See `Runner`. If any number of tokens may come, there is room for some of each row, and it grows; for more
+        rows passes are recorded anew."""
+        first = min(rows * FIRST_TOKENS, free_bytes(self._device) // 2 // self.token_bytes())
+        self._pool = RowPool(self._shapes, first if tokens is None else tokens, block, self._device)
+        self._sizes = pass_sizes(max(rows, min(rows * nodes, MOST_RECORDED)))
+        self._texts = rows
+        self._make_room(0)
+        for size in self._sizes:
+            self._replay(size, (), Step((), (), ()), LISTED)
+
+    def new_row(self, block: int | None = None) -> PooledRow:  # type: ignore[override]
+        """An empty row."""
+        return PooledRow(self._pool)
+
+    def token_bytes(self) -> int:
+        """Bytes that keys and values of a token take."""
+        shapes = [shape for shape in self._shapes if shape is not None]
+        return sum(shape.heads * (shape.key_size + shape.value_size) * shape.dtype.itemsize for shape in shapes)
+
+    @torch.no_grad()
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
+        """See `Runner`."""
+        self._layouts = [lay_out(tree) for tree in trees]
+        rows: Any = self.rows
+        step = self._step(range(len(trees)), trees)
+        for row, count in zip(rows, step.counts, strict=True):
+            row.reserve(row.length + count)
+        self._make_room(max(len(row.pages) for row in rows))
+        nodes = sum(step.counts)
+        firsts = np.cumsum([0, *step.counts]).tolist()
+        size = next((size for size in self._sizes if size >= nodes), None)
+        if size is None:
+            return self._run_once(nodes, firsts, step, top_k)
+        logits, listed = self._replay(size, rows, step, top_k)
+        downloads, found = Downloads(), []
+        read = downloads.add(listed)
+        for first, end, layout in zip(firsts, firsts[1:], step.layouts, strict=False):
+            places, nodes_read = layout.read_slots, layout.order[layout.read_slots]
+            own = spread(partial(unpack_part, read, slice(first, end), top_k), places, nodes_read, end - first)
+            numbered = dict(zip(nodes_read.tolist(), (first + places).tolist(), strict=True))
+            found.append(ForwardResult(logits, numbered, own, borrowed=True, downloads=downloads))
+        return found
+
+    def _make_room(self, pages: int) -> None:
+        """See that inputs are large enough for the rows of the step; what was recorded of other ones is forgotten."""
+        self._texts = max(self._texts, len(self.rows))
+        if pages > self._width or not self._width:
+            self._width = rounded(max(pages * self._pool.block, FIRST_TOKENS)) // self._pool.block
+        made_for = self._texts, self._width, self._pool.cache.capacity
+        if made_for != self._made_for:
+            self._inputs.clear()
+            self._recordings.forget()
+            self._made_for = made_for
+
+    _made_for = (0, 0, 0)
+
+    def _replay(self, size: int, rows: Sequence[PooledRow], step: Step, top_k: int) -> Outputs:
+        """Run a pass of a recorded size."""
+        if size not in self._inputs:
+            self._inputs[size] = self._new_inputs(size)
+        inputs = self._inputs[size]
+        inputs.stage(rows, step)
+        listing = self._recordings.listing(size, top_k)
+        if listing is None:
+            listing = max(top_k, LISTED)
+        return self._recordings.run(size, listing, lambda: self._pass_of(inputs, listing))
+
+    def _new_inputs(self, nodes: int) -> PooledInputs:
+        return PooledInputs(self._masks, nodes, self._texts, self._width, self._pool.block, self._device)
+
+    def _pass_of(self, inputs: PooledInputs, top_k: int) -> Pass:
+        reference, cache = weakref.ref(self.model), self._pool.cache
+
+        def work() -> Outputs:
+            model = reference()
+            assert model is not None, "whoever runs a step holds the model"
+            try:
+                logits = model(**inputs.arguments(cache)).logits[0]
+            finally:
+                cache.columns = None
+            return logits, pack_likeliest(logits, top_k)
+
+        return work
+
+    def _run_once(self, nodes: int, firsts: Sequence[int], step: Step, top_k: int) -> Sequence[ForwardResult]:
+        """Run a pass with more nodes than those that are recorded, with logits of what is read alone."""
+        inputs, cache = self._new_inputs(nodes), self._pool.cache
+        rows: Any = self.rows
+        inputs.stage(rows, step)
+        reads = [layout.read_slots for layout in step.layouts]
+        keep = np.concatenate([first + own for first, own in zip(firsts, reads, strict=False)])
+        (kept,) = upload(self._device, keep)
+        arguments = inputs.arguments(cache)
+        if self._packed_layout.keeps_logits:
+            arguments["logits_to_keep"] = kept
+        try:
+            logits = self.model(**arguments).logits[0]
+        finally:
+            cache.columns = None
+        if "logits_to_keep" not in arguments:
+            logits = logits[kept]
+        read = [layout.order[own] for layout, own in zip(step.layouts, reads, strict=True)]
+        return forward_results(step.counts, read, logits.float(), top_k)
+
+    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+        """See `Runner`."""
+        rows: Any = self.rows
+        sources, targets, slots = [], [], self._slots_of(kept)
+        for row, own in zip(rows, slots, strict=True):
+            moved = np.array(own, dtype=np.int64)
+            target = np.arange(len(own))
+            differ = moved != target
+            if differ.any():
+                sources.append(row.columns(row.length + moved[differ]))
+                targets.append(row.columns(row.length + target[differ]))
+        if sources:
+            self._pool.move(np.concatenate(sources), np.concatenate(targets))
+        for row, own in zip(rows, slots, strict=True):
+            row.length += len(own)
+
+    @property
+    def prompt_cache(self) -> Any:
+        """See `PromptReader`."""
+        row: Any = self.rows[0]
+        if row.prompt is None and not row.length:
+            row.prompt = TreeCache()
+        return row.prompt
+
+    def take_prompt(self, outputs: object, mask: torch.Tensor, shifts: Sequence[int]) -> None:
+        """See `PromptReader`."""
+        super().take_prompt(outputs, mask, shifts)
+        row: Any = self.rows[0]
+        row.adopt(row.prompt)
+        row.prompt = None

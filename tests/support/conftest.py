@@ -1,0 +1,36 @@
+"""Fixtures of the files that run in processes of their own."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from lookahead.demo import DEMO_PROMPT, demo_model_path
+from simulated_cuda import Simulation, on_cuda, simulated_cuda
+
+
+@pytest.fixture(scope="session")
+def device() -> Iterator[Simulation]:
+    """The simulated CUDA device."""
+    with simulated_cuda() as simulation:
+        yield simulation
+
+
+@pytest.fixture(scope="session")
+def demo() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32, local_files_only=True).eval()
+
+
+@pytest.fixture(scope="session")
+def there(device: Simulation, demo: PreTrainedModel) -> PreTrainedModel:
+    """The demo model on the simulated device."""
+    return on_cuda(copy.deepcopy(demo))
+
+
+@pytest.fixture(scope="session")
+def prompt() -> torch.Tensor:
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path(), local_files_only=True)
+    ids: torch.Tensor = tokenizer(DEMO_PROMPT, return_tensors="pt").input_ids
+    return ids

@@ -1,0 +1,230 @@
+"""Engines on the simulated CUDA device: their texts, and what a step makes the host wait for.
+
+`test_simulated_cuda.py` runs this file in a process of its own; see `simulated_cuda_cases.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from fuzz.families import build as build_family
+from fuzz.images import image_prompt
+from fuzz.variant import Variant
+from lookahead import Engine, LookaheadConfig, LookaheadWarning
+from lookahead.backends.transformers import pooled_rows
+from lookahead.backends.transformers.pooled_rows import PooledRunner
+from model_zoo import ARCHITECTURES, build
+from quick import quickly
+from simulated_cuda import CAPTURE, REPLAY, WAIT, Event, Simulation, on_cuda
+from simulated_cuda_cases import GREEDY, PROMPT, SAMPLED, of_steps
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
+EIGHT = LookaheadConfig(step_budget=8)
+
+
+def new_tokens(model: PreTrainedModel, ids: torch.Tensor, seed: int | None = None, **options: Any) -> list[int]:
+    """What `model.generate` adds to a text on the CPU."""
+    torch.manual_seed(0 if seed is None else seed)
+    tokens: list[int] = model.generate(ids, **{**OPTIONS, **options})[0, ids.shape[1] :].tolist()
+    return tokens
+
+
+def pool_of(engine: Engine) -> Any:
+    """The pool of an engine that has one."""
+    runner = engine._model.runner
+    assert isinstance(runner, PooledRunner)
+    return runner._pool
+
+
+MOST_OF_A_STEP = {
+    ("auto", 1): (1, 2),
+    ("auto", 4): (1, 2),
+    ("auto", 16): (1, 2),
+    ("dynamic", 1): (1, 34),
+    ("dynamic", 4): (1, 37),
+}
+"""Most waits and operations of ours in a step, by engine and rows, once all rows have joined. They may fall, and not
+rise."""
+
+
+@pytest.mark.parametrize("kind", quickly(MOST_OF_A_STEP, [("auto", 4), ("dynamic", 4)]))
+def test_steps_wait_as_often_as_they_must(
+    kind: tuple[str, int], device: Simulation, demo: PreTrainedModel, prompt: torch.Tensor
+) -> None:
+    name, rows = kind
+    prompts = [prompt[:, : 200 - 7 * row] for row in range(rows)]
+    config = LookaheadConfig(memory="process", step_budget=8 * rows, engine=name)
+    engine = Engine(on_cuda(copy.deepcopy(demo)), config, max_rows=rows)
+    options = {**OPTIONS, "max_new_tokens": 32, **GREEDY}
+    handles = [engine.submit(ids.to("cuda"), **options) for ids in prompts]
+    totals, steps = [0], []
+    while engine.step() == rows:
+        totals.append(engine.statistics.nodes)
+        steps.append(device.take())
+    engine.run()
+    for ids, handle in list(zip(prompts, handles, strict=True))[::7]:
+        assert handle.tokens == new_tokens(demo, ids, **options)
+        assert handle.statistics.engine == ("static" if name == "auto" else "dynamic")
+    counted = [(after - before, events) for (before, after), events in zip(pairwise(totals), steps, strict=True)][2:]
+    waits, operations = of_steps(counted, range(rows + 1, 8 * rows + 1))
+    print(f"engine of {rows}, {name}: {waits:.2f} waits, {operations:.1f} operations")
+    most_waits, most_operations = MOST_OF_A_STEP[kind]
+    assert waits <= most_waits
+    assert operations <= most_operations
+    kinds = {event.kind for events in steps[1:] for event in events}
+    assert (REPLAY in kinds) == (name == "auto")
+    assert CAPTURE not in kinds
+
+
+@pytest.mark.parametrize("name", quickly(ARCHITECTURES, ["llama", "gemma3"]))
+@pytest.mark.filterwarnings("ignore::lookahead.LookaheadWarning")
+def test_texts_of_all_families_are_those_of_the_cpu(name: str, device: Simulation) -> None:
+    """Rows join and leave, three of them at a time, without a capture after the start."""
+    model = build(name, attention=ARCHITECTURES[name].attention[0])
+    engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=3)
+    texts = [PROMPT[:, : 15 - 2 * row] for row in range(5)]
+    device.take()
+    handles = [
+        (
+            ids,
+            options,
+            row,
+            engine.submit(ids.to("cuda"), seed=row, **{**OPTIONS, **options, "max_new_tokens": 9 + 4 * row}),
+        )
+        for row, ids in enumerate(texts)
+        for options in (GREEDY, SAMPLED)
+    ]
+    engine.run()
+    events = {event.kind for event in device.take()}
+    for ids, options, row, handle in handles:
+        assert handle.tokens == new_tokens(model, ids, row, **options, max_new_tokens=9 + 4 * row), options
+    assert CAPTURE not in events
+    print(name, "graphs" if REPLAY in events else "eager")
+
+
+def test_a_pool_that_is_too_small_grows(device: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its memory and the pages of a text; what was captured for the smaller one is captured again, and right."""
+    monkeypatch.setattr(pooled_rows, "FIRST_TOKENS", 16)
+    model = build("qwen2_mixed_sliding")
+    engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=2)
+    before, captured = pool_of(engine).cache.capacity, engine.statistics.graphs.count
+    assert captured == len(engine._model.runner._sizes)
+    handles = [
+        engine.submit(PROMPT[:, :size].to("cuda"), **{**OPTIONS, **GREEDY, "max_new_tokens": 400}) for size in (15, 9)
+    ]
+    engine.run()
+    for size, handle in zip((15, 9), handles, strict=True):
+        assert handle.tokens == new_tokens(model, PROMPT[:, :size], **GREEDY, max_new_tokens=400)
+    assert pool_of(engine).cache.capacity > before
+    assert engine.statistics.graphs.count > captured
+    assert engine.statistics.graphs.seconds > 0
+
+
+def test_limited_memory_is_taken_once_and_given_back(device: Simulation) -> None:
+    """More requests than there is room for: some wait again, and pages of those that end are taken by others."""
+    model = build("llama")
+    there = on_cuda(copy.deepcopy(model))
+    size = Engine(there, EIGHT)._memory.token_bytes
+    engine = Engine(there, EIGHT, max_rows=4, kv_bytes=200 * size, prefix_cache=False)
+    pool = pool_of(engine)
+    capacity, pages = pool.cache.capacity, len(pool._free)
+    assert capacity <= 200 + 2 * pool.block
+    prompts = [PROMPT[:, : 15 - row] for row in range(6)]
+    options = {**OPTIONS, **GREEDY, "max_new_tokens": 80}
+    handles = [engine.submit(ids.to("cuda"), **options) for ids in prompts]
+    engine.run()
+    for ids, handle in zip(prompts, handles, strict=True):
+        assert handle.tokens == new_tokens(model, ids, **options)
+    assert engine.statistics.preempted > 0
+    assert pool.cache.capacity == capacity
+    engine._model.runner.rows = []
+    del handles
+    gc.collect()
+    assert len(pool._free) == pages
+
+
+def test_texts_begin_with_what_others_have(device: Simulation, demo: PreTrainedModel, prompt: torch.Tensor) -> None:
+    """Finished texts and running ones; a long prompt is read in parts, larger than what is captured."""
+    engine = Engine(on_cuda(copy.deepcopy(demo)), LookaheadConfig(), max_rows=2, prompt_tokens=300)
+    long = torch.cat([prompt, prompt[:, :250]], dim=1)
+    texts = [long, long[:, :-5], torch.cat([long[:, :-5], prompt[:, :40]], dim=1)]
+    options = {**OPTIONS, **GREEDY}
+    handles = [engine.submit(texts[0].to("cuda"), **options)]
+    engine.run()
+    handles += [engine.submit(text.to("cuda"), **options) for text in texts[1:]]
+    engine.run()
+    for text, handle in zip(texts, handles, strict=True):
+        assert handle.tokens == new_tokens(demo, text, **options)
+    assert all(handle.statistics.reused_tokens >= long.shape[1] - 6 for handle in handles[1:])
+
+
+def test_log_probabilities_take_no_further_wait(
+    device: Simulation, demo: PreTrainedModel, prompt: torch.Tensor
+) -> None:
+    engine = Engine(on_cuda(copy.deepcopy(demo)), EIGHT, max_rows=2)
+    options = {**OPTIONS, **GREEDY}
+    handles = [engine.submit(prompt[:, :100].to("cuda"), logprobs=count, **options) for count in (3, 12)]
+    engine.step()
+    steps: list[list[Event]] = []
+    device.take()
+    while engine.step() == 2:
+        steps.append(device.take())
+    engine.run()
+    waits = [sum(event.kind == WAIT for event in events) for events in steps]
+    assert max(waits) <= 2
+    for handle, count in zip(handles, (3, 12), strict=True):
+        assert handle.tokens == new_tokens(demo, prompt[:, :100], **options)
+        assert all(len(event.top) == count for event in handle.events())
+
+
+@pytest.mark.parametrize("family", quickly(["qwen2_5_vl/multimodal", "gemma3"], ["gemma3"]))
+def test_texts_after_images_are_those_of_the_cpu(family: str, device: Simulation) -> None:
+    model = build_family(family, Variant(window=12), "sdpa")
+    inputs = image_prompt(model, [PROMPT[0].tolist()], 0)
+    engine = Engine(on_cuda(copy.deepcopy(model)), EIGHT, max_rows=2)
+    moved = {name: value.to("cuda:0") for name, value in inputs.items() if name != "input_ids"}
+    options = {"max_new_tokens": 16, **GREEDY}
+    handles = [
+        engine.submit(inputs["input_ids"].to("cuda:0"), **moved, **options),
+        engine.submit(PROMPT.to("cuda:0"), **options),
+    ]
+    engine.run()
+    length = inputs["input_ids"].shape[1]
+    assert handles[0].tokens == model.generate(**inputs, **options)[0, length:].tolist()
+    assert handles[1].tokens == model.generate(PROMPT, **options)[0, PROMPT.shape[1] :].tolist()
+
+
+def test_another_model_is_captured_anew(device: Simulation) -> None:
+    model, other = build("llama", seed=0), build("llama", seed=1)
+    there = on_cuda(copy.deepcopy(model))
+    engine = Engine(there, EIGHT, max_rows=2)
+    options = {**OPTIONS, **GREEDY}
+    handle = engine.submit(PROMPT.to("cuda"), **options)
+    engine.run()
+    assert handle.tokens == new_tokens(model, PROMPT, **options)
+    on_cuda(other)
+    for parameter, new in zip(there.parameters(), other.parameters(), strict=True):
+        parameter.host = new.host  # type: ignore[attr-defined]
+    there.marked = True  # a sign of it that is looked at
+    handle = engine.submit(PROMPT.to("cuda"), **options)
+    engine.run()
+    assert handle.tokens == new_tokens(build("llama", seed=1), PROMPT, **options)
+
+
+def test_a_model_that_cannot_be_captured_says_so_and_runs(device: Simulation) -> None:
+    model = build("llama")
+    there = on_cuda(copy.deepcopy(model))
+    there.model.layers[0].register_forward_hook(lambda *_: None)
+    with pytest.warns(LookaheadWarning, match="without fixed shapes or CUDA graphs: its LlamaDecoderLayer has hooks"):
+        engine = Engine(there, EIGHT, max_rows=2)
+    handle = engine.submit(PROMPT.to("cuda"), **{**OPTIONS, **GREEDY})
+    engine.run()
+    assert handle.tokens == new_tokens(model, PROMPT, **GREEDY)
+    assert handle.statistics.engine == "dynamic"
