@@ -17,9 +17,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import lookahead
 import model_zoo
 from lookahead import LookaheadConfig
+from lookahead.backends.transformers.attention import invariant_attention
 from lookahead.backends.transformers.checks import clones
+from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.invariant import modules
-from lookahead.backends.transformers.invariant.attention import invariant_attention
 from lookahead.backends.transformers.static_steps import FIXED_ROWS
 from lookahead.backends.transformers.tree_attention import unpack
 from model_zoo import ARCHITECTURES
@@ -368,6 +369,6 @@ def test_attention_of_a_path_is_that_of_the_text_it_becomes(window: int | None) 
 def test_the_check_compares_what_it_says() -> None:
     """Along a text, whatever its passes, logits come in the order of its tokens."""
     model = in_type("demo", torch.bfloat16)
-    clone = lookahead.backends.transformers.engine_model(model, invariant=True)
+    clone = engine_model(model, invariant=True)
     assert clones.check_invariance(clone)
     assert not clones.check_invariance(model)

@@ -23,15 +23,16 @@ def random_tree(draws: np.random.Generator) -> TokenTree:
 def test_a_node_sees_its_ancestors(seed: int) -> None:
     tree = random_tree(np.random.default_rng(seed))
     below = branches(tree)
-    assert sorted(below.order.tolist()) == list(range(len(tree)))
-    assert below.order[below.slots].tolist() == list(range(len(tree)))
+    layout = below.layout
+    assert sorted(layout.order.tolist()) == list(range(len(tree)))
+    assert layout.order[layout.slots].tolist() == list(range(len(tree)))
     for node in range(len(tree)):
         # llama.cpp: the cells of the first sequence of a token, up to its position
-        sequence = below.first[below.slots[node]]
+        sequence = below.first[layout.slots[node]]
         seen = {
             other
             for other in range(len(tree))
-            if below.first[below.slots[other]] <= sequence <= below.last[below.slots[other]]
+            if below.first[layout.slots[other]] <= sequence <= below.last[layout.slots[other]]
             and tree.depths[other] <= tree.depths[node]
         }
         ancestors = {node}
@@ -45,8 +46,9 @@ def test_there_is_a_sequence_for_each_leaf(seed: int) -> None:
     tree = random_tree(np.random.default_rng(seed))
     leaves = set(range(len(tree))) - set(tree.parents)
     below = branches(tree)
+    layout = below.layout
     assert below.leaves == len(leaves)
-    own = [below.first[below.slots[leaf]] for leaf in leaves]
+    own = [below.first[layout.slots[leaf]] for leaf in leaves]
     assert sorted(own) == list(range(len(leaves)))
     # A parent comes before its children, as llama.cpp wants the positions of a sequence.
-    assert all(below.slots[tree.parents[node]] < below.slots[node] for node in range(1, len(tree)))
+    assert all(layout.slots[tree.parents[node]] < layout.slots[node] for node in range(1, len(tree)))

@@ -175,7 +175,7 @@ def test_the_check_notices_that_the_wrong_branch_is_kept(model: LlamaModel, monk
     whole = LlamaRunner._commit
 
     def keep_the_first(self, row, tree, below, path):
-        first = [node for node in below.order.tolist() if below.first[below.slots[node]] == 0]
+        first = [node for node in below.layout.order.tolist() if below.first[below.layout.slots[node]] == 0]
         whole(self, row, tree, below, first[: len(path)])
 
     monkeypatch.setattr(LlamaRunner, "_commit", keep_the_first)

@@ -9,7 +9,7 @@ from lookahead.core.token_tree import NodeKind, TokenTree, lay_out
 from lookahead.drafting import JacobiWindow, NGramPool, PaperDrafter
 from lookahead.errors import InvalidArgumentError
 
-# Fig. 2(b) of the paper, W=5, N=4, G=2, in the order in which the nodes are sent: the input token, two
+# Fig. 2(b) of the paper, W=5, N=4, G=2, in the order in which the nodes are added: the input token, two
 # candidates a and b of three tokens, then the window: orange 1-4, green 1-5, red 2-6.
 FIGURE_2B = """
     0 aaa bbb oooo ggggg rrrrr
@@ -51,14 +51,15 @@ def figure_2b_tree() -> TokenTree:
 
 def test_mask_and_positions_of_figure_2b() -> None:
     layout = lay_out(figure_2b_tree())
+    nodes = layout.slots  # as they were added; the window is sent depth first
     rows = FIGURE_2B.strip().splitlines()[1:]
     expected = np.array([[mark == "#" for mark in "".join(row.split()[1:])] for row in rows])
     assert expected.shape == (21, 21)
-    np.testing.assert_array_equal(layout.ancestor_mask(), expected)
-    assert layout.depths.tolist() == [0, 1, 2, 3, 1, 2, 3, 1, 2, 3, 4, 1, 2, 3, 4, 5, 2, 3, 4, 5, 6]
-    assert layout.tokens.tolist()[:7] == [0, 41, 42, 43, 51, 52, 53]
+    np.testing.assert_array_equal(layout.ancestor_mask()[np.ix_(nodes, nodes)], expected)
+    assert layout.depths[nodes].tolist() == [0, 1, 2, 3, 1, 2, 3, 1, 2, 3, 4, 1, 2, 3, 4, 5, 2, 3, 4, 5, 6]
+    assert layout.tokens[nodes].tolist()[:7] == [0, 41, 42, 43, 51, 52, 53]
     # Logits are wanted after the input, after all candidates, and after the last row of the window alone.
-    assert layout.read_slots.tolist() == [0, 1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20]
+    assert sorted(layout.order[layout.read_slots]) == [0, 1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20]
 
 
 @st.composite

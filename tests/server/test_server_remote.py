@@ -60,7 +60,7 @@ def test_commands_of_a_chat(
     connection: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"/help\n/nothing\n")))
-    assert main(["chat", *connection]) == 0
+    assert main(["chat", *connection]) == 2  # for /nothing
     said = capsys.readouterr()
     assert said.out == ""
     assert all(f"\n{command} " in f"\n{said.err}" for command in ("/reset", "/help", "/exit"))

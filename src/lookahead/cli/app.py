@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,7 @@ import typer
 
 from lookahead.bench.suite_file import read_suite
 from lookahead.cli import process, remote
+from lookahead.cli.chat import run as talk
 from lookahead.cli.inputs import model_folder, read_prompt, read_prompt_or
 from lookahead.cli.options import Settings, command
 from lookahead.cli.rendering import starting
@@ -204,11 +206,11 @@ def chat(settings: ChatSettings) -> int:
     """
     _check_trace(settings.trace, settings.server)
     if settings.server is not None:
-        from lookahead.cli.chat import lines  # late, as in `_start`
-
-        return remote.chat(settings, lines(settings))
+        return talk(settings, nullcontext(remote.RemotePartner(settings)))
     model_folder(settings.model)
-    return _start("chat", settings)
+    with starting(settings.no_color):
+        from lookahead.cli.conversation import local_partner  # late, as in `_start`
+    return talk(settings, local_partner(settings))
 
 
 @command(app, BatchSettings)

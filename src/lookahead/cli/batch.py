@@ -70,9 +70,7 @@ def _answer(
     notes: Console,
 ) -> None:
     """Answer prompts; a line is written as soon as an answer is complete."""
-    with loaded.start_up.engine(settings.config):
-        engine = Engine(loaded.model, settings.config, max_rows=settings.max_rows, kv_bytes=settings.kv_bytes)
-    loaded.start_up.tell(engine.statistics.graphs)
+    engine = Engine(loaded.model, settings.config, max_rows=settings.max_rows, kv_bytes=settings.kv_bytes)
     options = text_options(loaded, settings.sampling, settings.repetition_penalty, settings.stop)
     options |= {"tokenizer": loaded.tokenizer} if settings.stop else {}
     seed = None if settings.sampling is None else settings.sampling.seed

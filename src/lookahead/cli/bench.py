@@ -15,7 +15,7 @@ from lookahead.bench.scaling_law import law_fit, law_points
 from lookahead.bench.suite import Suite
 from lookahead.bench.summary import MOST_SHOWN, Difference, Reference, RunSet, differences, grouped, summarise
 from lookahead.cli import process
-from lookahead.cli.loading import StartUp, check_device, memory_errors_explained, quiet_libraries
+from lookahead.cli.loading import check_device, compile_drafting, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress
 from lookahead.cli.settings import BenchSettings, LawSettings
 from lookahead.errors import InvalidArgumentError
@@ -30,7 +30,7 @@ def run(settings: BenchSettings, suite: Suite) -> int:
     device = check_device(settings.device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    StartUp(consoles.notes).compile_drafting()
+    compile_drafting(consoles.notes)
     process.raise_on_interrupt()
     benchmark = Benchmark(suite, device, settings.limit)
     circumstances: dict[str, Any] = {"machine": describe_machine(device), "versions": process.versions()}

@@ -16,10 +16,19 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 from transformers.cache_utils import Cache
 
 from lookahead.backends.session import open_session
-from lookahead.cli.generate import Prompt, Recording, decode_with_lookahead, text_options
+from lookahead.cli.chat import Turn
+from lookahead.cli.generate import (
+    Prompt,
+    Recording,
+    Tracing,
+    decode_with_lookahead,
+    run_report,
+    seed_draws,
+    text_options,
+)
 from lookahead.cli.inputs import checked, read_text
-from lookahead.cli.loading import LoadedModel, summary
-from lookahead.cli.rendering import decode
+from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries, summary
+from lookahead.cli.rendering import Consoles, StepPrinter, counts_line, decode
 from lookahead.cli.settings import ChatSettings, Sampling
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import NGramPool
@@ -194,6 +203,76 @@ class Conversation:
 
     def _forget_cache(self) -> None:
         self._cache, self._cached = None, []
+
+
+class LocalPartner:
+    """A model that is loaded here; see `chat.Partner`.
+
+    Args:
+        loaded: The model.
+        conversation: What was said.
+        traced: Writes down what the turns did.
+    """
+
+    def __init__(self, loaded: LoadedModel, conversation: Conversation, traced: Tracing) -> None:
+        self._loaded, self._conversation, self._traced = loaded, conversation, traced
+        self.name, self.reset = loaded.path.resolve().name, conversation.reset
+
+    def turn(self, text: str, consoles: Consoles | None) -> Turn:
+        """See `chat.Partner`."""
+        prompt = self._conversation.prompt(text)
+        printer = None if consoles is None else StepPrinter(consoles.out, self._loaded.tokenizer)
+        answer = self._conversation.answer(prompt, None if printer is None else printer.step)
+        if printer is not None:
+            printer.finish()
+        self._traced.write()
+        return Turn(self._report(prompt, answer), self._line(prompt, answer), answer.interrupted)
+
+    def _report(self, prompt: Prompt, answer: Answer) -> dict[str, Any]:
+        return run_report(self._loaded.tokenizer, answer.recording) | {
+            "prompt": prompt.text,
+            "prompt_tokens": prompt.input_ids.shape[1],
+            "prefilled_tokens": answer.prefilled_tokens,
+            "max_new_tokens": prompt.max_new_tokens,
+            "cut": answer.cut,
+            "interrupted": answer.interrupted,
+        }
+
+    def _line(self, prompt: Prompt, answer: Answer) -> str:
+        recording = answer.recording
+        if answer.interrupted and not recording.tokens:
+            return "no token came, and the turn is taken back"
+        line = counts_line(recording.statistics.tokens, recording.statistics.steps, recording.wall_seconds)
+        line += f", {answer.prefilled_tokens} tokens prefilled"
+        if answer.cut == "max_new_tokens":
+            line += f"; cut at --max-new-tokens {prompt.max_new_tokens}"
+        elif answer.cut == "context":
+            context = self._loaded.context_length
+            line += f"; cut where the model's context of {context} tokens ends, /reset begins anew"
+        return line
+
+
+@contextmanager
+def local_partner(settings: ChatSettings) -> Iterator[LocalPartner]:
+    """Load the model that the settings name, to talk with it."""
+    notes = Consoles.create(no_color=settings.no_color).notes
+    template = read_template(settings)
+    with quiet_libraries():
+        loaded = load_for_decoding(settings, notes)
+        turns = choose_format(settings, template, loaded, notes)
+        seed_draws(settings.sampling)
+        traced = Tracing(settings.trace, loaded, notes)
+        conversation = Conversation(
+            loaded,
+            turns,
+            traced.config(settings.config),
+            settings.max_new_tokens,
+            settings.system,
+            settings.sampling,
+            settings.repetition_penalty,
+            settings.stop,
+        )
+        yield LocalPartner(loaded, conversation, traced)
 
 
 def _options(config: LookaheadConfig) -> dict[str, Any]:

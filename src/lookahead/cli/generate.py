@@ -16,7 +16,7 @@ from lookahead.api.generation import generate
 from lookahead.cli import process
 from lookahead.cli.inputs import is_gguf
 from lookahead.cli.loading import LoadedModel, load_for_decoding, memory_errors_explained, quiet_libraries
-from lookahead.cli.rendering import Consoles, StepPrinter, decode, print_json
+from lookahead.cli.rendering import Consoles, StepPrinter, counts_line, decode, print_json
 from lookahead.cli.settings import DecodingSettings, GenerateSettings, Sampling
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import Statistics, StepRecord
@@ -64,11 +64,8 @@ def _run(settings: GenerateSettings, text: str, group: ParallelGroup | None) -> 
 def print_statistics(notes: Console, recording: Recording) -> None:
     """Print one line about the run."""
     statistics = recording.statistics
-    line = (
-        f"{statistics.tokens} tokens in {statistics.steps} steps, step compression {statistics.step_compression:.2f}, "
-        f"{statistics.mean_nodes:.1f} nodes per step, {recording.tokens_per_second:.1f} tokens/s, "
-        f"{recording.wall_seconds:.2f} s"
-    )
+    line = counts_line(statistics.tokens, statistics.steps, recording.wall_seconds)
+    line += f", {recording.wall_seconds:.2f} s, {statistics.mean_nodes:.1f} nodes per step"
     if recording.complete:
         line += " (" + ", ".join(f"{part} {time:.3f}" for part, time in recording.parts.items()) + ")"
     else:
@@ -300,7 +297,6 @@ def request_report(settings: DecodingSettings, loaded: LoadedModel, prompt: Prom
         "max_new_tokens": prompt.max_new_tokens,
         "model": str(loaded.path),
         "dtype": loaded.dtype,
-        "start_up_seconds": {name.replace(" ", "_"): seconds for name, seconds in loaded.start_up.seconds.items()},
         "device": str(loaded.model.device),
         "preset": settings.config.preset,
         "sampling": None if settings.sampling is None else asdict(settings.sampling),

@@ -47,6 +47,11 @@ def stdin_is_piped() -> bool:
     return sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty()
 
 
+def stdin_is_terminal() -> bool:
+    """Whether somebody types."""
+    return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
+
+
 def read_text(path: Path, what: str, option: str) -> str:
     """The text of the file that `option` names; `what` says in errors what it was to be."""
     try:

@@ -6,11 +6,10 @@ import re
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -28,78 +27,22 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from lookahead.backends.base import Recorded
 from lookahead.backends.llama_cpp.model import load_gguf
 from lookahead.backends.session import open_session
 from lookahead.cli import process
 from lookahead.cli.inputs import is_gguf, model_folder
 from lookahead.cli.rendering import spinner
 from lookahead.cli.settings import BatchSettings, ModelSettings, ServeSettings, TextSettings
-from lookahead.config import LookaheadConfig
 from lookahead.core.compiled import on_first_compilation
 from lookahead.drafting.warm_up import compile_loops
 from lookahead.errors import InvalidArgumentError, LookaheadError, LookaheadWarning
 
 
-class StartUp:
-    """The phases of a start, in their order.
-
-    Args:
-        notes: Where to say what goes on; nothing is said without.
-
-    Attributes:
-        seconds: Wall time of each phase.
-    """
-
-    def __init__(self, notes: Console | None = None) -> None:
-        self._notes = Console(quiet=True) if notes is None else notes
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Show the name of a phase on a terminal until it is over."""
-        start = perf_counter()
-        with spinner(self._notes, name):
-            yield
-        self.seconds[name] = perf_counter() - start
-
-    def tell(self, *graphs: Recorded) -> None:
-        """Name all phases and their seconds on a terminal, and what capturing the `graphs` of engines took."""
-        if self._notes.is_terminal:
-            parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
-            self._notes.print(f"started in {sum(self.seconds.values()):.2f} s ({parts})", style="dim")
-        for taken in graphs:
-            if taken.count:
-                told = f"{taken.count} CUDA graphs captured in {taken.seconds:.1f} s, {taken.bytes >> 20} MiB"
-                self._notes.print(told, style="dim")
-
-    def compile_drafting(self) -> None:
-        """Have the drafting loops compiled before anything is timed; says so where none are kept from earlier."""
-        announce = "compiling the drafting loops (once)"
-        with self.phase("compilation"), on_first_compilation(lambda: self._notes.print(announce)):
-            compile_loops()
-
-    def check(self, model: PreTrainedModel) -> None:
-        """Check the model, as its first call would.
-
-        Raises:
-            UnsupportedModelError: It cannot be run.
-        """
-        with self.phase("model check"):
-            open_session(model).check()
-
-    def prepare(self, model: PreTrainedModel, config: LookaheadConfig) -> None:
-        """Make the module that runs the model, as its first call would, and try it.
-
-        Raises:
-            LookaheadError: The model cannot be run as `config` has it.
-        """
-        with self.engine(config):
-            open_session(model).prepare(config)
-
-    def engine(self, config: LookaheadConfig) -> AbstractContextManager[None]:
-        """The phase in which what runs a model is made; most of it are trials where passes are to be invariant."""
-        return self.phase("invariance trials" if config.invariant else "engine")
+def compile_drafting(notes: Console) -> None:
+    """Have the drafting loops compiled before anything is timed; says so where none are kept from earlier."""
+    announce = "compiling the drafting loops (once)"
+    with spinner(notes, "compiling"), on_first_compilation(lambda: notes.print(announce)):
+        compile_loops()
 
 
 _SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -116,7 +59,6 @@ class LoadedModel:
         tokenizer: Its tokenizer.
         sampling: What its own generation configuration says about sampling.
         processor: Makes inputs of images, if the model sees any.
-        start_up: What was done before it could be used.
     """
 
     path: Path
@@ -124,7 +66,6 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     sampling: dict[str, Any] = field(default_factory=dict)
     processor: Any = None
-    start_up: StartUp = field(default_factory=StartUp)
 
     @property
     def context_length(self) -> int | None:
@@ -203,24 +144,21 @@ def with_adapter(loaded: LoadedModel, path: Path) -> LoadedModel:
         model.load_adapter(str(path))
     except Exception as error:  # whatever a broken or foreign adapter makes peft raise
         raise InvalidArgumentError(f"--lora {path}: cannot be loaded: {summary(error)}") from error
-    loaded.start_up.check(model)
+    open_session(model).check()
     return replace(loaded, model=model)
 
 
 def load_for_decoding(settings: TextSettings, notes: Console) -> LoadedModel:
     """Load and check the model, compile what drafts for it, and let Ctrl-C raise: from here on there is something to
-    show. On a terminal one line says how long each part took; where an `Engine` is to be made, that says it."""
-    start_up, start = StartUp(notes), perf_counter()
-    loaded = replace(load_model(settings, notes), start_up=start_up)
-    start_up.seconds["loading"] = perf_counter() - start
-    makes_engine = isinstance(settings, (BatchSettings, ServeSettings))
-    with memory_errors_explained(f"on {loaded.model.device} while preparing the model", "a smaller model"):
-        start_up.check(loaded.model)
-        if not makes_engine:
-            start_up.prepare(loaded.model, settings.config)
-    start_up.compile_drafting()
-    if not makes_engine:
-        start_up.tell()
+    show. Where no `Engine` is to be made, what runs the model is made as well, as its first call would."""
+    loaded = load_model(settings, notes)
+    session = open_session(loaded.model)
+    memory = memory_errors_explained(f"on {loaded.model.device} while preparing the model", "a smaller model")
+    with memory, spinner(notes, "preparing the model"):
+        session.check()
+        if not isinstance(settings, (BatchSettings, ServeSettings)):
+            session.prepare(settings.config)
+    compile_drafting(notes)
     process.raise_on_interrupt()
     return loaded
 

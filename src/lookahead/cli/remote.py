@@ -13,8 +13,9 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from lookahead.cli import process
+from lookahead.cli.chat import Turn
 from lookahead.cli.inputs import read_api_keys
-from lookahead.cli.rendering import STEP_STYLES, Consoles, print_json, visible
+from lookahead.cli.rendering import STEP_STYLES, Consoles, counts_line, print_json, visible
 from lookahead.cli.settings import ChatSettings, DecodingSettings, GenerateSettings
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError, LookaheadError
@@ -44,20 +45,16 @@ class RemoteAnswer:
     seconds: float = 0.0
     complete: bool = False
 
+    @property
+    def line(self) -> str:
+        """One line about it."""
+        return f"{counts_line(self.tokens, self.steps, self.seconds)}, {self.seconds:.2f} s"
+
     def report(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
         speed = self.tokens / self.seconds if self.seconds else 0.0
         compression = self.tokens / self.steps if self.steps else 0.0
         return {**asdict(self), "step_compression": compression, "tokens_per_second": speed}
-
-    def line(self) -> str:
-        """One line about it."""
-        report = self.report()
-        line = (
-            f"{self.tokens} tokens in {self.steps} steps, step compression {report['step_compression']:.2f}, "
-            f"{report['tokens_per_second']:.1f} tokens/s, {self.seconds:.2f} s"
-        )
-        return line if self.complete else f"interrupted: {line}"
 
 
 class Remote:
@@ -136,7 +133,7 @@ def request_body(settings: DecodingSettings) -> dict[str, Any]:
 
 
 def answer(remote: Remote, path: str, body: dict[str, Any], consoles: Consoles | None) -> RemoteAnswer:
-    """Ask, and print the answer as it comes unless there are no consoles. Ctrl-C ends it."""
+    """Ask, and print the answer as it comes if there are consoles. Ctrl-C ends it."""
     made, start = RemoteAnswer(), perf_counter()
     try:
         for event in remote.stream(path, body):
@@ -153,7 +150,6 @@ def answer(remote: Remote, path: str, body: dict[str, Any], consoles: Consoles |
     made.seconds = perf_counter() - start
     if consoles is not None:
         consoles.out.print()
-        consoles.notes.print(made.line(), style="dim")
     return made
 
 
@@ -166,34 +162,32 @@ def generate(settings: GenerateSettings, text: str) -> int:
     made = answer(remote, "/v1/completions", body, None if settings.json else consoles)
     if settings.json:
         print_json(consoles.out, {"prompt": text, "server": settings.server, "model": remote.model} | made.report())
+    else:
+        consoles.notes.print(made.line if made.complete else f"interrupted: {made.line}", style="dim")
     return process.OK if made.complete else process.INTERRUPTED
 
 
-def chat(settings: ChatSettings, lines: Iterator[str]) -> int:
-    """`lookahead chat --server`, with the turns in `lines`."""
-    from lookahead.cli.chat import HELP, UNKNOWN  # late, as it takes torch
+class RemotePartner:
+    """A server; see `chat.Partner`.
 
-    consoles = Consoles.create(no_color=settings.no_color)
-    remote = connect(settings)
-    process.raise_on_interrupt()
-    begin = [] if settings.system is None else [{"role": "system", "content": settings.system}]
-    messages, code = list(begin), process.OK
-    for line in lines:
-        if line.strip() == "/exit":
-            break
-        if line.strip() == "/reset":
-            messages = list(begin)
-            consoles.notes.print("the conversation is forgotten", style="dim")
-        elif line.strip() == "/help":
-            consoles.notes.print(HELP, style="dim")
-        elif line.startswith("/"):
-            consoles.notes.print(f"error: {UNKNOWN.format(line.strip())}")
-        elif line.strip():
-            turn = {"role": "user", "content": line}
-            body = request_body(settings) | {"messages": [*messages, turn]}
-            made = answer(remote, "/v1/chat/completions", body, None if settings.json else consoles)
-            messages += [turn, {"role": "assistant", "content": made.text}]
-            if settings.json:
-                print_json(consoles.out, {"prompt": line} | made.report())
-            code = process.OK if made.complete else process.INTERRUPTED
-    return code
+    Args:
+        settings: Which one, and what to ask it for.
+    """
+
+    def __init__(self, settings: ChatSettings) -> None:
+        self._remote, self._body = connect(settings), request_body(settings)
+        self._begin = [] if settings.system is None else [{"role": "system", "content": settings.system}]
+        self.name = self._remote.model
+        self.reset()
+        process.raise_on_interrupt()
+
+    def reset(self) -> None:
+        """See `chat.Partner`."""
+        self._messages = list(self._begin)
+
+    def turn(self, text: str, consoles: Consoles | None) -> Turn:
+        """See `chat.Partner`."""
+        said = [*self._messages, {"role": "user", "content": text}]
+        made = answer(self._remote, "/v1/chat/completions", self._body | {"messages": said}, consoles)
+        self._messages = [*said, {"role": "assistant", "content": made.text}]
+        return Turn({"prompt": text} | made.report(), made.line, not made.complete)

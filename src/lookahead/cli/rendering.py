@@ -88,6 +88,12 @@ def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
+def counts_line(tokens: int, steps: int, seconds: float) -> str:
+    """What an answer took, in words."""
+    compression, speed = tokens / steps if steps else 0.0, tokens / seconds if seconds else 0.0
+    return f"{tokens} tokens in {steps} steps, step compression {compression:.2f}, {speed:.1f} tokens/s"
+
+
 class StepPrinter:
     """Prints generated text as it arrives, the tokens of one step in one colour."""
 

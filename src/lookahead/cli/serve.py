@@ -65,17 +65,17 @@ def run(settings: ServeSettings) -> int:
             room = free_bytes(main.model.device) // _SHARE
         room = None if room is None else room // len(all_loaded)
         models = []
-        with main.start_up.engine(settings.config):
-            for name, loaded in all_loaded.items():
-                config = settings.config if loaded is main else _of_adapter(settings.config, name)
-                engine = _engine(settings, config, loaded, room)
-                context = min(most for most in (loaded.context_length, _longest_text(engine)) if most is not None)
-                models.append(
-                    ServedModel(
-                        name, loaded.model, loaded.tokenizer, engine, config, loaded.sampling, context, loaded.processor
-                    )
-                )
-        main.start_up.tell(*(model.engine.statistics.graphs for model in models))
+        for name, loaded in all_loaded.items():
+            config = settings.config if loaded is main else _of_adapter(settings.config, name)
+            engine = _engine(settings, config, loaded, room)
+            if (taken := engine.statistics.graphs).count:
+                told = f"{taken.count} CUDA graphs captured in {taken.seconds:.1f} s, {taken.bytes >> 20} MiB"
+                consoles.notes.print(told, style="dim")
+            context = min(most for most in (loaded.context_length, _longest_text(engine)) if most is not None)
+            sampling, processor = loaded.sampling, loaded.processor
+            models.append(
+                ServedModel(name, loaded.model, loaded.tokenizer, engine, config, sampling, context, processor)
+            )
         serve(models, server, listener)
     return process.OK
 

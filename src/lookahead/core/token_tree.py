@@ -200,6 +200,8 @@ class Layout:
         tokens: Token id in each slot, `[nodes]` int64.
         depths: Depth of the node in each slot, `[nodes]` int64.
         read_slots: Slots whose prediction is wanted, ascending.
+        parent_slots: Slot of the parent of the node in each slot, `[nodes]`; -1 for the first pending token.
+        pending: How many pending tokens there are.
     """
 
     order: NDArray[np.int64]
@@ -207,23 +209,23 @@ class Layout:
     tokens: NDArray[np.int64]
     depths: NDArray[np.int64]
     read_slots: NDArray[np.int64]
-    _parent_slots: NDArray[np.int64]
-    _pending: int
+    parent_slots: NDArray[np.int64]
+    pending: int
 
     @property
     def is_chain(self) -> bool:
         """See `TokenTree.is_chain`."""
-        return len(self.order) == self._pending
+        return len(self.order) == self.pending
 
     def ancestor_mask(self) -> NDArray[np.bool_]:
         """Which slots each slot may attend to: its ancestors and itself, `[nodes, nodes]` bool."""
-        nodes, pending = len(self.order), self._pending
+        nodes, pending = len(self.order), self.pending
         mask = np.eye(nodes, dtype=np.bool_)
         if pending > 1:
             mask[:pending, :pending] = np.tri(pending, dtype=np.bool_)
         # What a node sees is what an ancestor sees, and what lies between: 1, 2, 4, ... levels at a time, up to the
         # pending tokens, which see all there is to see.
-        ancestors = np.where(np.arange(nodes) < pending, np.arange(nodes), self._parent_slots)
+        ancestors = np.where(np.arange(nodes) < pending, np.arange(nodes), self.parent_slots)
         while True:
             mask |= mask[ancestors]
             further = ancestors[ancestors]
@@ -236,26 +238,22 @@ class Layout:
 def lay_out(tree: TokenTree) -> Layout:
     """Choose the order in which the nodes of `tree` are sent.
 
-    Pending tokens come first, then the candidates depth first, each node followed by the child that was added
-    first, then the window. Drafters add the likeliest path first, so the accepted path most often lies
-    directly behind the root, where its keys and values need not be moved.
+    Pending tokens come first, then the others depth first, each node followed by the child that was added first, the
+    candidates below the root before its window. Drafters add the likeliest path first, so the accepted path most often
+    lies directly behind the root, where its keys and values need not be moved.
     """
     if tree.is_chain:
         return _lay_out_chain(tree)
     children: dict[int, list[int]] = {}
-    window = []
     for node in range(tree.root + 1, len(tree)):
-        if tree.kinds[node] is NodeKind.CANDIDATE:
-            children.setdefault(tree.parents[node], []).append(node)
-        else:
-            window.append(node)
+        children.setdefault(tree.parents[node], []).append(node)
     ordered = list(range(tree.root + 1))
-    stack = children.get(tree.root, [])[::-1]
+    stack = sorted(children[tree.root], key=tree.kinds.__getitem__)[::-1]
     while stack:
         node = stack.pop()
         ordered.append(node)
         stack.extend(reversed(children.get(node, ())))
-    order = np.array(ordered + window, dtype=np.int64)
+    order = np.array(ordered, dtype=np.int64)
     slots = np.empty_like(order)
     slots[order] = np.arange(len(order))
     parents = np.array(tree.parents, dtype=np.int64)[order]
@@ -265,8 +263,8 @@ def lay_out(tree: TokenTree) -> Layout:
         tokens=np.array(tree.tokens, dtype=np.int64)[order],
         depths=np.array(tree.depths, dtype=np.int64)[order],
         read_slots=np.flatnonzero(np.array(tree.needs_logits)[order]),
-        _parent_slots=np.where(parents < 0, -1, slots[parents]),
-        _pending=tree.root + 1,
+        parent_slots=np.where(parents < 0, -1, slots[parents]),
+        pending=tree.root + 1,
     )
 
 
@@ -283,6 +281,6 @@ def _lay_out_chain(tree: TokenTree) -> Layout:
         tokens=np.array(tree.tokens, dtype=np.int64),
         depths=places,
         read_slots=places if len(tree) == 1 and tree.needs_logits[0] else np.flatnonzero(np.array(tree.needs_logits)),
-        _parent_slots=places - 1,
-        _pending=len(tree),
+        parent_slots=places - 1,
+        pending=len(tree),
     )

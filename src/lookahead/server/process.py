@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -89,7 +90,7 @@ def serve(models: Sequence[ServedModel], settings: ServerSettings, listener: soc
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=5,
+        timeout_keep_alive=math.ceil(settings.read_timeout),  # clients close theirs first, most after 5 s
         http=guarded_protocol(settings.read_timeout),
         lifespan="on",
     )

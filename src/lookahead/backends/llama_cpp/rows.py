@@ -12,56 +12,38 @@ from numpy.typing import NDArray
 
 from lookahead.backends.base import TextRow
 from lookahead.backends.llama_cpp.context import LlamaContext
-from lookahead.core.token_tree import TokenTree
+from lookahead.core.token_tree import Layout, TokenTree, lay_out
 from lookahead.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True)
 class Branches:
-    """The nodes of a tree, depth first, and the leaves below each.
-
-    Depth first, the leaves below a node are neighbours. A node's place in the order is its *slot*.
+    """The leaves below each node of a tree. Nodes are laid out depth first, so that these are neighbours.
 
     Attributes:
-        order: Node in each slot, `[nodes]`.
-        slots: Slot of each node, `[nodes]`, the inverse of `order`.
-        first: The first leaf below the node in each slot, `[nodes]`; a leaf is below itself.
+        layout: In which slot each node lies.
+        first: The first leaf below the node in each slot, `[nodes]`; a leaf is below itself. Those of the paths that
+            were added first, the likeliest ones, come first.
         last: The last one, `[nodes]`.
         leaves: How many there are.
     """
 
-    order: NDArray[np.int64]
-    slots: NDArray[np.int64]
+    layout: Layout
     first: NDArray[np.int64]
     last: NDArray[np.int64]
     leaves: int
 
 
 def branches(tree: TokenTree) -> Branches:
-    """The leaves of `tree`; those of the paths that were added first, the likeliest ones, come first."""
-    nodes = len(tree)
-    if tree.is_chain:
-        places = np.arange(nodes)
-        return Branches(places, places, np.zeros_like(places), np.zeros_like(places), 1)
-    children: list[list[int]] = [[] for _ in range(nodes)]
-    for node in range(1, nodes):
-        children[tree.parents[node]].append(node)
-    ordered: list[int] = []
-    stack = [0]
-    while stack:
-        node = stack.pop()
-        ordered.append(node)
-        stack += reversed(children[node])
-    order = np.array(ordered)
-    slots = np.empty_like(order)
-    slots[order] = np.arange(nodes)
-    is_leaf = np.array([not children[node] for node in ordered])
-    counts = is_leaf.astype(np.int64)
-    first = counts.cumsum() - counts
-    below = counts.tolist()
-    for node in reversed(ordered[1:]):  # a node comes after its parent
-        below[slots[tree.parents[node]]] += below[slots[node]]
-    return Branches(order, slots, first, first + np.array(below) - 1, int(counts.sum()))
+    """The leaves of `tree`."""
+    layout = lay_out(tree)
+    is_leaf = np.ones(len(tree), dtype=np.int64)
+    is_leaf[layout.parent_slots[1:]] = 0
+    first, below = is_leaf.cumsum() - is_leaf, is_leaf.tolist()
+    parents = layout.parent_slots.tolist()
+    for slot in range(len(tree) - 1, 0, -1):  # a node comes after its parent
+        below[parents[slot]] += below[slot]
+    return Branches(layout, first, first + np.array(below) - 1, below[0])
 
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, dtype=np.int32)

@@ -100,13 +100,11 @@ class LlamaRunner(Runner):
         count = 0
         for row, sent in zip(self.rows, self._sent, strict=True):
             if sent is not None:
-                self._place(row, *sent, count)
+                self._place(row, sent[1], count)
                 count += len(sent[0])
         logits = torch.from_numpy(self.llama_context.run(count))
-        nodes = [
-            _NO_NODES if sent is None else sent[1].order[np.array(tree.needs_logits)[sent[1].order]]
-            for tree, sent in zip(trees, self._sent, strict=True)
-        ]
+        layouts = [sent and sent[1].layout for sent in self._sent]
+        nodes = [_NO_NODES if layout is None else layout.order[layout.read_slots] for layout in layouts]
         return forward_results([len(tree) for tree in trees], nodes, logits, top_k, borrowed=True)
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
@@ -115,18 +113,18 @@ class LlamaRunner(Runner):
             if sent is not None:
                 self._commit(row, *sent, path)
 
-    def _place(self, row: LlamaRow, tree: TokenTree, below: Branches, start: int) -> None:
+    def _place(self, row: LlamaRow, below: Branches, start: int) -> None:
         """Put the nodes of a row's tree, in slots, into the batch from `start` on."""
-        batch, ids, order = self.llama_context.batch, row.ids, below.order
-        place = slice(start, start + len(tree))
-        batch.tokens[place] = np.array(tree.tokens)[order]
-        batch.positions[place] = np.array(tree.depths)[order]
-        batch.positions[place] += row.length
-        batch.reads[place] = np.array(tree.needs_logits)[order]
+        batch, ids, layout = self.llama_context.batch, row.ids, below.layout
+        place = slice(start, start + len(layout.order))
+        batch.tokens[place] = layout.tokens
+        batch.positions[place] = row.length + layout.depths
+        batch.reads[place] = 0
+        batch.reads[start + layout.read_slots] = 1
         batch.sequences[place] = ids.ctypes.data + ids.itemsize * below.first
         batch.counts[place] = below.last - below.first + 1
         # Decided text belongs to all ids, whether or not this tree uses them.
-        batch.counts[start : start + tree.root + 1] = len(ids)
+        batch.counts[start : start + layout.pending] = len(ids)
 
     def _commit(self, row: LlamaRow, tree: TokenTree, below: Branches, path: Sequence[int]) -> None:
         start, pending = row.length, tree.root + 1
@@ -135,7 +133,7 @@ class LlamaRunner(Runner):
         if tree.is_chain and len(path) == pending:
             return
         ids = row.ids.tolist()
-        keep = int(below.first[below.slots[path[-1]]]) if path else 0
+        keep = int(below.first[below.layout.slots[path[-1]]]) if path else 0
         # Of ids beyond the tree's leaves, decided text alone.
         for leaf in range(below.leaves if len(path) >= pending else len(ids)):
             self.llama_context.remove(ids[leaf], end if leaf == keep else decided, -1)

@@ -1,26 +1,50 @@
-"""Attention as the clones of a model call it where it is `sdpa`: heads folded into rows, and rows packed into one."""
+"""Attention as the clones of a model call it: heads folded into rows, invariant, and rows packed into one."""
 
 from __future__ import annotations
 
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lookahead.backends.transformers.invariant.attention import PACKED_ROWS as INVARIANT_ROWS
-from lookahead.backends.transformers.invariant.attention import invariant_attention
-from lookahead.backends.transformers.layouts import PackedStep
 from lookahead.backends.transformers.static_cache import StaticTreeCache
-from lookahead.backends.transformers.tree_attention.interface import tree_attention_forward
+from lookahead.backends.transformers.tree_attention.interface import only_packed, tree_attention_forward
+from lookahead.core.compiled import IS_COMPILED
 from lookahead.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from lookahead.backends.transformers.layouts import PackedStep
+
+if IS_COMPILED:
+    from lookahead.backends.transformers.invariant.kernel import attend
 
 FOLDED_SDPA = "lookahead_folded_sdpa"
 """The name under which transformers finds `folded_sdpa`."""
 
 PACKED_ROWS = "lookahead_packed_rows"
 """The name under which it finds `packed_rows_attention`."""
+
+INVARIANT = "lookahead_invariant"
+"""The name under which it finds `invariant_attention`."""
+
+INVARIANT_ROWS = "lookahead_packed_rows_invariant"
+"""The name under which it finds `packed_rows_attention` with that for each row."""
+
+LEAST_NODES = "least_nodes"
+"""The attribute of a model that says how many nodes a pass has at least, where products of a lone row would have to be
+padded one by one. Two cost no more there, and with packed weights four take less time than one."""
+
+_KINDS = {torch.bfloat16: np.int16(0), torch.float16: np.uint16(0), torch.float32: np.float32(0)}
+"""What tells the kernel of what type numbers are; see `machine.read`."""
+
+_LEAST_WORK = 1 << 17
+"""Products of query, key and head for which another thread pays."""
 
 
 def folded_sdpa(
@@ -71,6 +95,65 @@ def folded_sdpa(
     return folded.view(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
+def invariant_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers whose result for a query depends on what it sees, in the order of the text.
+
+    All is summed in float32 and rounded once, at the end.
+
+    Args:
+        module: The layer that calls.
+        query: `[batch, heads, nodes, size]`, of 16 bits or float32, like keys and values, on the CPU.
+        key: `[batch, heads of keys, keys, size]`.
+        value: `[batch, heads of keys, keys, value size]`.
+        attention_mask: A packed mask, see `tree_attention.packed_mask`.
+        scaling: What scores are multiplied by; 1 / sqrt(size) if not given.
+        softcap: Bends scores to stay below this.
+        **kwargs: What else transformers passes. Windows and causality are in the mask; `dropout` must be 0.
+
+    Returns:
+        `[batch, nodes, heads, value size]`, and no weights.
+
+    Raises:
+        UnsupportedModelError: The layer has something that this attention has not.
+    """
+    mask = only_packed(module, INVARIANT, attention_mask, kwargs)
+    query, key, value = (states if states.stride(3) == 1 else states.contiguous() for states in (query, key, value))
+    batch, heads, nodes, size = query.shape
+    _, shared, keys, value_size = value.shape
+    output = torch.empty((batch, nodes, heads, value_size))
+    about = (
+        (query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr()),
+        (_KINDS[query.dtype], _KINDS[key.dtype], _KINDS[value.dtype]),
+        (query.stride(), key.stride(), value.stride()),
+        (heads, shared, nodes, keys, size, value_size),
+        mask.numpy(),
+        (np.float32(size**-0.5 if scaling is None else scaling), np.float32(softcap or 0.0)),
+    )
+    units = batch * shared
+    threads = min(torch.get_num_threads(), units, batch * heads * nodes * keys // _LEAST_WORK + 1)
+    if threads == 1:
+        attend(*about, (0, units))
+    else:
+        bounds = [units * part // threads for part in range(threads + 1)]
+        for part in [_pool(threads).submit(attend, *about, part_bounds) for part_bounds in pairwise(bounds)]:
+            part.result()
+    return output.to(query.dtype), None
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="lookahead-attention")
+
+
 def packed_rows_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -110,16 +193,16 @@ def packed_rows_attention(
     if packed_rows.pages is not None:
         return tree_attention_forward(module, query, key, value, masks, pages=packed_rows.pages, **kwargs)
     # Folding is for CPUs.
-    attend: Any = folded_sdpa if query.device.type == "cpu" else sdpa_attention_forward
+    of_row: Any = folded_sdpa if query.device.type == "cpu" else sdpa_attention_forward
     if module.config._attn_implementation == INVARIANT_ROWS:  # type: ignore[union-attr]
-        attend = invariant_attention
+        of_row = invariant_attention
     if len(states) == 1:
-        attended: torch.Tensor = attend(module, query, *states[0], masks[0], **kwargs)[0]
+        attended: torch.Tensor = of_row(module, query, *states[0], masks[0], **kwargs)[0]
         return attended, None
     outputs = []
     for (start, end), (keys, values), mask in zip(packed_rows.bounds, states, masks, strict=True):
         nodes = query.narrow(2, start, end - start)
-        outputs.append(attend(module, nodes, keys, values, mask, **kwargs)[0])
+        outputs.append(of_row(module, nodes, keys, values, mask, **kwargs)[0])
     return torch.cat(outputs, dim=1), None
 
 
@@ -131,4 +214,6 @@ def register() -> None:
     AttentionInterface.register(FOLDED_SDPA, folded_sdpa)
     AttentionMaskInterface.register(FOLDED_SDPA, sdpa_mask)
     AttentionInterface.register(PACKED_ROWS, packed_rows_attention)
+    AttentionInterface.register(INVARIANT, invariant_attention)
+    AttentionMaskInterface.register(INVARIANT, sdpa_mask)
     AttentionInterface.register(INVARIANT_ROWS, packed_rows_attention)

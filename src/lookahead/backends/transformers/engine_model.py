@@ -9,7 +9,14 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers import tree_attention
-from lookahead.backends.transformers.attention import FOLDED_SDPA, PACKED_ROWS, register
+from lookahead.backends.transformers.attention import (
+    FOLDED_SDPA,
+    INVARIANT,
+    INVARIANT_ROWS,
+    LEAST_NODES,
+    PACKED_ROWS,
+    register,
+)
 from lookahead.backends.transformers.checks.clones import computes_the_same, is_invariant, reads_rows_alike
 from lookahead.backends.transformers.checks.kinds import equivalence
 from lookahead.backends.transformers.checks.models import (
@@ -19,10 +26,6 @@ from lookahead.backends.transformers.checks.models import (
     checked_setting,
     what_is_in_the_way,
 )
-from lookahead.backends.transformers.invariant import attention as invariant_attention
-from lookahead.backends.transformers.invariant.attention import LEAST_NODES
-from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
-from lookahead.backends.transformers.invariant.attention import PACKED_ROWS as INVARIANT_ROWS
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.packed_linear import check_packing
@@ -144,7 +147,7 @@ def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bo
 
 
 _REGISTER = {
-    INVARIANT: invariant_attention.register,
+    INVARIANT: register,
     FOLDED_SDPA: register,
     tree_attention.NAME: tree_attention.register,
     tree_attention.BY_POSITION: tree_attention.register_by_position,

@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from lookahead.backends.transfers import upload
-from lookahead.backends.transformers.invariant.attention import LEAST_NODES
-from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
-from lookahead.backends.transformers.invariant.attention import PACKED_ROWS as INVARIANT_ROWS
+from lookahead.backends.transformers.attention import INVARIANT, INVARIANT_ROWS, LEAST_NODES
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder, dense
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import PackedCache

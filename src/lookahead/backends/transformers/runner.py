@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from lookahead.backends.base import Runner, check_chain
 from lookahead.backends.forward_result import ForwardResult, forward_results, nothing_listed
 from lookahead.backends.transfers import upload
+from lookahead.backends.transformers.attention import INVARIANT_ROWS
 from lookahead.backends.transformers.cache_exchange import leave_out_hidden
 from lookahead.backends.transformers.chain_cache import (
     ChainRow,
@@ -26,7 +27,6 @@ from lookahead.backends.transformers.chain_cache import (
     row_of_batch,
 )
 from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder
-from lookahead.backends.transformers.invariant.attention import PACKED_ROWS
 from lookahead.backends.transformers.layouts import Inputs, Packed, Padded, Step
 from lookahead.backends.transformers.limits import limits_of, shortest
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
@@ -320,7 +320,7 @@ class RowsRunner(TransformersRunner):
         super().__init__(model, positions_end)
         masks = MaskBuilder(model.config)
         self.rows: list[Row] = []
-        self.is_invariant = model.config._attn_implementation == PACKED_ROWS
+        self.is_invariant = model.config._attn_implementation == INVARIANT_ROWS
         self.packed, self._together = packed, together
         self._padded_layout = Padded(model, masks, self._device)
         self._packed_layout = Packed(model, masks, self._device)

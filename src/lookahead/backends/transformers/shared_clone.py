@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.backends.transformers.attention import INVARIANT, INVARIANT_ROWS, LEAST_NODES
 from lookahead.backends.transformers.chain_cache import is_forgetful
 from lookahead.backends.transformers.checks.clones import goes_on_rightly
-from lookahead.backends.transformers.invariant.attention import LEAST_NODES, PACKED_ROWS
-from lookahead.backends.transformers.invariant.attention import NAME as INVARIANT
 from lookahead.backends.transformers.invariant.modules import FINDINGS, empty_module, invariant_kind
 from lookahead.backends.transformers.model_state import chosen_packing, state_of
 from lookahead.backends.transformers.packed_linear import (
@@ -163,7 +162,7 @@ class SharedClone:
     @property
     def _is_invariant(self) -> bool:
         """Whether its modules have care of their own; passes of one size need none."""
-        return self._attention in (INVARIANT, PACKED_ROWS)
+        return self._attention in (INVARIANT, INVARIANT_ROWS)
 
     def _new_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """An empty module in place of `module`, or `module` itself where it is shared."""
@@ -187,7 +186,7 @@ def clone_for(model: PreTrainedModel, attention: str | None, pack_weights: bool,
     reason why none is right. Weights are packed by `chosen_packing`."""
     state = state_of(model)
     with state.lock:
-        packing = chosen_packing(model, pack_weights, attention in (INVARIANT, PACKED_ROWS))
+        packing = chosen_packing(model, pack_weights, attention in (INVARIANT, INVARIANT_ROWS))
         setting = (model.config._attn_implementation, attention, model.dtype, packing)
         modules = all_modules(model)
         parts = structure(modules, packing)

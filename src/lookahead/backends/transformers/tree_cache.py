@@ -302,8 +302,10 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     def _set_keeps_all(self, keeps_all: bool) -> None:
         self._keeps_all = keeps_all
-        for layer in self._parts:
+        for layer in self.layers:
             layer.keeps_all = keeps_all
+            if layer.indexer is not None:
+                layer.indexer.keeps_all = keeps_all
 
     def _make_writable(self) -> None:
         """Copy tensors of inference mode, which torch lets nobody write to outside of it."""
@@ -313,13 +315,11 @@ class TreeCache(Cache):  # type: ignore[misc]
                     layer._grow(layer.longest - layer.dropped)
 
     @property
-    def _parts(self) -> list[TreeLayer]:
-        return [part for layer in self.layers for part in layer.parts]
-
-    @property
     def _filled(self) -> list[TreeLayer]:
-        """The layers that the model has written to; some models have layers that borrow the states of others."""
-        return [layer for layer in self._parts if layer.is_initialized]
+        """The layers that the model has written to, and their indexers; some models have layers that borrow the states
+        of others."""
+        filled = [layer for layer in self.layers if layer.is_initialized]
+        return filled + [layer.indexer for layer in filled if layer.indexer is not None]
 
     def lengths(self, batch_size: int) -> list[int]:
         """Tokens kept, per row."""
