@@ -6,7 +6,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from lookahead.server.errors import ApiError
@@ -76,8 +75,7 @@ class Form:
     def _step(self, piece: Piece) -> dict[str, Any]:
         fields: dict[str, Any] = {"tokens": len(piece.tokens), "nodes": piece.nodes}
         if piece.tree is not None:
-            texts = [self._served.text_of(token) for token in piece.tree.tokens]
-            fields["tree"] = {**asdict(piece.tree), "tokens": texts}
+            fields["tree"] = piece.tree | {"tokens": [self._served.text_of(token) for token in piece.tree["tokens"]]}
         return fields
 
     def failure(self, error: ApiError) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from lookahead.core.statistics import StepRecord
 from lookahead.server.errors import ApiError
 from lookahead.server.metrics import RequestClock
-from lookahead.server.plan import Plan, StepTree, TreeWatcher
+from lookahead.server.plan import Plan, Tree, TreeWatcher
 from lookahead.server.served_model import ServedModel
 from lookahead.serving import RequestHandle
 from lookahead.serving.handle import TokenEvent
@@ -41,7 +42,7 @@ class Piece:
     nodes: int = 0
     place: int = 0
     logprobs: list[TokenEvent] = field(default_factory=list)
-    tree: StepTree | None = None
+    tree: Tree | None = None
 
 
 class Answer:
@@ -82,7 +83,6 @@ class Answer:
             attention_mask=torch.ones((1, len(plan.prompt)), dtype=torch.long),
             logits_processor=processors,
             stopping_criteria=StoppingCriteriaList([_StopText(self._builder)]),
-            repetition_penalty=1.0,  # that of the model is among the processors
             pad_token_id=next(iter(plan.ends), 0),
             **plan.inputs,
             **plan.options,
@@ -125,13 +125,6 @@ class _StopText(StoppingCriteria):  # type: ignore[misc]
         return torch.tensor([self._builder.add(int(input_ids[0, -1]))])
 
 
-@dataclass
-class _End:
-    """An answer is complete, or failed."""
-
-    error: BaseException | None = None
-
-
 class Generation:
     """All answers to one request. Iterating gives each answer with its pieces, and with `None` at its end.
 
@@ -148,7 +141,7 @@ class Generation:
     def __init__(self, served: ServedModel, clock: RequestClock, seconds: float, ended: Callable[[], None]) -> None:
         self._served, self._clock, self._ended = served, clock, ended
         self._deadline = time.monotonic() + seconds
-        self._queue: asyncio.Queue[tuple[int, Piece | _End]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
         self._watchers: list[asyncio.Task[None]] = []
         self._closed = False
         self._settled = False  # complete or failed: the client hears how it ended
@@ -159,7 +152,8 @@ class Generation:
         for place, plan in enumerate(plans):
             for number in range(count):
                 index = place * count + number
-                answer = Answer(self._served, plan, index, plan.seed + number, self._teller(loop, index))
+                tell = partial(self._tell, loop, index)
+                answer = Answer(self._served, plan, index, plan.seed + number, tell)
                 self.answers.append(answer)
                 if self._closed:  # meanwhile
                     answer.handle.cancel()
@@ -179,7 +173,7 @@ class Generation:
 
     def fail(self, error: ApiError) -> None:
         """Have the iteration end with an error, whatever there is still to come."""
-        self._queue.put_nowait((0, _End(error)))
+        self._queue.put_nowait((0, error))
 
     async def __aiter__(self) -> AsyncIterator[tuple[Answer, Piece | None]]:
         self._watchers = [asyncio.create_task(self._watch(answer)) for answer in self.answers]
@@ -192,36 +186,32 @@ class Generation:
                 answer.add_logprobs(event)
                 yield answer, event
                 continue
-            if event.error is not None:
+            if event is not None:
                 self._settled = True
-                raise event.error
+                raise event
             left -= 1
             self._settled = left == 0
             self._clock.finish(answer.finish_reason or "abort")
             yield answer, None
 
-    async def _next(self) -> tuple[int, Piece | _End]:
+    async def _next(self) -> tuple[int, Piece | BaseException | None]:
         try:
             return await asyncio.wait_for(self._queue.get(), max(self._deadline - time.monotonic(), 0.001))
         except asyncio.TimeoutError:
             self._settled = True
             raise ApiError(504, "the request took longer than this server allows", code="timeout") from None
 
-    def _teller(self, loop: asyncio.AbstractEventLoop, index: int) -> Callable[[Piece], None]:
-        def tell(piece: Piece) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody is left to listen
-                loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
-
-        return tell
+    def _tell(self, loop: asyncio.AbstractEventLoop, index: int, piece: Piece) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to listen
+            loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
 
     async def _watch(self, answer: Answer) -> None:
         """Tell of the end. Behind the last piece: what the engine's thread told before is in the loop by then."""
-        error: BaseException | None = None
+        failed: BaseException | None = None
         try:
-            async for _ in answer.handle:
-                pass
+            await answer.handle.wait()
         except asyncio.CancelledError:
             raise
-        except BaseException as raised:
-            error = raised
-        asyncio.get_running_loop().call_soon(self._queue.put_nowait, (answer.index, _End(error)))
+        except BaseException as error:
+            failed = error
+        asyncio.get_running_loop().call_soon(self._queue.put_nowait, (answer.index, failed))

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 from llguidance import hf as llguidance_hf
-from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 from transformers import LogitsProcessor
 
@@ -323,14 +322,11 @@ def _structured(asked: StructuredOutputs) -> dict[str, Any]:
         grammar: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(asked.regex))["grammars"][0]
         return grammar
     if asked.choice is not None:
-        return {
-            "lark_grammar": "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in asked.choice)
-        }
+        return {"lark_grammar": grammar_from("choice", json.dumps(asked.choice, ensure_ascii=False))}
     if asked.grammar is not None:
-        return {"lark_grammar": any_to_lark(asked.grammar)}
-    if asked.json_object:
-        return {"json_schema": compact({"type": "object"})}
-    schema = json.loads(asked.json_) if isinstance(asked.json_, str) else asked.json_
+        return {"lark_grammar": grammar_from("grammar", asked.grammar)}
+    schema = {"type": "object"} if asked.json_object else asked.json_
+    schema = json.loads(schema) if isinstance(schema, str) else schema
     if not isinstance(schema, dict):
         raise ValueError("json is no JSON schema")
     return {"json_schema": compact(schema)}

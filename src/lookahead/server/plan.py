@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from llguidance import LLMatcher
-from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from lookahead.config import LookaheadConfig
 from lookahead.core.watching import StepWatcher, WatchedStep
@@ -50,7 +50,7 @@ class Plan:
         seed: Of the first answer; that of each further one is one larger.
         stops: Texts that end an answer.
         logprobs: How many rivals of each token to tell; nothing if `None`.
-        processors: Makes the logits processors of one answer.
+        penalties: For presence and for frequency, of tokens that the answer has.
         config: How to draft.
         ends: Tokens that end an answer.
         grammar: What matches answers to their grammar, at its beginning, if they follow one.
@@ -65,7 +65,7 @@ class Plan:
     seed: int
     stops: list[str]
     logprobs: int | None
-    processors: Callable[[], LogitsProcessorList]
+    penalties: tuple[float, float]
     config: LookaheadConfig
     ends: frozenset[int]
     grammar: LLMatcher | None = None
@@ -75,17 +75,15 @@ class Plan:
 
     def steer(self, watcher: TreeWatcher) -> tuple[LogitsProcessorList, LookaheadConfig]:
         """Logits processors of one answer, and how it drafts; `watcher` is told of each step if that is wanted."""
-        processors, config = self.processors(), self.config
-        sources: list[Callable[[], Any]] = []
+        processors, config = LogitsProcessorList(), self.config
+        if any(self.penalties):
+            processors.append(OccurrencePenalty(*self.penalties, len(self.prompt)))
         if self.grammar is not None:
-            drafted = self.grammar.deep_copy()
             processors.append(GrammarProcessor(self.grammar.deep_copy(), len(self.prompt)))
-            sources.append(lambda: GrammarSource(drafted))
-        if self.watches:
-            config = replace(config, trace=watcher)
-        if config.preset == "auto":
-            config = replace(config, sources=(*config.sources, *sources))
-        return processors, config
+        if self.grammar is not None and config.preset == "auto":
+            drafted = self.grammar.deep_copy()
+            config = replace(config, sources=(*config.sources, lambda: GrammarSource(drafted)))
+        return processors, replace(config, trace=watcher) if self.watches else config
 
 
 def make_plan(
@@ -115,7 +113,9 @@ def make_plan(
     grammar, ends = _grammar(served, request, tokens), _ends(served, request)
     options = {"max_new_tokens": length, **_sampling(served, request), **_endings(request, ends, length, grammar)}
     if request.logit_bias:
-        _check_bias(request, served.vocabulary)
+        options["sequence_bias"] = [[[token], value] for token, value in _bias(request, served.vocabulary)]
+    if request.repetition_penalty is not None:
+        options["repetition_penalty"] = request.repetition_penalty
     config = _config(served.config, request.lookahead)
     return Plan(
         prompt=tokens,
@@ -124,7 +124,7 @@ def make_plan(
         seed=secrets.randbits(62) if request.seed is None else request.seed,
         stops=request.stop,
         logprobs=_rivals(request),
-        processors=lambda: _processors(served, request, len(tokens)),
+        penalties=(request.presence_penalty, request.frequency_penalty),
         config=config,
         ends=ends,
         grammar=grammar,
@@ -201,45 +201,28 @@ def _length(request: ChoicesRequest, room: int | None, limits: Limits, default: 
     return min(limit for limit in (default, room, limits.new_tokens) if limit is not None)
 
 
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}
+"""What samples from all that the model says, as OpenAI does by default."""
+
+
 def _sampling(served: ServedModel, request: TextRequest) -> dict[str, Any]:
-    """As the request says, then as the model's own configuration does, then as OpenAI's default: temperature 1."""
-
-    def chosen(name: str, neutral: float) -> float:
-        value = getattr(request, name)
-        if value is None:
-            value = served.sampling.get(name)
-        return neutral if value is None else value
-
-    temperature = chosen("temperature", 1.0)
-    if temperature == 0:
+    """As the request says, then as the model's own configuration does."""
+    chosen: dict[str, Any] = _NEUTRAL | {name: value for name, value in served.sampling.items() if name in _NEUTRAL}
+    chosen |= {name: value for name in _NEUTRAL if (value := getattr(request, name)) is not None}
+    if chosen["temperature"] == 0:
         return {"do_sample": False}
-    if temperature < _LEAST_TEMPERATURE:
-        raise refused("temperature", f"temperature={temperature} must be 0, or at least {_LEAST_TEMPERATURE}")
-    return {
-        "do_sample": True,
-        "temperature": temperature,
-        "top_p": chosen("top_p", 1.0),
-        "top_k": int(chosen("top_k", 0)),
-        "min_p": chosen("min_p", 0.0) or None,
-    }
+    if chosen["temperature"] < _LEAST_TEMPERATURE:
+        said = f"temperature={chosen['temperature']} must be 0, or at least {_LEAST_TEMPERATURE}"
+        raise refused("temperature", said)
+    return {"do_sample": True, **chosen, "min_p": chosen["min_p"] or None}
 
 
-def _check_bias(request: TextRequest, vocabulary: int) -> None:
-    for token in request.logit_bias:
+def _bias(request: TextRequest, vocabulary: int) -> Iterator[tuple[int, float]]:
+    """What is added to the logits of tokens."""
+    for token, value in request.logit_bias.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary):
             raise refused("logit_bias", f"logit_bias: {token!r} is no token id; the model knows {vocabulary} tokens")
-
-
-def _processors(served: ServedModel, request: TextRequest, prompt_length: int) -> LogitsProcessorList:
-    processors = LogitsProcessorList()
-    penalty = request.repetition_penalty or served.model.generation_config.repetition_penalty
-    if penalty is not None and penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
-    if request.presence_penalty or request.frequency_penalty:
-        processors.append(OccurrencePenalty(request.presence_penalty, request.frequency_penalty, prompt_length))
-    if request.logit_bias:
-        processors.append(LogitBias({int(token): value for token, value in request.logit_bias.items()}))
-    return processors
+        yield int(token), value
 
 
 def _config(config: LookaheadConfig, options: LookaheadOptions) -> LookaheadConfig:
@@ -281,48 +264,17 @@ class OccurrencePenalty(LogitsProcessor):  # type: ignore[misc]
         return scores - self._frequency * self._counts - self._presence * (self._counts > 0)
 
 
-class LogitBias(LogitsProcessor):  # type: ignore[misc]
-    """Adds a number to the logits of some tokens.
-
-    Args:
-        bias: The number for each token id.
-    """
-
-    def __init__(self, bias: Mapping[int, float]) -> None:
-        self._tokens = torch.tensor(list(bias), dtype=torch.long)
-        self._values = torch.tensor(list(bias.values()))
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Logits `[1, vocabulary]` with the bias added."""
-        biased = scores.clone()
-        biased[0, self._tokens.to(scores.device)] += self._values.to(scores.device, scores.dtype)
-        return biased
-
-
-@dataclass(frozen=True)
-class StepTree:
-    """What a step proposed, and what of it was accepted.
-
-    Attributes:
-        tokens: Token of each node; the first is the root.
-        parents: Parent of each node, -1 for the root.
-        path: The accepted nodes.
-        sources: Source of each node below the root.
-        probabilities: Of the path to each node below the root, as it was estimated; `None` where it was not.
-    """
-
-    tokens: list[int]
-    parents: list[int]
-    path: list[int]
-    sources: list[str]
-    probabilities: list[float | None]
+Tree = dict[str, list[Any]]
+"""What a step proposed, and what of it was accepted: `tokens` of each node, of which the first is the root; `parents`,
+-1 for the root; the accepted nodes in `path`; of each node below the root its source in `sources`, and how probable the
+path to it was estimated to be in `probabilities`, `None` where it was not."""
 
 
 class TreeWatcher:
     """A recorder (`lookahead.core.watching.Recorder`) that keeps the tree of the last step."""
 
     def __init__(self) -> None:
-        self.tree: StepTree | None = None
+        self.tree: Tree | None = None
 
     def begin(self, prompt: Sequence[int]) -> StepWatcher:
         """See `Recorder`."""
@@ -334,4 +286,11 @@ class TreeWatcher:
         parents = [-1, *(parent - root for parent in tree.parents[root + 1 :])]
         path = [node - root for node in result.path]
         likely = [None if origin.probability is None else round(origin.probability, 4) for origin in origins]
-        self.tree = StepTree(tree.tokens[root:], parents, path, [origin.evidence[0] for origin in origins], likely)
+        sources = [origin.evidence[0] for origin in origins]
+        self.tree = {
+            "tokens": tree.tokens[root:],
+            "parents": parents,
+            "path": path,
+            "sources": sources,
+            "probabilities": likely,
+        }
