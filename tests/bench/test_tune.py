@@ -47,7 +47,7 @@ def test_shows_draws_and_stores(
     folder = tmp_path / "cache" / "lookahead-decoding" / "cost"
     monkeypatch.setattr("lookahead.backends.transformers.findings.user_cache", lambda: tmp_path / "cache")
     options = ["--context", "48"]
-    assert main(["tune", "--model", "demo", *SMALL, *options]) == 0
+    assert main(["tune", *SMALL, *options]) == 0
     out, err = capsys.readouterr()
     assert "over one token" in out
     assert "over memory limit" in out

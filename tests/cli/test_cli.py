@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import lookahead
 from lookahead.cli import main
-from lookahead.cli.compare import Difference
+from lookahead.cli.compare import parting
 from lookahead.cli.loading import OutOfMemoryError, is_out_of_memory, memory_errors_explained
 from lookahead.cli.rendering import StepPrinter
 from lookahead.demo import DEMO_PROMPT, demo_model_path
@@ -509,9 +509,9 @@ def test_compare_reports_what_it_has_when_interrupted(
 
 
 def test_the_first_difference_is_the_place_and_both_tokens() -> None:
-    assert Difference.between([1, 2], [1, 2]) is None
-    assert Difference.between([1, 2, 3], [1, 4, 3]) == Difference(1, 2, 4)
-    assert Difference.between([1, 2], [1, 2, 3]) == Difference(2, None, 3)
+    assert parting([1, 2], [1, 2]) is None
+    assert parting([1, 2, 3], [1, 4, 3]) == {"position": 1, "plain": 2, "lookahead": 4}
+    assert parting([1, 2], [1, 2, 3]) == {"position": 2, "plain": None, "lookahead": 3}
 
 
 # both

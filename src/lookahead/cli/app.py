@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +29,7 @@ from lookahead.cli.settings import (
     CompareSettings,
     GenerateSettings,
     LawSettings,
+    ModelSettings,
     ServeSettings,
     TraceSettings,
     TuneSettings,
@@ -36,9 +37,6 @@ from lookahead.cli.settings import (
 from lookahead.demo import DEMO_PROMPT
 from lookahead.errors import InvalidArgumentError, LookaheadError
 from lookahead.version import __version__
-
-DEMO = Path("demo")
-"""For `tune` another name of the demonstration model, unless there is a folder of this name."""
 
 _UsageError: Any = typer.BadParameter.__mro__[1]
 """Base class of everything typer finds wrong with a command line; typer has no public name for it."""
@@ -137,10 +135,9 @@ def generate(settings: GenerateSettings) -> int:
     The prompt comes from the argument, from --file or from standard input. On a terminal the tokens of one
     step share a colour. The text goes to standard output, statistics go to standard error.
     """
-    _check_trace(settings.trace, settings.server)
+    _check(settings, settings.trace, settings.server)
     if settings.server is not None:
         return remote.generate(settings, read_prompt(settings))
-    model_folder(settings.model)
     parallel, sampling = settings.parallel or 1, settings.sampling
     if sampling is not None and sampling.seed is None and (parallel > 1 or process.started_together()):
         raise InvalidArgumentError("--sample on several processes needs --sampling-seed, so that all sample the same")
@@ -166,8 +163,7 @@ def compare(settings: CompareSettings) -> int:
     float32 they must be, and so must texts that are sampled under one seed; in shorter types rounding can decide
     between tokens that are nearly equally likely.
     """
-    _check_trace(settings.trace)
-    model_folder(settings.model)
+    _check(settings, settings.trace)
     return _start("compare", settings, *read_prompt_or(settings, DEMO_PROMPT))
 
 
@@ -178,22 +174,22 @@ def trace(settings: TraceSettings) -> int:
     One HTML file, which works without a network: the text, the tree of each step with the source of every node, what
     was accepted, and where the time went. Without a prompt a built-in one is used. Ctrl-C writes what there is.
     """
-    _check_trace(settings.output)
-    model_folder(settings.model)
+    _check(settings, settings.output)
     text, _ = read_prompt_or(settings, DEMO_PROMPT)
     chosen = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name != "output"}
     return _start("generate", GenerateSettings(**chosen, trace=settings.output), text)
 
 
-def _check_trace(path: Path | None, server: str | None = None) -> None:
-    """Refuse a page that could not be written, before anything is loaded."""
-    if path is None:
-        return
-    if server is not None:
-        raise InvalidArgumentError(f"--trace {path}: steps of a server cannot be traced; leave --server out")
-    from lookahead.trace.recorder import check_path
+def _check(settings: ModelSettings, trace: Path | None = None, server: str | None = None) -> None:
+    """Refuse a model that cannot be one, and a page that could not be written, before anything is loaded."""
+    if trace is not None and server is not None:
+        raise InvalidArgumentError(f"--trace {trace}: steps of a server cannot be traced; leave --server out")
+    if trace is not None:
+        from lookahead.trace.recorder import check_path
 
-    check_path(path)
+        check_path(trace)
+    if server is None:
+        model_folder(settings.model)
 
 
 @command(app, ChatSettings)
@@ -204,10 +200,9 @@ def chat(settings: ChatSettings) -> int:
     Ctrl-D ends. Ctrl-C stops an answer, and the conversation goes on from there; at the prompt, or where turns are
     piped in, it ends the chat. Nothing that is in the cache already is computed again.
     """
-    _check_trace(settings.trace, settings.server)
+    _check(settings, settings.trace, settings.server)
     if settings.server is not None:
         return talk(settings, nullcontext(remote.RemotePartner(settings)))
-    model_folder(settings.model)
     with starting(settings.no_color):
         from lookahead.cli.conversation import local_partner  # late, as in `_start`
     return talk(settings, local_partner(settings))
@@ -220,7 +215,7 @@ def batch(settings: BatchSettings) -> int:
     Each gets the text that it would get alone. A line is written as soon as an answer is complete; the same command
     goes on where an earlier one was stopped. The exit code is 1 if a prompt could not be answered.
     """
-    model_folder(settings.model)
+    _check(settings)
     return _start("batch", settings)
 
 
@@ -231,7 +226,7 @@ def serve(settings: ServeSettings) -> int:
     Requests share forward passes, and each gets the text that it would get alone. SIGTERM or Ctrl-C lets running
     requests finish; a second one ends the server at once.
     """
-    model_folder(settings.model)
+    _check(settings)
     return _start("serve", settings)
 
 
@@ -243,9 +238,7 @@ def tune(settings: TuneSettings) -> int:
     this machine. The curve is stored for this model, type, device and these versions; without a stored one the
     decoder learns it in its first steps.
     """
-    if settings.model == DEMO and not DEMO.exists():
-        settings = replace(settings, model=None)
-    model_folder(settings.model)
+    _check(settings)
     return _start("tune", settings)
 
 

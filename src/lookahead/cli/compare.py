@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -17,7 +18,6 @@ from lookahead.cli import process
 from lookahead.cli.generate import (
     Prompt,
     Recording,
-    Tracing,
     decode_plainly,
     decode_with_lookahead,
     encode_prompt,
@@ -25,6 +25,7 @@ from lookahead.cli.generate import (
     run_report,
     seed_draws,
     text_options,
+    traced,
 )
 from lookahead.cli.inputs import is_gguf
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
@@ -36,39 +37,23 @@ from lookahead.text import Tokenizer
 WARM_UP_TOKENS = 8
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first position at which two outputs differ; `None` stands for an output that has ended."""
-
-    position: int
-    plain: int | None
-    lookahead: int | None
-
-    @classmethod
-    def between(cls, plain: list[int], lookahead: list[int]) -> Difference | None:
-        """Where two outputs part, `None` if they are identical."""
-        position = first_difference(lookahead, plain)
-        if position is None:
-            return None
-        return cls(position, *(tokens[position] if position < len(tokens) else None for tokens in (plain, lookahead)))
+Rounds = list[tuple[Recording, Recording]]
+"""Runs of both sides, plain and lookahead, that came to their end."""
 
 
-@dataclass
-class Comparison:
-    """The runs of both sides, in pairs."""
+def parting(plain: list[int], lookahead: list[int]) -> dict[str, int | None] | None:
+    """The first position at which two outputs differ, and the token of each there, `None` for one that has ended."""
+    position = first_difference(lookahead, plain)
+    if position is None:
+        return None
+    sides = {"plain": plain, "lookahead": lookahead}
+    return {"position": position} | {name: next(iter(side[position:]), None) for name, side in sides.items()}
 
-    plain: list[Recording] = field(default_factory=list)
-    lookahead: list[Recording] = field(default_factory=list)
 
-    @property
-    def rounds(self) -> int:
-        """Rounds in which both sides came to their end."""
-        return len(self.lookahead)
-
-    def difference(self) -> Difference | None:
-        """The first difference between the sides in any round, `None` if there is none."""
-        found = (Difference.between(a.tokens, b.tokens) for a, b in zip(self.plain, self.lookahead, strict=True))
-        return next((difference for difference in found if difference is not None), None)
+def first_parting(rounds: Rounds) -> dict[str, int | None] | None:
+    """The first difference between the sides in any round, `None` if there is none."""
+    found = (parting(plain.tokens, lookahead.tokens) for plain, lookahead in rounds)
+    return next((difference for difference in found if difference is not None), None)
 
 
 def run(settings: CompareSettings, text: str, is_demo: bool) -> int:
@@ -80,30 +65,40 @@ def run(settings: CompareSettings, text: str, is_demo: bool) -> int:
     with quiet_libraries():
         loaded = load_for_decoding(settings, consoles.notes)
         prompt = encode_prompt(loaded, text, settings.max_new_tokens, consoles.notes)
-        comparison, traced = Comparison(), Tracing(settings.trace, loaded, consoles.notes)
-        with suppress(KeyboardInterrupt):
-            _run_rounds(loaded, prompt, settings, comparison, consoles.notes, traced)
-        traced.write()
-    interrupted = comparison.rounds < repeats
+        rounds: Rounds = []
+        with suppress(KeyboardInterrupt), traced(settings.trace, loaded, settings.config, consoles.notes) as config:
+            _run_rounds(loaded, prompt, settings, rounds, consoles.notes, config)
+    difference, interrupted = first_parting(rounds), len(rounds) < repeats
     if settings.json:
-        report = comparison_report(comparison, loaded.tokenizer) | request_report(settings, loaded, prompt)
+        report = comparison_report(rounds, loaded.tokenizer) | request_report(settings, loaded, prompt)
         print_json(consoles.out, report | {"demo_prompt": is_demo, "repeats": repeats, "interrupted": interrupted})
     else:
-        _print(consoles, comparison, loaded, text, repeats)
+        if interrupted:
+            consoles.notes.print(f"interrupted after {len(rounds)} of {repeats} rounds")
+        if rounds:
+            consoles.notes.print(f"prompt:\n{visible(text)}\noutput:", style="dim")
+            printer = StepPrinter(consoles.out, loaded.tokenizer)
+            for tokens in rounds[0][1].tokens_by_step:
+                printer.step(tokens)
+            printer.finish()
+            consoles.out.print()
+            consoles.out.print(comparison_table(rounds))
+        if difference is not None:
+            consoles.out.print(_difference_line(difference, loaded))
     if interrupted:
         return process.INTERRUPTED
-    return process.OK if comparison.difference() is None else process.DIFFERENT
+    return process.OK if difference is None else process.DIFFERENT
 
 
 def _run_rounds(
     loaded: LoadedModel,
     prompt: Prompt,
     settings: CompareSettings,
-    comparison: Comparison,
+    rounds: Rounds,
     notes: Console,
-    traced: Tracing,
+    traced: LookaheadConfig,
 ) -> None:
-    """Fill `comparison`; the sides take turns, so that a change of the machine's pace meets both. What is traced is a
+    """Fill `rounds`; the sides take turns, so that a change of the machine's pace meets both. What is traced is a
     run before these, whose time does not count."""
     options = text_options(loaded, settings.sampling, settings.repetition_penalty, settings.stop)
     repeats = settings.repeats
@@ -129,26 +124,22 @@ def _run_rounds(
                 runs.append(decode_once(side, prompt if number else short, settings.config))
                 progress.update(task, advance=1, refresh=True)
             if number == 0 and settings.trace is not None:
-                decode_once("lookahead", prompt, traced.config(settings.config))
+                decode_once("lookahead", prompt, traced)
             if number:
-                comparison.plain.append(runs[0])
-                comparison.lookahead.append(runs[1])
+                rounds.append((runs[0], runs[1]))
 
 
-def comparison_report(comparison: Comparison, tokenizer: Tokenizer) -> dict[str, Any]:
+def comparison_report(rounds: Rounds, tokenizer: Tokenizer) -> dict[str, Any]:
     """The comparison as plain numbers and lists; what no finished round has measured is `None`."""
-    if comparison.rounds == 0:
+    if not rounds:
         return {"identical": None, "first_difference": None, "plain": None, "lookahead": None}
-    difference = comparison.difference()
-    return {
-        "identical": difference is None,
-        "first_difference": None if difference is None else asdict(difference),
-        "plain": _side_report(comparison.plain, tokenizer),
-        "lookahead": _side_report(comparison.lookahead, tokenizer),
-    }
+    difference = first_parting(rounds)
+    sides = zip(("plain", "lookahead"), zip(*rounds, strict=True), strict=True)
+    report = {"identical": difference is None, "first_difference": difference}
+    return report | {name: _side_report(runs, tokenizer) for name, runs in sides}
 
 
-def _side_report(runs: list[Recording], tokenizer: Tokenizer) -> dict[str, Any]:
+def _side_report(runs: Sequence[Recording], tokenizer: Tokenizer) -> dict[str, Any]:
     cpu, wall = _seconds_per_token(runs)
     return run_report(tokenizer, runs[0]) | {
         "cpu_seconds_per_token": cpu,
@@ -159,33 +150,16 @@ def _side_report(runs: list[Recording], tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _seconds_per_token(runs: list[Recording]) -> tuple[float, float]:
+def _seconds_per_token(runs: Sequence[Recording]) -> tuple[float, float]:
     """Medians of the CPU time and of the wall time."""
     cpu = median(run.cpu_seconds / max(1, run.statistics.tokens) for run in runs)
     wall = median(run.wall_seconds / max(1, run.statistics.tokens) for run in runs)
     return cpu, wall
 
 
-def _print(consoles: Consoles, comparison: Comparison, loaded: LoadedModel, text: str, repeats: int) -> None:
-    if comparison.rounds < repeats:
-        consoles.notes.print(f"interrupted after {comparison.rounds} of {repeats} rounds")
-    if comparison.rounds == 0:
-        return
-    consoles.notes.print(f"prompt:\n{visible(text)}\noutput:", style="dim")
-    printer = StepPrinter(consoles.out, loaded.tokenizer)
-    for tokens in comparison.lookahead[0].tokens_by_step:
-        printer.step(tokens)
-    printer.finish()
-    consoles.out.print()
-    consoles.out.print(comparison_table(comparison))
-    difference = comparison.difference()
-    if difference is not None:
-        consoles.out.print(_difference_line(difference, loaded))
-
-
-def comparison_table(comparison: Comparison) -> Table:
+def comparison_table(rounds: Rounds) -> Table:
     """The figures of both sides and how they relate."""
-    plain, other = comparison.plain, comparison.lookahead
+    plain, other = zip(*rounds, strict=True)
     a, b = plain[0].statistics, other[0].statistics
     table = Table()
     table.add_column()
@@ -201,7 +175,7 @@ def comparison_table(comparison: Comparison) -> Table:
     shares = (f"{repeated_cycle_share(side[0].tokens):.0%}" for side in (plain, other))
     table.add_row("inside a repeated cycle", *shares)
     table.add_section()
-    table.add_row("outputs identical", "", "yes" if comparison.difference() is None else "no")
+    table.add_row("outputs identical", "", "yes" if first_parting(rounds) is None else "no")
     return table
 
 
@@ -209,13 +183,13 @@ def _ratio(plain: float, lookahead: float) -> str:
     return f"{plain / lookahead:.2f}x" if lookahead else ""
 
 
-def _difference_line(difference: Difference, loaded: LoadedModel) -> str:
+def _difference_line(difference: dict[str, int | None], loaded: LoadedModel) -> str:
     def shown(token: int | None) -> str:
         return "the end" if token is None else f"{token} {decode(loaded.tokenizer, [token])!r}"
 
     line = (
-        f"first difference at new token {difference.position} (from 0): "
-        f"plain {shown(difference.plain)}, lookahead {shown(difference.lookahead)}"
+        f"first difference at new token {difference['position']} (from 0): "
+        f"plain {shown(difference['plain'])}, lookahead {shown(difference['lookahead'])}"
     )
     if loaded.dtype != "float32":
         exact = "a file of float32 weights" if is_gguf(loaded.path) else "--dtype float32"

@@ -20,11 +20,11 @@ from lookahead.cli.chat import Turn
 from lookahead.cli.generate import (
     Prompt,
     Recording,
-    Tracing,
     decode_with_lookahead,
     run_report,
     seed_draws,
     text_options,
+    traced,
 )
 from lookahead.cli.inputs import checked, read_text
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries, summary
@@ -211,11 +211,10 @@ class LocalPartner:
     Args:
         loaded: The model.
         conversation: What was said.
-        traced: Writes down what the turns did.
     """
 
-    def __init__(self, loaded: LoadedModel, conversation: Conversation, traced: Tracing) -> None:
-        self._loaded, self._conversation, self._traced = loaded, conversation, traced
+    def __init__(self, loaded: LoadedModel, conversation: Conversation) -> None:
+        self._loaded, self._conversation = loaded, conversation
         self.name, self.reset = loaded.path.resolve().name, conversation.reset
 
     def turn(self, text: str, consoles: Consoles | None) -> Turn:
@@ -225,7 +224,6 @@ class LocalPartner:
         answer = self._conversation.answer(prompt, None if printer is None else printer.step)
         if printer is not None:
             printer.finish()
-        self._traced.write()
         return Turn(self._report(prompt, answer), self._line(prompt, answer), answer.interrupted)
 
     def _report(self, prompt: Prompt, answer: Answer) -> dict[str, Any]:
@@ -261,18 +259,18 @@ def local_partner(settings: ChatSettings) -> Iterator[LocalPartner]:
         loaded = load_for_decoding(settings, notes)
         turns = choose_format(settings, template, loaded, notes)
         seed_draws(settings.sampling)
-        traced = Tracing(settings.trace, loaded, notes)
-        conversation = Conversation(
-            loaded,
-            turns,
-            traced.config(settings.config),
-            settings.max_new_tokens,
-            settings.system,
-            settings.sampling,
-            settings.repetition_penalty,
-            settings.stop,
-        )
-        yield LocalPartner(loaded, conversation, traced)
+        with traced(settings.trace, loaded, settings.config, notes) as config:
+            conversation = Conversation(
+                loaded,
+                turns,
+                config,
+                settings.max_new_tokens,
+                settings.system,
+                settings.sampling,
+                settings.repetition_penalty,
+                settings.stop,
+            )
+            yield LocalPartner(loaded, conversation)
 
 
 def _options(config: LookaheadConfig) -> dict[str, Any]:

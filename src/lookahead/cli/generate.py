@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter, process_time
@@ -46,18 +46,17 @@ def _run(settings: GenerateSettings, text: str, group: ParallelGroup | None) -> 
         on_step = None if printer is None else printer.step
         options = text_options(loaded, settings.sampling, settings.repetition_penalty, settings.stop)
         seed_draws(settings.sampling)
-        traced = Tracing(settings.trace if group is None or group.rank == 0 else None, loaded, consoles.notes)
-        # Where it is raised, recording.complete stays False, and what was generated is still printed.
-        with suppress(KeyboardInterrupt), process.stopped_by_parent(group):
-            config = traced.config(settings.config)
-            decode_with_lookahead(loaded, prompt, config, recording, on_step, parallel=group, **options)
-        if printer is None:
-            report = run_report(loaded.tokenizer, recording) | request_report(settings, loaded, prompt)
-            print_json(consoles.out, report | {"interrupted": not recording.complete})
-        else:
-            printer.finish()
-            print_statistics(consoles.notes, recording)
-        traced.write()
+        path = settings.trace if group is None or group.rank == 0 else None
+        with traced(path, loaded, settings.config, consoles.notes) as config:
+            # Where it is raised, recording.complete stays False, and what was generated is still printed.
+            with suppress(KeyboardInterrupt), process.stopped_by_parent(group):
+                decode_with_lookahead(loaded, prompt, config, recording, on_step, parallel=group, **options)
+            if printer is None:
+                report = run_report(loaded.tokenizer, recording) | request_report(settings, loaded, prompt)
+                print_json(consoles.out, report | {"interrupted": not recording.complete})
+            else:
+                printer.finish()
+                print_statistics(consoles.notes, recording)
     return process.OK if recording.complete else process.INTERRUPTED
 
 
@@ -307,35 +306,23 @@ def request_report(settings: DecodingSettings, loaded: LoadedModel, prompt: Prom
     }
 
 
-class Tracing:
-    """Records what a command decodes, and writes it down.
+@contextmanager
+def traced(
+    path: Path | None, loaded: LoadedModel, config: LookaheadConfig, notes: Console
+) -> Iterator[LookaheadConfig]:
+    """A configuration that records what is decoded, and writes it to `path` in the end, if one is given.
 
-    Args:
-        path: Where to; nothing is recorded if it is not given.
-        loaded: The model.
-        notes: Where to say so.
+    Raises:
+        InvalidArgumentError: It cannot be written.
     """
-
-    def __init__(self, path: Path | None, loaded: LoadedModel, notes: Console) -> None:
-        self._notes = notes
-        facts = {"model": loaded.path.resolve().name, "type": loaded.dtype, "device": str(loaded.model.device)}
-        self._trace = None if path is None else Trace(path, loaded.tokenizer, facts=facts)
-
-    def config(self, config: LookaheadConfig) -> LookaheadConfig:
-        """A configuration that records, if anything is to be."""
-        if self._trace is None:
-            return config
-        self._trace.facts["preset"] = config.preset
-        return replace(config, trace=self._trace)
-
-    def write(self) -> None:
-        """Write the page of all that was recorded so far. A second Ctrl-C meanwhile leaves what was there.
-
-        Raises:
-            InvalidArgumentError: It cannot be written.
-        """
-        if self._trace is None or not self._trace.texts:
-            return
-        path = self._trace.write()
-        steps = sum(len(text.steps) for text in self._trace.texts)
-        self._notes.print(f"{path}: {steps} steps, {path.stat().st_size / 1000:.0f} kB", style="dim")
+    if path is None:
+        yield config
+        return
+    facts = {"model": loaded.path.resolve().name, "type": loaded.dtype, "device": str(loaded.model.device)}
+    trace = Trace(path, loaded.tokenizer, facts=facts | {"preset": config.preset})
+    try:
+        yield replace(config, trace=trace)
+    finally:
+        if trace.texts:
+            size, steps = trace.write().stat().st_size, sum(len(text.steps) for text in trace.texts)
+            notes.print(f"{path}: {steps} steps, {size / 1000:.0f} kB", style="dim")

@@ -168,34 +168,16 @@ def check_device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InvalidArgumentError(f"--device {name} is not known; choose {_choices()}") from None
-    counts = _device_counts()
-    if counts.get(device.type, 0) == 0:
-        raise InvalidArgumentError(f"--device {name} is not available here; choose {_choices()}")
-    if (device.index or 0) >= counts[device.type]:
-        raise InvalidArgumentError(
-            f"--device {name} is not available here (devices of type {device.type}: {counts[device.type]}, "
-            f"counted from 0); choose {_choices()}"
-        )
-    return device
-
-
-def _device_counts() -> dict[str, int]:
-    return {
-        "cpu": 1,
-        "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        "mps": int(torch.backends.mps.is_available()),
-        "xpu": torch.xpu.device_count() if torch.xpu.is_available() else 0,
-    }
-
-
-def _choices() -> str:
-    names = []
-    for kind, count in _device_counts().items():
-        names += [kind] if count == 1 else [f"{kind}:{index}" for index in range(count)]
-    return " or ".join(names)
+        device = torch.empty(0, device=name).device
+        if device.type != "meta" and torch.device(name).index in (None, device.index):
+            return device
+        missing = f"it is {device}"
+    except (RuntimeError, AssertionError, ImportError) as error:  # no such name or device, or a torch without it
+        missing = summary(error)
+    choices = ["cpu"]
+    if (found := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        choices += [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
+    raise InvalidArgumentError(f"--device {name} is not available here; choose {' or '.join(choices)} ({missing})")
 
 
 def _load(path: Path, settings: ModelSettings, device: torch.device, notes: Console) -> LoadedModel:

@@ -154,14 +154,14 @@ def _parameters(settings: type[Any]) -> Iterator[inspect.Parameter]:
         elif "group" in spec.metadata:
             yield from _parameters(spec.metadata["group"])
         elif types[spec.name] is LookaheadConfig:
-            yield from _config_parameters(spec.metadata)
+            yield from _config_parameters()
 
 
-def _config_parameters(changes: Mapping[str, Any]) -> Iterator[inspect.Parameter]:
+def _config_parameters() -> Iterator[inspect.Parameter]:
     """A parameter for each field of `LookaheadConfig` that has a help text; values are checked by the class itself."""
     types = get_type_hints(LookaheadConfig)
     for spec in fields(LookaheadConfig):
-        about = {**spec.metadata, **changes.get(spec.name, {})}
+        about = spec.metadata
         if "help" not in about:
             continue
         kind = next(kind for kind in (bool, int, str) if kind in (types[spec.name], *get_args(types[spec.name])))

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -72,15 +72,8 @@ def end(codes: Sequence[int]) -> None:
 
 def versions() -> dict[str, str]:
     """What a report of results has to name so that others can repeat them."""
-    libraries = {name: _version(name) for name in ("torch", "transformers")}
+    libraries = {name: version(name) for name in ("torch", "transformers")}
     return {"lookahead": __version__, **libraries, "python": platform.python_version()}
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "unknown (not installed)"
 
 
 def started_together() -> bool:

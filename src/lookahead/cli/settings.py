@@ -239,12 +239,6 @@ class CompareSettings(DecodingSettings, PromptSource):
     trace: Path | None = _trace()
 
 
-_POOL_OF_A_CONVERSATION = {
-    "help": "Fill the pool with the n-grams of the conversation: answers repeat what was said before.",
-    "shown": "yes with --preset paper",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class ChatSettings(DecodingSettings):
     """Settings of `lookahead chat`."""
@@ -265,7 +259,6 @@ class ChatSettings(DecodingSettings):
     max_new_tokens: int = _max_new_tokens(512)
     json: bool = _json("Print one JSON object for each turn.")
     trace: Path | None = _trace()
-    config: LookaheadConfig = field(metadata={"pool_from_prompt": _POOL_OF_A_CONVERSATION})
 
     @classmethod
     def configuration(cls, options: Mapping[str, Any]) -> LookaheadConfig:

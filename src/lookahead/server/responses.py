@@ -85,11 +85,9 @@ class InputReasoning(Item):
     """The reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
-    id: str | None = Field(default=None, max_length=256)
     summary: list[ReasoningPart] = Field(default_factory=list)
     content: list[ReasoningPart] = Field(default_factory=list)
     encrypted_content: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 InputItem = InputMessage | InputCall | InputResult | InputReasoning
@@ -123,6 +121,11 @@ class FlatTool(Function):
 
     place: ClassVar[str] = TOOL
     type: Literal["function"]
+
+    @property
+    def function(self) -> Function:
+        """The same as a chat has it."""
+        return Function(**self.model_dump(exclude={"type"}, exclude_unset=True))
 
 
 class FlatName(FunctionName):
@@ -170,16 +173,12 @@ class ResponsesRequest(TextRequest):
             messages=messages,
             max_tokens=self.max_output_tokens,
             response_format=format_,
-            tools=[FunctionTool(type="function", function=Function(**_told(tool))) for tool in self.tools],
+            tools=[FunctionTool(type="function", function=tool.function) for tool in self.tools],
             tool_choice=NamedTool(type="function", function=choice) if isinstance(choice, FlatName) else choice,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning.effort,
             **{name: getattr(self, name) for name in TextRequest.model_fields},
         )
-
-
-def _told(tool: FlatTool) -> dict[str, Any]:
-    return tool.model_dump(exclude={"type"}, exclude_unset=True)
 
 
 def _messages(items: Sequence[InputItem]) -> list[Message]:
