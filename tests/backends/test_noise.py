@@ -37,10 +37,10 @@ def in_any_order(
     while left := [row for row, length in enumerate(lengths) if len(tokens[row]) < length]:
         row = random.choices(left, [speeds[row] for row in left])[0]
         place = len(tokens[row])
-        tokens[row].append(int((given[place, row] / noise.row(row).take(given[place, row : row + 1])).argmax()))
+        tokens[row].append(int((given[place, row] / noise.take(row, given[place, row : row + 1])).argmax()))
         assert noise.kept_bytes <= most_bytes
         if len(tokens[row]) == lengths[row]:
-            noise.row(row).leave()
+            noise.leave(row)
     return tokens
 
 
@@ -101,11 +101,11 @@ def test_what_is_drawn_ahead_is_what_is_taken_later(
         before = generator.get_state()
         places = random.randint(1, min(5, PLACES - len(tokens[row])))
         first = len(tokens[row])
-        ahead = noise.row(row).look_ahead(places, given[0, :1])
+        ahead = noise.look_ahead(row, places, given[0, :1])
         assert torch.equal(generator.get_state(), before), "nothing is taken yet"
         assert len(ahead) == places or most_bytes < 1 << 26
         for place in range(first, first + random.randint(0, places)):
-            taken = noise.row(row).take(given[place, row : row + 1])
+            taken = noise.take(row, given[place, row : row + 1])
             assert all(torch.equal(taken, seen) for seen in ahead[place - first : place - first + 1])
             tokens[row].append(int((given[place, row] / taken).argmax()))
     assert tokens == expected
@@ -116,11 +116,11 @@ def test_what_is_drawn_ahead_is_what_is_taken_later(
 def test_what_was_drawn_ahead_is_dropped_when_somebody_else_draws() -> None:
     given = distributions(1, torch.float32, 0)
     generator, other = (torch.Generator().manual_seed(0) for _ in range(2))
-    noise = SamplingNoise(1, generator).row()
-    noise.look_ahead(3, given[0])
+    noise = SamplingNoise(1, generator)
+    noise.look_ahead(0, 3, given[0])
     for each in (generator, other):
         torch.rand(5, generator=each)
-    assert torch.equal(noise.take(given[0]), given[0].new_empty((1, VOCABULARY)).exponential_(generator=other))
+    assert torch.equal(noise.take(0, given[0]), given[0].new_empty((1, VOCABULARY)).exponential_(generator=other))
     assert torch.equal(generator.get_state(), other.get_state())
 
 
@@ -140,6 +140,6 @@ def test_the_default_generator_draws_if_none_is_given() -> None:
 def test_what_multinomial_refuses_is_refused(value: float) -> None:
     logits = torch.zeros(1, 8)
     logits[0, 3] = value
-    sampler = TextSampler(noise=SamplingNoise().row())
+    sampler = TextSampler(noise=SamplingNoise())
     with pytest.raises(RuntimeError, match="probability tensor contains"):
         sampler.choose(None, logits)

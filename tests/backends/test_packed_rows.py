@@ -62,7 +62,7 @@ def generate_alone(model: PreTrainedModel, request: Request, seed: int) -> list[
 
 
 def sequence_of(request: Request, index: int) -> TextSequence:
-    noise = SamplingNoise(generator=torch.Generator().manual_seed(index)).row() if request.sample else None
+    noise = SamplingNoise(generator=torch.Generator().manual_seed(index)) if request.sample else None
     sampler = TextSampler(noise=noise)
     end = len(request.prompt) + request.new_tokens
     prompt = torch.tensor([request.prompt])

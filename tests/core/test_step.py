@@ -56,7 +56,7 @@ def test_sequences_join_and_leave_between_steps(sample: bool) -> None:
             if joins == time:
                 backend.rows.append(ModelRunner(model, 1))
                 end = 2 * length + new_tokens
-                noise = SamplingNoise(generator=torch.Generator().manual_seed(index)).row() if sample else None
+                noise = SamplingNoise(generator=torch.Generator().manual_seed(index)) if sample else None
                 sampler = TextSampler(noise=noise)
                 drafter = build_drafter(LookaheadConfig(step_budget=8 + index))
                 sequences.append(

@@ -48,7 +48,7 @@ def test_sampler_draws_as_transformers_does() -> None:
     expected = [
         int(torch.multinomial(torch.softmax(warper(torch.zeros(1, 1), logits), -1), 1).squeeze(1)) for _ in range(20)
     ]
-    sampler = TextSampler(LogitsProcessorList([warper]), SamplingNoise().row())
+    sampler = TextSampler(LogitsProcessorList([warper]), SamplingNoise())
     torch.manual_seed(5)
     assert [sampler.choose(torch.zeros(1, 1), logits) for _ in range(20)] == expected
 
@@ -76,7 +76,7 @@ def test_processors_see_the_exact_text_and_cannot_harm_the_logits() -> None:
     ("sampler", "argmax"),
     [
         (TextSampler(), True),
-        (TextSampler(noise=SamplingNoise().row()), False),
+        (TextSampler(noise=SamplingNoise()), False),
         (TextSampler(keep_scores=True), False),
         (TextSampler(max), False),
     ],

@@ -108,7 +108,7 @@ def test_a_sampler_foresees_what_it_samples_with(rows: int) -> None:
     expected = [torch.multinomial(place.expand(rows, -1), 1, generator=plain)[:, 0].tolist() for place in probabilities]
 
     noise = SamplingNoise(rows, torch.Generator().manual_seed(7))
-    samplers = [TextSampler(noise=noise.row(row)) for row in range(rows)]
+    samplers = [TextSampler(noise=noise, row=row) for row in range(rows)]
     assert samplers[0].foresee(4) is None  # how large the vocabulary is, and where, shows when it is first used
     for place, shares in enumerate(probabilities):
         for row, sampler in enumerate(samplers):
@@ -123,14 +123,14 @@ def test_a_sampler_foresees_what_it_samples_with(rows: int) -> None:
 @pytest.mark.parametrize(("rows", "sees"), [(1, True), (2, True), (3, False)])
 def test_many_rows_with_little_room_foresee_nothing(rows: int, sees: bool) -> None:
     noise = SamplingNoise(rows, torch.Generator().manual_seed(3), most_bytes=4 * 6 * 2 * 4 * VOCABULARY)
-    sampler = TextSampler(noise=noise.row())
+    sampler = TextSampler(noise=noise)
     sampler.choose(None, torch.zeros((1, VOCABULARY)))
     assert (sampler.foresee(6) is not None) == sees
 
 
 def test_foreseeing_draws_nothing() -> None:
     generator = torch.Generator().manual_seed(3)
-    sampler = TextSampler(noise=SamplingNoise(1, generator).row())
+    sampler = TextSampler(noise=SamplingNoise(1, generator))
     sampler.choose(None, torch.zeros((1, VOCABULARY)))
     state = generator.get_state()
     foreseen = sampler.foresee(6)

@@ -92,7 +92,7 @@ class Call:
         )
         self._noise = noise = SamplingNoise(prompts.rows)
         self._requests = [
-            Request(arguments, drafting, noise.row(row), call.runner.last_length, row, predicted[row])
+            Request(arguments, drafting, noise, call.runner.last_length, row, predicted[row])
             for row in range(prompts.rows)
         ]
         self._statistics = Statistics()

@@ -130,7 +130,7 @@ class Engine:
         check_room(arguments, runner, self._memory, drafting.most_nodes)
         expected = predicted_texts(prediction, config, 1, model.get_input_embeddings().num_embeddings)[0]
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
-        noise = SamplingNoise(generator=torch.Generator(model.device).manual_seed(seed)).row()
+        noise = SamplingNoise(generator=torch.Generator(model.device).manual_seed(seed))
         request = Request(arguments, drafting, noise, runner.last_length, predicted=expected, logprobs=logprobs)
         request.row, handle = self._memory.new_row(), RequestHandle(self)
         handle.statistics.prompt_tokens = request.length

@@ -9,7 +9,7 @@ from typing import cast
 
 from lookahead.backends.base import Runner, Session, TextRow
 from lookahead.backends.transformers.checks.texts import check_length
-from lookahead.backends.transformers.noise import RowNoise
+from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep, StepRecord
@@ -55,7 +55,7 @@ class Request:
         self,
         arguments: Arguments,
         drafting: Drafting,
-        noise: RowNoise,
+        noise: SamplingNoise,
         last_length: int | None,
         place: int = 0,
         predicted: PredictedText | None = None,
@@ -67,7 +67,7 @@ class Request:
         self.error: BaseException | None = None
         self._feeder: StreamFeeder | None = None
         processors = row_processors(arguments.processors, place, prompts.rows)
-        sampler = make_sampler(processors, arguments.config, noise)
+        sampler = make_sampler(processors, arguments.config, noise, place)
         self._logprobs = None if logprobs is None else LogprobSampler(sampler, logprobs)
         tokens = prompts.tokens[place]
         self.sequence = TextSequence(

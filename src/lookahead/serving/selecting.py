@@ -29,7 +29,7 @@ from transformers.generation.logits_process import (
 from lookahead.backends.base import Prompts
 from lookahead.backends.forward_result import ForwardResult
 from lookahead.backends.transfers import Read
-from lookahead.backends.transformers.noise import RowNoise
+from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 from lookahead.serving.handle import TokenEvent
@@ -79,12 +79,15 @@ def _narrow(processor: LogitsProcessor, row: int, batch_size: int) -> LogitsProc
     return narrowed
 
 
-def make_sampler(processors: LogitsProcessorList, config: GenerationConfig, noise: RowNoise) -> TextSampler:
-    """Who selects the tokens of one row, as `config` has it; with `noise`, where that says to sample."""
+def make_sampler(
+    processors: LogitsProcessorList, config: GenerationConfig, noise: SamplingNoise, row: int
+) -> TextSampler:
+    """Who selects the tokens of one row, as `config` has it; with its part of `noise`, where that says to sample."""
     keep = bool(config.return_dict_in_generate)
     return TextSampler(
         processor=processors if len(processors) else None,
         noise=noise if config.do_sample else None,
+        row=row,
         keep_logits=keep and bool(config.output_logits),
         keep_scores=keep and bool(config.output_scores),
     )

@@ -69,10 +69,6 @@ class SamplingNoise:
         self._ahead: deque[_Ahead] = deque()  # of the places behind those
         self.kept_bytes = self.drawn_again = 0
 
-    def row(self, row: int = 0) -> RowNoise:
-        """The noise of one row."""
-        return RowNoise(self, row)
-
     def take(self, row: int, probabilities: torch.Tensor) -> torch.Tensor:
         """The noise of the next place of `row`, `[1, vocabulary]`, as `probabilities` are."""
         if self._rows == 1:
@@ -195,30 +191,6 @@ class SamplingNoise:
         if device.type == "cuda":
             return torch.cuda.default_generators[device.index or 0]
         return torch.default_generator
-
-
-@dataclass(frozen=True)
-class RowNoise:
-    """The noise of one row of a call; see `SamplingNoise`."""
-
-    noise: SamplingNoise
-    row: int = 0
-
-    def take(self, probabilities: torch.Tensor) -> torch.Tensor:
-        """That of its next place, `[1, vocabulary]`, as `probabilities` are."""
-        return self.noise.take(self.row, probabilities)
-
-    def can_foresee(self, places: int, like: torch.Tensor) -> bool:
-        """Whether that of so many places should be drawn ahead for drafts; see `SamplingNoise.can_foresee`."""
-        return self.noise.can_foresee(places, like)
-
-    def look_ahead(self, places: int, like: torch.Tensor) -> list[torch.Tensor]:
-        """That of its next places, as if it took them; see `SamplingNoise.look_ahead`."""
-        return self.noise.look_ahead(self.row, places, like)
-
-    def leave(self) -> None:
-        """The row is complete."""
-        self.noise.leave(self.row)
 
 
 @lru_cache(maxsize=64)

@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
 )
 
 from lookahead.backends.transfers import Read, upload
-from lookahead.backends.transformers.noise import MOST_BYTES, RowNoise
+from lookahead.backends.transformers.noise import MOST_BYTES, SamplingNoise
 from lookahead.core.protocols import Drafter
 from lookahead.core.sequence import SequenceState, Stop
 from lookahead.core.token_tree import NodeKind, Noise, TokenTree
@@ -133,6 +133,7 @@ class TextSampler:
     Args:
         processor: Applied to the logits first, if given.
         noise: Samples the token from the scores' softmax, as `torch.multinomial` does; the likeliest one if not given.
+        row: Which row of the noise it takes.
         keep_logits: Collect the raw logits of each token in `logits`, `[1, vocabulary]` float32 each.
         keep_scores: Collect the processed scores of each token in `scores`, likewise.
     """
@@ -140,7 +141,8 @@ class TextSampler:
     def __init__(
         self,
         processor: Processor | None = None,
-        noise: RowNoise | None = None,
+        noise: SamplingNoise | None = None,
+        row: int = 0,
         keep_logits: bool = False,
         keep_scores: bool = False,
     ) -> None:
@@ -149,7 +151,7 @@ class TextSampler:
         self._ignores_text = all(type(each) in IGNORE_TEXT for each in self._processors)
         warpers = [each for each in self._processors if isinstance(each, TemperatureLogitsWarper)]
         self._temperature = float(warpers[0].temperature) if warpers else 1.0
-        self._noise = noise
+        self._noise, self._row = noise, row
         self._like: torch.Tensor | None = None  # the probabilities that were sampled from last
         self._foreseen: _Foreseen | None = None
         self.logits: list[torch.Tensor] | None = [] if keep_logits else None
@@ -176,7 +178,7 @@ class TextSampler:
             return None  # nothing is drawn, or not yet, or where the host would have to wait for it
         if not self._noise.can_foresee(tokens, self._like):
             return None
-        places = [noise[0].numpy() for noise in self._noise.look_ahead(tokens, self._like)]
+        places = [noise[0].numpy() for noise in self._noise.look_ahead(self._row, tokens, self._like)]
         return Noise(places, self._temperature)
 
     def look_ahead(self, sequence: TextSequence, tree: TokenTree, outputs: Any) -> None:
@@ -198,7 +200,7 @@ class TextSampler:
         # What is left out is selected when the walk comes to it.
         nodes = nodes[: max(MOST_BYTES // (4 * outputs.logits.shape[-1]), 1)]
         like = outputs.logits.new_empty((1, outputs.logits.shape[-1]), dtype=torch.float32)
-        noise = self._noise.look_ahead(1 + max(tree.depths[node] for node in nodes) - top, like)
+        noise = self._noise.look_ahead(self._row, 1 + max(tree.depths[node] for node in nodes) - top, like)
         nodes = [node for node in nodes if tree.depths[node] - top < len(noise)]
         rows, depths = [outputs.rows[node] for node in nodes], [tree.depths[node] - top for node in nodes]
         places = upload(device, np.array([rows, depths]))[0]
@@ -217,7 +219,7 @@ class TextSampler:
             token = int(self._foreseen.read()[place])
             if token >= 0:
                 assert self._noise is not None
-                self._noise.take(self._foreseen.probabilities[place : place + 1])
+                self._noise.take(self._row, self._foreseen.probabilities[place : place + 1])
                 if self.logits is not None:
                     self.logits.append(outputs.logits_after(node).clone())
                 if self.scores is not None:
@@ -252,14 +254,14 @@ class TextSampler:
             scores = one(text, scores)
         return scores
 
-    def _sample(self, scores: torch.Tensor, noise: RowNoise) -> int:
+    def _sample(self, scores: torch.Tensor, noise: SamplingNoise) -> int:
         """What `torch.multinomial` selects of the softmax of `scores`, with the noise of this place."""
         self._like = probabilities = torch.nn.functional.softmax(scores, dim=-1)
         if probabilities.device.type == "cpu":
-            selected: Any = (probabilities / noise.take(probabilities)).argmax(dim=-1)
+            selected: Any = (probabilities / noise.take(self._row, probabilities)).argmax(dim=-1)
             is_number = not isnan(probabilities[0, selected])
         else:
-            _, marked = _largest(probabilities, noise.take(probabilities))
+            _, marked = _largest(probabilities, noise.take(self._row, probabilities))
             selected = int(marked)  # one number, as each makes the host wait
             is_number = selected >= 0
         if not is_number:
