@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from time import process_time
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.findings import recall, remember
@@ -24,14 +26,34 @@ PACKED_WEIGHT = "_packed_weight"
 """The attribute that is a `PackedLinear`'s own; all others are those of the layer that it stands for."""
 
 
+class _Packed(NamedTuple):
+    """A weight in another order, and what tells whether the original has changed since.
+
+    Nothing that torch notes of a tensor proves that its values are what they were. Writing through `.data`, a numpy
+    array or shared memory leaves version counter and address alone, tensors made in inference mode have no version,
+    and memory that was freed is handed out again at the same address. So it is the bits themselves that are compared,
+    by their fingerprint: a pass over the weights for each call, about as long as a step of one token. If they are
+    equal, it does not matter what happened to the tensor.
+
+    Attributes:
+        values: What the product is computed with; opaque.
+        kind: Shape and type of the original.
+        bits: Its fingerprint.
+    """
+
+    values: torch.Tensor
+    kind: tuple[object, ...]
+    bits: NDArray[np.uint64]
+
+
 class PackedLinear(torch.nn.Linear):
-    """A linear layer with a second, packed copy of its weight.
+    """A linear layer with a second, packed copy of its weight, which `can_pack`.
 
     A plain weight is rearranged by each product anew, which takes longer than the product of a few rows with it.
     In bfloat16 the results are the same bits; in float32 sums are rounded in another order.
     """
 
-    _packed_weight: PackedWeight
+    _packed_weight: _Packed
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
@@ -39,12 +61,16 @@ class PackedLinear(torch.nn.Linear):
 
     def is_current(self) -> bool:
         """Whether the packed copy holds what the weight holds now; reads all of the weight."""
-        packed = vars(self).get(PACKED_WEIGHT)
-        return packed is not None and packed.is_of(self.weight)
+        packed: _Packed | None = vars(self).get(PACKED_WEIGHT)
+        weight = self.weight
+        if packed is None or packed.kind != (weight.shape, weight.dtype):
+            return False
+        return np.array_equal(packed.bits, fingerprint(weight))
 
     def pack(self) -> None:
         """Pack the weight as it is now."""
-        vars(self)[PACKED_WEIGHT] = PackedWeight(self.weight)
+        weight = self.weight.detach()
+        vars(self)[PACKED_WEIGHT] = _Packed(pack(weight), (weight.shape, weight.dtype), fingerprint(weight))
 
 
 class PackedForSeveralRows(PackedLinear):
@@ -55,37 +81,6 @@ class PackedForSeveralRows(PackedLinear):
         if input.numel() == input.shape[-1]:
             return torch.nn.functional.linear(input, self.weight, self.bias)
         return super().forward(input)
-
-
-class PackedWeight:
-    """A weight in another order, with a fingerprint that shows whether the original has changed.
-
-    Nothing that torch notes of a tensor proves that its values are what they were. Writing through `.data`, a numpy
-    array or shared memory leaves version counter and address alone, tensors made in inference mode have no version,
-    and memory that was freed is handed out again at the same address. So it is the bits themselves that are compared,
-    by their fingerprint: a pass over the weights for each call, about as long as a step of one token. If they are
-    equal, it does not matter what happened to the tensor.
-
-    Args:
-        weight: `[out_features, in_features]`, of a type that `can_pack` accepts.
-
-    Attributes:
-        values: What the product is computed with; opaque.
-    """
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        weight = weight.detach()
-        self._kind = _kind(weight)
-        self._fingerprint = fingerprint(weight)
-        self.values = pack(weight)
-
-    def is_of(self, weight: torch.Tensor) -> bool:
-        """Whether `weight` holds the bits that were packed."""
-        return self._kind == _kind(weight) and np.array_equal(self._fingerprint, fingerprint(weight))
-
-
-def _kind(weight: torch.Tensor) -> tuple[object, ...]:
-    return weight.shape, weight.dtype
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
