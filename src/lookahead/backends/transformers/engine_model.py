@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from importlib.util import find_spec
 
-import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers import tree_attention
@@ -20,7 +19,6 @@ from lookahead.backends.transformers.attention import (
 from lookahead.backends.transformers.checks.clones import computes_the_same, is_invariant, reads_rows_alike
 from lookahead.backends.transformers.checks.kinds import equivalence
 from lookahead.backends.transformers.checks.models import (
-    FORWARD_IS_REPLACED,
     check_model,
     check_trees,
     checked_setting,
@@ -30,7 +28,13 @@ from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.packed_linear import check_packing
 from lookahead.backends.transformers.runner import RowsRunner
-from lookahead.backends.transformers.shared_clone import SharedClone, can_be_cloned, clone_for
+from lookahead.backends.transformers.shared_clone import (
+    DIFFERS,
+    FORWARD_IS_REPLACED,
+    SharedClone,
+    can_be_cloned,
+    clone_for,
+)
 from lookahead.backends.transformers.snapshots import preserved_state
 from lookahead.backends.transformers.static_engine import fixed_runner
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
@@ -58,7 +62,9 @@ def engine_model(model: PreTrainedModel, pack_weights: bool = False, invariant: 
         attention = _attention_for_trees(model)
         if not pack_weights and attention is None:
             return model
-    clone = clone_for(model, attention, pack_weights, _tried_clone)
+    if attention is not None:
+        _REGISTER[attention]()
+    clone = clone_for(model, attention, pack_weights, _computes_the_same)
     if isinstance(clone, SharedClone):
         return clone.module
     for name, asked in (("invariant", invariant), ("pack_weights", pack_weights)):
@@ -118,32 +124,25 @@ def _check_invariant(model: PreTrainedModel) -> None:
         )
 
 
-def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bool | str) -> SharedClone | str:
-    """A clone that does what the model does; a reason in its place if there is none."""
-    if not can_be_cloned(model):
-        return FORWARD_IS_REPLACED
-    if attention is not None:
-        _REGISTER[attention]()
-    clone = SharedClone(model, attention, pack_weights)
+def _computes_the_same(model: PreTrainedModel, clone: PreTrainedModel, packing: bool | str) -> str | None:
+    """Whether a clone does what the model does, and has the same bits in all company where these are asked for."""
+    attention = clone.config._attn_implementation
     trees = attention in (INVARIANT, tree_attention.BY_POSITION)  # which read nothing else
-    fixed = partial(fixed_runner, clone.module) if attention == tree_attention.BY_POSITION else None
-    with preserved_state(model), torch.no_grad():
-        try:
-            check_trees(clone.module)
-        except UnsupportedModelError as error:
-            return f"a clone of it that shares its weights fails ({error})"
-        same = computes_the_same(clone.module, model, reads_plainly=not trees)
-        try:
-            uneven = same and trees and not is_invariant(clone.module, fixed)
-        except UnsupportedModelError as error:
-            return str(error)
-    if attention == INVARIANT and least_rows(clone.module) > 1:
-        vars(clone.module)[LEAST_NODES] = 4 if pack_weights else 2
-    if not same or clone.keeps_state(model):
-        return "a clone of it that shares its weights does not compute what it computes"
-    if uneven:
-        return "a token has other bits in other company: something in it is summed in an order of its own"
-    return clone
+    fixed = partial(fixed_runner, clone) if attention == tree_attention.BY_POSITION else None
+    try:
+        check_trees(clone)
+    except UnsupportedModelError as error:
+        return f"a clone of it that shares its weights fails ({error})"
+    if not computes_the_same(clone, model, reads_plainly=not trees):
+        return DIFFERS
+    try:
+        if trees and not is_invariant(clone, fixed):
+            return "a token has other bits in other company: something in it is summed in an order of its own"
+    except UnsupportedModelError as error:
+        return str(error)
+    if attention == INVARIANT and least_rows(clone) > 1:
+        vars(clone)[LEAST_NODES] = 4 if packing else 2
+    return None
 
 
 _REGISTER = {
@@ -211,24 +210,20 @@ def packed_clone(model: PreTrainedModel, pack_weights: bool, invariant: bool) ->
         )
     if invariant:  # refused where passes of one text cannot be
         engine_model(model, pack_weights, invariant=True)
-    clone = clone_for(model, INVARIANT_ROWS if invariant else PACKED_ROWS, pack_weights, _tried_rows)
+    register()
+    clone = clone_for(model, INVARIANT_ROWS if invariant else PACKED_ROWS, pack_weights, _reads_rows)
     return clone.module if isinstance(clone, SharedClone) else clone
 
 
-def _tried_rows(model: PreTrainedModel, name: str | None, pack_weights: bool | str) -> SharedClone | str:
-    register()
-    clone = SharedClone(model, name, pack_weights)
-    packed = RowsRunner(clone.module)
-    invariant = name == INVARIANT_ROWS
-    with preserved_state(model):
-        try:
-            alone = engine_model(model, bool(pack_weights), invariant=True) if invariant else model
-            same = reads_rows_alike(packed, alone, exactly=invariant)
-        except UnsupportedModelError as error:
-            return str(error)
-    if not same or clone.keeps_state(model):
-        return "its rows gave other logits together than each alone"
-    return clone
+def _reads_rows(model: PreTrainedModel, clone: PreTrainedModel, packing: bool | str) -> str | None:
+    """Whether a clone reads rows that are packed as each alone is read."""
+    invariant = clone.config._attn_implementation == INVARIANT_ROWS
+    try:
+        alone = engine_model(model, bool(packing), invariant=True) if invariant else model
+        same = reads_rows_alike(RowsRunner(clone), alone, exactly=invariant)
+    except UnsupportedModelError as error:
+        return str(error)
+    return None if same else "its rows gave other logits together than each alone"
 
 
 def _unsupported(model: PreTrainedModel, why: str) -> UnsupportedModelError:

@@ -26,6 +26,9 @@ from lookahead.backends.transformers.packed_linear import (
 from lookahead.backends.transformers.snapshots import all_modules, in_threads, preserved_state
 from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
 
+FORWARD_IS_REPLACED = "it was compiled, or a hook stands in for the forward pass of one of its modules"
+DIFFERS = "a clone of it that shares its weights does not compute what it computes"
+
 _PACKED = {True: PackedLinear, SEVERAL_ROWS: PackedForSeveralRows}
 """What stands for a linear layer, by how its weight is packed."""
 
@@ -176,18 +179,17 @@ class SharedClone:
         return empty_module(kind) if self._is_invariant else kind.__new__(kind)
 
 
-MakeClone = Callable[[PreTrainedModel, str | None, bool | str], SharedClone | str]
-"""Makes a clone, given the model, the attention of the clone, and whether to pack its weights, and tries it. Gives a
-reason in its place if it is not right."""
+Trial = Callable[[PreTrainedModel, PreTrainedModel, bool | str], str | None]
+"""Given a model, a clone of it, and how the weights of that are packed: why the clone is not right; `None` if it is."""
 
 
-def clone_for(model: PreTrainedModel, attention: str | None, pack_weights: bool, make: MakeClone) -> SharedClone | str:
-    """The clone that is kept for these settings, after an update; what `make` makes if none fits: a clone, or the
-    reason why none is right. Weights are packed by `chosen_packing`."""
+def clone_for(model: PreTrainedModel, attention: str | None, pack_weights: bool, trial: Trial) -> SharedClone | str:
+    """The clone that is kept for these settings, after an update; a new one if none fits. If it does not pass its
+    trial, which leaves no trace in the model, the reason. Weights are packed by `chosen_packing`."""
     state = state_of(model)
     with state.lock:
         packing = chosen_packing(model, pack_weights, attention in (INVARIANT, INVARIANT_ROWS))
-        setting = (model.config._attn_implementation, attention, model.dtype, packing)
+        setting = (model.config._attn_implementation, attention, trial.__name__, model.dtype, packing)
         modules = all_modules(model)
         parts = structure(modules, packing)
         if setting in state.clones and state.clones[setting][0] == parts:
@@ -199,9 +201,18 @@ def clone_for(model: PreTrainedModel, attention: str | None, pack_weights: bool,
         if packing:  # packed weights are large: the old ones go before there are new ones
             for other in [other for other in state.clones if other[-1]]:
                 del state.clones[other]
-        clone = make(model, attention, packing)
+        clone = _tried(model, attention, packing, trial) if can_be_cloned(model) else FORWARD_IS_REPLACED
         state.clones[setting] = (parts, clone)
         return clone
+
+
+def _tried(model: PreTrainedModel, attention: str | None, packing: bool | str, trial: Trial) -> SharedClone | str:
+    clone = SharedClone(model, attention, packing)
+    with preserved_state(model), torch.no_grad():
+        why = trial(model, clone.module, packing)
+    if why is None and clone.keeps_state(model):
+        why = DIFFERS
+    return clone if why is None else why
 
 
 def _take_over(module: torch.nn.Module, clone: torch.nn.Module) -> None:
@@ -247,7 +258,7 @@ def chain_engine(model: PreTrainedModel) -> PreTrainedModel:
     if not (forgets or has_long_chunks) or not can_be_cloned(model):
         return model
     with state_of(model).lock:
-        clone = clone_for(model, "chains", False, _tried_clone)
+        clone = clone_for(model, None, False, _reads_chains)
         if not isinstance(clone, SharedClone):
             return model
         _shorten(clone.module)
@@ -278,17 +289,15 @@ def _one_by_one(kind: Any) -> Any:
     return OneByOne
 
 
-def _tried_clone(model: PreTrainedModel, attention: str | None, pack_weights: bool | str) -> SharedClone | str:
-    """A clone that reads chains as the model reads single tokens; a reason in its place if there is none."""
-    clone = SharedClone(model, None, pack_weights)
-    sizes = {part: part.chunk_size for part in clone.module.modules() if _has_long_chunks(part)}
-    _shorten(clone.module)
-    for part in clone.module.modules():
+def _reads_chains(model: PreTrainedModel, clone: PreTrainedModel, packing: bool | str) -> str | None:
+    """Whether a clone, made to, reads chains as the model reads single tokens."""
+    sizes = {part: part.chunk_size for part in clone.modules() if _has_long_chunks(part)}
+    _shorten(clone)
+    for part in clone.modules():
         if is_forgetful(model) and type(part).__name__.endswith("MambaMixer"):
             kind: Any = type(part)
             part.__class__ = _one_by_one(kind)
-    with preserved_state(model), torch.no_grad():
-        same = goes_on_rightly(model, clone.module)
+    same = goes_on_rightly(model, clone)
     for part, size in sizes.items():  # else the clone would not look like the model
         part.chunk_size = size
-    return clone if same and not clone.keeps_state(model) else "a clone does not go on as it does"
+    return None if same else "a clone does not go on as it does"

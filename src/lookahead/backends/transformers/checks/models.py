@@ -30,14 +30,12 @@ from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import Setting, forward_arguments, state_of
 from lookahead.backends.transformers.runner import ModelRunner
-from lookahead.backends.transformers.shared_clone import can_be_cloned, chain_engine
+from lookahead.backends.transformers.shared_clone import FORWARD_IS_REPLACED, can_be_cloned, chain_engine
 from lookahead.backends.transformers.snapshots import preserved_state
 from lookahead.backends.trials import difference
 from lookahead.core.compiled import IS_COMPILED
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import UnsupportedModelError, warn_of_plain
-
-FORWARD_IS_REPLACED = "it was compiled, or a hook stands in for the forward pass of one of its modules"
 
 ADAPTERS: tuple[tuple[Callable[[Any], object], str], ...] = (
     (
