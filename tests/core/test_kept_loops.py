@@ -97,3 +97,14 @@ def test_what_is_damaged_is_compiled_anew(tmp_path: Path) -> None:
         file.write_bytes(file.read_bytes()[:100])
     assert run_in(tmp_path, step=1) == (2, False, folder)
     assert run_in(tmp_path, step=1) == (2, True, folder)
+
+
+def test_a_loop_that_cannot_be_kept_runs_all_the_same(tmp_path: Path) -> None:
+    """numba keeps none that has a large array in its code."""
+    (tmp_path / "loop.py").write_text(
+        "import numpy as np\n\nfrom lookahead.core.compiled import compiled\n\nMANY = np.ones(1 << 20)\n\n"
+        "@compiled\ndef run(x):\n    return x + int(MANY[x])\n"
+    )
+    (tmp_path / "main.py").write_text(HERE + "from loop import run\n\nprint(run(1))\n")
+    command = [sys.executable, str(tmp_path / "main.py")]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "2\n"

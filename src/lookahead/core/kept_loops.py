@@ -81,6 +81,7 @@ def _cache_class() -> Any:
 
         def __init__(self, function: Any) -> None:
             self._function = function
+            self._py_file = function.__code__.co_filename  # numba names it where it cannot keep a loop
 
         def get_cache_path(self) -> str:
             return str(folder)

@@ -86,7 +86,6 @@ class DraftBatch:
             np.zeros(ngrams.orders, dtype=np.int64),
         )
         self.counts = np.full(places, -1, dtype=np.int64)
-        self._recalled = np.zeros(places, dtype=bool)  # whether the memory has learned the text itself
         self.heard = np.zeros(places, dtype=HEARD)
         self._desk = allocate_desk(ngrams.writing, places * size, ngrams.orders)
         self.heard["share"] = 1.0
@@ -109,7 +108,6 @@ class DraftBatch:
             self.texts = with_room(self.texts, places, 0)
             self.nodes, self.heard = _grown(self.nodes, places), _grown(self.heard, places)
             self.counts = np.concatenate([self.counts, np.full_like(self.counts, -1)])
-            self._recalled = np.concatenate([self._recalled, np.zeros_like(self._recalled)])
             self._owners += [None] * (places - len(self._owners))
             return self.take_place(owner)
 
@@ -119,7 +117,7 @@ class DraftBatch:
         with self.memory.lock:
             self.texts = with_room(self.texts, 0, len(new))
             self._go_on(place, len(before), new, self._known)
-            self.counts[place], self._recalled[place] = -1, False
+            self.counts[place] = -1
             if not self.reads:
                 self._remember(new[len(before) :])
 
@@ -144,17 +142,22 @@ class DraftBatch:
         Returns:
             How many drafted tokens were accepted.
         """
-        ngrams, present = self.memory.ngrams, step.places[step.places >= 0]
-        self.make_room(int(step.added.max(initial=0)))
+        ngrams = self.memory.ngrams
+        self.make_room(len(step.tokens))
         if len(step.nodes) > len(self._desk.following):
             self._desk = allocate_desk(ngrams.writing, 2 * len(step.nodes), ngrams.orders)
-        accepted: int = self._learn(step, ngrams.tick(), self.nodes, self._known, self._desk)
-        self.counts[present] = -1
-        for place in present[(self.heard["share"][present] < UNTRUSTED) & ~self._recalled[present]].tolist():
-            self._recalled[place] = True
+        accepted, lost = self._learn(step, ngrams.tick(), self.nodes, self.counts, self._known, self._desk)
+        if lost:
+            self._recall(step.places[step.places >= 0])
+        return int(accepted)
+
+    def _recall(self, places: NDArray[np.int64]) -> None:
+        """Have the memory learn texts of which predictions turn out not to be what is selected."""
+        heard = self.heard[places]
+        for place in places[(heard["share"] < UNTRUSTED) & (heard["recalled"] == 0)].tolist():
+            self.heard["recalled"][place] = 1
             begin, end = max(-int(self.texts.dropped[place]), 0), int(self.texts.lengths[place])
             self._remember(self.texts.tokens[place, max(begin, end - _RECALLED) : end])
-        return accepted
 
     def _remember(self, text: NDArray[np.int64]) -> None:
         """Put what followed in a text into the memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -233,15 +234,18 @@ class AutoDrafter:
     def _offer(self, batch: DraftBatch, tree: TokenTree) -> None:
         """Have the budget choose among the nodes found."""
         most = min(self.budget.most, self._most - self._certain)
+        rows = self._permitted(batch, tree, most) if self._asked else np.arange(min(len(self._likely), most) + 1)
+        self.budget.offer(self._likely[rows[1:] - 1], lambda chosen: self._send(batch, tree, rows[: chosen + 1]))
+
+    def _permitted(self, batch: DraftBatch, tree: TokenTree, most: int) -> NDArray[np.int64]:
+        """0, and the numbers of the first nodes found that can come true; more are searched where they are too few."""
         while True:
-            tokens, parents = self._found(batch, len(self._likely))
-            rows = permitted(self._asked, tokens, parents)[: most + 1]
+            rows = permitted(self._asked, *self._found(batch, len(self._likely)))[: most + 1]
             if len(rows) > most or self._limit == self._searched or len(self._likely) < self._limit:
-                break
+                return rows
             self._limit = min(2 * self._limit, self._searched)
             with batch.memory.lock:
                 self._find(batch, [(self, tree)])
-        self.budget.offer(self._likely[rows[1:] - 1], lambda chosen: self._send(batch, tree, rows[: chosen + 1]))
 
     def _found(self, batch: DraftBatch, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Tokens of the first nodes found, and their parents."""
@@ -253,10 +257,12 @@ class AutoDrafter:
         last = int(rows[-1])
         self._rows, self._tree = rows, tree
         tokens, parents = self._found(batch, last)
-        sent, places = rows[1:] - 1, np.zeros(last + 1, dtype=np.int64)
+        if last >= len(rows):  # some are left out
+            places = np.zeros(last + 1, dtype=np.int64)
+            places[rows] = np.arange(len(rows))
+            tokens, parents = tokens[rows[1:] - 1], places[parents[rows[1:] - 1]]
         grown = tree.beyond(self._certain)
-        places[rows] = np.arange(grown.root, grown.root + len(rows))
-        grown.add_new_candidates(tokens[sent].tolist(), places[parents[sent]].tolist())
+        grown.add_new_candidates(tokens.tolist(), (parents + grown.root).tolist())
 
     def explain(self, tree: TokenTree) -> Explanation:
         """Which sources named each node, and how likely it was taken to be."""
@@ -347,15 +353,15 @@ class _Shown(NamedTuple):
 def _step_of(rows: Sequence[_Shown]) -> Step:
     """The rows of a step."""
     places, nodes, tokens, ids, probabilities = zip(*rows, strict=True)
-    counts = [(len(of_row), len(new)) for of_row, new in zip(nodes, tokens, strict=True)]
-    ends, added = np.cumsum([count for count, _ in counts]), np.array([count for _, count in counts])
+    ends, added = list(accumulate(map(len, nodes))), list(map(len, tokens))
+    counts = np.array((places, ends, added), dtype=np.int64)
     return Step(
-        np.array(places, dtype=np.int64),
-        ends,
+        counts[0],
+        counts[1],
         np.array([token for new in tokens for token in new], dtype=np.int64),
-        added,
+        counts[2],
         np.concatenate(nodes),
-        np.concatenate(ids),
+        np.concatenate(ids),  # a copy, which is written over
         np.concatenate(probabilities),
     )
 

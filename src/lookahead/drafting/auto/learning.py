@@ -44,6 +44,7 @@ HEARD = np.dtype(
         ("guessed", np.int64),  # of `guesses`
         ("guesses", np.int64, (MOST_GUESSED,)),  # what it said after the likeliest token rejected in the root's place
         ("likely", np.float64, (MOST_GUESSED,)),  # how likely these are
+        ("recalled", np.int64),  # whether the memory has learned the text itself
         ("recent", np.int64, (MOST_TRIED,)),  # end of the prompt and what it predicted since, each once, latest first
     ]
 )
@@ -139,25 +140,31 @@ def go_on(place: int, before: int, tokens: NDArray[np.int64], known: Known) -> N
         begin_text(place, known.texts)
         known.texts.dropped[place] = -before
         of_text["seen"] = of_text["agreed"] = of_text["share"] = 1.0
-        of_text["count"] = 0
+        of_text["count"] = of_text["recalled"] = 0
         for back in range(len(tokens) - before if known.settings["explores"] else 0):
             of_text["count"] = _add_recent(tokens[len(tokens) - 1 - back], of_text["count"], of_text["recent"])
     append(place, tokens, FIRST, len(tokens), known.texts)
 
 
 @compiled
-def learn(step: Step, clock: int, trees: NDArray[Any], known: Known, desk: Desk) -> int:
-    """Learn from a step, and let the texts go on; returns how many drafted tokens were accepted.
+def learn(
+    step: Step, clock: int, trees: NDArray[Any], counts: NDArray[np.int64], known: Known, desk: Desk
+) -> tuple[int, int]:
+    """Learn from a step, and let the texts go on.
 
     Args:
         step: What it showed.
         clock: Dates what is written to the memory.
         trees: Those that were found after the texts, `NODE`s, `[places, nodes]`.
+        counts: How many nodes each has, `[places]`; -1 then, as the text went on.
         known: Gets what was learned.
         desk: See there.
+
+    Returns:
+        How many drafted tokens were accepted, and how many texts the memory has yet to learn themselves.
     """
     entries, texts, heard, _, _, settings = known
-    accepted, begin, first = 0, FIRST, FIRST
+    accepted, lost, begin, first = 0, 0, FIRST, FIRST
     for row in range(len(step.places)):
         place, end, last = step.places[row], step.ends[row], first + step.added[row]
         if place >= 0:
@@ -180,8 +187,10 @@ def learn(step: Step, clock: int, trees: NDArray[Any], known: Known, desk: Desk)
                         size = read_context(place, of_row[at], nodes, texts, desk.context)
                         write_entry(desk.context[:size], said[at], likely[at], clock, entries, desk.writing)
             append(place, step.tokens, first, last, texts)
+            counts[place] = -1
+            lost += of_text["share"] < UNTRUSTED and of_text["recalled"] == 0
         begin, first = end, last
-    return accepted
+    return accepted, lost
 
 
 @inner
