@@ -55,7 +55,7 @@ class Staged:
         # An inference tensor could not be written to by a later call outside of inference mode.
         with torch.inference_mode(False):
             self._host = torch.zeros(sum(sizes), dtype=torch.int32)
-            self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
+            self._device = self._host if device.type == "cpu" else torch.empty_like(self._host, device=device)
             parts = zip(torch.split(self._device, sizes), shapes, strict=True)
             self.there = [part.view(shape) for part, shape in parts]
         on_host = np.split(self._host.numpy(), np.cumsum(sizes)[:-1])

@@ -70,6 +70,8 @@ class Steps:
                 pace.book(taken)
         finally:  # an error keeps this object, which is not to keep requests
             batch.sequences = self._requests = ()
+            if self.come_and_go:  # nor rows, whose memory others may take
+                self.backend.rows = []
 
     def _pace_of(self, requests: Sequence[Request]) -> Pace | SharedPace | None:
         """What chooses the nodes of the coming step, by its time; one that is shared is told who shares it."""

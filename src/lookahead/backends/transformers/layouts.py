@@ -14,18 +14,15 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.transfers import upload
 from lookahead.backends.transformers.attention import INVARIANT, INVARIANT_ROWS, LEAST_NODES
-from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder, dense
+from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import PackedCache
 from lookahead.backends.transformers.static_cache import StaticTreeCache
 from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
-from lookahead.backends.transformers.tree_attention.packed_mask import SCRATCH, Pages, first_position
+from lookahead.backends.transformers.tree_attention.packed_mask import Pages, first_position
 from lookahead.core.token_tree import Layout
 
 Integers = NDArray[np.int64]
-
-_ALIGNED = 16
-"""Numbers of a mask at whose multiples a row of it may begin, for the kernels of `sdpa`."""
 
 
 @dataclass
@@ -215,21 +212,10 @@ class Packed:
         if step.shifts is not None:
             placed += np.repeat(step.shifts, step.counts)
         keep = np.concatenate([first + layout.read_slots for first, layout in zip(firsts, layouts, strict=True)])
-        counts = step.counts
-        if self._device.type != "cuda":
-            packed: list[NDArray[np.int32]] = []
-        else:  # padded, so that all rows are one tensor
-            places = padded(step, len(layouts), max(counts))[1]
-            packed = self._masks.pack(ancestors(step, *places.shape), step.lengths, places)
-            for mask in packed:  # each row has columns of its own
-                mask[..., SCRATCH] = np.array(step.lengths)[:, None, None]
         tokens = np.concatenate([layout.tokens for layout in layouts])
-        sent = upload(self._device, tokens[None], placed[None], keep, *packed)
+        sent = upload(self._device, tokens[None], placed[None], keep)
         found = Inputs(sent[0], sent[1], keep)
-        masks = {
-            kind: self._masks_of(kind, step, positions, sent[3 + place] if packed else None)
-            for place, kind in enumerate(self._masks.kinds)
-        }
+        masks = {kind: self._masks_of(kind, step, positions) for kind in self._masks.kinds}
         found.arguments["packed_rows"] = PackedStep(
             list(zip(firsts, ends, strict=True)), masks, self._masks.layers, cache
         )
@@ -238,9 +224,7 @@ class Packed:
             found.arguments["logits_to_keep"] = 1 if alone else sent[2]
         return found
 
-    def _masks_of(
-        self, kind: str, step: Step, positions: Sequence[Integers], packed: torch.Tensor | None
-    ) -> list[torch.Tensor | None]:
+    def _masks_of(self, kind: str, step: Step, positions: Sequence[Integers]) -> list[torch.Tensor | None]:
         """What layers of a kind add to the scores of each row, see `PackedStep.masks`."""
         rows = list(zip(step.lengths, step.layouts, positions, strict=True))
         if self._is_invariant:
@@ -248,18 +232,7 @@ class Packed:
                 torch.from_numpy(self._masks.packed(kind, layout.ancestor_mask()[None], [length], own[None]))
                 for length, layout, own in rows
             ]
-        needed = [not self._sees_all_before(kind, *row) for row in rows]
-        if packed is None:
-            return [self._dense(kind, *row) if needs else None for row, needs in zip(rows, needed, strict=True)]
-        if not any(needed):
-            return [None] * len(rows)
-        # Kernels want rows of masks to begin at multiples of 16.
-        width = -(-max(length + len(own) for length, _, own in rows) // _ALIGNED) * _ALIGNED
-        whole = dense(packed, width, self._dtype)
-        return [
-            whole[row : row + 1, :, : len(own), : length + len(own)] if needs else None
-            for row, ((length, _, own), needs) in enumerate(zip(rows, needed, strict=True))
-        ]
+        return [None if self._sees_all_before(kind, *row) else self._dense(kind, *row) for row in rows]
 
     def _sees_all_before(self, kind: str, length: int, layout: Layout, own: Integers) -> bool:
         """Whether each node sees all that is before it, which no mask has to say of one node, or of a whole text."""

@@ -1,4 +1,4 @@
-"""Rows that come and go in one memory of fixed size, so that passes over any of them can be captured in CUDA graphs."""
+"""Rows that come and go in pages of one memory, so that a pass over any of them can be captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lookahead.backends.base import TextRow
 from lookahead.backends.forward_result import ForwardResult, forward_results, pack_likeliest, spread
 from lookahead.backends.machine import PausingClock, free_bytes
 from lookahead.backends.transfers import Downloads, Staged, upload
-from lookahead.backends.transformers.graph_recorder import Outputs, Pass, Recorder, Recordings
+from lookahead.backends.transformers.graph_recorder import NoRecorder, Outputs, Pass, Recorder, Recordings
 from lookahead.backends.transformers.layouts import PackedStep, Step, ancestors, padded
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.runner import LARGE, RowsRunner
@@ -229,24 +229,24 @@ class PooledRunner(RowsRunner):
     Args:
         model: What runs; see `rows_runner`.
         shapes: What each layer keeps of a token.
-        recorder: Records and replays passes.
+        recorder: Records and replays passes; they are run as they are if not given.
         clock: The clock for steps; it stands still while passes are recorded.
         positions_end: See `Limits`.
     """
-
-    engine = "static"
 
     def __init__(
         self,
         model: PreTrainedModel,
         shapes: Sequence[LayerShape | None],
-        recorder: Recorder,
+        recorder: Recorder | None,
         clock: PausingClock,
         positions_end: bool = True,
     ) -> None:
         super().__init__(model, positions_end)
         self._shapes, self._masks = tuple(shapes), MaskBuilder(model.config)
-        self._recordings = Recordings(self._device, recorder, clock)
+        self._records = recorder is not None
+        self.engine = "static" if self._records else "dynamic"
+        self._recordings = Recordings(self._device, recorder or NoRecorder(), clock)
         self.recorded = self._recordings.recorded
         self._inputs: dict[int, PooledInputs] = {}
         self._sizes: tuple[int, ...] = ()
@@ -258,7 +258,7 @@ class PooledRunner(RowsRunner):
         rows passes are recorded anew."""
         first = min(rows * FIRST_TOKENS, free_bytes(self._device) // 2 // self.token_bytes())
         self._pool = RowPool(self._shapes, first if tokens is None else tokens, block, self._device)
-        self._sizes = pass_sizes(max(rows, min(rows * nodes, MOST_RECORDED)))
+        self._sizes = pass_sizes(max(rows, min(rows * nodes, MOST_RECORDED))) if self._records else ()
         self._texts = rows
         self._make_room(0)
         for size in self._sizes:

@@ -19,7 +19,6 @@ from lookahead.backends.transformers.checks.texts import check_texts
 from lookahead.backends.transformers.encoder_decoder import source_of_row
 from lookahead.backends.transformers.engine_model import engine_model, rows_runner, runs_static
 from lookahead.backends.transformers.invariant.modules import least_rows
-from lookahead.backends.transformers.pooled_rows import PooledRunner
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
 from lookahead.backends.transformers.shared_clone import chain_engine
 from lookahead.backends.transformers.snapshots import ModelWatch
@@ -78,12 +77,11 @@ class TransformersSession(Session):
             engine = chain_engine(self._model) if drafts else None
             return ChainRunner(self._model, (), None, ends, engine, drafts), kv_bytes, 0
         rows = rows_runner(self._model, config.pack_weights, config.invariant)
-        if config.engine == "auto" and self._model.device.type == "cuda":
-            ends = equivalence(self._model).holds("positions_end")
-            pooled = pooled_runner(rows, engine_model(self._model), self._clock, ends)
-            if isinstance(pooled, PooledRunner):
-                return pooled, kv_bytes, prefix_bytes
-            _warn_of_eager_steps(self._model, pooled)
+        if self._model.device.type == "cuda":
+            ends, records = equivalence(self._model).holds("positions_end"), config.engine == "auto"
+            rows, obstacle = pooled_runner(rows, engine_model(self._model), self._clock, ends, records)
+            if obstacle and records:
+                _warn_of_eager_steps(self._model, obstacle)
         return rows, kv_bytes, prefix_bytes
 
     def watch(self, runner: RowsRunner | ChainRunner, compares_bits: bool) -> ModelWatch:

@@ -133,44 +133,57 @@ def fixed_runner(model: PreTrainedModel, batch: int) -> ModelRunner:
 
 
 def pooled_runner(
-    rows: RowsRunner, alone: PreTrainedModel, clock: PausingClock, positions_end: bool
-) -> PooledRunner | str:
-    """What runs rows of a pool as `rows` runs packed ones, without its memory; why there is none, if so. Tried once per
-    model.
+    rows: RowsRunner, alone: PreTrainedModel, clock: PausingClock, positions_end: bool, records: bool
+) -> tuple[RowsRunner, str]:
+    """What runs rows that come and go over pages of one memory, where that can be.
 
     Args:
-        rows: Runs them one kernel at a time.
+        rows: Runs each over its own memory.
         alone: What runs one text of the model.
         clock: The clock for steps.
         positions_end: See `Limits`.
+        records: Whether passes are to be recorded.
+
+    Returns:
+        The runner, without its memory, or `rows`; and why no passes are recorded, if that is so.
     """
     model = rows.model
     if not rows.packed or rows.is_invariant:
-        return "its rows do not lie one behind another in a pass"
+        return rows, "its rows do not lie one behind another in a pass"
     if find_spec("triton") is None:
-        return "Triton is not installed"
-    if obstacle := _obstacle(model) or ("its layers pick keys" if limits_of(model).picks_after is not None else ""):
-        return obstacle
-    state = state_of(model)
-    setting = ("rows", model.config._attn_implementation, model.dtype, model.device)
+        return rows, "Triton is not installed"
+    if limits_of(model).picks_after is not None:
+        return rows, "its layers pick keys"
+    obstacle = _obstacle(model) if records else "engine='dynamic'"
+    shapes = obstacle or _pool_shapes(rows, alone, records=True)
+    if isinstance(shapes, str):
+        obstacle, shapes = shapes, _pool_shapes(rows, alone, records=False)
+    if isinstance(shapes, str):
+        return rows, obstacle
+    recorder = None if obstacle else recorder_for(model.device)
+    return PooledRunner(model, shapes, recorder, clock, positions_end), obstacle
+
+
+def _pool_shapes(rows: RowsRunner, alone: PreTrainedModel, records: bool) -> Shapes | str:
+    """What the layers keep of a token; why rows cannot lie in a pool, if so. Tried once per model."""
+    model, state = rows.model, state_of(rows.model)
+    setting = ("rows", records, model.config._attn_implementation, model.dtype, model.device)
     with state.lock:
         if setting not in state.static_shapes:
-            state.static_shapes[setting] = _try_pool(rows, alone)
-        shapes = state.static_shapes[setting]
-    if isinstance(shapes, str):
-        return shapes
-    return PooledRunner(model, shapes, recorder_for(model.device), clock, positions_end)
+            state.static_shapes[setting] = _try_pool(rows, alone, records)
+        return state.static_shapes[setting]
 
 
 @torch.no_grad()
-def _try_pool(rows: RowsRunner, alone: PreTrainedModel) -> Shapes | str:
+def _try_pool(rows: RowsRunner, alone: PreTrainedModel, records: bool) -> Shapes | str:
     """Compare logits of rows in a pool with those of each text alone."""
     model = rows.model
     rows.rows = [row := Row(1)]
     rows.forward([TokenTree([0])])
     rows.rows, shapes = [], layer_shapes(row.cache)
+    recorder = recorder_for(model.device) if records else None
     try:
-        pooled = PooledRunner(model, shapes, recorder_for(model.device), PausingClock(model.device))
+        pooled = PooledRunner(model, shapes, recorder, PausingClock(model.device))
         pooled.take_memory(4 * CHECK_LENGTH, CHECK_LENGTH // 3, 3, SMALLEST_TREE)
         same = reads_rows_alike(pooled, alone, exactly=False)
     except Exception as error:  # as above
