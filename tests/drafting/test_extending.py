@@ -173,15 +173,12 @@ def test_permits_that_are_none_cost_the_drafts() -> None:
 class Sure(Fixed):
     """Knows what comes next."""
 
-    def __init__(self, certain: list[int], alternatives: list[list[int]], paths: Any) -> None:
+    def __init__(self, certain: list[int], paths: Any) -> None:
         super().__init__(paths)
-        self._certain, self._alternatives = certain, alternatives
+        self._certain = certain
 
     def certain(self) -> list[int]:
         return self._certain
-
-    def alternatives(self) -> list[list[int]]:
-        return self._alternatives
 
 
 class Resting(FixedBudget):
@@ -194,21 +191,18 @@ NEXT = TokenPaths.chain([7])
 
 
 @pytest.mark.parametrize(
-    ("budget", "alternatives", "room", "tokens", "parents"),
+    ("budget", "room", "tokens", "parents"),
     [
-        (Resting(16), [], 99, [5, 1, 2], [-1, 0, 1]),
-        (Resting(16), [[3], [4, 6]], 99, [5, 1, 2, 3, 4, 6], [-1, 0, 1, 2, 2, 4]),
-        (FixedBudget(4), [], 99, [5, 1, 2, 7], [-1, 0, 1, 2]),
-        (FixedBudget(4), [[3], [4]], 99, [5, 1, 2, 7], [-1, 0, 1, 2]),  # not all of them have room
-        (FixedBudget(16), [[3], [4]], 99, [5, 1, 2, 3, 4], [-1, 0, 1, 2, 2]),
-        (FixedBudget(2), [], 99, [5, 1], [-1, 0]),
-        (FixedBudget(16), [[3], [4]], 1, [5, 1], [-1, 0]),
+        (Resting(16), 99, [5, 1, 2], [-1, 0, 1]),
+        (FixedBudget(4), 99, [5, 1, 2, 7], [-1, 0, 1, 2]),
+        (FixedBudget(2), 99, [5, 1], [-1, 0]),
+        (FixedBudget(16), 1, [5, 1], [-1, 0]),
     ],
 )
 def test_what_is_certain_is_sent_whether_or_not_drafts_pay(
-    budget: FixedBudget, alternatives: list[list[int]], room: int, tokens: list[int], parents: list[int]
+    budget: FixedBudget, room: int, tokens: list[int], parents: list[int]
 ) -> None:
-    source = CheckedSource(Sure([1, 2], alternatives, NEXT))
+    source = CheckedSource(Sure([1, 2], NEXT))
     drafter = AutoDrafter(None, budget, most=budget.most + 1, explore=False, sources=[source])
     drafter.start([5])
     tree = TokenTree([5], room)
@@ -218,7 +212,7 @@ def test_what_is_certain_is_sent_whether_or_not_drafts_pay(
 
 
 def test_a_chain_sends_what_is_certain_while_its_budget_rests() -> None:
-    source = CheckedSource(Sure([1, 2], [[3], [4]], NEXT))
+    source = CheckedSource(Sure([1, 2], NEXT))
     drafter = ChainDrafter(AutoDrafter(DraftMemory(), 16, sources=[source]), Resting(16))
     drafter.start([5])
     drafter.propose(tree := TokenTree([5]))
@@ -230,8 +224,8 @@ def test_a_chain_sends_what_is_certain_while_its_budget_rests() -> None:
 
 
 def test_certain_tokens_that_the_model_does_not_know_are_refused() -> None:
-    for certain, alternatives in (([9], []), ([1], [[2], [-1]])):
-        source = CheckedSource(Sure(certain, alternatives, NEXT), vocabulary=9)
+    for certain in ([9], [1, -1]):
+        source = CheckedSource(Sure(certain, NEXT), vocabulary=9)
         drafter = AutoDrafter(None, FixedBudget(8), explore=False, sources=[source])
         drafter.start([5])
         with pytest.raises(InvalidArgumentError, match="tokens outside"):
@@ -243,7 +237,7 @@ def test_the_text_goes_on_behind_what_was_certain() -> None:
         DraftMemory(),
         6,
         explore=False,
-        sources=[CheckedSource(source := Sure([1, 2], [], TokenPaths.chain([])))],
+        sources=[CheckedSource(source := Sure([1, 2], TokenPaths.chain([])))],
     )
     drafter.start([8, 1, 2, 3, 4, 9, 5])
     tree = TokenTree([5])

@@ -102,16 +102,10 @@ class TokenTree:
         """Whether nothing was drafted, so that the step is plain decoding of the pending tokens."""
         return len(self.tokens) == self.root + 1
 
-    def add_certain(self, tokens: Sequence[int], alternatives: Iterable[Sequence[int]] = ()) -> None:
-        """Add what will be accepted whatever the model says, before any other candidate, as far as there is room.
-
-        Args:
-            tokens: The tokens that will be selected after the root.
-            alternatives: Paths of which one will be selected after these.
-        """
-        end = self.add_candidates(tokens)[-1] if tokens else self.root
-        for path in alternatives:
-            self.add_candidates(path, end)
+    def add_certain(self, tokens: Sequence[int]) -> None:
+        """Add the tokens that will be selected after the root whatever the model says, before any other candidate, as
+        far as there is room."""
+        self.add_candidates(tokens)
         self.certain = len(self) - self.root - 1
 
     def beyond(self, certain: int) -> TokenTree:

@@ -7,7 +7,6 @@ before it. One grammar says so: `start` of the first part, in which `@body` is t
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -38,9 +37,6 @@ _FORCED = 0.99
 
 _FEW = 8
 """Most tokens to choose from for each to be drafted."""
-
-_ALL_SENT = 16
-"""Where all that may follow comes to so many tokens at most, it is sent: one way through it is sure to save a step."""
 
 
 def grammar_tokenizer(tokenizer: Any, vocabulary: int, ends: Collection[int]) -> LLTokenizer:
@@ -174,22 +170,6 @@ class GrammarSource:
         """See `Source`: the tokens that have to follow, as far as there is no choice."""
         self._ahead, chain = _forced(self._matcher)
         return chain
-
-    def alternatives(self) -> list[list[int]]:
-        """See `Source`: each token that is allowed behind the certain ones, with what has to follow it, and so on as
-        long as all that may follow is few."""
-        paths, room = [], _ALL_SENT
-        ends: deque[tuple[list[int], LLMatcher]] = deque([([], self._ahead)])
-        while ends:
-            path, matcher = ends.popleft()
-            branches = _branches(matcher)
-            size = sum(len(branch) for branch, _ in branches)
-            if branches and size <= room:
-                room -= size
-                ends += [([*path, *branch], behind) for branch, behind in branches]
-            elif path:
-                paths.append(path)
-        return paths
 
     def propose(self) -> TokenPaths:
         """See `Source`: each of a few tokens that may follow the certain ones, with what has to follow it."""

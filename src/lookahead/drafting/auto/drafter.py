@@ -195,12 +195,9 @@ class AutoDrafter:
         behind them."""
         certain = source.certain()
         room = min(self._most, tree.room) - len(certain)
-        alternatives = source.alternatives() if room > 0 else []
-        if sum(map(len, alternatives)) > room:
-            alternatives = []
-        tree.add_certain(certain[: self._most], alternatives)
+        tree.add_certain(certain[: self._most])
         self._sure_nodes = tree.certain
-        if alternatives or self.budget.backs_off or room <= 0:
+        if self.budget.backs_off or room <= 0:
             return True
         self._late += certain
         self._certain = len(certain)

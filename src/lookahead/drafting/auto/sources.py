@@ -45,10 +45,9 @@ class Source(Protocol):
     """Proposes tokens that may follow one text. It cannot change the text, and counts as far as it comes true.
 
     A source may also have a method `permits(tokens, parents)`, which says for each node of a draft whether it can come
-    true, as a grammar would know; see `permitted`. And it may have two methods for what is sent whether or not drafting
-    pays: `certain()` gives the tokens that will be selected next whatever the model says, and `alternatives()` paths of
-    which one will be selected after these. `certain` is called first in each step; `propose` and `permits` are about
-    what follows its tokens.
+    true, as a grammar would know; see `permitted`. And it may have a method `certain()`, which gives the tokens that
+    will be selected next whatever the model says. They are sent whether or not drafting pays. It is called first in
+    each step; `propose` and `permits` are about what follows its tokens.
     """
 
     @property
@@ -90,10 +89,9 @@ class CheckedSource:
         self.start = source.start
         self.observe = source.observe
         self.permits = getattr(source, "permits", None)
-        self.certain = self.alternatives = None
+        self.certain = None
         if getattr(source, "certain", None) is not None:
             self.certain = lambda: self._known(source.certain())
-            self.alternatives = lambda: [self._known(path) for path in source.alternatives()]
 
     def propose(self) -> TokenPaths:
         """See `Source`.
