@@ -154,6 +154,21 @@ def test_caches_in_and_out(family: str, makers: tuple[bool, bool]) -> None:
     assert torch.equal(*texts)
 
 
+@pytest.mark.parametrize("makers", [(True, True), (True, False), (False, True)])
+def test_caches_of_texts_whose_positions_count_from_one(makers: tuple[bool, bool]) -> None:
+    model = tiny("paligemma/multimodal")
+    options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    texts, keys = [], []
+    for turns in ((False, False), makers):
+        first, second = (lookahead.generate if ours else type(model).generate for ours in turns)
+        answer = first(model, torch.tensor([TEXT]), **options)
+        keys.append(answer.past_key_values.layers[0].keys.clone())
+        ids = torch.cat([answer.sequences, torch.tensor([TEXT])], dim=1)
+        texts.append(second(model, ids, past_key_values=answer.past_key_values, **options).sequences)
+    assert torch.equal(*texts)
+    torch.testing.assert_close(*keys)
+
+
 def test_every_entry_point() -> None:
     model = tiny("llava/multimodal")
     inputs = image_prompt(model, [TEXT], 0)

@@ -23,6 +23,9 @@ _PICKING = {"doge": "keep_window_size", "moshi": "sliding_window"}
 """Model types of which a layer sees fewer keys than its mask shows in longer texts, and what they call that length.
 Doge picks the best of them; Moshi's cache drops the first, of which its mask knows nothing."""
 
+_FROM_ONE = ("paligemma",)
+"""Model types whose `prepare_inputs_for_generation` counts positions from one."""
+
 _MENDED = (5, 20)
 """The version of transformers before which those of `_RECOMPUTING` read the last token alone, too."""
 
@@ -47,6 +50,7 @@ class Limits:
         positions_end: Whether the model fails beyond its context, if it has no RoPE.
 
     Attributes:
+        first_position: Where texts begin: as distances count in RoPE, it shows in keys alone, which caches hand on.
         context: Positions the model was made for, if its configuration says so.
         last_length: Text length at which a model with a table of positions can read no further token; `None`
             for models that compute their positions.
@@ -60,6 +64,7 @@ class Limits:
 
     def __init__(self, config: PreTrainedConfig, positions_end: bool = True) -> None:
         text_config = config.get_text_config(decoder=True)
+        self.first_position = int(config.model_type in _FROM_ONE)
         contexts = (getattr(text_config, name, None) for name in _CONTEXTS)
         self.context: int | None = next((size for size in contexts if isinstance(size, int) and size > 0), None)
         ropes = _rope_parameters(text_config)
