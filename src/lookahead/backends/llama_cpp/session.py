@@ -90,17 +90,7 @@ class GGUFSession(Session):
 
 
 class GGUFCall(Call):
-    """What a call of a GGUF model runs on.
-
-    Args:
-        model: The model.
-        prompts: What the rows begin with.
-        config: How to draft.
-        generation_config: The configuration of the call.
-
-    Raises:
-        LookaheadError: The model or its settings cannot do what is asked for.
-    """
+    """What a call of a GGUF model runs on. Made and raises as `Session.begin`."""
 
     runner: LlamaRunner
 

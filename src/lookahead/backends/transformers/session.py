@@ -95,17 +95,7 @@ class TransformersSession(Session):
 
 
 class TreeCall(Call):
-    """What a call runs on where the model takes trees.
-
-    Args:
-        model: The model.
-        prompts: What the rows begin with.
-        config: How to draft.
-        generation_config: The configuration of the call.
-
-    Raises:
-        LookaheadError: The model or its settings cannot do what is asked for.
-    """
+    """What a call runs on where the model takes trees. Made and raises as `Session.begin`."""
 
     runner: ModelRunner
     packs = True
@@ -190,17 +180,7 @@ def _warn_of_eager_steps(model: PreTrainedModel, obstacle: str) -> None:
 
 
 class ChainCall(Call):
-    """As `TreeCall`, for a model that `runs_on_chains`.
-
-    Args:
-        model: The model.
-        prompts: What the rows begin with.
-        config: How to draft.
-        generation_config: The configuration of the call.
-
-    Raises:
-        LookaheadError: The model or its settings cannot do what is asked for.
-    """
+    """As `TreeCall`, for a model that `runs_on_chains`. Made and raises as `Session.begin`."""
 
     runner: ChainRunner
     chains = True
