@@ -376,14 +376,14 @@ class PooledRunner(RowsRunner):
 
     @property
     def prompt_cache(self) -> Any:
-        """See `PromptReader`."""
+        """See `TransformersRunner`."""
         row: Any = self.rows[0]
         if row.prompt is None and not row.length:
             row.prompt = TreeCache()
         return row.prompt
 
     def take_prompt(self, outputs: object, mask: torch.Tensor, shifts: Sequence[int]) -> None:
-        """See `PromptReader`."""
+        """See `TransformersRunner`."""
         super().take_prompt(outputs, mask, shifts)
         row: Any = self.rows[0]
         row.adopt(row.prompt)
