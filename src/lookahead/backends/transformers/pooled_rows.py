@@ -91,19 +91,19 @@ class PooledRow(TextRow):
         pool: The pool.
 
     Attributes:
-        pages: Its pages, in the order of its tokens.
+        pages: Its pages, in the order of its tokens, `[pages]` int32.
         length: Tokens that are kept.
         prompt: What the model itself has read of a prompt, until it is taken over.
     """
 
     def __init__(self, pool: RowPool) -> None:
         self._pool = pool
-        self.pages: list[int] = []
+        self.pages = np.empty(0, dtype=np.int32)
         self.length = 0
         self.prompt: TreeCache | None = None
 
     def __del__(self) -> None:
-        self._pool.give_back(self.pages)
+        self._pool.give_back(self.pages.tolist())
 
     @property
     def capacity(self) -> int:
@@ -113,12 +113,13 @@ class PooledRow(TextRow):
     def reserve(self, tokens: int) -> None:
         """Have room for so many tokens."""
         if tokens > self.capacity:
-            self.pages += self._pool.take(whole_blocks(tokens - self.capacity, self._pool.block) // self._pool.block)
+            count = whole_blocks(tokens - self.capacity, self._pool.block) // self._pool.block
+            self.pages = np.append(self.pages, np.array(self._pool.take(count), dtype=np.int32))
 
     def columns(self, places: Integers) -> Integers:
         """Where tokens lie in the pool, given their places in the text."""
         block = self._pool.block
-        return np.array(self.pages, dtype=np.int64)[places // block] * block + places % block
+        return self.pages[places // block].astype(np.int64) * block + places % block
 
     def copy_start(self, other: PooledRow, tokens: int) -> None:
         """Begin with the first `tokens` tokens of another row, which has them."""
@@ -191,13 +192,17 @@ class PooledInputs:
         starts[: len(rows)], starts[len(rows) : -1], starts[-1] = firsts[:-1], used, self._nodes
         tokens[0, used:], positions[0, used:] = 0, 0
         columns[used:] = np.arange(used, self._nodes) % self._block
-        shifts = step.shifts or [0] * len(rows)
-        for place, (row, layout, count) in enumerate(zip(rows, step.layouts, counts, strict=True)):
+        for place, (row, layout) in enumerate(zip(rows, step.layouts, strict=True)):
             own = slice(int(firsts[place]), int(firsts[place + 1]))
-            tokens[0, own] = layout.tokens
-            positions[0, own] = step.starts[place] + layout.depths + shifts[place]
-            columns[own] = row.columns(np.arange(row.length, row.length + count))
+            tokens[0, own], positions[0, own] = layout.tokens, layout.depths
             table[place, : len(row.pages)] = row.pages
+        shifts = step.shifts or [0] * len(rows)
+        starting = [start + shift for start, shift in zip(step.starts, shifts, strict=True)]
+        text = np.repeat(np.arange(len(rows)), counts)
+        positions[0, :used] += np.array(starting, dtype=np.int32)[text]
+        slots = np.arange(used) - firsts[text]
+        places = np.array(step.lengths, dtype=np.int64)[text] + slots
+        columns[:used] = table[text, places // self._block] * self._block + places % self._block
         for buffer in packed:
             buffer[:used, BITS:] = 0
             buffer[used:] = self._alone[: self._nodes - used]
@@ -215,8 +220,8 @@ class PooledInputs:
         counts, size = part.counts, max(part.counts)
         seen, positions = ancestors(part, len(places), size), padded(part, len(places), size)[1]
         row = np.repeat(np.arange(len(places)), counts)
-        slot = np.concatenate([np.arange(count) for count in counts])
-        to = np.concatenate([firsts[place] + np.arange(count) for place, count in zip(places, counts, strict=True)])
+        slot = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+        to = firsts[places][row] + slot
         for buffer, mask in zip(packed, self._masks.pack(seen, lengths, positions), strict=True):
             mask[..., SCRATCH] = np.array(lengths)[:, None, None]
             buffer[to, : mask.shape[3]] = mask[row, 0, slot]
@@ -363,12 +368,11 @@ class PooledRunner(RowsRunner):
         rows: Any = self.rows
         sources, targets, slots = [], [], self._slots_of(kept)
         for row, own in zip(rows, slots, strict=True):
-            moved = np.array(own, dtype=np.int64)
-            target = np.arange(len(own))
-            differ = moved != target
-            if differ.any():
-                sources.append(row.columns(row.length + moved[differ]))
-                targets.append(row.columns(row.length + target[differ]))
+            moved = [(slot, target) for target, slot in enumerate(own) if slot != target]
+            if moved:
+                places = row.columns(row.length + np.array(moved))
+                sources.append(places[:, 0])
+                targets.append(places[:, 1])
         if sources:
             self._pool.move(np.concatenate(sources), np.concatenate(targets))
         for row, own in zip(rows, slots, strict=True):
