@@ -18,11 +18,12 @@ from fuzz.families import build as build_family
 from fuzz.images import image_prompt
 from fuzz.variant import Variant
 from lookahead import Engine, LookaheadConfig, LookaheadWarning
+from lookahead.backends.transfers import Staged
 from lookahead.backends.transformers import pooled_rows
 from lookahead.backends.transformers.pooled_rows import PooledRunner
 from model_zoo import ARCHITECTURES, build
 from quick import quickly
-from simulated_cuda import CAPTURE, REPLAY, WAIT, Event, Simulation, on_cuda
+from simulated_cuda import CAPTURE, PINNED, REPLAY, WAIT, Event, Simulation, on_cuda
 from simulated_cuda_cases import GREEDY, PROMPT, SAMPLED, of_steps
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
@@ -229,6 +230,18 @@ def test_a_model_that_cannot_be_captured_says_so_and_runs(device: Simulation) ->
     assert handle.tokens == new_tokens(model, PROMPT, **GREEDY)
     assert handle.statistics.engine == "dynamic"
     assert pool_of(engine), "its rows share a pass all the same"
+
+
+def test_what_is_staged_arrives_and_is_aligned(device: Simulation) -> None:
+    staged = Staged(torch.device("cuda:0"), [(1,), (3, 2), (5,)])
+    for number, array in enumerate(staged.here):
+        array[:] = number + 1
+    device.take()
+    staged.send()
+    assert [event.kind for event in device.take()] == [PINNED]
+    assert [part.tolist() for part in staged.there] == [[1], [[2, 2]] * 3, [3] * 5]
+    first = staged.there[0].data_ptr()
+    assert all((part.data_ptr() - first) % 16 == 0 for part in staged.there)
 
 
 def test_texts_that_are_evicted_make_room(device: Simulation) -> None:

@@ -51,15 +51,16 @@ class Staged:
     """
 
     def __init__(self, device: torch.device, shapes: Sequence[tuple[int, ...]]) -> None:
-        sizes = [int(np.prod(shape)) for shape in shapes]
+        # Each begins at 16 bytes: kernels are compiled for where their arguments lie.
+        sizes = [-(-int(np.prod(shape)) // 4) * 4 for shape in shapes]
         # An inference tensor could not be written to by a later call outside of inference mode.
         with torch.inference_mode(False):
             self._host = torch.zeros(sum(sizes), dtype=torch.int32)
             self._device = self._host if device.type == "cpu" else torch.empty_like(self._host, device=device)
             parts = zip(torch.split(self._device, sizes), shapes, strict=True)
-            self.there = [part.view(shape) for part, shape in parts]
-        on_host = np.split(self._host.numpy(), np.cumsum(sizes)[:-1])
-        self.here = [part.reshape(shape) for part, shape in zip(on_host, shapes, strict=True)]
+            self.there = [part[: int(np.prod(shape))].view(shape) for part, shape in parts]
+        on_host = zip(np.split(self._host.numpy(), np.cumsum(sizes)[:-1]), shapes, strict=True)
+        self.here = [part[: int(np.prod(shape))].reshape(shape) for part, shape in on_host]
 
     def send(self) -> None:
         """Bring all of them to the device."""
