@@ -19,18 +19,18 @@ def device() -> Iterator[Simulation]:
 
 
 @pytest.fixture(scope="session")
-def demo() -> PreTrainedModel:
+def demo_model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32, local_files_only=True).eval()
 
 
 @pytest.fixture(scope="session")
-def there(device: Simulation, demo: PreTrainedModel) -> PreTrainedModel:
+def there(device: Simulation, demo_model: PreTrainedModel) -> PreTrainedModel:
     """The demo model on the simulated device."""
-    return on_cuda(copy.deepcopy(demo))
+    return on_cuda(copy.deepcopy(demo_model))
 
 
 @pytest.fixture(scope="session")
-def prompt() -> torch.Tensor:
+def demo_prompt() -> torch.Tensor:
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path(), local_files_only=True)
     ids: torch.Tensor = tokenizer(DEMO_PROMPT, return_tensors="pt").input_ids
     return ids

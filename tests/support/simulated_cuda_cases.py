@@ -182,11 +182,11 @@ MOST_OF_A_STEP = {
 
 @pytest.mark.parametrize("kind", quickly(MOST_OF_A_STEP, ["tree", "batch", "graphs, tree", "graphs, sampled"]))
 def test_steps_wait_for_the_device_as_often_as_they_must(
-    kind: str, device: Simulation, demo: PreTrainedModel, there: PreTrainedModel, prompt: torch.Tensor
+    kind: str, device: Simulation, demo_model: PreTrainedModel, there: PreTrainedModel, demo_prompt: torch.Tensor
 ) -> None:
     config, how, rows, most_waits, most_operations = MOST_OF_A_STEP[kind]
     # A batch of texts that come from one, so that their drafts come true.
-    inputs = {"input_ids": torch.cat([prompt[:, row : row + 180] for row in range(rows)])}
+    inputs = {"input_ids": torch.cat([demo_prompt[:, row : row + 180] for row in range(rows)])}
     options = {"max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0, **how}
     steps: list[tuple[int, list[Event]]] = []
 
@@ -197,7 +197,7 @@ def test_steps_wait_for_the_device_as_often_as_they_must(
         generated(there, inputs, config, **options)
     device.take()
     got = generated(there, inputs, config, on_step=note, **options)
-    assert torch.equal(got, expected(demo, inputs, **options))
+    assert torch.equal(got, expected(demo_model, inputs, **options))
     steps = steps[2 * rows :]
     if rows > 1:  # called for each row, one after another
         steps = [(nodes, events) for nodes, events in steps if events]
@@ -211,12 +211,14 @@ def test_steps_wait_for_the_device_as_often_as_they_must(
     assert CAPTURE not in kinds
 
 
-def test_a_short_text_is_not_worth_a_capture(device: Simulation, demo: PreTrainedModel, prompt: torch.Tensor) -> None:
-    model, inputs = on_cuda(copy.deepcopy(demo)), {"input_ids": prompt}
+def test_a_short_text_is_not_worth_a_capture(
+    device: Simulation, demo_model: PreTrainedModel, demo_prompt: torch.Tensor
+) -> None:
+    model, inputs = on_cuda(copy.deepcopy(demo_model)), {"input_ids": demo_prompt}
     for tokens, captures in ((PAYS_FROM - 2, False), (4 * PAYS_FROM, True)):
         device.take()
         options = {"max_new_tokens": tokens, "eos_token_id": None, "pad_token_id": 0, **GREEDY}
-        assert torch.equal(generated(model, inputs, AUTO, **options), expected(demo, inputs, **options))
+        assert torch.equal(generated(model, inputs, AUTO, **options), expected(demo_model, inputs, **options))
         engine = engine_model(model)
         kept = state_of(engine).static_steps
         assert kept is not None

@@ -57,12 +57,12 @@ rise."""
 
 @pytest.mark.parametrize("kind", quickly(MOST_OF_A_STEP, [("auto", 4), ("dynamic", 4)]))
 def test_steps_wait_as_often_as_they_must(
-    kind: tuple[str, int], device: Simulation, demo: PreTrainedModel, prompt: torch.Tensor
+    kind: tuple[str, int], device: Simulation, demo_model: PreTrainedModel, demo_prompt: torch.Tensor
 ) -> None:
     name, rows = kind
-    prompts = [prompt[:, : 200 - 7 * row] for row in range(rows)]
+    prompts = [demo_prompt[:, : 200 - 7 * row] for row in range(rows)]
     config = LookaheadConfig(memory="process", step_budget=8 * rows, engine=name)
-    engine = Engine(on_cuda(copy.deepcopy(demo)), config, max_rows=rows)
+    engine = Engine(on_cuda(copy.deepcopy(demo_model)), config, max_rows=rows)
     options = {**OPTIONS, "max_new_tokens": 32, **GREEDY}
     handles = [engine.submit(ids.to("cuda"), **options) for ids in prompts]
     totals, steps = [0], []
@@ -71,7 +71,7 @@ def test_steps_wait_as_often_as_they_must(
         steps.append(device.take())
     engine.run()
     for ids, handle in list(zip(prompts, handles, strict=True))[::7]:
-        assert handle.tokens == new_tokens(demo, ids, **options)
+        assert handle.tokens == new_tokens(demo_model, ids, **options)
         assert handle.statistics.engine == ("static" if name == "auto" else "dynamic")
     counted = [(after - before, events) for (before, after), events in zip(pairwise(totals), steps, strict=True)][2:]
     waits, operations = of_steps(counted, range(rows + 1, 8 * rows + 1))
@@ -151,27 +151,29 @@ def test_limited_memory_is_taken_once_and_given_back(device: Simulation) -> None
     assert len(pool._free) == pages
 
 
-def test_texts_begin_with_what_others_have(device: Simulation, demo: PreTrainedModel, prompt: torch.Tensor) -> None:
+def test_texts_begin_with_what_others_have(
+    device: Simulation, demo_model: PreTrainedModel, demo_prompt: torch.Tensor
+) -> None:
     """Finished texts and running ones; a long prompt is read in parts, larger than what is captured."""
-    engine = Engine(on_cuda(copy.deepcopy(demo)), LookaheadConfig(), max_rows=2, prompt_tokens=300)
-    long = torch.cat([prompt, prompt[:, :250]], dim=1)
-    texts = [long, long[:, :-5], torch.cat([long[:, :-5], prompt[:, :40]], dim=1)]
+    engine = Engine(on_cuda(copy.deepcopy(demo_model)), LookaheadConfig(), max_rows=2, prompt_tokens=300)
+    long = torch.cat([demo_prompt, demo_prompt[:, :250]], dim=1)
+    texts = [long, long[:, :-5], torch.cat([long[:, :-5], demo_prompt[:, :40]], dim=1)]
     options = {**OPTIONS, **GREEDY}
     handles = [engine.submit(texts[0].to("cuda"), **options)]
     engine.run()
     handles += [engine.submit(text.to("cuda"), **options) for text in texts[1:]]
     engine.run()
     for text, handle in zip(texts, handles, strict=True):
-        assert handle.tokens == new_tokens(demo, text, **options)
+        assert handle.tokens == new_tokens(demo_model, text, **options)
     assert all(handle.statistics.reused_tokens >= long.shape[1] - 6 for handle in handles[1:])
 
 
 def test_log_probabilities_take_no_further_wait(
-    device: Simulation, demo: PreTrainedModel, prompt: torch.Tensor
+    device: Simulation, demo_model: PreTrainedModel, demo_prompt: torch.Tensor
 ) -> None:
-    engine = Engine(on_cuda(copy.deepcopy(demo)), EIGHT, max_rows=2)
+    engine = Engine(on_cuda(copy.deepcopy(demo_model)), EIGHT, max_rows=2)
     options = {**OPTIONS, **GREEDY}
-    handles = [engine.submit(prompt[:, :100].to("cuda"), logprobs=count, **options) for count in (3, 12)]
+    handles = [engine.submit(demo_prompt[:, :100].to("cuda"), logprobs=count, **options) for count in (3, 12)]
     engine.step()
     steps: list[list[Event]] = []
     device.take()
@@ -181,7 +183,7 @@ def test_log_probabilities_take_no_further_wait(
     waits = [sum(event.kind == WAIT for event in events) for events in steps]
     assert max(waits) <= 2
     for handle, count in zip(handles, (3, 12), strict=True):
-        assert handle.tokens == new_tokens(demo, prompt[:, :100], **options)
+        assert handle.tokens == new_tokens(demo_model, demo_prompt[:, :100], **options)
         assert all(len(event.top) == count for event in handle.events())
 
 
