@@ -1,9 +1,8 @@
-"""Chains: the best path of a tree, how much of it is sent, and what its drafter learns."""
+"""Chains: the likeliest path, how much of it is sent, and what its drafter learns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -16,18 +15,38 @@ from lookahead.core.shared_pace import SharedPace, SharedRow
 from lookahead.core.step_costs import GRID, StepCosts
 from lookahead.core.step_time import StepTime
 from lookahead.core.token_tree import TokenTree
-from lookahead.drafting import build_chain_drafter
+from lookahead.drafting import DraftMemory, TokenPaths, build_chain_drafter
+from lookahead.drafting.auto.drafter import AutoDrafter
+from lookahead.drafting.auto.sources import CheckedSource
 from lookahead.drafting.chain import ChainDrafter
 
 
+class Listing:
+    """Lists the same paths in each step, and forbids some tokens."""
+
+    name = "listing"
+
+    def __init__(self, paths: TokenPaths, forbidden: Sequence[int] = ()) -> None:
+        self._paths, self._forbidden = paths, forbidden
+
+    def start(self, prompt: Sequence[int]) -> None: ...
+
+    def propose(self) -> TokenPaths:
+        return self._paths
+
+    def observe(self, result: StepResult) -> None: ...
+
+    def permits(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
+        return [token not in self._forbidden for token in tokens]
+
+
 class Proposer:
-    """Adds given nodes, a parent and a probability for each, and keeps what it is told."""
+    """Adds nodes after given parents, and keeps what it is told."""
 
     top_k = 3
 
-    def __init__(self, parents: Sequence[int], probabilities: Sequence[float]) -> None:
+    def __init__(self, parents: Sequence[int]) -> None:
         self._parents = parents
-        self.path_probabilities = np.array(probabilities)
         self.told: list[StepResult] = []
 
     def start(self, prompt: Sequence[int]) -> None: ...
@@ -43,36 +62,16 @@ class Proposer:
         return {}
 
 
-def random_tree(random: Random) -> tuple[list[int], list[float]]:
-    parents, probabilities = [], [1.0]
-    for node in range(1, random.randint(2, 12)):
-        parents.append(random.randrange(node))
-        probabilities.append(probabilities[parents[-1]] * random.random())
-    return parents, probabilities[1:]
-
-
-def paths(parents: Sequence[int]) -> list[list[int]]:
-    """The path to each node, the root left out."""
-    found: list[list[int]] = [[]]
-    for number, parent in enumerate(parents):
-        found.append([*found[parent], number])
-    return found[1:]
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_the_path_with_the_most_expected_tokens_is_sent(seed: int) -> None:
-    parents, probabilities = random_tree(Random(seed))
-    drafter = ChainDrafter(Proposer(parents, probabilities), 20)
+def test_the_first_path_is_sent() -> None:
+    drafter = ChainDrafter(Proposer([0, 0, 1, 2, 3, 3]), 20)  # 100 - 102 - 104, and others that were added later
     drafter.start([1, 2])
     tree = TokenTree([2, 3])
     drafter.propose(tree)
-    assert tree.parents == list(range(-1, len(tree) - 1))
-    best = max(sum(probabilities[node] for node in path) for path in paths(parents))
-    assert sum(probabilities[token - 100] for token in tree.tokens[2:]) == pytest.approx(best)
+    assert (tree.tokens, tree.parents) == ([2, 3, 100, 102, 104], [-1, 0, 1, 2, 3])
 
 
 def test_no_more_nodes_are_sent_than_asked_for() -> None:
-    drafter = ChainDrafter(Proposer([0, 1, 2, 3], [0.9, 0.8, 0.7, 0.6]), 3)
+    drafter = ChainDrafter(Proposer([0, 1, 2, 3]), 3)
     drafter.start([1])
     tree = TokenTree([1, 5])
     drafter.propose(tree)
@@ -80,22 +79,22 @@ def test_no_more_nodes_are_sent_than_asked_for() -> None:
 
 
 def test_the_drafter_learns_of_what_was_sent_alone() -> None:
-    proposer = Proposer([0, 0, 2], [0.5, 0.4, 0.3])  # 100, and 101 - 102
+    proposer = Proposer([0, 0, 1])  # 100 - 102, and 101
     drafter = ChainDrafter(proposer, 20)
     drafter.start([1])
     tree = TokenTree([7, 1])
     drafter.propose(tree)
-    assert tree.tokens == [7, 1, 101, 102]
-    predictions = np.array([-1, 101, 9, 10])
+    assert tree.tokens == [7, 1, 100, 102]
+    predictions = np.array([-1, 100, 9, 10])
     top_ids, top_probabilities = predictions[:, None], np.array([[0], [0.9], [0.8], [0.7]], dtype=np.float32)
-    drafter.observe(StepResult(tree, predictions, [2], [101, 9], top_ids, top_probabilities))
+    drafter.observe(StepResult(tree, predictions, [2], [100, 9], top_ids, top_probabilities))
     (told,) = proposer.told
     assert told.tree.tokens == [7, 1, 100, 101, 102]
-    assert told.predictions.tolist() == [-1, 101, -1, 9, 10]
-    assert told.top_ids[:, 0].tolist() == [-1, 101, -1, 9, 10]
-    assert told.top_probabilities[:, 0].tolist() == pytest.approx([0, 0.9, 0, 0.8, 0.7])
-    assert told.path == [3]
-    assert told.tokens == [101, 9]
+    assert told.predictions.tolist() == [-1, 100, 9, -1, 10]
+    assert told.top_ids[:, 0].tolist() == [-1, 100, 9, -1, 10]
+    assert told.top_probabilities[:, 0].tolist() == pytest.approx([0, 0.9, 0.8, 0, 0.7])
+    assert told.path == [2]
+    assert told.tokens == [100, 9]
 
 
 def test_no_chain_is_more_than_twice_as_large_as_one_that_was_run() -> None:
@@ -120,13 +119,33 @@ def test_the_paper_needs_trees() -> None:
 
 def test_a_budget_shared_with_others_cuts_chains() -> None:
     shared = SharedPace(lambda rows, temperature: Pace(StepCosts(), rows), nodes=5)
-    drafters = [
-        ChainDrafter(Proposer([0, 1, 2, 3], likely), SharedRow(shared)) for likely in ([0.9, 0.8, 0.7, 0.6], [0.5] * 4)
-    ]
+    sure = [CheckedSource(Listing(TokenPaths.chain([1, 2, 3, 4], likely))) for likely in (0.9, 0.3)]
+    drafters = [AutoDrafter(None, SharedRow(shared), sources=[source], chains=True) for source in sure]
     shared.begin(2)
-    trees = [TokenTree([1]), TokenTree([2])]
+    trees = [TokenTree([5]), TokenTree([6])]
     for drafter, tree in zip(drafters, trees, strict=True):
         drafter.start([tree.tokens[0]])
         drafter.propose(tree)
     shared.share_out(trees)
-    assert [tree.tokens for tree in trees] == [[1, 100, 101, 102], [2]]
+    assert [tree.tokens for tree in trees] == [[5, 1, 2, 3], [6]]
+
+
+@pytest.mark.parametrize("chains", [False, True])
+def test_a_chain_takes_another_path_where_the_likeliest_is_forbidden(chains: bool) -> None:
+    paths = TokenPaths([1, 2, 3, 4, 5], [-1, -1, 0, 1, 3], [0.6, 0.3, 0.9, 0.9, 0.9])  # 1 - 3, and 2 - 4 - 5
+    source = Listing(paths, forbidden=[1])
+    drafter = AutoDrafter(None, 8, sources=[CheckedSource(source)], chains=chains)
+    drafter.start([9])
+    drafter.propose(tree := TokenTree([9]))
+    assert (tree.tokens, tree.parents) == ([9, 2, 4, 5], [-1, 0, 1, 2])
+
+
+def test_a_chain_reads_each_pending_token_once() -> None:
+    drafter = AutoDrafter(DraftMemory(), 4, warm_up=2, chains=True)
+    drafter.start([1, 2, 3, 4])
+    drafter.propose(tree := TokenTree([1, 2, 3, 4]))
+    assert tree.needs_logits[:4] == [False, True, True, True]
+    ids, likely = np.full((len(tree), 2), 7), np.full((len(tree), 2), 0.1, dtype=np.float32)
+    drafter.observe(StepResult(tree, ids[:, 0], [], [7], ids, likely))
+    drafter.propose(tree := TokenTree([4, 7]))
+    assert tree.needs_logits[:2] == [False, True]

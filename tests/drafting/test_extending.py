@@ -17,7 +17,6 @@ from lookahead.core.protocols import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory, TokenPaths
 from lookahead.drafting.auto.sources import CheckedSource
-from lookahead.drafting.chain import ChainDrafter
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 from model_zoo import VOCAB_SIZE, build, greedy
 
@@ -213,14 +212,15 @@ def test_what_is_certain_is_sent_whether_or_not_drafts_pay(
 
 def test_a_chain_sends_what_is_certain_while_its_budget_rests() -> None:
     source = CheckedSource(Sure([1, 2], NEXT))
-    drafter = ChainDrafter(AutoDrafter(DraftMemory(), 16, sources=[source]), Resting(16))
+    drafter = AutoDrafter(DraftMemory(), Resting(16), sources=[source], chains=True)
     drafter.start([5])
     drafter.propose(tree := TokenTree([5]))
     assert (tree.tokens, tree.parents, tree.certain) == ([5, 1, 2], [-1, 0, 1], 2)
     drafter.observe(StepResult(tree, np.array([1, 2, 6]), [1, 2], [1, 2, 6]))
-    drafter._budget = None
+    drafter.budget = FixedBudget(16)
     drafter.propose(tree := TokenTree([6]))
     assert tree.tokens[:3] == [6, 1, 2]
+    assert tree.parents == list(range(-1, len(tree) - 1))
 
 
 def test_certain_tokens_that_the_model_does_not_know_are_refused() -> None:

@@ -124,21 +124,21 @@ def build_chain_drafter(
     fixed = config.step_budget or FIXED_BUDGET
     if config.drafter is not None:
         return ChainDrafter(CheckedDrafter(config.drafter, config.max_nodes, vocabulary), fixed)
-    sketched = max(SKETCHED_NODES, fixed)
     if config.preset == "token_recycling":
         compile_memory_loops()
-        return ChainDrafter(TokenRecyclingDrafter(sketched), fixed)
+        return ChainDrafter(TokenRecyclingDrafter(max(SKETCHED_NODES, fixed)), fixed)
     compile_loops()
     if config.preset == "context_matches":
-        return ChainDrafter(AutoDrafter(None, sketched), fixed)
+        return AutoDrafter(None, fixed, chains=True)
     budget: int | StepBudget = fixed
     if pace is not None and not isinstance(pace, Pace):  # of rows that share steps
         budget = pace
     elif pace is not None and config.step_budget is None:
         budget = PacedRow(pace, resends=True)
     sources, before = _sources(config, vocabulary, predicted)
-    parts = (memory or DraftMemory(), sketched)
-    return ChainDrafter(AutoDrafter(*parts, warm_up=warm_up, explore=False, sources=sources, before=before), budget)
+    return AutoDrafter(
+        memory or DraftMemory(), budget, warm_up=warm_up, explore=False, sources=sources, before=before, chains=True
+    )
 
 
 def _sources(

@@ -1,48 +1,37 @@
-"""The likeliest path of a tree, for models that run chains alone."""
+"""The likeliest path of a tree, for models that run chains alone and drafters that know only trees.
+
+`preset="auto"` searches for chains itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.config import MOST_CHOSEN_NODES
-from lookahead.core.budget import StepBudget
 from lookahead.core.protocols import Drafter, StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Explanation, explain
-from lookahead.drafting.auto.drafter import AutoDrafter
 
 SKETCHED_NODES = 64
-"""Nodes of a tree, the root included, of which the best path is sent as a chain."""
-
-
-@runtime_checkable
-class ScoredDrafter(Drafter, Protocol):
-    """A drafter that says how likely its nodes are."""
-
-    @property
-    def path_probabilities(self) -> NDArray[np.float64]:
-        """Probability that each node that `propose` added is accepted, in the order of the nodes."""
+"""Nodes of a tree, the root included, of which a path is sent as a chain."""
 
 
 class ChainDrafter:
-    """Lets a drafter propose a tree, and sends the one path of it that promises the most tokens.
+    """Lets a drafter propose a tree, and sends its likeliest path: of the nodes after each the one added first.
 
     The drafter learns from the nodes of that path; the others have no predictions.
 
     Args:
         drafter: Proposes the tree.
-        budget: Nodes of a step at most, pending tokens not counted but the root, or what chooses them.
+        nodes: Nodes of a step at most, pending tokens not counted but the root.
     """
 
-    def __init__(self, drafter: Drafter, budget: int | StepBudget) -> None:
+    def __init__(self, drafter: Drafter, nodes: int) -> None:
         self._drafter = drafter
-        self._scored = drafter if isinstance(drafter, ScoredDrafter) else None
-        self._most = budget - 1 if isinstance(budget, int) else MOST_CHOSEN_NODES
-        self._budget = None if isinstance(budget, int) else budget
+        self._most = nodes - 1
         self._tree: TokenTree | None = None  # what was sent
         self._sketch: TokenTree | None = None  # what the drafter proposed
         self._places: list[int] = []  # of the nodes of the one in the other
@@ -50,12 +39,8 @@ class ChainDrafter:
 
     @property
     def top_k(self) -> int:
-        """As many as the drafter wants; none while drafting backs off."""
-        return 0 if self._backs_off else self._drafter.top_k
-
-    @property
-    def _backs_off(self) -> bool:
-        return self._budget is not None and self._budget.backs_off
+        """As many as the drafter wants."""
+        return self._drafter.top_k
 
     def start(self, prompt: Sequence[int]) -> None:
         """Begin a sequence."""
@@ -64,33 +49,15 @@ class ChainDrafter:
         self._tree = None
 
     def propose(self, tree: TokenTree) -> None:
-        """Add the best path of what the drafter proposes."""
-        self._tree = None
-        if self._budget is not None:
-            self._budget.begin()
-        if self._backs_off:
-            if isinstance(self._drafter, AutoDrafter):
-                self._drafter.propose_certain(tree)
-            return
+        """Add the likeliest path of what the drafter proposes."""
         sketch = TokenTree(tree.tokens, tree.depths[tree.root] + tree.room)
-        sketch.foresee = tree.foresee
         self._drafter.propose(sketch)
         if self._prompt:  # later pending tokens were read already, as candidates
             tree.needs_logits[:] = sketch.needs_logits[: len(tree)]
-        scores = None if self._scored is None else self._scored.path_probabilities
-        path = _first_path(sketch) if scores is None else _best_path(sketch, scores)
-        path = path[: self._most]
-
-        def send(count: int) -> None:
-            tree.add_candidates([sketch.tokens[node] for node in path[:count]])
-            self._places = [*range(sketch.root + 1), *path[:count]]
-            self._sketch, self._tree = sketch, tree
-
-        if self._budget is None or scores is None:
-            send(len(path))
-            return
-        likely = scores[np.array(path, dtype=np.int64) - sketch.root - 1]
-        self._budget.offer(likely, send, tree.root + 1)
+        path = _first_path(sketch)[: self._most]
+        tree.add_candidates([sketch.tokens[node] for node in path])
+        self._places = [*range(sketch.root + 1), *path]
+        self._sketch, self._tree = sketch, tree
 
     def explain(self, tree: TokenTree) -> Explanation:
         """What the drafter says of those nodes that were sent."""
@@ -148,17 +115,3 @@ def _first_path(tree: TokenTree) -> list[int]:
             path.append(place)
             node = place
     return path
-
-
-def _best_path(tree: TokenTree, probabilities: NDArray[np.float64]) -> list[int]:
-    """The path of which the most tokens are to be expected; `probabilities` are those of the nodes below the root."""
-    first = tree.root + 1
-    expected = [0.0] * len(tree)
-    for node, probability in enumerate(probabilities.tolist(), start=first):
-        expected[node] = expected[tree.parents[node]] + probability
-    node = max(range(tree.root, len(tree)), key=expected.__getitem__)
-    path = []
-    while node >= first:
-        path.append(node)
-        node = tree.parents[node]
-    return path[::-1]

@@ -15,7 +15,6 @@ from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.auto.predicted_text import PredictedText
 from lookahead.drafting.auto.sources import Source
 from lookahead.drafting.auto.weights import TEXT_WEIGHTS
-from lookahead.drafting.chain import SKETCHED_NODES, ChainDrafter
 
 ORDERS = len(TEXT_WEIGHTS["nothing"]) - 1
 """Longest context of the memory, in tokens."""
@@ -49,9 +48,7 @@ def build_text_drafter(
         sources: What else lists paths before each step.
         least: Least probability that a drafted token is accepted. Steps are filled up to `nodes` if not given.
     """
-    listed = [*sources] if predicted is None else [*sources, predicted]
-    before = () if predicted is None else predicted.tokens
-    return AutoDrafter(memory or text_memory(), FixedBudget(nodes, least), nodes, sources=listed, before=before)
+    return _build(FixedBudget(nodes, least), nodes, memory, predicted, sources, chains=False)
 
 
 def build_text_chain_drafter(
@@ -59,6 +56,19 @@ def build_text_chain_drafter(
     memory: DraftMemory | None = None,
     predicted: PredictedText | None = None,
     sources: Sequence[Source] = (),
-) -> ChainDrafter:
+) -> AutoDrafter:
     """As `build_text_drafter`, of chains that fill a step."""
-    return ChainDrafter(build_text_drafter(max(nodes, SKETCHED_NODES), memory, predicted, sources), nodes)
+    return _build(FixedBudget(nodes), nodes, memory, predicted, sources, chains=True)
+
+
+def _build(
+    budget: FixedBudget,
+    nodes: int,
+    memory: DraftMemory | None,
+    predicted: PredictedText | None,
+    sources: Sequence[Source],
+    chains: bool,
+) -> AutoDrafter:
+    listed = [*sources] if predicted is None else [*sources, predicted]
+    before = () if predicted is None else predicted.tokens
+    return AutoDrafter(memory or text_memory(), budget, nodes, sources=listed, before=before, chains=chains)

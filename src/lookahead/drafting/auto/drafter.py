@@ -49,7 +49,7 @@ class AutoDrafter:
         explore: Try recent predictions with the nodes that are left. Not where predictions are not known.
         sources: What else lists paths before each step; each serves this sequence alone.
         before: Tokens that are searched as if they stood before the prompt.
-        chains: Draft one path: the likeliest token, and the likeliest after that.
+        chains: Draft one path: the likeliest token, and the likeliest after that; for models that run no trees.
 
     Raises:
         InvalidArgumentError: The budget is less than one node.
@@ -73,11 +73,14 @@ class AutoDrafter:
         self._learns = memory is not None
         self._most = most - 1
         self._read_prompt = warm_up
+        self._is_read = False  # whether the prompt is: later pending tokens were read when they were drafted
         self._sources, self._before = list(sources), before
         self._asked = [source for source in sources if getattr(source, "permits", None) is not None]
         self._sure: Any = next((source for source in sources if getattr(source, "certain", None) is not None), None)
         searched = self._most * (_SEARCHED_WHERE_FORBIDDEN if self._asked else 1)
-        self._settings = searched, chains, explore and self._learns
+        # Of a tree some path is permitted where the likeliest one is not.
+        self._settings = searched, chains and not self._asked, explore and self._learns
+        self._chains = chains
         self._searched = searched
         self._batch: DraftBatch | None = None
         self._place = -1
@@ -116,6 +119,7 @@ class AutoDrafter:
         """Begin a sequence."""
         self._late = list(prompt)
         self._length = 0
+        self._is_read = False
         self._tree = None
         if self._batch is not None:
             self._begin(self._batch)
@@ -125,13 +129,6 @@ class AutoDrafter:
     def propose(self, tree: TokenTree) -> None:
         """Add the certain tokens, and the likeliest paths after them, the likeliest node first."""
         self.propose_rows([self], [tree])
-
-    def propose_certain(self, tree: TokenTree) -> None:
-        """Add the tokens that are certain, as far as they form one path, and nothing else."""
-        self._certain, self._rows, self._sure_nodes = 0, _ROOT, 0
-        if self._sure is not None:
-            tree.add_certain(self._sure.certain()[: self._most])
-            self._sure_nodes = tree.certain
 
     @classmethod
     def propose_rows(cls, drafters: Sequence[AutoDrafter], trees: Sequence[TokenTree]) -> None:
@@ -221,7 +218,7 @@ class AutoDrafter:
     def _prepare(self, batch: DraftBatch, tree: TokenTree) -> None:
         """Make ready for a search."""
         self._catch_up(batch)
-        read = self._read_prompt if self.budget.reads_prompts else 0
+        read = 0 if self._is_read or not self.budget.reads_prompts else self._read_prompt
         for node in range(max(0, tree.root - read), tree.root):
             tree.needs_logits[node] = True
         if self._sources:
@@ -232,12 +229,16 @@ class AutoDrafter:
         """Have the budget choose among the nodes found."""
         most = min(self.budget.most, self._most - self._certain)
         rows = self._permitted(batch, tree, most) if self._asked else np.arange(min(len(self._likely), most) + 1)
-        self.budget.offer(self._likely[rows[1:] - 1], lambda chosen: self._send(batch, tree, rows[: chosen + 1]))
+        pending = tree.root + 1 if self._chains else 1
+        likely = self._likely[rows[1:] - 1]
+        self.budget.offer(likely, lambda chosen: self._send(batch, tree, rows[: chosen + 1]), pending)
 
     def _permitted(self, batch: DraftBatch, tree: TokenTree, most: int) -> NDArray[np.int64]:
         """0, and the numbers of the first nodes found that can come true; more are searched where they are too few."""
         while True:
-            rows = permitted(self._asked, *self._found(batch, len(self._likely)))[: most + 1]
+            tokens, parents = self._found(batch, len(self._likely))
+            rows = permitted(self._asked, tokens, parents)
+            rows = (_first_path(rows, parents) if self._chains else rows)[: most + 1]
             if len(rows) > most or self._limit == self._searched or len(self._likely) < self._limit:
                 return rows
             self._limit = min(2 * self._limit, self._searched)
@@ -290,6 +291,7 @@ class AutoDrafter:
         for source in self._sources:
             source.observe(result)
         tree, self._tree = self._tree, None
+        self._is_read = True
         is_searched = not self.budget.backs_off and result.tree.certain <= self._certain
         if not is_searched:  # a resting drafter does nothing that can wait
             self._late += result.tokens
@@ -361,6 +363,15 @@ def _step_of(rows: Sequence[_Shown]) -> Step:
         np.concatenate(ids),  # a copy, which is written over
         np.concatenate(probabilities),
     )
+
+
+def _first_path(rows: NDArray[np.int64], parents: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The likeliest of these nodes, the likeliest one of those after it, and so on."""
+    path = [0]
+    for row in rows[1:].tolist():
+        if parents[row - 1] == path[-1]:
+            path.append(row)
+    return np.array(path, dtype=np.int64)
 
 
 T = TypeVar("T")
