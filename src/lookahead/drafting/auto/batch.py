@@ -27,10 +27,6 @@ from lookahead.drafting.auto.search import NODE, Room, Wanted, find
 from lookahead.drafting.auto.sources import MOST_LISTED, ListedPaths
 from lookahead.drafting.auto.texts import LONGEST, OCCURRENCE, REACH, SEARCHED, allocate_texts, with_room
 
-_SUREST, _SUREST_OBSERVED = 0.999, 0.95
-"""Highest probability of a token after another; of runs of sure tokens that were only observed, many end together,
-where two texts part."""
-
 _RECALLED = 512
 """Last tokens of a text that the memory learns when the model's predictions turn out not to be what is selected."""
 
@@ -90,9 +86,8 @@ class DraftBatch:
         self._desk = allocate_desk(ngrams.writing, places * size, ngrams.orders)
         self.heard["share"] = 1.0
         self.listed = ListedPaths(sources, size)
-        surest = _SUREST_OBSERVED if ngrams.observed else _SUREST
         explores = explores and self.reads and not chains
-        self._settings = np.array((surest, chains, explores, ngrams.observed, rejected), dtype=SETTINGS)[()]
+        self._settings = np.array((chains, explores, ngrams.observed, rejected), dtype=SETTINGS)[()]
         self._find, self._learn = TypedLoop(find), TypedLoop(learn)
         self._go_on = TypedLoop(go_on)
         self._owners: list[weakref.ref[Any] | None] = [None] * places

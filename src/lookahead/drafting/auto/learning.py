@@ -52,7 +52,6 @@ HEARD = np.dtype(
 
 SETTINGS = np.dtype(
     [
-        ("surest", np.float64),  # highest probability of a token after another
         ("chains", np.int64),  # whether a draft is one path: the likeliest token, and the likeliest after that
         ("explores", np.int64),  # whether recent predictions are tried after the root, where nothing better is left
         ("observes", np.int64),  # whether what was selected stands for what the model predicts, which is not known

@@ -141,7 +141,7 @@ def _propose(
 ) -> int:
     """Write what may follow a node to the candidates from `begin` on, with the probabilities of their paths; returns
     where they end. All sources propose: a new one is a loop here."""
-    entries, texts, heard, listed, weights, settings = known
+    entries, texts, heard, listed, weights, _ = known
     candidates, _, followed, context, slots = room
     size, end = read_context(place, node, nodes, texts, context), begin
     longest = look_up(context, size, entries, slots)
@@ -179,7 +179,7 @@ def _propose(
             candidates[row]["listed"] = max(candidates[row]["listed"], likely)
             at = listed.tokens[at]["sibling"]
             count += 1
-    _weigh(node, nodes, wanted, of_known, entries.evidence, settings["surest"], candidates[begin:end])
+    _weigh(node, nodes, wanted, of_known, entries.evidence, candidates[begin:end])
     return end
 
 
@@ -201,7 +201,6 @@ def _weigh(
     wanted: Wanted,
     weights: NDArray[np.float64],
     evidence: NDArray[np.float64],
-    surest: float,
     candidates: NDArray[Any],
 ) -> None:
     """Make probabilities of the scores of what may follow a node, and make it a node of each candidate.
@@ -223,7 +222,7 @@ def _weigh(
         record = evidence[1 + candidate["match"], candidate["order"]]
         likely = candidate["probability"] / mass * record[0] / record[1]
         candidate["weighed"] = 1 if likely >= candidate["listed"] else 0
-        likely = min(max(likely, candidate["listed"]), surest)
+        likely = min(max(likely, candidate["listed"]), 1.0)
         candidate["probability"] = parent["probability"] * likely
         candidate["parent"], candidate["depth"] = node, parent["depth"] + 1
 
