@@ -157,7 +157,7 @@ def _broken_config(folder: Path) -> list[str]:
         (_broken_config, "its config.json is not valid JSON"),
         (lambda folder: ["--memory", str(folder / "none" / "memory.npz")], "is not supported on 2 ranks"),
         (lambda folder: ["--memory", str(folder)], "is not supported on 2 ranks"),
-        (lambda folder: ["--device", "abacus"], "--device abacus is not known"),
+        (lambda folder: ["--device", "abacus"], "--device abacus is not available here"),
         (lambda folder: ["--parallel", "0"], "at least 1"),
     ],
 )

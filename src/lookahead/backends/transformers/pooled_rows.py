@@ -255,7 +255,8 @@ class PooledRunner(RowsRunner):
         self.recorded = self._recordings.recorded
         self._inputs: dict[int, PooledInputs] = {}
         self._sizes: tuple[int, ...] = ()
-        self._texts = self._width = self._capacity = 0
+        self._texts = self._width = 0
+        self._made_for = (0, 0, 0)  # texts, pages of each, and tokens of the memory
 
     @torch.no_grad()
     def take_memory(self, tokens: int | None, block: int, rows: int, nodes: int) -> None:
@@ -312,8 +313,6 @@ class PooledRunner(RowsRunner):
             self._inputs.clear()
             self._recordings.forget()
             self._made_for = made_for
-
-    _made_for = (0, 0, 0)
 
     def _replay(self, size: int, rows: Sequence[PooledRow], step: Step, top_k: int) -> Outputs:
         """Run a pass of a recorded size."""
