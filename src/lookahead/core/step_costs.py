@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,26 @@ longer, and others use the machine."""
 _FORMAT = 2
 
 
+class Seen(NamedTuple):
+    """What steps took.
+
+    Attributes:
+        guess: Expected time of a step of each size, and what each token of text adds to it, `[2, sizes]`.
+        ratios: The last times of each bucket over the guess and the level of all, `[sizes + 1, TIMES]`.
+        times: How many there were, `[sizes + 1]`.
+        levels: Of all steps, and of plain ones beside it, over the guess.
+        expected: The guess after as much text as the latest step had, `[sizes]`.
+        curve: What steps take then, `[sizes]`.
+    """
+
+    guess: NDArray[np.float64]
+    ratios: NDArray[np.float64]
+    times: NDArray[np.int64]
+    levels: NDArray[np.float64]
+    expected: NDArray[np.float64]
+    curve: NDArray[np.float64]
+
+
 class StepCosts:
     """Seconds of a step by its nodes: a curve that never falls, through the medians of the last times of each bucket.
 
@@ -57,12 +77,10 @@ class StepCosts:
         guess = 1 + NODE_COST * (GRID - 1) if fixed is None else np.array(fixed, dtype=np.float64)
         self._guess = np.stack([guess, np.zeros(PLAIN) if per_token is None else np.array(per_token, dtype=np.float64)])
         self._captured = captured
-        self._ratios = np.zeros((PLAIN + 1, TIMES))
-        self._expected = guess.copy()  # after as much text as the latest step had
-        self._levels = np.ones(2)  # of all steps, and of plain ones beside it
         self._plain_nodes = 1  # of the latest plain step
-        self.curve = guess.copy()
-        self.times = np.zeros(PLAIN + 1, dtype=np.int64)
+        ratios, times = np.zeros((PLAIN + 1, TIMES)), np.zeros(PLAIN + 1, dtype=np.int64)
+        self._seen = Seen(self._guess, ratios, times, np.ones(2), guess.copy(), guess.copy())
+        self.curve, self.times = self._seen.curve, times
 
     @classmethod
     def fit(cls, points: Iterable[tuple[int, int, float]]) -> StepCosts:
@@ -108,8 +126,7 @@ class StepCosts:
             nodes = self.padded(nodes)
             if plain:
                 self._plain_nodes = nodes
-            times = self._ratios, self.times, self._levels
-            _observe(nodes, context, seconds, self._plain_nodes, plain, self._guess, *times, self._expected, self.curve)
+            _observe(nodes, context, seconds, self._plain_nodes, plain, self._seen)
 
     def seconds(self, nodes: int) -> float:
         """Seconds of a step of so many nodes."""
@@ -117,8 +134,8 @@ class StepCosts:
 
     def plain(self, rows: int) -> float:
         """Seconds of a step of so many rows in which no draft is looked for."""
-        overall, beside = self._levels.tolist()
-        return float(overall * beside * seconds_at(self._expected, self.padded(rows)))
+        overall, beside = self._seen.levels.tolist()
+        return float(overall * beside * seconds_at(self._seen.expected, self.padded(rows)))
 
     def added(self, fewer: int, more: int) -> float:
         """Seconds that each node adds to a step between two numbers of nodes."""
@@ -200,20 +217,9 @@ def _median(times: NDArray[np.float64], seen: int) -> float:
 
 
 @compiled
-def _observe(
-    nodes: int,
-    context: int,
-    seconds: float,
-    plain_nodes: int,
-    plain: bool,
-    guess: NDArray[np.float64],
-    ratios: NDArray[np.float64],
-    times: NDArray[np.int64],
-    levels: NDArray[np.float64],
-    expected: NDArray[np.float64],
-    curve: NDArray[np.float64],
-) -> None:
+def _observe(nodes: int, context: int, seconds: float, plain_nodes: int, plain: bool, seen: Seen) -> None:
     """Put the time of a step, over the guessed one, into its bucket, and draw the curve anew."""
+    guess, ratios, times, levels, expected, _ = seen
     for size in range(PLAIN):
         expected[size] = guess[0, size] + context * guess[1, size]
     ratio, place = seconds / seconds_at(expected, nodes), PLAIN if plain else _bucket(nodes)
@@ -225,19 +231,13 @@ def _observe(
     ratios[place, times[place] % TIMES] = ratio / levels[0]
     times[place] += 1
     levels[1] = _median(ratios[PLAIN], times[PLAIN])
-    _draw(_bucket(plain_nodes), ratios, times, levels, expected, curve)
+    _draw(_bucket(plain_nodes), seen)
 
 
 @inner
-def _draw(
-    plain_place: int,
-    ratios: NDArray[np.float64],
-    times: NDArray[np.int64],
-    levels: NDArray[np.float64],
-    expected: NDArray[np.float64],
-    curve: NDArray[np.float64],
-) -> None:
+def _draw(plain_place: int, seen: Seen) -> None:
     """Draw the curve through the medians."""
+    _, ratios, times, levels, expected, curve = seen
     last = -1  # size that was seen
     for size in range(PLAIN):
         curve[size] = _median(ratios[size], times[size])
