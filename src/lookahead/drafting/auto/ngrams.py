@@ -26,6 +26,9 @@ WAYS = 4
 LEAST_PROBABILITY = 1e-4
 """Smallest probability that is distinguished from zero."""
 
+_UNLISTED = 0.3
+"""What a token that is not listed is taken to have of the probability of the last one that is."""
+
 EVIDENCE_PRIOR = 20.0
 """Tokens of each kind of evidence that are counted beforehand, as accepted as often as they should be."""
 
@@ -127,7 +130,7 @@ def _take_logs(wide: int, probabilities: NDArray[np.float32], logs: NDArray[np.f
     for rank in range(wide):
         total += probabilities[rank]
         logs[rank] = log(max(float(probabilities[rank]), LEAST_PROBABILITY))
-    rest = min(float(probabilities[wide - 1]), 1 - total)
+    rest = min(float(probabilities[wide - 1]), 1 - total) * _UNLISTED
     logs[len(logs) - 1] = log(max(rest, LEAST_PROBABILITY))
 
 
