@@ -136,9 +136,7 @@ def build_chain_drafter(
     elif pace is not None and config.step_budget is None:
         budget = PacedRow(pace, resends=True)
     sources, before = _sources(config, vocabulary, predicted)
-    return AutoDrafter(
-        memory or DraftMemory(), budget, warm_up=warm_up, explore=False, sources=sources, before=before, chains=True
-    )
+    return AutoDrafter(memory or DraftMemory(), budget, warm_up=warm_up, sources=sources, before=before, chains=True)
 
 
 def _sources(

@@ -32,3 +32,14 @@ def grow(tree: TokenTree, nodes: int, followers: Followers) -> None:
         negative, _, parent, token = heappop(queue)
         (node,) = tree.add_candidates([token], parent)
         probability = -negative
+
+
+def first_path(nodes: Iterable[int], parents: Iterable[int], root: int) -> list[int]:
+    """The first of some nodes that follows `root`, the first that follows that one, and so on: the likeliest path,
+    where the likeliest node comes first."""
+    path = []
+    for node, parent in zip(nodes, parents, strict=True):
+        if parent == root:
+            path.append(node)
+            root = node
+    return path

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from lookahead.core.protocols import Drafter, StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Explanation, explain
+from lookahead.drafting.best_first import first_path
 
 SKETCHED_NODES = 64
 """Nodes of a tree, the root included, of which a path is sent as a chain."""
@@ -54,7 +55,8 @@ class ChainDrafter:
         self._drafter.propose(sketch)
         if self._prompt:  # later pending tokens were read already, as candidates
             tree.needs_logits[:] = sketch.needs_logits[: len(tree)]
-        path = _first_path(sketch)[: self._most]
+        first = sketch.root + 1
+        path = first_path(range(first, len(sketch)), sketch.parents[first:], sketch.root)[: self._most]
         tree.add_candidates([sketch.tokens[node] for node in path])
         self._places = [*range(sketch.root + 1), *path]
         self._sketch, self._tree = sketch, tree
@@ -105,13 +107,3 @@ def seen_in_sketch(result: StepResult, sketch: TokenTree, places: Sequence[int])
         spread(result.top_probabilities, 0),
         result.samples,
     )
-
-
-def _first_path(tree: TokenTree) -> list[int]:
-    """The path of those that were added first, below the root."""
-    path, node = [], tree.root
-    for place in range(tree.root + 1, len(tree)):
-        if tree.parents[place] == node:
-            path.append(place)
-            node = place
-    return path

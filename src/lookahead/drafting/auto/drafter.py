@@ -21,6 +21,7 @@ from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.auto.origins import origins_of
 from lookahead.drafting.auto.search import FORESEEN, Wanted, with_noise
 from lookahead.drafting.auto.sources import Source, permitted
+from lookahead.drafting.best_first import first_path
 
 _SEARCHED_WHERE_FORBIDDEN = 4
 """How many times as many nodes are searched, at most, where a source may forbid some of them."""
@@ -79,7 +80,7 @@ class AutoDrafter:
         self._sure: Any = next((source for source in sources if getattr(source, "certain", None) is not None), None)
         searched = self._most * (_SEARCHED_WHERE_FORBIDDEN if self._asked else 1)
         # Of a tree some path is permitted where the likeliest one is not.
-        self._settings = searched, chains and not self._asked, explore and self._learns
+        self._settings = searched, chains and not self._asked, explore and self._learns and not chains
         self._chains = chains
         self._searched = searched
         self._batch: DraftBatch | None = None
@@ -238,7 +239,9 @@ class AutoDrafter:
         while True:
             tokens, parents = self._found(batch, len(self._likely))
             rows = permitted(self._asked, tokens, parents)
-            rows = (_first_path(rows, parents) if self._chains else rows)[: most + 1]
+            if self._chains:
+                rows = np.array([0, *first_path(rows[1:].tolist(), parents[rows[1:] - 1].tolist(), 0)])
+            rows = rows[: most + 1]
             if len(rows) > most or self._limit == self._searched or len(self._likely) < self._limit:
                 return rows
             self._limit = min(2 * self._limit, self._searched)
@@ -363,15 +366,6 @@ def _step_of(rows: Sequence[_Shown]) -> Step:
         np.concatenate(ids),  # a copy, which is written over
         np.concatenate(probabilities),
     )
-
-
-def _first_path(rows: NDArray[np.int64], parents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The likeliest of these nodes, the likeliest one of those after it, and so on."""
-    path = [0]
-    for row in rows[1:].tolist():
-        if parents[row - 1] == path[-1]:
-            path.append(row)
-    return np.array(path, dtype=np.int64)
 
 
 T = TypeVar("T")
