@@ -23,7 +23,7 @@ from lookahead.core.statistics import Seconds
 from lookahead.core.watching import Origin
 from lookahead.drafting import PredictedText
 from lookahead.trace import TracedStep, TracedText
-from lookahead.trace.page import make_page, pieces, to_data
+from lookahead.trace.recorder import make_page, pieces, to_data
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
 

@@ -1,10 +1,15 @@
-"""The recorder: handed over in a configuration, read afterwards, and written as a page."""
+"""The recorder: handed over in a configuration, read afterwards, and written as a page: one HTML file with its style,
+its script and its data."""
 
 from __future__ import annotations
 
+import html
+import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import TracebackType
@@ -15,7 +20,8 @@ from lookahead.core.statistics import Seconds
 from lookahead.core.token_tree import NodeKind
 from lookahead.core.watching import Origin, StepWatcher, WatchedStep
 from lookahead.errors import InvalidArgumentError
-from lookahead.trace.page import make_page
+from lookahead.text import TextBuilder
+from lookahead.version import __version__
 
 MOST_LISTED = 5
 """Likeliest tokens that are kept after each node of the accepted path."""
@@ -193,16 +199,14 @@ def check_path(path: Path) -> None:
     Raises:
         InvalidArgumentError: The message says why.
     """
-    if path.is_dir():
-        raise InvalidArgumentError(f"trace: {path} is a folder; give the name of a file in it")
-    if path.exists() and not os.access(path, os.W_OK):
-        raise InvalidArgumentError(f"trace: {path} may not be written; choose another file")
-    if not path.exists() or path.is_file():
-        try:
+    if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+        raise InvalidArgumentError(f"trace: {path} is a folder, or may not be written; choose another file")
+    try:
+        if not path.exists() or path.is_file():
             with NamedTemporaryFile(dir=Path(os.path.realpath(path)).parent, prefix=f".{path.name}."):
                 pass
-        except OSError as error:
-            raise _refusal(path, error) from error
+    except OSError as error:
+        raise _refusal(path, error) from error
 
 
 def write_whole(path: Path, page: str) -> None:
@@ -223,3 +227,121 @@ def write_whole(path: Path, page: str) -> None:
 
 def _refusal(path: Path, error: OSError) -> InvalidArgumentError:
     return InvalidArgumentError(f"trace: {path} cannot be written: {error.strerror or error}; choose another file")
+
+
+FORMAT = 1
+
+_PARTS = ("draft", "forward", "verify", "commit")
+"""Parts of a step, in the order that the script has them in."""
+
+MOST_PROMPT = 20_000
+"""Characters of a prompt that are shown: its last ones."""
+
+
+def make_page(texts: Sequence[TracedText], tokenizer: Any, title: str, facts: dict[str, str]) -> str:
+    """The page, whole: nothing on it comes from elsewhere."""
+    data = json.dumps(to_data(texts, tokenizer, facts), ensure_ascii=False, separators=(",", ":"))
+    folder = files("lookahead.trace")
+    parts = {
+        "title": html.escape(title),
+        "style": folder.joinpath("page.css").read_text(encoding="utf-8"),
+        "script": "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in ("tree.js", "page.js")),
+        # Nothing that a text says may end the element that holds it.
+        "data": data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
+    }
+    page = folder.joinpath("page.html").read_text(encoding="utf-8")
+    page = re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], page)
+    return page.encode("utf-8", "replace").decode("utf-8")  # a tokenizer may give halves of characters
+
+
+class _Numbers(dict[Any, int]):
+    """Numbers what it is asked for, as it comes."""
+
+    def __missing__(self, key: Any) -> int:
+        return self.setdefault(key, len(self))
+
+
+def to_data(texts: Sequence[TracedText], tokenizer: Any, facts: dict[str, str]) -> dict[str, Any]:
+    """What the page shows, as plain numbers and lists: tokens and sets of sources are named once, and numbered. A node
+    is attributed to the first source of its set."""
+    vocabulary, evidence, sources = _Numbers(), _Numbers(), _Numbers()
+    shown_texts = [
+        {
+            "prompt": shown_prompt(text.prompt, tokenizer),
+            "promptTokens": len(text.prompt),
+            "tokens": len(text.tokens),
+            "nodes": text.nodes,
+            "steps": [
+                {"x": part, **_step(step, vocabulary, evidence)}
+                for step, part in zip(
+                    text.steps, pieces([step.added for step in text.steps], tokenizer, text.prompt), strict=True
+                )
+            ],
+        }
+        for text in texts
+    ]
+    sets = [[sources[name] for name in names] for names in evidence]
+    return {
+        "format": FORMAT,
+        "version": __version__,
+        "facts": facts,
+        "vocabulary": [decode([token], tokenizer) for token in vocabulary],
+        "sources": list(sources),
+        "evidence": sets,
+        "texts": shown_texts,
+    }
+
+
+def _step(step: TracedStep, vocabulary: _Numbers, evidence: _Numbers) -> dict[str, Any]:
+    """One step. By node below the root: `t` token, `p` parent, `e` evidence, `q` estimated probability in thousandths
+    (-1 for none). By node: `m` the model's likeliest token, `c` its probability in percent. `w` window nodes, `a`
+    accepted ones, `k` tokens added, `l` the likeliest tokens after root and accepted nodes in thousandths, `d`
+    microseconds of each part, `n` entries of the memory, `r` predictions learned."""
+    likely = [-1 if origin.probability is None else round(1000 * origin.probability) for origin in step.origins]
+    fields: dict[str, Any] = {
+        "o": vocabulary[step.tokens[0]],
+        "t": [vocabulary[token] for token in step.tokens[1:]],
+        "p": step.parents[1:],
+        "e": [evidence[origin.evidence] for origin in step.origins],
+        "m": [-1 if token < 0 else vocabulary[token] for token in step.predictions],
+        "a": step.path,
+        "k": [vocabulary[token] for token in step.added],
+        "d": [round(1e6 * getattr(step.seconds, part)) for part in _PARTS],
+        "r": step.learned,
+    }
+    if any(thousandths >= 0 for thousandths in likely):
+        fields["q"] = likely
+    if any(step.certainties):
+        fields["c"] = [round(100 * share) for share in step.certainties]
+    if step.window:
+        fields["w"] = step.window
+    if step.likeliest:
+        fields["l"] = [[[vocabulary[token], round(1000 * share)] for token, share in told] for told in step.likeliest]
+    if step.entries is not None:
+        fields["n"] = step.entries
+    return fields
+
+
+def decode(tokens: Sequence[int], tokenizer: Any) -> str:
+    """Their text, special tokens included; their ids without a tokenizer."""
+    if tokenizer is None:
+        return " ".join(f"#{token}" for token in tokens)
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def shown_prompt(prompt: Sequence[int], tokenizer: Any) -> str:
+    """The end of a prompt's text."""
+    text = decode(prompt[-MOST_PROMPT:], tokenizer)
+    return text if len(text) <= MOST_PROMPT else "…" + text[-MOST_PROMPT:]
+
+
+def pieces(steps: Sequence[Sequence[int]], tokenizer: Any, prompt: Sequence[int]) -> list[str]:
+    """The text that each step added. A character that two steps share belongs to the later one."""
+    if tokenizer is None:
+        return [decode(step, None) + " " for step in steps]
+    builder, parts = TextBuilder(tokenizer, prompt, dropped=()), []
+    for step in steps:
+        for token in step:
+            builder.add(token)
+        parts.append(builder.take())
+    return [*parts[:-1], *(part + builder.finish() for part in parts[-1:])]
