@@ -97,13 +97,13 @@ def candidates_of(batch: DraftBatch, place: int, row: int) -> tuple[NDArray[np.i
         node = int(nodes["parent"][node])
     text = batch.texts.tokens[place, : batch.texts.lengths[place]]
     path += text[::-1][: ngrams.orders].tolist()
-    slots = ngrams.slots(np.array([path[: ngrams.orders]], dtype=np.int64))[0]
-    known = int(np.argmax(np.append(slots, -1) < 0))
+    slots = ngrams.slots(path[: ngrams.orders])
+    known = len(slots)
     columns: dict[int, NDArray[np.float64]] = {}
     empty = np.zeros(1 + ngrams.orders + len(MATCHES))
-    empty[1 : 1 + known] = ngrams.entries.heads["floor"][slots[:known]]
+    empty[1 : 1 + known] = ngrams.entries.heads["floor"][np.arange(known), slots]
     for order in range(known):
-        for follower in ngrams.entries.followers[slots[order]]:
+        for follower in ngrams.entries.followers[order, slots[order]]:
             if follower["token"] >= 0:
                 columns.setdefault(int(follower["token"]), empty.copy())[1 + order] = follower["log"]
     for occurrence in batch.room.followed[row, : nodes["matches"][row]]:

@@ -22,6 +22,7 @@ from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory, StepResult
 from lookahead.drafting.auto.weights import NOTHING, context_name, feature_names
 from lookahead.errors import InvalidArgumentError
 from model_zoo import VOCAB_SIZE, build, greedy
+from ngram_access import insert, lookup
 
 VOCABULARY = 12
 TOP_K = 4
@@ -137,9 +138,9 @@ def test_nodes_come_by_falling_probability_after_their_parents() -> None:
 def test_probabilities_of_one_node_are_a_softmax_of_their_scores() -> None:
     ngrams = NGramMemory(2, 64, 2, old_share=0.0)
     memory = DraftMemory(ngrams)
-    ngrams.insert(np.array([[5, -1]]), np.array([[1, 2]]), np.array([[0.5, 0.25]], dtype=np.float32))
-    ngrams.insert(np.array([[5, 4]]), np.array([[3, 1]]), np.array([[0.8, 0.1]], dtype=np.float32))
-    ngrams.insert(np.array([[5, -1]]), np.array([[1, 2]]), np.array([[0.5, 0.25]], dtype=np.float32))
+    insert(ngrams, np.array([[5, -1]]), np.array([[1, 2]]), np.array([[0.5, 0.25]], dtype=np.float32))
+    insert(ngrams, np.array([[5, 4]]), np.array([[3, 1]]), np.array([[0.8, 0.1]], dtype=np.float32))
+    insert(ngrams, np.array([[5, -1]]), np.array([[1, 2]]), np.array([[0.5, 0.25]], dtype=np.float32))
     drafter = AutoDrafter(memory, 4, explore=False)
     drafter.start([4, 5])
     tree = TokenTree([5], max_depth=1)
@@ -187,7 +188,7 @@ def test_a_step_that_was_not_asked_for_a_draft_teaches_all_the_same() -> None:
     tree = TokenTree([1, 2])
     shares = np.array([[0, 0], [0.9, 0.05]], dtype=np.float32)
     drafter.observe(StepResult(tree, np.array([-1, 3]), [], [3], np.array([[-1, -1], [3, 4]]), shares))
-    assert drafter.memory.ngrams.lookup(np.array([[2, 1, -1]]))[0].tolist() == [[True, True, False]]
+    assert lookup(drafter.memory.ngrams, np.array([[2, 1, -1]]))[0].tolist() == [[True, True, False]]
 
 
 class Stingy:
@@ -283,7 +284,7 @@ def test_without_a_memory_it_drafts_from_the_text_alone() -> None:
     expected = plain(chain, 250)
     sent = [len(chain.step()) for _ in range(30)]
     assert chain.text == expected[: len(chain.text)]
-    assert drafter.memory.ngrams.statistics().entries == [0]
+    assert drafter.memory.ngrams.statistics()["entries"] == [0]
     assert max(sent) > 1
 
 

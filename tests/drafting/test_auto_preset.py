@@ -14,6 +14,7 @@ from lookahead.backends.transformers.findings import describe_setting, model_ide
 from lookahead.core.step_costs import StepCosts
 from lookahead.drafting import DraftMemory
 from model_zoo import build
+from ngram_access import lookup
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 3, 14, 15, 9, 2, 6]])
 OPTIONS = {"max_new_tokens": 48, "do_sample": False, "return_dict_in_generate": True}
@@ -79,7 +80,7 @@ def test_two_model_objects_with_one_file_keep_what_both_learned(model: PreTraine
     for row, text in enumerate(texts):
         lookahead.generate((model, other)[row % 2], text, lookahead_config=config, max_new_tokens=4, do_sample=False)
     kept = DraftMemory.load(path, model_identity(model))
-    assert kept.ngrams.lookup(torch.cat(texts).flip(1).numpy())[0].all()
+    assert lookup(kept.ngrams, torch.cat(texts).flip(1).numpy())[0].all()
 
 
 def test_a_memory_of_another_model_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:

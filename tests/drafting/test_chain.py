@@ -18,7 +18,7 @@ from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import DraftMemory, TokenPaths, build_chain_drafter
 from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.sources import CheckedSource
-from lookahead.drafting.chain import ChainDrafter
+from lookahead.drafting.checked_drafter import CheckedDrafter
 
 
 class Listing:
@@ -63,7 +63,8 @@ class Proposer:
 
 
 def test_the_first_path_is_sent() -> None:
-    drafter = ChainDrafter(Proposer([0, 0, 1, 2, 3, 3]), 20)  # 100 - 102 - 104, and others that were added later
+    parents = [0, 0, 1, 2, 3, 3]  # 100 - 102 - 104, and others that were added later
+    drafter = CheckedDrafter(lambda: Proposer(parents), 64, chain=20)
     drafter.start([1, 2])
     tree = TokenTree([2, 3])
     drafter.propose(tree)
@@ -71,7 +72,7 @@ def test_the_first_path_is_sent() -> None:
 
 
 def test_no_more_nodes_are_sent_than_asked_for() -> None:
-    drafter = ChainDrafter(Proposer([0, 1, 2, 3]), 3)
+    drafter = CheckedDrafter(lambda: Proposer([0, 1, 2, 3]), 64, chain=3)
     drafter.start([1])
     tree = TokenTree([1, 5])
     drafter.propose(tree)
@@ -80,21 +81,24 @@ def test_no_more_nodes_are_sent_than_asked_for() -> None:
 
 def test_the_drafter_learns_of_what_was_sent_alone() -> None:
     proposer = Proposer([0, 0, 1])  # 100 - 102, and 101
-    drafter = ChainDrafter(proposer, 20)
+    drafter = CheckedDrafter(lambda: proposer, 64, chain=20)
     drafter.start([1])
     tree = TokenTree([7, 1])
     drafter.propose(tree)
-    assert tree.tokens == [7, 1, 100, 102]
-    predictions = np.array([-1, 100, 9, 10])
-    top_ids, top_probabilities = predictions[:, None], np.array([[0], [0.9], [0.8], [0.7]], dtype=np.float32)
-    drafter.observe(StepResult(tree, predictions, [2], [100, 9], top_ids, top_probabilities))
-    (told,) = proposer.told
-    assert told.tree.tokens == [7, 1, 100, 101, 102]
-    assert told.predictions.tolist() == [-1, 100, 9, -1, 10]
-    assert told.top_ids[:, 0].tolist() == [-1, 100, 9, -1, 10]
-    assert told.top_probabilities[:, 0].tolist() == pytest.approx([0, 0.9, 0.8, 0, 0.7])
-    assert told.path == [2]
-    assert told.tokens == [100, 9]
+    assert (tree.tokens, tree.parents, tree.depths) == ([7, 1, 100, 102], [-1, 0, 1, 2], [0, 1, 2, 3])
+    assert tree.needs_logits == [False, True, True, True]
+    assert [tree.child(1, 100), tree.child(2, 102), tree.child(1, 101)] == [2, 3, None]
+    result = StepResult(tree, np.array([-1, 100, 9, 10]), [2], [100, 9])
+    drafter.observe(result)
+    assert proposer.told == [result]
+
+
+def test_token_recycling_chains_the_likeliest_tokens() -> None:
+    drafter = build_chain_drafter(LookaheadConfig(preset="token_recycling", step_budget=4))
+    ids, shares = np.array([[2, 3], [3, 1]]), np.array([[0.6, 0.3], [0.2, 0.1]], dtype=np.float32)
+    drafter.observe(StepResult(TokenTree([1, 2]), ids[:, 0], [], [3], ids, shares))
+    drafter.propose(tree := TokenTree([1]))
+    assert (tree.tokens, tree.parents) == ([1, 2, 3], [-1, 0, 1])
 
 
 def test_no_chain_is_more_than_twice_as_large_as_one_that_was_run() -> None:

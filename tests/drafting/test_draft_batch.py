@@ -17,6 +17,7 @@ from lookahead.drafting.auto.learning import Step
 from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.auto.search import Wanted
 from lookahead.drafting.text_only import text_memory
+from ngram_access import insert, lookup
 
 VOCABULARY, ORDERS, TOP_K, LONGEST, STEPS, ROOM, REJECTED = 24, 3, 4, 6, 60, 9000, 3
 
@@ -175,10 +176,10 @@ def test_rows_are_written_as_one_by_one_with_real_text_last(texts: int) -> None:
             told += [*rows[len(tokens) : len(tokens) + REJECTED], *rows[: len(tokens)]]
         paths.learn([tokens for tokens, _ in found], [said for _, said in found])
         for tokens, ids_of_row, shares_of_row in told:
-            expected.insert(np.array([tokens]), ids_of_row[None], shares_of_row[None])
+            insert(expected, np.array([tokens]), ids_of_row[None], shares_of_row[None])
     asked = random.integers(0, VOCABULARY, (300, ORDERS))
     for found_there, expected_there in zip(
-        paths.batch.memory.ngrams.lookup(asked), expected.lookup(asked), strict=True
+        lookup(paths.batch.memory.ngrams, asked), lookup(expected, asked), strict=True
     ):
         np.testing.assert_allclose(found_there, expected_there, rtol=1e-5, atol=1e-7)
 
@@ -197,7 +198,7 @@ def test_another_draft_than_its_own_teaches_nothing() -> None:
     (draft,) = paths.propose()
     told = Model(0).verify([1, 2], draft)[1]
     assert paths.learn([[draft[0] + 1, 7]], [told]) == 0
-    assert paths.batch.memory.ngrams.statistics().entries == [0] * ORDERS
+    assert paths.batch.memory.ngrams.statistics()["entries"] == [0] * ORDERS
     assert paths.texts == [[1, 2, 3, 4, 1, 2, draft[0] + 1, 7]]
 
 

@@ -6,13 +6,14 @@ import numpy as np
 
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory, StepResult
+from ngram_access import insert
 
 TOP_K = 4
 
 
 def test_what_followed_a_rejected_sibling_is_drafted_after_the_right_token() -> None:
     memory = DraftMemory(NGramMemory(2, 64, TOP_K))
-    memory.ngrams.insert(np.array([[5, -1]]), np.array([[7]]), np.float32([[0.8]]))
+    insert(memory.ngrams, np.array([[5, -1]]), np.array([[7]]), np.float32([[0.8]]))
     drafter = AutoDrafter(memory, 2, explore=False)
     drafter.start([5])
     tree = TokenTree([5])

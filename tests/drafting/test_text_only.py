@@ -11,6 +11,7 @@ from lookahead.core.statistics import Statistics
 from lookahead.core.step import Batch, decode
 from lookahead.drafting import NGramMemory, PredictedText
 from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
+from ngram_access import insert, lookup
 from playback import PlayedBackend, PlayedRow, TextScript, played_sequence
 
 LINE = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -30,14 +31,14 @@ def test_shares_are_running_means_at_each_length(seed: int) -> None:
     shares: dict[tuple[int, ...], dict[int, float]] = {}
     for place in range(1, len(text)):
         context = [text[place - 1 - back] if place - 1 - back >= 0 else -1 for back in range(3)]
-        memory.insert(np.array([context]), np.array([[text[place]]]), np.ones((1, 1), dtype=np.float32))
+        insert(memory, np.array([context]), np.array([[text[place]]]), np.ones((1, 1), dtype=np.float32))
         for size in range(1, min(3, place) + 1):
             own = shares.setdefault(tuple(context[:size]), {})
             for token in own:
                 own[token] *= old
             own[text[place]] = own.get(text[place], 0.0) + 1 - old
     for key, expected in shares.items():
-        known, ids, probabilities = memory.lookup(np.array([[*key, *[-1] * (3 - len(key))]]))
+        known, ids, probabilities = lookup(memory, np.array([[*key, *[-1] * (3 - len(key))]]))
         level = len(key) - 1
         assert known[0, level]
         listed = zip(ids[0, level].tolist(), probabilities[0, level].tolist(), strict=True)
@@ -63,7 +64,7 @@ def test_the_memory_is_bounded_and_forgets_what_is_oldest() -> None:
     for text in texts:
         replay([1], text, build_text_drafter(16, memory))
     statistics = memory.ngrams.statistics()
-    assert max(statistics.entries) <= statistics.capacity == 64
+    assert max(statistics["entries"]) <= statistics["capacity"] == 64
     newest, oldest = (replay([2], text, build_text_drafter(16, memory)).steps for text in (texts[-1], texts[0]))
     assert newest < oldest
 

@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.drafting.warm_up import compile_loops, compile_memory_loops, compile_source_loops
+from lookahead.drafting.warm_up import compile_loops, compile_source_loops
 from lookahead.serving.drafting import MOST_LOGITS, MOST_READ, warm_up_tokens
 from model_zoo import build
 
@@ -32,7 +32,6 @@ def compiled_signatures() -> dict[str, int]:
 )
 def test_decoding_compiles_nothing_more(fields: dict[str, object]) -> None:
     compile_loops()
-    compile_memory_loops()
     before = compiled_signatures()
     assert before
     prompt = torch.tensor([[3, 4, 5, 3, 4, 5, 3, 4]])

@@ -161,6 +161,14 @@ class TokenTree:
         self.needs_logits += [True] * len(tokens)
         self._candidates.update(zip(zip(parents, tokens, strict=True), range(first, len(self.tokens)), strict=True))
 
+    def keep_path(self, path: Sequence[int]) -> None:
+        """Remove all nodes below the root but those of a path of candidates from there, each the parent of the next."""
+        tokens = [self.tokens[node] for node in path]
+        for of_nodes in (self.tokens, self.parents, self.kinds, self.depths, self.needs_logits):
+            del of_nodes[self.root + 1 :]
+        self._candidates.clear()
+        self.add_candidates(tokens)
+
     def add_window_node(self, token: int, parent: int, needs_logits: bool) -> int:
         """Add a window node; `needs_logits` says whether the model's prediction after it is wanted.
 

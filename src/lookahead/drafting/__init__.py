@@ -13,13 +13,12 @@ from lookahead.drafting.auto.drafter import AutoDrafter
 from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.auto.predicted_text import PredictedText
 from lookahead.drafting.auto.sources import CheckedSource, Source, TokenPaths
-from lookahead.drafting.chain import SKETCHED_NODES, ChainDrafter
 from lookahead.drafting.checked_drafter import CheckedDrafter
 from lookahead.drafting.jacobi import JacobiBlockDrafter
 from lookahead.drafting.paper import PaperDrafter
 from lookahead.drafting.pool import NGramPool
 from lookahead.drafting.token_recycling import TokenRecyclingDrafter
-from lookahead.drafting.warm_up import compile_loops, compile_memory_loops, compile_source_loops
+from lookahead.drafting.warm_up import compile_loops, compile_source_loops
 from lookahead.drafting.window import JacobiWindow
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
@@ -78,7 +77,6 @@ def build_drafter(  # noqa: PLR0913
     if config.preset in BUDGETED:
         fixed = min(config.step_budget or FIXED_BUDGET, most)
         if config.preset == "token_recycling":
-            compile_memory_loops()
             return TokenRecyclingDrafter(fixed)
         compile_loops()  # now: a step that compiled would say nothing of what steps cost
         if config.preset == "context_matches":
@@ -123,10 +121,9 @@ def build_chain_drafter(
         return build_drafter(config)
     fixed = config.step_budget or FIXED_BUDGET
     if config.drafter is not None:
-        return ChainDrafter(CheckedDrafter(config.drafter, config.max_nodes, vocabulary), fixed)
+        return CheckedDrafter(config.drafter, config.max_nodes, vocabulary, fixed)
     if config.preset == "token_recycling":
-        compile_memory_loops()
-        return ChainDrafter(TokenRecyclingDrafter(max(SKETCHED_NODES, fixed)), fixed)
+        return TokenRecyclingDrafter(fixed, chains=True)
     compile_loops()
     if config.preset == "context_matches":
         return AutoDrafter(None, fixed, chains=True)

@@ -16,14 +16,6 @@ from filelock import FileLock
 from lookahead.drafting import DraftMemory
 from lookahead.errors import InvalidArgumentError
 
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
 _PATIENCE = 30.0
 """Seconds to wait for others who write the same file."""
 
@@ -58,8 +50,6 @@ class MemoryFile:
         self._known = _version(path)  # before it is read, so that what comes in between is read again
         self.memory = new() if self._known is None else DraftMemory.load(path, model)
         self._saved_clock = -1 if self._known is None else self.memory.ngrams.clock
-        # What this object and others have in common.
-        self._base_clock = self.memory.ngrams.clock
 
     def save(self, model: str) -> None:
         """Bring all that was learned so far to the file.
@@ -75,42 +65,31 @@ class MemoryFile:
         with self._saving:
             if learned <= self._saved_clock and _version(self._path) == self._known:
                 return  # another thread's save included it
+            _check_kind(self._path)
             target = Path(os.path.realpath(self._path))
             name = f".lookahead-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}"
             with FileLock(target.with_name(f"{name}.lock"), timeout=_PATIENCE):
-                self._merge_others(target, model)
+                if (version := _version(target)) not in (None, self._known):  # others wrote it meanwhile
+                    self.memory.merge(DraftMemory.load(target, model))
+                    self._known = version
                 for part in target.parent.glob(f"{name}-*.part"):  # whoever began to write it is dead
                     with suppress(OSError):
                         part.unlink()
-                saved = self.memory.copy()
-                self._known = _replace(target, target.with_name(f"{name}-{uuid4().hex}.part"), saved, model)
-            self._saved_clock = self._base_clock = saved.ngrams.clock
+                self._write(target, target.with_name(f"{name}-{uuid4().hex}.part"), model)
 
-    def _merge_others(self, target: Path, model: str) -> None:
-        """Take in what others wrote since this object last read or wrote the file."""
-        _check_kind(target)
-        version = _version(target)
-        if version is None or version == self._known:
-            return
-        others = DraftMemory.load(target, model)
-        self.memory.merge(others, self._base_clock)
-        self._known = version
-        self._base_clock = self.memory.ngrams.clock
-
-
-def _replace(target: Path, part: Path, memory: DraftMemory, model: str) -> _Version | None:
-    """Write the memory to `part`, and give it the name `target`; returns what is there now."""
-    try:
-        memory.save(part, model)
-        with suppress(OSError):
-            os.chmod(part, stat.S_IMODE(os.stat(target).st_mode))  # permissions stay as they were
-        version = _version(part)
-        os.replace(part, target)
-    finally:
-        with suppress(OSError):
-            part.unlink()
-    _sync_folder(target.parent)
-    return version
+    def _write(self, target: Path, part: Path, model: str) -> None:
+        """Write the memory to `part`, and give it the name `target`."""
+        try:
+            clock = self.memory.save(part, model)
+            with suppress(OSError):
+                os.chmod(part, stat.S_IMODE(os.stat(target).st_mode))  # permissions stay as they were
+            version = _version(part)
+            os.replace(part, target)
+        finally:
+            with suppress(OSError):
+                part.unlink()
+        self._known, self._saved_clock = version, clock
+        _sync_folder(target.parent)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -147,16 +126,15 @@ def _check_place(path: Path) -> None:
 
 
 def _check_kind(path: Path) -> None:
-    """Refuse what is there but is no file.
+    """Refuse what is there but is no file: a folder, a pipe, a socket, a device.
 
     Raises:
         InvalidArgumentError: It is something else.
         OSError: It cannot be found out.
     """
     try:
-        mode = os.stat(path).st_mode
+        is_file = stat.S_ISREG(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return
-    if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "no file")
-        raise InvalidArgumentError(f"memory={str(path)!r} cannot be written: it is {kind}; choose another file")
+    if not is_file:
+        raise InvalidArgumentError(f"memory={str(path)!r} cannot be written: it is no file; choose another file")

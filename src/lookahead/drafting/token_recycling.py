@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from lookahead.core.protocols import StepResult
 from lookahead.core.token_tree import TokenTree
 from lookahead.core.watching import Explanation, Origin
-from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.best_first import grow
 
 
@@ -23,46 +19,40 @@ class TokenRecyclingDrafter:
 
     Args:
         budget: Nodes of a step, the root included. At least 1.
-        memory: Contexts of one token; a new memory if not given.
+        chains: Draft the likeliest token after each token alone, for models that run no trees.
     """
 
-    def __init__(self, budget: int, memory: NGramMemory | None = None) -> None:
+    top_k = 8
+
+    def __init__(self, budget: int, chains: bool = False) -> None:
         self.budget = budget
-        self.memory = NGramMemory(orders=1, old_share=0.0) if memory is None else memory
-        self.top_k = self.memory.top_k
+        self._followers: dict[int, list[tuple[int, float]]] = {}
+        self._kept = 1 if chains else self.top_k
 
     def start(self, prompt: Sequence[int]) -> None:
-        """Nothing to begin: what the memory holds is good for any text."""
+        """Nothing to begin: what is known is good for any text."""
 
     def propose(self, tree: TokenTree) -> None:
         """Add the likeliest paths, the likeliest node first."""
-        grow(tree, self.budget - 1, self._followers)
+        grow(tree, self.budget - 1, lambda token: self._followers.get(token, ()))
 
     def explain(self, tree: TokenTree) -> Explanation:
         """All nodes are predictions that the model made last after the same token."""
-        followers: dict[int, dict[int, float]] = {}
         likely = {tree.root: 1.0}
         for node in range(tree.root + 1, len(tree)):
-            before = tree.tokens[tree.parents[node]]
-            if before not in followers:
-                followers[before] = dict(self._followers(before))
-            likely[node] = likely[tree.parents[node]] * followers[before].get(tree.tokens[node], 0.0)
+            followers = dict(self._followers.get(tree.tokens[tree.parents[node]], ()))
+            likely[node] = likely[tree.parents[node]] * followers.get(tree.tokens[node], 0.0)
         nodes = range(tree.root + 1, len(tree))
         origins = [Origin(("last prediction after the token",), likely[node]) for node in nodes]
-        return Explanation(origins, sum(self.memory.statistics().entries))
+        return Explanation(origins, len(self._followers))
 
     def observe(self, result: StepResult) -> None:
         """Keep the predictions after every node; of equal tokens the one that was added last counts."""
-        read = np.flatnonzero(result.predictions >= 0)
-        tokens = np.array(result.tree.tokens, dtype=np.int64)[read, None]
-        self.memory.insert(tokens, result.top_ids[read], result.top_probabilities[read])
+        listed = zip(result.top_ids.tolist(), result.top_probabilities.tolist(), strict=True)
+        for token, (ids, shares) in zip(result.tree.tokens, listed, strict=True):
+            if ids and ids[0] >= 0:
+                self._followers[token] = [(one, share) for one, share in zip(ids, shares, strict=True)][: self._kept]
 
     def statistics(self) -> dict[str, Any]:
-        """Of the memory; see `MemoryStatistics`."""
-        return asdict(self.memory.statistics())
-
-    def _followers(self, token: int) -> Iterator[tuple[int, float]]:
-        """What the model predicted last after a token, and how likely it was."""
-        _, ids, shares = self.memory.lookup(np.array([[token]], dtype=np.int64))
-        listed = zip(ids[0, 0].tolist(), shares[0, 0].tolist(), strict=True)
-        return ((follower, share) for follower, share in listed if follower >= 0)
+        """How many tokens are known."""
+        return {"entries": len(self._followers)}

@@ -150,7 +150,7 @@ def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory
 
 def release_memory(model: PreTrainedModel, config: LookaheadConfig, memory: DraftMemory) -> None:
     """Reuse the arrays of a memory in a later call, unless another call shares them."""
-    if config.memory == "request" and memory.is_used:
+    if config.memory == "request":
         state_of(model).spare = memory.ngrams
 
 

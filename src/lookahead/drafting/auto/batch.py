@@ -14,7 +14,6 @@ from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import (
     HEARD,
     MOST_TRIED,
-    SEEN_ONCE,
     SETTINGS,
     UNTRUSTED,
     Known,
@@ -111,25 +110,27 @@ class DraftBatch:
         new = np.array([*before, *tokens], dtype=np.int64) if len(before) else np.array(tokens, dtype=np.int64)
         with self.memory.lock:
             self.texts = with_room(self.texts, 0, len(new))
-            self._go_on(place, len(before), new, self._known)
             self.counts[place] = -1
-            if not self.reads:
-                self._remember(new[len(before) :])
+            self._extend(place, len(before), new, 0 if self.reads else len(new))
 
     def extend(self, place: int, tokens: Sequence[int] | NDArray[np.integer]) -> None:
         """Extend the text in a place by tokens without predictions."""
         with self.memory.lock:
             self.make_room(len(tokens))
-            self._go_on(place, -1, np.array(tokens, dtype=np.int64), self._known)
+            self._extend(place, -1, np.array(tokens, dtype=np.int64), 0)
 
     def find(self, wanted: Wanted) -> None:
         """Draft after some texts, into `nodes` and `counts`."""
-        self._find(wanted, self._known, self.room, self.nodes, self.counts)
+        self._find(wanted, self._known, self.room)
+
+    def _extend(self, place: int, before: int, tokens: NDArray[np.int64], taught: int) -> None:
+        clock = self.memory.ngrams.tick() if taught else 0
+        self._go_on(place, before, tokens, taught, clock, self._known, self._desk)
 
     @property
     def _known(self) -> Known:
-        known = self.memory.ngrams.entries, self.texts, self.heard, self.listed.arrays
-        return Known(*known, self._weights, self._settings)
+        places = self.texts, self.heard, self.listed.arrays, self.nodes, self.counts
+        return Known(self.memory.ngrams.entries, *places, self._weights, self._settings)
 
     def learn(self, step: Step) -> int:
         """Learn from a step: its tokens are of the texts then, and their drafts are done with.
@@ -141,7 +142,7 @@ class DraftBatch:
         self.make_room(len(step.tokens))
         if len(step.nodes) > len(self._desk.following):
             self._desk = allocate_desk(ngrams.writing, 2 * len(step.nodes), ngrams.orders)
-        accepted, lost = self._learn(step, ngrams.tick(), self.nodes, self.counts, self._known, self._desk)
+        accepted, lost = self._learn(step, ngrams.tick(), self._known, self._desk)
         if lost:
             self._recall(step.places[step.places >= 0])
         return int(accepted)
@@ -151,17 +152,7 @@ class DraftBatch:
         heard = self.heard[places]
         for place in places[(heard["share"] < UNTRUSTED) & (heard["recalled"] == 0)].tolist():
             self.heard["recalled"][place] = 1
-            begin, end = max(-int(self.texts.dropped[place]), 0), int(self.texts.lengths[place])
-            self._remember(self.texts.tokens[place, max(begin, end - _RECALLED) : end])
-
-    def _remember(self, text: NDArray[np.int64]) -> None:
-        """Put what followed in a text into the memory."""
-        ngrams = self.memory.ngrams
-        contexts = np.full((max(len(text) - 1, 0), ngrams.orders), -1, dtype=np.int64)
-        for back in range(min(ngrams.orders, len(contexts))):
-            contexts[back:, back] = text[: len(contexts) - back]
-        shares = np.full((len(contexts), 1), SEEN_ONCE if self.reads else 1.0, dtype=np.float32)
-        ngrams.insert(contexts, text[1:, None], shares)
+            self._extend(place, -1, np.empty(0, dtype=np.int64), _RECALLED)
 
     def make_room(self, tokens: int) -> None:
         """Make room for as many more tokens of each text."""

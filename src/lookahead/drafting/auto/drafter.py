@@ -331,7 +331,7 @@ class AutoDrafter:
         return _Shown(self._place, nodes, result.tokens, ids, probabilities)
 
     def statistics(self) -> dict[str, Any]:
-        """Of the n-gram memory; see `MemoryStatistics`."""
+        """Of the n-gram memory; see `NGramMemory.statistics`."""
         return self.memory.statistics()
 
     def _catch_up(self, batch: DraftBatch) -> None:

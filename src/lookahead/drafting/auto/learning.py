@@ -69,6 +69,8 @@ class Known(NamedTuple):
         texts: The texts.
         heard: What the model said lately of each, `HEARD`s, `[places]`.
         listed: What the sources of a text list.
+        trees: The draft after each, `NODE`s, `[places, nodes]`.
+        counts: How many nodes it has, `[places]`; -1 where none was looked for since the text went on.
         weights: Weigh what the memory and matches say; see `build_weights`.
         settings: A `SETTINGS`.
     """
@@ -77,6 +79,8 @@ class Known(NamedTuple):
     texts: TextArrays
     heard: NDArray[Any]
     listed: ListedArrays
+    trees: NDArray[Any]
+    counts: NDArray[np.int64]
     weights: NDArray[np.float64]
     settings: Any
 
@@ -113,25 +117,36 @@ class Desk(NamedTuple):
         following: The token that was selected after each of its nodes, -1 for those that are not of the text now.
         context: Last tokens of a path, `[longest context]`.
         recent: Recent predictions while they are put in order.
+        likely: What a token counts that followed another in a text, `[1]`.
     """
 
     writing: Writing
     following: NDArray[np.int64]
     context: NDArray[np.int64]
     recent: NDArray[np.int64]
+    likely: NDArray[np.float32]
 
 
 def allocate_desk(writing: Writing, nodes: int, orders: int) -> Desk:
     """Room for steps of so many nodes in all, and contexts of up to `orders` tokens."""
-    return Desk(writing, *(np.zeros(size, dtype=np.int64) for size in (nodes, orders, MOST_TRIED)))
+    following, context, recent = (np.zeros(size, dtype=np.int64) for size in (nodes, orders, MOST_TRIED))
+    return Desk(writing, following, context, recent, np.zeros(1, dtype=np.float32))
 
 
 @compiled
-def go_on(place: int, before: int, tokens: NDArray[np.int64], known: Known) -> None:
+def go_on(
+    place: int, before: int, tokens: NDArray[np.int64], taught: int, clock: int, known: Known, desk: Desk
+) -> None:
     """Extend the text in a place by these tokens, without predictions.
 
-    Where `before` is not below 0 they begin a new text there, which is those from `before` on; those in front are
-    searched with it.
+    Args:
+        place: That of the text.
+        before: Where this is not below 0 the tokens begin a new text, which is those from `before` on; those in front
+            are searched with it.
+        tokens: See above.
+        taught: What followed the last ones of the text is written to the memory, from so many tokens back on.
+        clock: Dates it.
+        known, desk: See there.
     """
     of_text = known.heard[place]
     of_text["guessed"] = 0
@@ -143,26 +158,28 @@ def go_on(place: int, before: int, tokens: NDArray[np.int64], known: Known) -> N
         for back in range(len(tokens) - before if known.settings["explores"] else 0):
             of_text["count"] = _add_recent(tokens[len(tokens) - 1 - back], of_text["count"], of_text["recent"])
     append(place, tokens, FIRST, len(tokens), known.texts)
+    taught = min(taught, known.texts.lengths[place] - max(-known.texts.dropped[place], 0))
+    end, desk.likely[0] = known.texts.lengths[place], 1.0 if known.settings["observes"] else SEEN_ONCE
+    for back in range(1, taught):
+        size = read_context(place, back - taught, known.trees[place], known.texts, desk.context)
+        desk.following[0] = known.texts.tokens[place, end - taught + back]
+        write_entry(desk.context[:size], desk.following[:1], desk.likely, clock, known.entries, desk.writing)
 
 
 @compiled
-def learn(
-    step: Step, clock: int, trees: NDArray[Any], counts: NDArray[np.int64], known: Known, desk: Desk
-) -> tuple[int, int]:
+def learn(step: Step, clock: int, known: Known, desk: Desk) -> tuple[int, int]:
     """Learn from a step, and let the texts go on.
 
     Args:
         step: What it showed.
         clock: Dates what is written to the memory.
-        trees: Those that were found after the texts, `NODE`s, `[places, nodes]`.
-        counts: How many nodes each has, `[places]`; -1 then, as the text went on.
-        known: Gets what was learned.
+        known: Gets what was learned. No draft counts any more.
         desk: See there.
 
     Returns:
         How many drafted tokens were accepted, and how many texts the memory has yet to learn themselves.
     """
-    entries, texts, heard, _, _, settings = known
+    entries, texts, heard, _, trees, counts, _, settings = known
     accepted, lost, begin, first = 0, 0, FIRST, FIRST
     for row in range(len(step.places)):
         place, end, last = step.places[row], step.ends[row], first + step.added[row]

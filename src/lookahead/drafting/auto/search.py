@@ -90,26 +90,19 @@ class Room(NamedTuple):
 
 
 @compiled
-def find(
-    wanted: Wanted,
-    known: Known,
-    room: Room,
-    trees: NDArray[Any],
-    counts: NDArray[np.int64],
-) -> None:
+def find(wanted: Wanted, known: Known, room: Room) -> None:
     """Draft after some texts: add the most probable unexplored continuation again and again, until there are enough.
 
     Args:
-        wanted, known, room: See there.
-        trees: Get the trees, each in its place, `NODE`s, `[places, nodes]`.
-        counts: Gets the number of nodes below the root of each tree, `[places]`.
+        wanted, room: See there.
+        known: See there. Gets the trees, and their numbers of nodes below the root.
     """
     chains, explores = known.settings["chains"], known.settings["explores"]
     for row in range(len(wanted.places)):
         place, most, least = wanted.places[row], wanted.nodes[row], wanted.least[row]
         if place < 0:
             continue
-        nodes = trees[place]
+        nodes = known.trees[place]
         nodes[0]["depth"], nodes[0]["probability"] = 0, 1.0
         node = waiting = end = FIRST
         while node < most:
@@ -126,7 +119,7 @@ def find(
                 break
             nodes[node + 1] = room.candidates[room.queue[node]]
             node += 1
-        counts[place] = node
+        known.counts[place] = node
 
 
 @inner
@@ -141,16 +134,16 @@ def _propose(
 ) -> int:
     """Write what may follow a node to the candidates from `begin` on, with the probabilities of their paths; returns
     where they end. All sources propose: a new one is a loop here."""
-    entries, texts, heard, listed, weights, _ = known
+    entries, texts, heard, listed, _, _, weights, _ = known
     candidates, _, followed, context, slots = room
     size, end = read_context(place, node, nodes, texts, context), begin
     longest = look_up(context, size, entries, slots)
     of_known = weights[longest]
     floors = 0.0  # what the memory says for a token that it does not name
     for order in range(longest):
-        floors += of_known[1 + order] * float(entries.heads[slots[order]]["floor"])
+        floors += of_known[1 + order] * float(entries.heads[order, slots[order]]["floor"])
     for order in range(longest):
-        floor, followers = float(entries.heads[slots[order]]["floor"]), entries.followers[slots[order]]
+        floor, followers = float(entries.heads[order, slots[order]]["floor"]), entries.followers[order, slots[order]]
         for rank in range(len(followers)):
             follower = followers[rank]
             if follower["token"] < 0:

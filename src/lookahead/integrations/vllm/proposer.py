@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lookahead.backends.machine import step_clock
 from lookahead.core.pace import Pace
-from lookahead.core.shared_pace import SharedPace, compile_shared_pace
+from lookahead.core.shared_pace import SharedPace
 from lookahead.core.step_costs import StepCosts
 from lookahead.core.step_time import StepTime
 from lookahead.drafting import text_only
@@ -26,7 +26,7 @@ from lookahead.drafting.auto.learning import Step
 from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.auto.search import Wanted
 from lookahead.drafting.memory_file import MemoryFile
-from lookahead.drafting.warm_up import compile_chain_loops
+from lookahead.drafting.warm_up import compile_loops
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
 from lookahead.integrations.vllm.predictions import Predictions, TargetPredictions
 from lookahead.integrations.vllm.requests import Requests, Rows
@@ -102,8 +102,7 @@ class LookaheadProposer:
         self.statistics = ProposerStatistics()
         if self._file is not None:
             weakref.finalize(self, _save, self._file, self._model)  # when the process ends, if not before
-        compile_chain_loops()
-        compile_shared_pace()
+        compile_loops()
 
     def load_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM with the target model, whose logits are read along."""

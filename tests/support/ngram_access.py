@@ -1,0 +1,57 @@
+"""Reading and writing an `NGramMemory` from Python, an entry at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.core.compiled import compiled
+from lookahead.drafting import NGramMemory
+from lookahead.drafting.auto.ngrams import Entries, Writing, write_entry
+
+
+@compiled
+def _write(
+    contexts: NDArray[np.int64],
+    ids: NDArray[np.int64],
+    probabilities: NDArray[np.float32],
+    clock: int,
+    entries: Entries,
+    writing: Writing,
+) -> None:
+    for row in range(len(contexts)):
+        size = 0
+        while size < contexts.shape[1] and contexts[row, size] >= 0:
+            size += 1
+        write_entry(contexts[row, :size], ids[row], probabilities[row], clock, entries, writing)
+
+
+def insert(
+    memory: NGramMemory, contexts: NDArray[np.int64], ids: NDArray[np.int64], probabilities: NDArray[np.float32]
+) -> None:
+    """Keep what is predicted after each context.
+
+    Args:
+        memory: Where.
+        contexts: The very last token in column 0, `[contexts, at most orders]`; -1 before the beginning of the text.
+        ids, probabilities: The likeliest next tokens, likeliest first, `[contexts, listed]`.
+    """
+    contexts, ids = np.ascontiguousarray(contexts), np.ascontiguousarray(ids)
+    _write(contexts, ids, probabilities, memory.tick(), memory.entries, memory.writing)
+
+
+def lookup(
+    memory: NGramMemory, contexts: NDArray[np.int64]
+) -> tuple[NDArray[np.bool_], NDArray[np.int32], NDArray[np.float32]]:
+    """Whether the context of each length is known, `[contexts, orders]`; the next tokens, likeliest first, -1 where
+    there are no more, and their probabilities, `[contexts, orders, top_k]` both."""
+    known = np.zeros(contexts.shape, dtype=bool)
+    ids = np.full((*contexts.shape, memory.top_k), -1, dtype=np.int32)
+    shares = np.zeros(ids.shape, dtype=np.float32)
+    for row, context in enumerate(contexts.tolist()):
+        whole = context[: context.index(-1)] if -1 in context else context
+        for order, slot in enumerate(memory.slots(whole)):
+            followers = memory.entries.followers[order, slot]
+            known[row, order], ids[row, order] = True, followers["token"]
+            shares[row, order] = np.where(followers["token"] >= 0, np.exp(followers["log"]), 0)
+    return known, ids, shares
