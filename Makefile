@@ -231,7 +231,7 @@ QUICK ?=
 TURNS ?=
 ONLY ?=
 worth: $(VENV)/installed  ## Compare this checkout with BASE=COMMIT in pairs, in S and CPU time (an hour); QUICK=1 S alone at fixed numbers of nodes (minutes); TURNS=n turns in all; ONLY=text lines with that in their names
-	$(BIN)/python benchmarks/worth.py --base $(BASE) --shared $(SHARED) $(if $(QUICK),--quick) \
+	$(BIN)/python benchmarks worth --base $(BASE) --shared $(SHARED) $(if $(QUICK),--quick) \
 		$(if $(TURNS),--turns $(TURNS)) $(if $(ONLY),--only '$(ONLY)')
 
 standard: $(VENV)/installed  ## Hold auto against the best of its parts (minutes a line); ONLY=text lines with that in their names; RECORD=1 adds to the rows of the repository
@@ -241,14 +241,8 @@ standard: $(VENV)/installed  ## Hold auto against the best of its parts (minutes
 tables: $(VENV)/installed  ## Say which tables of README.md and docs/ are not those of benchmarks/results; RECORD=1 makes them anew
 	$(BIN)/python benchmarks tables benchmarks/tables.toml README.md $(wildcard docs/*.md) $(if $(RECORD),,--check)
 
-PLOTS := demo-speed.svg stories260k-S.svg
-PAPER_PLOTS := stories260k-stories-law.svg
 plots: $(VENV)/installed  ## Draw the plots of docs/ from benchmarks/results
-	$(BIN)/python benchmarks report $(addprefix benchmarks/results/bench/,demo.jsonl stories.jsonl) --plots build/plots
-	mkdir -p $(addprefix $(OUT)/docs/images/,bench paper)
-	cp $(addprefix build/plots/,$(PLOTS)) $(OUT)/docs/images/bench
-	$(BIN)/python benchmarks report benchmarks/results/bench/paper-grid.jsonl --plots build/plots/paper
-	cp $(addprefix build/plots/paper/,$(PAPER_PLOTS)) $(OUT)/docs/images/paper
+	mkdir -p $(OUT)/docs/images
 	$(BIN)/python benchmarks plots $(OUT)/docs/images
 
 pictures: $(VENV)/installed  ## Draw the pictures of docs/method.md from a real run of the demo model

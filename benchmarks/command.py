@@ -1,6 +1,6 @@
 """Run one of the probes, which are measurements beside `lookahead bench`, or make pages of what was measured.
 
-    python benchmarks engine --output benchmarks/results/engine-random.jsonl
+    python benchmarks replay --recordings code_edits.jsonl --output benchmarks/results/replay.jsonl
 
 Rows of probes are on the disk unit by unit; an interrupted run goes on where it stopped when it is started once more.
 The exit status is 0 when all was measured, 1 when something that was found is wrong, 2 when an argument cannot work,
@@ -26,11 +26,11 @@ from lookahead.bench.rows import Row, RowsFile, describe_machine, difference, ke
 from lookahead.cli import process
 from lookahead.cli.rendering import measuring_progress
 from lookahead.errors import InvalidArgumentError, LookaheadError
-from pages import draw_plots, fill_tables, make_report
+from pages import draw_plots, fill_tables
 from probe import Probe, instruction_sets
+from worth import compare_commits, compare_drafting
 
 PROBES = {
-    "engine": "what a step costs, beside transformers' own step and the memory limit",
     "gpu": "the first half hour on a GPU: right, prices, speed, invariance, in three calls",
     "gguf_models": "texts, steps and CPU time of GGUF models, beside llama-cpp-python",
     "standard": "`auto` beside the best of its parts, line by line, in CPU time",
@@ -42,9 +42,10 @@ PROBES = {
 }
 
 COMMANDS: dict[str, Callable[[Sequence[str], Console], int]] = {
-    "report": make_report,
     "tables": fill_tables,
     "plots": draw_plots,
+    "worth": compare_commits,
+    "drafting_steps": compare_drafting,
 }
 """What is no probe; each has options of its own."""
 

@@ -30,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 import lookahead
+from cases import encoder_of, read_cases, tokenizer_of
 from lookahead.config import LookaheadConfig
 from lookahead.core.protocols import StepResult
 from lookahead.drafting import AutoDrafter, DraftMemory
@@ -37,8 +38,7 @@ from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.texts import MATCH_CLASSES
 from lookahead.drafting.auto.weights import MATCHES, feature_names
 from lookahead.drafting.text_only import text_memory
-from probe import load_model, prompts_of, token_ids
-from recordings import read_recordings, tokenizer_of
+from probe import load_model
 from replay import replay
 
 OFF_PATH = 0.3
@@ -126,7 +126,7 @@ def decode(name: str, path: Path, options: argparse.Namespace, share: float) -> 
     """The lessons of texts of a model, which count `share` a part."""
     loaded, parts, is_special = load_model(name, "float32"), list[Part](), name == options.kept
     loaded.model.generation_config.eos_token_id = None
-    prompts = prompts_of(path, 1 << 30)
+    prompts = read_cases(path, encoder_of(loaded.tokenizer))
     if len(prompts) > MOST_WHOLE:
         prompts = prompts[options.skip : options.skip + options.limit]
     for is_kept, sampling in product((False, True), ({"do_sample": False}, SAMPLED)):
@@ -135,7 +135,7 @@ def decode(name: str, path: Path, options: argparse.Namespace, share: float) -> 
             Part(lessons, share * (KEPT_COUNTS if is_kept and is_special and not sampling["do_sample"] else 1.0))
         )
         for prompt in prompts:
-            ids = token_ids(loaded.tokenizer, loaded.model, prompt.text)
+            ids = torch.tensor([prompt.prompt])
             if loaded.context is None or ids.shape[1] + options.max_new_tokens <= loaded.context:
                 drafter = RecordingDrafter(shared or DraftMemory(), options.nodes, warm_up=512)
                 drafter.lessons = lessons
@@ -156,7 +156,7 @@ def replay_file(path: Path, across: bool, options: argparse.Namespace) -> list[L
         drafter.lessons = lessons
         return drafter
 
-    for recording in read_recordings(path, tokenizer_of(options.tokenizer)[1])[::2]:
+    for recording in read_cases(path, tokenizer_of(options.tokenizer)[1])[::2]:
         replay(recording, make)
     return lessons
 

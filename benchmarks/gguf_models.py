@@ -20,11 +20,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from time import process_time
 from typing import Any
 
 import llama_cpp
@@ -33,24 +32,20 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
+from cases import Case, Counts, encoder_of, generate, now, read_cases
 from lookahead import LookaheadConfig
-from lookahead.bench.models import Prompt
 from lookahead.bench.rows import Row
 from lookahead.bench.summary import first_difference
 from lookahead.demo import demo_model_path
-from probe import Probe, Unit, generate, load_model, option, prompts_of, token_ids
+from probe import Probe, Turns, Unit, Way, load_model, option
 
 EXACT = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32, "flash_attn": False}
-SMALL_BATCH = 16
 RANDOM = "random"
 RANDOM_SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
 RANDOM_SIZES |= {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64}
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
-_PLAIN = LookaheadConfig(preset="autoregressive")
-_TOOL = Path(__file__).parent.parent / "tools" / "convert_to_gguf.py"
-
-Measured = tuple[list[int], int]
-"""The new tokens, and the steps that they took."""
+PLAIN = LookaheadConfig(preset="autoregressive")
+TOOL = Path(__file__).parent.parent / "tools" / "convert_to_gguf.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,126 +73,98 @@ class Bench:
     def __init__(self, options: Options, kind: str, folder: Path, path: Path) -> None:
         self._length, self._kind = options.max_new_tokens, kind
         self._model: Any = lookahead.load_gguf(path)
-        self._fast: Any = lookahead.load_gguf(path, fast_kv=True)
-        self._model.generation_config.eos_token_id = self._fast.generation_config.eos_token_id = None
+        fast: Any = lookahead.load_gguf(path, fast_kv=True)
+        self._reference: Any = load_model(str(folder), "float32").model if kind == "f32" else None
+        for model in (self._model, fast, self._reference):
+            if model is not None:
+                model.generation_config.eos_token_id = None
         load = partial(llama_cpp.Llama, str(path), n_ctx=2048, n_threads=1, n_threads_batch=1, verbose=False)
-        exact = partial(load, **EXACT)
-        drafts = {"draft_model": LlamaPromptLookupDecoding(), "logits_all": True}
-        self._methods: dict[str, Callable[[list[int]], Measured]] = {
-            "llama.cpp": partial(self._plainly, exact()),
-            "llama.cpp, its defaults": partial(self._plainly, load()),
-            "llama.cpp, small batches": partial(self._plainly, exact(n_ubatch=SMALL_BATCH)),
-            "llama.cpp, prompt lookup": partial(self._plainly, exact(**drafts)),
-            "no drafts": partial(self._lookahead, self._model, _PLAIN),
-            "lookahead": partial(self._lookahead, self._model, LookaheadConfig()),
-            "no drafts, fast_kv": partial(self._lookahead, self._fast, _PLAIN),
-            "lookahead, fast_kv": partial(self._lookahead, self._fast, LookaheadConfig()),
+        ways: dict[str, Way] = {
+            "llama.cpp": self._binding(load(**EXACT)),
+            "llama.cpp, its defaults": self._binding(load()),
+            "llama.cpp, small batches": self._binding(load(**EXACT, n_ubatch=16)),
+            "llama.cpp, prompt lookup": self._binding(
+                load(**EXACT, draft_model=LlamaPromptLookupDecoding(), logits_all=True)
+            ),
+            "no drafts": self._generate(self._model, PLAIN),
+            "lookahead": self._generate(self._model, LookaheadConfig()),
+            "no drafts, fast_kv": self._generate(fast, PLAIN),
+            "lookahead, fast_kv": self._generate(fast, LookaheadConfig()),
         }
         for nodes in options.nodes:
-            config = LookaheadConfig(step_budget=nodes)
-            self._methods[f"lookahead, {nodes} nodes"] = partial(self._lookahead, self._model, config)
-        self._reference: Any = None
-        if kind == "f32":
-            self._reference = load_model(str(folder), "float32").model
-            self._reference.generation_config.eos_token_id = None
-            self._methods["transformers"] = self._transformers
-        for method in self._methods.values():  # once untimed: memory is touched, loops are compiled
-            method(self.tokens("def"))
-
-    def tokens(self, text: str) -> list[int]:
-        """The tokens of a text."""
-        ids: list[int] = token_ids(self._model.tokenizer, self._model, text)[0].tolist()
-        return ids
-
-    def rows(self, prompt: Prompt) -> Iterator[Row]:
-        """What each method gave for a prompt, and took."""
-        ids = self.tokens(prompt.text)
-        expected: list[int] = []
-        plain: dict[bool, float] = {}  # CPU time of llama.cpp's own decoding, with its default cache or not
-        named = {"type": self._kind, "prompt": prompt.id}
-        for name, method in self._methods.items():
-            start = process_time()
-            tokens, steps = method(ids)
-            cpu = 1000 * (process_time() - start) / len(tokens)
-            fast = name == "llama.cpp, its defaults" or name.endswith("fast_kv")
-            plain.setdefault(fast, cpu)
-            expected = expected or tokens
-            row = {**named, "method": name, "cache": "float16" if fast else "float32", "tokens": len(tokens)}
-            row |= {"steps": steps, "tokens_per_step": len(tokens) / steps, "cpu_ms": cpu, "speed": plain[fast] / cpu}
-            yield {**row, **compared(tokens, expected)}
-        configs = LookaheadConfig(), _PLAIN
-        sampled, drawn = (self._sampled(self._model, ids, prompt.number, config) for config in configs)
-        yield {**named, "method": "sampled, no drafts", **compared(sampled, drawn)}
+            ways[f"lookahead, {nodes} nodes"] = self._generate(self._model, LookaheadConfig(step_budget=nodes))
         if self._reference is not None:
-            reference = self._sampled(self._reference, ids, prompt.number, None)
-            yield {**named, "method": "sampled", **compared(sampled, reference)}
+            ways["transformers"] = self._generate(self._reference, None)
+        self._turns = Turns(ways, exact=False)
 
-    def _plainly(self, llama: Any, ids: list[int]) -> Measured:
+    def rows(self, case: Case, seed: int) -> Iterator[Row]:
+        """What each method gave for a prompt, and took."""
+        plain: dict[bool, float] = {}  # CPU time of llama.cpp's own decoding, with its default cache or not
+        for row in self._turns.rows(case):
+            name, cpu = row["method"], 1000 * row["cpu_seconds"] / row["tokens"]
+            is_fast = name == "llama.cpp, its defaults" or name.endswith("fast_kv")
+            plain.setdefault(is_fast, cpu)
+            row |= {"cache": "float16" if is_fast else "float32", "tokens_per_step": row["tokens"] / row["steps"]}
+            row |= {"cpu_ms": cpu, "speed": plain[is_fast] / cpu, "equal": int(row["equal"])}
+            yield {"type": self._kind, **row}
+
+        def sampled(model: Any, config: LookaheadConfig | None) -> Any:
+            torch.manual_seed(seed)
+            return generate(model, case, config, max_new_tokens=self._length, **SAMPLING).tokens
+
+        drafted = sampled(self._model, LookaheadConfig())
+        others = {"sampled, no drafts": (self._model, PLAIN), "sampled": (self._reference, None)}
+        for name, (model, config) in others.items():
+            if model is not None:
+                place = first_difference(drafted, sampled(model, config))
+                row = {"type": self._kind, "id": case.id, "method": name, "first_difference": place}
+                yield row | {"equal": int(place is None)}
+
+    def _generate(self, model: Any, config: LookaheadConfig | None) -> Way:
+        return lambda case, _: generate(model, case, config, max_new_tokens=self._length)
+
+    def _binding(self, llama: Any) -> Way:
         """By the binding; a step is a call of its `eval`."""
-        steps, tokens = 0, []
-        whole = type(llama).eval
 
-        def counted(new: list[int]) -> None:
-            nonlocal steps
-            steps += 1
-            whole(llama, new)
+        def run(case: Case, _: int) -> Counts:
+            sent: list[int] = []
+            whole = type(llama).eval
+            llama.eval = lambda new: (sent.append(len(new)), whole(llama, new))  # of this one object
+            llama.reset()
+            begin, tokens = now("cpu"), []
+            for token in llama.generate(case.prompt, temp=0.0, top_k=1, repeat_penalty=1.0):
+                tokens.append(int(token))
+                if len(tokens) == self._length:
+                    break
+            return Counts(tokens, len(sent), sum(sent), now("cpu") - begin)
 
-        llama.eval = counted  # of this one object
-        llama.reset()
-        for token in llama.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0):
-            tokens.append(int(token))
-            if len(tokens) == self._length:
-                break
-        return tokens, steps
-
-    def _lookahead(self, model: Any, config: LookaheadConfig, ids: list[int]) -> Measured:
-        tokens, output = generate(model, torch.tensor([ids]), config, max_new_tokens=self._length)
-        return tokens, output.statistics.steps
-
-    def _transformers(self, ids: list[int]) -> Measured:
-        tokens, _ = generate(self._reference, torch.tensor([ids]), None, max_new_tokens=self._length)
-        return tokens, len(tokens)
-
-    def _sampled(self, model: Any, ids: list[int], seed: int, config: LookaheadConfig | None) -> list[int]:
-        torch.manual_seed(seed)
-        return generate(model, torch.tensor([ids]), config, max_new_tokens=self._length, **SAMPLING)[0]
-
-
-def compared(tokens: list[int], expected: list[int]) -> Row:
-    """Whether and where a text differs from another."""
-    place = first_difference(tokens, expected)
-    return {"first_difference": place, "differs": int(place is not None), "equal": int(place is None)}
+        return run
 
 
 def probe(options: Options) -> Probe:
     """The units: each prompt with each type."""
     path = Path(options.prompts)
-    prompts = prompts_of(path, options.limit)
     folder = demo_model_path() if options.model in ("demo", RANDOM) else Path(options.model)
-    benches: dict[str, Bench] = {}
     kept = tempfile.TemporaryDirectory()  # as long as the units are
 
-    def measure(kind: str, prompt: Prompt) -> Iterator[Row]:
-        if kind not in benches:
-            benches.clear()
-            made = _random_model(Path(kept.name)) if options.model == RANDOM else folder
-            file = Path(kept.name) / f"{kind}.gguf"
-            subprocess.run([sys.executable, _TOOL, made, file, "--type", kind], check=True, capture_output=True)
-            benches[kind] = Bench(options, kind, made, file)
-        yield from benches[kind].rows(prompt)
+    @lru_cache(maxsize=1)
+    def bench(kind: str) -> Bench:
+        made = random_model(Path(kept.name)) if options.model == RANDOM else folder
+        file = Path(kept.name) / f"{kind}.gguf"
+        subprocess.run([sys.executable, TOOL, made, file, "--type", kind], check=True, capture_output=True)
+        return Bench(options, kind, made, file)
 
+    cases = read_cases(path, encoder_of(load_model(str(folder), "float32").tokenizer), options.limit)
     units = [
-        Unit(f"{kind} {prompt.id}", partial(measure, kind, prompt)) for kind in options.types for prompt in prompts
+        Unit(f"{kind} {case.id}", lambda kind=kind, case=case, seed=seed: bench(kind).rows(case, seed))  # type: ignore[misc]
+        for kind in options.types
+        for seed, case in enumerate(cases)
     ]
-    settings = {
-        "model": {"name": RANDOM if options.model == RANDOM else folder.name},
-        "prompts": path.name,
-        "max_new_tokens": options.max_new_tokens,
-    }
-    return Probe(units, {**settings, "llama_cpp": llama_cpp.__version__})
+    settings = {"model": {"name": RANDOM if options.model == RANDOM else folder.name}, "prompts": path.name}
+    return Probe(units, settings | {"max_new_tokens": options.max_new_tokens, "llama_cpp": llama_cpp.__version__})
 
 
-def _random_model(scratch: Path) -> Path:
+def random_model(scratch: Path) -> Path:
     """A Llama with random weights and the demonstration model's tokens: large enough that its weights fill no cache."""
     folder = scratch / RANDOM
     if not folder.exists():

@@ -24,18 +24,18 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
+from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessorList
 
-import forced_text
 import lookahead
 import same_bits
+from cases import Case, Forced, encoder_of, generate, now, read_cases
 from lookahead import Engine, LookaheadConfig
 from lookahead.bench.models import BenchModel, load, sharing_weights
 from lookahead.bench.rows import Row
@@ -72,6 +72,14 @@ METHODS: dict[str, LookaheadConfig] = {
     "auto, 32 nodes": LookaheadConfig(step_budget=32),
     "paper": LookaheadConfig(preset="paper"),
 }
+RIVALS: dict[str, dict[str, Any]] = {
+    "transformers": {},
+    "transformers, prompt lookup": {"prompt_lookup_num_tokens": 10},
+    "transformers, static, compiled": {"cache_implementation": "static"},
+}
+"""Ways of transformers itself, with what `generate` calls them."""
+
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
 LOADS = (1, 4, 16, 64)
 
 
@@ -90,55 +98,23 @@ class Options:
     repeats: int = option(7, "timings of each step; medians count")
 
 
-class Device:
-    """The device, and a clock that waits for it.
-
-    Args:
-        name: As torch calls it.
-
-    Raises:
-        InvalidArgumentError: It is a GPU, and torch finds none.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.is_cuda = name.startswith("cuda")
-        if self.is_cuda and not torch.cuda.is_available():
-            raise InvalidArgumentError(f"--device {name}: torch finds no CUDA device here")
-
-    def wait(self) -> None:
-        """Until all that was launched is done."""
-        if self.is_cuda:
-            torch.cuda.synchronize(self.name)
-
-    def seconds(self, work: Callable[[], object]) -> float:
-        """Wall time of some work, from one idle moment of the device to the next."""
-        self.wait()
-        begin = perf_counter()
-        work()
-        self.wait()
-        return perf_counter() - begin
-
-    def median_ms(self, work: Callable[[], object], repeats: int) -> float:
-        """The median of several times, after one that does not count, in milliseconds."""
-        return 1000 * median([self.seconds(work) for _ in range(repeats + 1)][1:])
+def seconds_of(device: str, work: Callable[[], object]) -> float:
+    """Wall time of some work on a GPU, from one idle moment of the device to the next; on a CPU its CPU time."""
+    begin = now(device)
+    work()
+    return now(device) - begin
 
 
 @lru_cache(maxsize=1)
-def large_model(device: str, tiny: int) -> LlamaForCausalLM:
+def large_model(device: str, tiny: int) -> Any:
     """Random weights in bfloat16, made where they stay."""
     positions = {"max_position_embeddings": 131072, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
     special = {f"{name}_token_id": None for name in ("bos", "eos", "pad")}
     config = LlamaConfig(**(TINY if tiny else LARGE), **positions, **special)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            model = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.generation_config.pad_token_id = 0
-    return model.to(torch.bfloat16).eval()  # type: ignore[no-any-return]
+    return model.eval()
 
 
 @lru_cache(maxsize=2)
@@ -147,7 +123,7 @@ def demo_model(device: str, dtype: str) -> BenchModel:
     return load(ModelSpec("demo", "demo", dtype=dtype), torch.device(device))
 
 
-def kernel_rows(device: Device, heads: int, groups: int, size: int) -> Iterator[Row]:
+def kernel_rows(device: str, heads: int, groups: int, size: int) -> Iterator[Row]:
     """The kernel on random trees, against its definition and beside torch's masked attention."""
     from triton.testing import do_bench
 
@@ -160,11 +136,10 @@ def kernel_rows(device: Device, heads: int, groups: int, size: int) -> Iterator[
             torch.manual_seed(context + nodes)
             shapes = ((heads, nodes), (groups, context + nodes), (groups, context + nodes))
             query, key, value = (
-                torch.randn(1, count, length, size, device=device.name, dtype=torch.bfloat16)
-                for count, length in shapes
+                torch.randn(1, count, length, size, device=device, dtype=torch.bfloat16) for count, length in shapes
             )
             positions = context + np.arange(nodes)[None]
-            mask = pack(np.tri(nodes, dtype=bool)[None], [context], positions).to(device.name)
+            mask = pack(np.tri(nodes, dtype=bool)[None], [context], positions).to(device)
             seen = unpack(mask, context + nodes)
             found = tree_attention(query, key, value, mask, size**-0.5).float()
             wanted = dense_attention(query, key, value, seen, size**-0.5).float()
@@ -181,63 +156,64 @@ def kernel_rows(device: Device, heads: int, groups: int, size: int) -> Iterator[
             yield row
 
 
-def texts_of_generate(device: Device, name: str, config: LookaheadConfig, dtype: str) -> Iterator[Row]:
-    """Texts of the demo model against transformers' own: greedy prompts, sampled ones, and a batch; 25 in all."""
-    loaded = demo_model(device.name, dtype)
-    model = sharing_weights(loaded.model)
-    words = loaded.tokenizer("def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(self, x, y):\n")
-    ids = torch.tensor([words.input_ids], device=device.name)
-    for case in range(25):
-        prompt = ids[:, : 4 + case % (ids.shape[1] - 4)]
-        prompt = prompt.repeat(3, 1) if case % 8 == 7 else prompt
-        sampled = case % 3 == 2
-        if sampled and len(prompt) > 1:
-            continue  # rows of a batch draw at other times
-        how: dict[str, Any] = {"max_new_tokens": 40, "do_sample": sampled, "attention_mask": torch.ones_like(prompt)}
-        how |= {"temperature": 0.8, "top_p": 0.9} if sampled else {}
-        torch.manual_seed(case)
-        wanted = model.generate(prompt, **how)
-        torch.manual_seed(case)
-        found = lookahead.generate(model, prompt, lookahead_config=config, return_dict_in_generate=True, **how)
-        nodes = found.statistics.nodes_per_step
-        row: Row = {"kind": "text", "method": name, "dtype": dtype, "case": case, "sampled": sampled}
-        row |= {"steps": len(nodes), "drafted_steps": sum(count > 1 for count in nodes)}
-        row["equal"] = bool(torch.equal(found.sequences, wanted))
+def prompts_of(device: str) -> tuple[Any, list[Case]]:
+    """The demo model in float32 and 25 prompts of 4 tokens and more."""
+    loaded = demo_model(device, "float32")
+    ids = loaded.tokenizer(
+        "def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(self, x, y):\n"
+    ).input_ids
+    return sharing_weights(loaded.model), [Case(str(case), ids[: 4 + case % (len(ids) - 4)]) for case in range(25)]
+
+
+def texts_of_generate(device: str, name: str, config: LookaheadConfig, dtype: str) -> Iterator[Row]:
+    """Texts of the demo model against transformers' own: greedy prompts, and every third one sampled."""
+    model = sharing_weights(demo_model(device, dtype).model)
+    for seed, case in enumerate(prompts_of(device)[1]):
+        how = {"max_new_tokens": 40, **(SAMPLED if seed % 3 == 2 else {})}
+        torch.manual_seed(seed)
+        wanted = generate(model, case, None, **how)
+        torch.manual_seed(seed)
+        found = generate(model, case, config, **how)
+        row: Row = {"kind": "text", "method": name, "dtype": dtype, "case": seed, "sampled": "top_p" in how}
+        row |= {"steps": found.steps, "nodes": found.nodes, "equal": found.tokens == wanted.tokens}
         if not row["equal"] and dtype == "float32":
-            row["error"] = f"{name}, case {case}: another text than that of generate"
+            row["error"] = f"{name}, case {seed}: another text than that of generate"
         yield row
 
 
-def texts_of_engine(device: Device, engine: str) -> Iterator[Row]:
+def texts_of_batch(device: str, name: str, config: LookaheadConfig) -> Iterator[Row]:
+    """A greedy batch of three rows against transformers' own."""
+    model, cases = prompts_of(device)
+    ids = torch.tensor([cases[15].prompt] * 3, device=device)
+    how = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    equal = torch.equal(lookahead.generate(model, ids, lookahead_config=config, **how), model.generate(ids, **how))
+    row: Row = {"kind": "text of a batch", "method": name, "equal": equal}
+    yield row | ({} if equal else {"error": f"{name}: other texts of a batch than those of generate"})
+
+
+def texts_of_engine(device: str, engine: str) -> Iterator[Row]:
     """The same of requests that share an engine, half of them sampled, and come one after another."""
-    loaded = demo_model(device.name, "float32")
-    model = sharing_weights(loaded.model)
-    words = loaded.tokenizer("def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(self, x, y):\n")
-    ids = torch.tensor([words.input_ids], device=device.name)
-    serving = Engine(model, LookaheadConfig(engine=engine), max_rows=6)
-    handles: list[Any] = []
-    for case in range(16):
-        prompt = ids[:, : 4 + case % (ids.shape[1] - 4)]
-        how: dict[str, Any] = {"max_new_tokens": 20 + 3 * case, "do_sample": case % 2 == 1}
-        how |= {"temperature": 0.8, "top_p": 0.9} if case % 2 else {}
-        handles.append((case, prompt, how, serving.submit(prompt, seed=case, **how)))
+    model, cases = prompts_of(device)
+    serving, handles = Engine(model, LookaheadConfig(engine=engine), max_rows=6), []
+    for seed, case in enumerate(cases[:16]):
+        how = {"max_new_tokens": 20 + 3 * seed, **(SAMPLED if seed % 2 else {"do_sample": False})}
+        handles.append((case, how, serving.submit(case.prompt, seed=seed, **how)))
         serving.step()
     serving.run()
-    for case, prompt, how, handle in handles:
-        torch.manual_seed(case)
-        wanted = model.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
-        row: Row = {"kind": "text of an engine", "engine": handle.statistics.engine, "case": case}
-        row |= {"sampled": how["do_sample"], "equal": bool(torch.equal(handle.result(), wanted))}
-        if not row["equal"]:
-            row["error"] = f"an engine, {engine}, case {case}: another text than that of generate"
-        yield row
+    for seed, (case, how, handle) in enumerate(handles):
+        torch.manual_seed(seed)
+        equal = handle.tokens == generate(model, case, None, **how).tokens
+        row: Row = {"kind": "text of an engine", "engine": handle.statistics.engine, "case": seed, "equal": equal}
+        yield row | (
+            {} if equal else {"error": f"an engine, {engine}, case {seed}: another text than that of generate"}
+        )
 
 
-def step_prices(device: Device, options: Options, engine: str, context: int) -> Iterator[Row]:
+def step_prices(device: str, options: Options, engine: str, context: int) -> Iterator[Row]:
     """Milliseconds of a step by nodes, and what making it ready took."""
-    model = sharing_weights(large_model(device.name, options.tiny))
+    model = sharing_weights(large_model(device, options.tiny))
+    begin = now(device)
     with torch.no_grad():
-        begin = perf_counter()
         bench = StepBench(model, context, engine=engine)
         for nodes in NODES:
 
@@ -245,102 +221,76 @@ def step_prices(device: Device, options: Options, engine: str, context: int) -> 
                 bench.step(bench.tree(nodes))
                 bench.undo()
 
-            first = 1000 * device.seconds(step)
+            first, *times = [1000 * seconds_of(device, step) for _ in range(options.repeats + 1)]
             row: Row = {"kind": "step", "engine": engine, "context": context, "nodes": nodes, "first_ms": first}
-            yield row | {"ms": device.median_ms(step, options.repeats), "calls": launches(device, step)}
-        yield {"kind": "prepared", "engine": engine, "context": context, "seconds": perf_counter() - begin}
+            yield row | {"ms": median(times), "calls": launches(device, step)}
+    yield {"kind": "prepared", "engine": engine, "context": context, "seconds": now(device) - begin}
 
 
-def launches(device: Device, work: Callable[[], object]) -> dict[str, int]:
+def launches(device: str, work: Callable[[], object]) -> dict[str, int]:
     """How often some work calls the driver: launches, copies, waits."""
     from torch.profiler import ProfilerActivity, profile
 
-    if not device.is_cuda:
+    if device == "cpu":
         return {}
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        device.seconds(work)
+        seconds_of(device, work)
     return {event.key: event.count for event in seen.key_averages() if event.key.startswith("cuda")}
 
 
-def transformers_prices(device: Device, options: Options, name: str) -> Iterator[Row]:
+def transformers_prices(device: str, options: Options, name: str) -> Iterator[Row]:
     """A token of transformers' own `generate`: the difference of 68 and 4 new tokens."""
-    model = sharing_weights(large_model(device.name, options.tiny))
-    more: dict[str, Any] = {"cache_implementation": "static"} if name == "static, compiled" else {}
+    model = sharing_weights(large_model(device, options.tiny))
     for context in options.contexts:
-        ids = torch.arange(context, device=device.name)[None] % 1000 + 5
-        times = []
+        case, times = Case("", [5 + place % 1000 for place in range(context)]), []
         for _ in range(3):
-            short, long = (
-                device.seconds(partial(model.generate, ids, max_new_tokens=count, do_sample=False, **more))
-                for count in (4, 68)
-            )
-            times.append(1000 * (long - short) / 64)
+            short, long = (generate(model, case, None, max_new_tokens=count, **RIVALS[name]) for count in (4, 68))
+            times.append(1000 * (long.seconds - short.seconds) / 64)
         yield {"kind": "transformers", "how": name, "context": context, "ms": times[-1], "all_ms": times}
 
 
-def forced_rows(device: Device, options: Options, name: str) -> Iterator[Row]:
+def forced_rows(device: str, options: Options, name: str) -> Iterator[Row]:
     """Recorded texts that a processor forces upon the large model: steps and wall time of a call."""
-    model = sharing_weights(large_model(device.name, options.tiny))
-    tokenizer = demo_model(device.name, "float32").tokenizer
-    limits = forced_text.Options(max_new_tokens=options.new_tokens, max_prompt_tokens=256 if options.tiny else 1536)
-    more: dict[str, Any] = {}
-    if name == "transformers, static, compiled":
-        more["cache_implementation"] = "static"
-    if name == "transformers, prompt lookup":
-        more["prompt_lookup_num_tokens"] = 10
-    call = partial(lookahead.generate, model, lookahead_config=METHODS[name]) if name in METHODS else model.generate
+    model = sharing_weights(large_model(device, options.tiny))
+    encode = encoder_of(demo_model(device, "float32").tokenizer)
+    run = partial(generate, model, config=METHODS.get(name), **RIVALS.get(name, {}))
     for task, path in (("edits", options.edits), ("traces", options.traces)):
-        for number, case in enumerate(forced_text.read_cases(task, Path(path), tokenizer, options.texts, limits)):
-            ids = torch.tensor([case.prompt], device=device.name)
-            run = partial(call, ids, attention_mask=ids.new_ones(ids.shape), do_sample=False, **more)
-
-            def generate(tokens: int, case: Any = case, run: Any = run) -> Any:
-                forced = LogitsProcessorList([forced_text.Forced(case, len(case.prompt))])
-                return run(max_new_tokens=tokens, logits_processor=forced, return_dict_in_generate=True)
-
+        lengths = {"prompt": 256 if options.tiny else 1536, "answer": options.new_tokens}
+        for number, case in enumerate(read_cases(Path(path), encode, options.texts, **lengths)):
             for _ in range(2 if number == 0 else 0):  # what is captured and compiled once is not measured
-                generate(len(case.answer))
-            outputs: list[Any] = []
-            seconds = device.seconds(lambda: outputs.append(generate(len(case.answer))))  # noqa: B023
-            prefill = device.seconds(lambda: generate(1))
-            text = outputs[0].sequences[0, ids.shape[1] :].tolist()
-            row: Row = {"kind": "forced", "task": task, "id": case.id, "method": name, "tokens": len(text)}
-            row |= {"seconds": seconds, "prefill_seconds": prefill, "equal": text == case.answer}
-            if name in METHODS:
-                statistics = outputs[0].statistics
-                row |= {"steps": statistics.steps, "nodes": sum(statistics.nodes_per_step)}
-            if not row["equal"]:
-                row["error"] = f"{name} on {case.id}: another text than the recorded one"
-            yield row
+                run(case)
+            counts, prefill = run(case), run(case, max_new_tokens=1)
+            row: Row = {"kind": "forced", "task": task, "id": case.id, "method": name, "tokens": len(counts.tokens)}
+            row |= {"steps": counts.steps, "nodes": counts.nodes, "seconds": counts.seconds}
+            row |= {"prefill_seconds": prefill.seconds, "equal": counts.tokens == case.answer}
+            yield row | ({} if row["equal"] else {"error": f"{name} on {case.id}: another text than the recorded one"})
 
 
-def engine_rows(device: Device, options: Options, rows: int, preset: str) -> Iterator[Row]:
+def engine_rows(device: str, options: Options, rows: int, preset: str) -> Iterator[Row]:
     """Wall time of an engine whose requests are recorded texts, with drafts and without."""
-    model = sharing_weights(large_model(device.name, options.tiny))
-    tokenizer = demo_model(device.name, "float32").tokenizer
-    limits = forced_text.Options(max_new_tokens=min(96, options.new_tokens), max_prompt_tokens=256)
-    cases = forced_text.read_cases("edits", Path(options.edits), tokenizer, min(rows, 16), limits)
+    model = sharing_weights(large_model(device, options.tiny))
+    encode = encoder_of(demo_model(device, "float32").tokenizer)
+    found = read_cases(Path(options.edits), encode, min(rows, 16), prompt=256, answer=min(96, options.new_tokens))
+    cases = [found[place % len(found)] for place in range(rows)]
     engine = Engine(model, LookaheadConfig(preset=preset), max_rows=rows)
     for repeat in range(2):
-        handles = []
-        for place in range(rows):
-            case = cases[place % len(cases)]
-            forced = LogitsProcessorList([forced_text.Forced(case, len(case.prompt))])
-            handles.append(engine.submit(case.prompt, max_new_tokens=len(case.answer), logits_processor=forced))
+        handles = [
+            engine.submit(
+                case.prompt, max_new_tokens=len(case.answer), logits_processor=LogitsProcessorList([Forced(case)])
+            )
+            for case in cases
+        ]
         steps: list[float] = []
         while not all(handle.done for handle in handles):
-            steps.append(device.seconds(engine.step))
-        texts = [handle.result()[0].tolist() for handle in handles]
-        wanted = [cases[place % len(cases)] for place in range(rows)]
-        equal = [text[len(case.prompt) :] == case.answer for text, case in zip(texts, wanted, strict=True)]
+            steps.append(seconds_of(device, engine.step))
+        equal = sum(handle.tokens == case.answer for handle, case in zip(handles, cases, strict=True))
         row: Row = {"kind": "engine", "rows": rows, "preset": preset, "repeat": repeat, "steps": len(steps)}
-        row |= {"seconds": sum(steps), "median_step_ms": 1000 * median(steps), "equal": sum(equal)}
-        row["tokens"] = sum(len(case.answer) for case in wanted)
+        row |= {"seconds": sum(steps), "median_step_ms": 1000 * median(steps), "equal": equal}
         graphs = engine.statistics.graphs
         row |= {"graphs": graphs.count, "graph_seconds": graphs.seconds, "graph_bytes": graphs.bytes}
-        if not all(equal):
-            row["error"] = f"{rows - equal.count(True)} texts of {rows} rows with {preset} are not the recorded ones"
-        yield row
+        row["tokens"] = sum(len(case.answer) for case in cases)
+        wrong = {"error": f"{rows - equal} texts of {rows} rows with {preset} are not the recorded ones"}
+        yield row | (wrong if equal < rows else {})
 
 
 def guarded(work: Callable[[], Iterable[Row]]) -> Iterator[Row]:
@@ -355,26 +305,24 @@ def guarded(work: Callable[[], Iterable[Row]]) -> Iterator[Row]:
         }
 
 
-def units_of(options: Options, device: Device) -> Iterator[tuple[str, str, Callable[[], Iterable[Row]]]]:
+def units_of(options: Options, device: str) -> Iterator[tuple[str, str, Callable[[], Iterable[Row]]]]:
     """The part, the name and the work of each unit."""
-    for heads, groups, size in HEADS if device.is_cuda else ():
+    rivals = [name for name in RIVALS if device != "cpu" or "compiled" not in name]
+    for heads, groups, size in HEADS if device != "cpu" else ():
         yield "right", f"kernel {heads} {groups} {size}", partial(kernel_rows, device, heads, groups, size)
-    for dtype in ("float32", "bfloat16"):
-        for name in ("auto", "auto, eager", "paper") if dtype == "float32" else ("auto",):
-            yield "right", f"texts, {name}, {dtype}", partial(texts_of_generate, device, name, METHODS[name], dtype)
-    for engine in ("auto", "dynamic"):
+    for name, dtype in (("auto", "float32"), ("auto, eager", "float32"), ("paper", "float32"), ("auto", "bfloat16")):
+        yield "right", f"texts, {name}, {dtype}", partial(texts_of_generate, device, name, METHODS[name], dtype)
+    for name, engine in (("auto", "auto"), ("auto, eager", "dynamic")):
+        yield "right", f"texts of a batch, {name}", partial(texts_of_batch, device, name, METHODS[name])
         yield "right", f"texts of an engine, {engine}", partial(texts_of_engine, device, engine)
-    for context in options.contexts:
-        for engine in ("dynamic", "static"):
-            yield "prices", f"steps, {engine}, {context}", partial(step_prices, device, options, engine, context)
-    for name in ("eager", "static, compiled") if device.is_cuda else ("eager",):
-        yield "prices", f"transformers, {name}", partial(transformers_prices, device, options, name)
-    rivals = ("transformers", "transformers, prompt lookup")
-    for name in (*rivals, *(("transformers, static, compiled",) if device.is_cuda else ()), *METHODS):
+    for context, engine in product(options.contexts, ("dynamic", "static")):
+        yield "prices", f"steps, {engine}, {context}", partial(step_prices, device, options, engine, context)
+    for name in (rival for rival in rivals if "lookup" not in rival):
+        yield "prices", f"{name}, steps", partial(transformers_prices, device, options, name)
+    for name in (*rivals, *METHODS):
         yield "speed", f"forced, {name}", partial(forced_rows, device, options, name)
-    for rows in LOADS[:2] if options.tiny else LOADS:
-        for preset in ("autoregressive", "auto"):
-            yield "speed", f"engine, {rows} rows, {preset}", partial(engine_rows, device, options, rows, preset)
+    for rows, preset in product(LOADS[:2] if options.tiny else LOADS, ("autoregressive", "auto")):
+        yield "speed", f"engine, {rows} rows, {preset}", partial(engine_rows, device, options, rows, preset)
     bits = same_bits.Options(device=options.device)
     for dtype, number in (("bfloat16", 0), ("bfloat16", 3), ("float16", 0)):
         yield "invariance", f"bits, qwen3, {dtype}, {number}", partial(same_bits.compare, "qwen3", dtype, number, bits)
@@ -389,8 +337,8 @@ def probe(options: Options) -> Probe:
     unknown = [part for part in options.parts if part not in PARTS]
     if unknown:
         raise InvalidArgumentError(f"--parts {unknown[0]!r} is none of {', '.join(PARTS)}")
-    device = Device(options.device)
-    units = [
-        Unit(name, partial(guarded, work)) for part, name, work in units_of(options, device) if part in options.parts
-    ]
+    if options.device != "cpu" and not torch.cuda.is_available():
+        raise InvalidArgumentError(f"--device {options.device}: torch finds no CUDA device here")
+    found = units_of(options, options.device)
+    units = [Unit(name, partial(guarded, work)) for part, name, work in found if part in options.parts]
     return Probe(units, {"model": TINY if options.tiny else LARGE})

@@ -29,10 +29,11 @@ import httpx
 import psutil
 
 import lookahead
+from cases import read_texts
 from lookahead.bench.rows import Row
 from lookahead.demo import demo_model_path
 from lookahead.errors import LookaheadError
-from probe import Probe, Unit, option, prompts_of
+from probe import Probe, Unit, option
 
 START_SECONDS = 300
 PROMPT_CHARACTERS = 450
@@ -50,6 +51,13 @@ AIPERF = {
     "total_output_tokens": "avg",
 }
 """What is kept of the report of aiperf, under its names: milliseconds, tokens and requests a second, per cent."""
+
+GUIDELLM = {
+    "latency_seconds": "request_latency",
+    "first_token_ms": "time_to_first_token_ms",
+    "per_token_ms": "time_per_output_token_ms",
+}
+"""What is kept of guidellm's report, medians all, by the names of rows."""
 
 SERVERS = ("lookahead serve", "lookahead serve, no drafts", "transformers serve")
 
@@ -131,7 +139,7 @@ class Bench:
     def __init__(self, options: Options, model: str) -> None:
         self._options, self._model = options, model
         self._cores = os.sched_getaffinity(0)
-        prompts = [prompt.text for prompt in prompts_of(Path(options.prompts))] if options.prompts else own_prompts()
+        prompts = read_texts(Path(options.prompts)) if options.prompts else own_prompts()
         if len(prompts) <= sum(options.requests):
             raise LookaheadError(
                 f"--prompts {options.prompts!r}: {len(prompts)} prompts; {sum(options.requests) + 1} are needed"
@@ -191,19 +199,13 @@ class Bench:
 
     @staticmethod
     def _figures(benchmark: Any) -> Row:
-        told, counts = benchmark["metrics"], benchmark["metrics"]["request_totals"]
-
-        def of(name: str, figure: str = "median") -> float:
-            return float(told[name]["successful"][figure])
-
-        tokens = of("output_token_count", "total_sum")
+        metrics, seconds = benchmark["metrics"], benchmark["duration"]
+        counts = metrics.pop("request_totals")
+        tokens = metrics["output_token_count"]["successful"]["total_sum"]
         row: Row = {"requests": counts["successful"], "not_completed": counts["errored"] + counts["incomplete"]}
-        row |= {"tokens": int(tokens), "seconds": benchmark["duration"]}
-        row |= {"tokens_per_second": tokens / benchmark["duration"], "latency_seconds": of("request_latency")}
-        row |= {"first_token_ms": of("time_to_first_token_ms"), "per_token_ms": of("time_per_output_token_ms")}
-        if counts["errored"]:
-            row["error"] = f"{counts['errored']} requests failed"
-        return row
+        row |= {"tokens": int(tokens), "seconds": seconds, "tokens_per_second": tokens / seconds}
+        row |= {name: metrics[metric]["successful"]["median"] for name, metric in GUIDELLM.items()}
+        return row | ({"error": f"{counts['errored']} requests failed"} if counts["errored"] else {})
 
 
 def _seconds(process: psutil.Process) -> dict[str, float]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import lookahead
-from lookahead import LookaheadConfig
-from lookahead.bench.models import BenchModel, Prompt, load, read_prompts
+from cases import Case, Counts
+from lookahead.bench.models import BenchModel, load
+from lookahead.bench.repetition import repeated_cycle_share
 from lookahead.bench.rows import Row
-from lookahead.bench.suite import ModelSpec, TaskSpec
-from lookahead.errors import InvalidArgumentError
+from lookahead.bench.suite import ModelSpec
+from lookahead.bench.summary import first_difference
+from lookahead.errors import InvalidArgumentError, LookaheadError
+
+Way = Callable[[Case, int], Counts | None]
 
 RANDOM = "random"
 RANDOM_CONFIG: dict[str, Any] = {
@@ -56,6 +57,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Models with random weights by family: the Llama, a hybrid with the shapes of Granite 4, of whose layers every sixth
 has attention and the others a Mamba 2 state, 417 million parameters, and BART, whose encoder reads the prompt."""
+
+WARM_UP_TOKENS = 8
 
 FAST_PRODUCTS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
 """Instruction sets that decide how fast a CPU multiplies matrices, as the system names them."""
@@ -126,36 +129,47 @@ def random_model(family: str, layers: int | None, hidden_size: int, dtype: str) 
     return load(ModelSpec(name, None, random=sizes, dtype=dtype), torch.device("cpu"))
 
 
-def prompts_of(path: Path, limit: int | None = None) -> list[Prompt]:
-    """The prompts of a file, or the first so many.
+class Turns:
+    """Decodes cases in several ways, which take turns: each case begins with another one.
 
-    Raises:
-        InvalidArgumentError: It holds something else.
+    Args:
+        ways: By name. They take a case and its number, and return `None` for a case that is not for them. The texts of
+            the first one are those that the others are compared with, where a case has no answer.
+        exact: Whether another text is an error.
     """
-    return read_prompts(TaskSpec(path.stem, path), limit)
 
+    def __init__(self, ways: Mapping[str, Way], exact: bool = True) -> None:
+        self._ways, self._exact = dict(ways), exact
+        self._turn = 0
 
-def generate(model: Any, ids: torch.Tensor, config: LookaheadConfig | None, **arguments: Any) -> tuple[list[int], Any]:
-    """Continue a text, `[1, S]`, greedily unless `arguments` say otherwise: by transformers where there is no `config`.
+    def rows(self, case: Case) -> Iterator[Row]:
+        """A row for each way. Before the first case each runs once unmeasured: models are checked, loops compiled."""
+        if self._turn == 0:
+            yield from self._warm_up(replace(case, answer=case.answer[:WARM_UP_TOKENS]))
+        names = list(self._ways)
+        first = self._turn % len(names)
+        runs = {name: self._ways[name](case, self._turn) for name in (*names[first:], *names[:first])}
+        self._turn += 1
+        wanted = list(case.answer) or list(runs[names[0]].tokens)  # type: ignore[union-attr]
+        for name in names:
+            counts = runs[name]
+            if counts is not None:
+                tokens = list(counts.tokens)
+                row: Row = {"kind": "run", "id": case.id, "method": name, "prompt_tokens": len(case.prompt)}
+                row |= {"tokens": len(tokens), "steps": counts.steps, "nodes": counts.nodes}
+                row |= {"cpu_seconds": round(counts.seconds, 5), "equal": tokens == wanted}
+                row["cycle_tokens"] = round(repeated_cycle_share(tokens) * len(tokens), 3)
+                row["first_difference"] = first_difference(tokens, wanted)
+                wrong = {"error": f"{name} on {case.id}: another text"} if self._exact and not row["equal"] else {}
+                yield row | wrong
 
-    Returns:
-        The new tokens, and all that the call returned.
-    """
-    call = model.generate if config is None else partial(lookahead.generate, model, lookahead_config=config)
-    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "return_dict_in_generate": True}
-    output = call(ids, **settings | arguments)
-    return output.sequences[0, text_start(model, ids.shape[1]) :].tolist(), output
-
-
-def text_start(model: PreTrainedModel, prompt: int) -> int:
-    """Tokens before the new ones in what is returned for so many of a prompt: one where an encoder reads it."""
-    return 1 if model.config.is_encoder_decoder else prompt
-
-
-def token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, text: str) -> torch.Tensor:
-    """The tokens of a text where the model is, `[1, S]`."""
-    ids: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
-    return ids.to(model.device)
+    def _warm_up(self, case: Case) -> Iterator[Row]:
+        for name, way in list(self._ways.items()):
+            try:
+                way(case, 0)
+            except LookaheadError as error:
+                del self._ways[name]
+                yield {"kind": "refused", "method": name, "reason": str(error)}
 
 
 def instruction_sets() -> list[str]:

@@ -15,6 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from cases import Case, read_cases, tokenizer_of
 from lookahead.bench.repetition import repeated_cycle_share
 from lookahead.bench.rows import Row
 from lookahead.config import LookaheadConfig
@@ -22,13 +23,13 @@ from lookahead.core.statistics import Statistics
 from lookahead.core.step import Batch, decode
 from lookahead.drafting import PredictedText, build_chain_drafter, build_drafter
 from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
+from lookahead.errors import InvalidArgumentError
 from probe import Probe, Unit, option
-from recordings import Recording, read_recordings, tokenizer_of
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from playback import PlayedBackend, PlayedRow, TextScript, played_sequence
 
-MakeDrafter = Callable[[Recording], Any]
+MakeDrafter = Callable[[Case], Any]
 
 SIZES = {f"chain of {tokens}": (tokens + 1, False) for tokens in (4, 8, 16)}
 SIZES |= {f"tree of {nodes}": (nodes, True) for nodes in (16, 32, 64)}
@@ -39,7 +40,7 @@ METHODS = {
     "auto, text only": (True, False),
     "auto, predicted text": (True, True),
 }
-"""Whether requests may draft from those before them in the file, and whether the method is told what to expect."""
+"""Whether requests may draft from those before them in the file, and whether the method knows what to expect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,57 +52,62 @@ class Options:
     limit: int = option(1000, "take the first so many recordings of each file")
 
 
-def begin(name: str, nodes: int, branches: bool, across: bool) -> MakeDrafter:
+def drafters_of(name: str, nodes: int, branches: bool, across: bool) -> MakeDrafter:
     """What makes the drafter of each request, in the order of the file."""
     if name == "context matches":
         config = LookaheadConfig(preset="context_matches", step_budget=nodes)
-        build: Callable[..., Any] = build_drafter if branches else build_chain_drafter
-        return lambda recording: build(config)
+        return lambda case: (build_drafter if branches else build_chain_drafter)(config)
     memory, build = text_memory() if across else None, build_text_drafter if branches else build_text_chain_drafter
     expects = METHODS[name][1]
-    return lambda recording: build(nodes, memory, PredictedText(recording.expected) if expects else None)
+    return lambda case: build(nodes, memory, PredictedText(list(case.expected)) if expects else None)
 
 
-def replay(recording: Recording, make: MakeDrafter) -> Statistics:
+def replay(case: Case, make: MakeDrafter) -> Statistics:
     """Draft for one recorded answer; what it took."""
-    text = [*recording.prompt, *recording.answer]
-    sequence = played_sequence(recording.prompt, recording.answer, make(recording))
+    text = [*case.prompt, *case.answer]
+    sequence = played_sequence(case.prompt, case.answer, make(case))
     batch = Batch([sequence])
     decode(PlayedBackend([PlayedRow(TextScript(text))]), batch)
     assert sequence.tokens == text
     return batch.statistics
 
 
-def replayed(task: str, recordings: Sequence[Recording], name: str, across: bool) -> Iterator[Row]:
+def replayed(task: str, cases: Sequence[Case], name: str, across: bool) -> Iterator[Row]:
     """A row for each size of draft and recording."""
     for size, (nodes, branches) in SIZES.items():
-        make = begin(name, nodes, branches, across)
-        for number, recording in enumerate(recordings):
-            sent = replay(recording, make).nodes_per_step
-            row: Row = {"kind": "replay", "task": task, "id": recording.id, "part": number % 2, "method": name}
-            row |= {"across": across, "tokens": len(recording.answer), "size": size}
+        make = drafters_of(name, nodes, branches, across)
+        for number, case in enumerate(cases):
+            sent = replay(case, make).nodes_per_step
+            row: Row = {"kind": "replay", "task": task, "id": case.id, "part": number % 2, "method": name}
+            row |= {"across": across, "tokens": len(case.answer), "size": size}
             yield {**row, "steps": len(sent), "drafted": sum(sent) - len(sent)}
 
 
-def texts(task: str, recordings: Sequence[Recording]) -> Iterator[Row]:
+def texts(task: str, cases: Sequence[Case]) -> Iterator[Row]:
     """A row for each recording: lengths, and how much of the answer lies in a repeated cycle."""
-    for recording in recordings:
-        tokens, share = len(recording.answer), round(repeated_cycle_share(recording.answer), 3)
-        row: Row = {"kind": "text", "task": task, "id": recording.id, "prompt_tokens": len(recording.prompt)}
+    for case in cases:
+        tokens, share = len(case.answer), round(repeated_cycle_share(case.answer), 3)
+        row: Row = {"kind": "text", "task": task, "id": case.id, "prompt_tokens": len(case.prompt)}
         yield {**row, "tokens": tokens, "cycle_share": share, "cycle_tokens": round(tokens * share, 3)}
 
 
 def probe(options: Options) -> Probe:
-    """The units: each method on each file."""
+    """The units: each method on each file.
+
+    Raises:
+        InvalidArgumentError: A recording has no answer.
+    """
     name, encode = tokenizer_of(Path(options.tokenizer) if options.tokenizer else None)
     units, files = list[Unit](), {}
     for path in map(Path, options.recordings):
-        recordings = read_recordings(path, encode, options.limit)
+        cases = read_cases(path, encode, options.limit)
+        if not all(case.answer for case in cases):
+            raise InvalidArgumentError(f"{path}: a recording needs an `output`")
         files[path.stem] = sha256(path.read_bytes()).hexdigest()[:16]
-        units.append(Unit(f"{path.stem}, texts", partial(texts, path.stem, recordings)))
+        units.append(Unit(f"{path.stem}, texts", partial(texts, path.stem, cases)))
         for method, (remembers, expects) in METHODS.items():
-            if not expects or all(recording.expected for recording in recordings):
+            if not expects or all(case.expected for case in cases):
                 for across in (False, True) if remembers else (False,):
                     of_unit = f"{path.stem}, {method}, {'file' if across else 'request'}"
-                    units.append(Unit(of_unit, partial(replayed, path.stem, recordings, method, across)))
+                    units.append(Unit(of_unit, partial(replayed, path.stem, cases, method, across)))
     return Probe(units, {"tokenizer": name, "files": files})

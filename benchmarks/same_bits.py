@@ -18,10 +18,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lookahead
+from cases import read_texts
 from lookahead import LookaheadConfig
-from lookahead.bench.models import read_prompts
 from lookahead.bench.rows import Row
-from lookahead.bench.suite import TaskSpec
 from lookahead.errors import UnsupportedArgumentError
 from probe import RANDOM, Probe, Unit, load_model, option
 
@@ -135,12 +134,8 @@ class Comparison:
         plain = self.plain(sampled)
         pairs = list(zip(logits, plain.logits[-len(logits) :], strict=True))
         other = sum(int((got != wanted).sum()) for got, wanted in pairs)
-        row: Row = {
-            "kind": "call",
-            "way": way,
-            "rows": len(output.sequences),
-            "tokens": len(pairs) * len(output.sequences),
-        }
+        row: Row = {"kind": "call", "way": way, "rows": len(output.sequences)}
+        row["tokens"] = len(pairs) * len(output.sequences)
         row |= {"logits": sum(got.numel() for got, _ in pairs), "other_bits": other}
         row |= {"other_texts": int(not torch.equal(output.sequences, plain.sequences))}
         row |= {"steps": output.statistics.steps, "nodes": sum(output.statistics.nodes_per_step)}
@@ -172,9 +167,9 @@ def compare(name: str, dtype: str, number: int, options: Options) -> Iterator[Ro
         ids = torch.randint(3, 200, (8, share.tokens), generator=draws)
     else:
         path = Path(options.data) / PROMPTS[name]
-        prompts = read_prompts(TaskSpec(path.stem, path))
-        texts = [prompts[(number + row) % len(prompts)].text for row in range(8)]
-        ids = torch.stack([tokenizer(text * 9, return_tensors="pt").input_ids[0, : share.tokens] for text in texts])
+        texts = read_texts(path)
+        texts = [texts[(number + row) % len(texts)] * 9 for row in range(8)]
+        ids = torch.stack([tokenizer(text, return_tensors="pt").input_ids[0, : share.tokens] for text in texts])
     ids = ids.to(options.device)
     own = Comparison(model, ids[:1], share.new_tokens)
     try:

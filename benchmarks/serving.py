@@ -7,8 +7,8 @@ level changes from repeat to repeat, for the first to use some memory pays for i
 - `drafts`: an `Engine` as it comes; its n-gram memory is empty at the beginning of each run;
 - `plain`: an `Engine` with `preset="autoregressive"`;
 - `4 drafts`, `8 drafts`: an `Engine` whose requests draft for themselves, so many nodes a step;
-- `batches`, `drafted batches`: `model.generate` and `lookahead.generate` with so many prompts a call, padded. Their
-  sampled rows share one generator, so that only greedy texts can be compared.
+- `batches`: `model.generate` with so many prompts a call, padded. Its sampled rows share one generator, so that only
+  greedy texts can be compared.
 
 Before the first repeat of a load the engines run once unmeasured, as an engine learns what steps cost from the first
 ones. Beside them `generate`, each prompt by itself, with whose texts all are compared. Time is CPU time of the process;
@@ -19,23 +19,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from time import process_time
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
 
-import lookahead
-from forced_text import Forced, read_cases
-from forced_text import Options as ForcedOptions
+from cases import Counts, Forced, encoder_of, generate, now, read_cases
 from lookahead import Engine, LookaheadConfig, RequestHandle
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.bench.rows import Row
 from lookahead.drafting import DraftMemory, build_drafter
-from probe import Probe, Unit, generate, load_model, option, prompts_of, token_ids
-from recordings import Recording
+from probe import Probe, Unit, load_model, option
 
 Texts = list[list[int]]
 
@@ -54,7 +50,7 @@ class Options:
     methods: tuple[str, ...] = option(("drafts", "plain", "4 drafts", "8 drafts"), "what is measured")
     least_requests: int = option(8, "requests of a run, at least; at small loads they follow each other")
     compared: int = option(64, "compare the first so many texts with those of generate")
-    prompt_tokens: int = option(0, "cut prompts to so many tokens; 0 for whole ones")
+    prompt_tokens: int = option(0, "take only so many tokens of a prompt, the last ones; 0 for whole ones")
     answers: str = option(
         "", "JSON lines with `id`, `output`, and `instruction` and `input` or `prompt`, to be written"
     )
@@ -69,33 +65,23 @@ class Run:
     """
 
     def __init__(self, engine: Engine, submit: Callable[[Engine], list[RequestHandle]]) -> None:
-        self._engine = engine
-        begin = process_time()
-        self._handles = submit(engine)
-        self.seconds = process_time() - begin
-        self.finished = False
+        self.engine, self.seconds, self.finished = engine, 0.0, False
+        self._handles: list[RequestHandle] = self._timed(lambda: submit(engine))
 
-    @property
-    def tokens(self) -> int:
-        """How many it has made."""
-        return self._engine.statistics.tokens
+    def step(self) -> None:
+        """Run a step."""
+        self.finished = not self._timed(self.engine.step)
 
     @property
     def texts(self) -> Texts:
         """New tokens of each request."""
         return [handle.tokens for handle in self._handles]
 
-    def step(self) -> None:
-        """Run a step."""
-        begin = process_time()
-        self.finished = not self._engine.step()
-        self.seconds += process_time() - begin
-
-    def counts(self) -> Row:
-        """Steps, and what they sent and brought for a request in the mean."""
-        counts = self._engine.statistics
-        nodes, tokens = counts.nodes / counts.rows, counts.tokens / counts.rows
-        return {"steps": counts.steps, "nodes_per_row": nodes, "tokens_per_row": tokens}
+    def _timed(self, work: Callable[[], Any]) -> Any:
+        begin = now("cpu")
+        found = work()
+        self.seconds += now("cpu") - begin
+        return found
 
 
 class Serving:
@@ -105,44 +91,34 @@ class Serving:
         self._options = options
         loaded = load_model(options.model, options.dtype)
         self._model: Any = loaded.model
-        most = max([options.least_requests, *options.loads])
-        self._cases: list[Recording] = []
-        if options.answers:
-            prompt = options.prompt_tokens or 4096
-            limits = ForcedOptions(max_new_tokens=options.max_new_tokens, max_prompt_tokens=prompt)
-            self._cases = read_cases("answers", Path(options.answers), loaded.tokenizer, most, limits)
-            self._ids = [torch.tensor(case.prompt) for case in self._cases]
-        else:
-            prompts = prompts_of(Path(options.prompts), most)
-            first = slice(options.prompt_tokens or None)
-            self._ids = [token_ids(loaded.tokenizer, self._model, prompt.text)[0, first] for prompt in prompts]
-        self._expected: dict[int, tuple[list[int], float]] = {}
+        most, path = max([options.least_requests, *options.loads]), Path(options.answers or options.prompts)
+        lengths = {"prompt": options.prompt_tokens or None, "answer": options.max_new_tokens if options.answers else 0}
+        self._cases = read_cases(path, encoder_of(loaded.tokenizer), most, **lengths)
         self._warm: set[int] = set()
+        self._reference = lru_cache(maxsize=None)(self._generate)
 
     def alone(self) -> Iterator[Row]:
         """Each prompt by itself."""
         for load in self._options.loads:
-            chosen = range(min(self._requests(load), self._options.compared))
-            seconds = sum(self._reference(number)[1] for number in chosen)
-            tokens = sum(len(self._reference(number)[0]) for number in chosen)
+            found = [self._reference(number) for number in range(min(self._requests(load), self._options.compared))]
+            seconds, tokens = sum(counts.seconds for counts in found), sum(len(counts.tokens) for counts in found)
             yield {"kind": "serving", "load": load, "method": "generate", "rate": tokens / seconds, "tokens": tokens}
 
     def rows(self, load: int, repeat: int) -> Iterator[Row]:
         """All methods at a load."""
-        engines = [name for name in self._options.methods if not name.endswith("batches")]
+        engines = [name for name in self._options.methods if name != "batches"]
         if load not in self._warm:
             self._warm.add(load)
             self._race(load, engines)
-        rows = []
-        first = repeat % len(engines)
+        rows, first = [], repeat % len(engines)
         for name, run in self._race(load, [*engines[first:], *engines[:first]]).items():
-            rows.append(self._row(name, load, run.texts, run.seconds) | run.counts())
-        for name in self._options.methods:
-            if name not in engines:
-                state_of(self._model).memory = None
-                begin = process_time()
-                texts = self._batches(name.startswith("drafted"), load)
-                rows.append(self._row(name, load, texts, process_time() - begin))
+            counts = run.engine.statistics
+            row = self._row(name, load, run.texts, run.seconds) | {"steps": counts.steps}
+            rows.append(row | {f"{what}_per_row": getattr(counts, what) / counts.rows for what in ("nodes", "tokens")})
+        if "batches" in self._options.methods:
+            begin = now("cpu")
+            texts = self._batches(load)
+            rows.append(self._row("batches", load, texts, now("cpu") - begin))
         plain = next((row["rate"] for row in rows if row["method"] == "plain"), None)
         for row in rows:
             wrong = row["differ"] and self._options.dtype == "float32"
@@ -153,78 +129,72 @@ class Serving:
         """New engines, which take turns until all of them are through; their memories are empty."""
         state_of(self._model).memory = None
         runs = {
-            name: Run(Engine(self._model, self._config(name), max_rows=load), partial(self._submit, load))
+            name: Run(Engine(self._model, config_of(name), max_rows=load), partial(self._submit, load))
             for name in engines
         }
         while running := [run for run in runs.values() if not run.finished]:
-            min(running, key=lambda run: run.tokens).step()
+            min(running, key=lambda run: run.engine.statistics.tokens).step()
         return runs
 
     def _submit(self, load: int, engine: Engine) -> list[RequestHandle]:
-        numbers = range(self._requests(load))
-        return [engine.submit(self._ids[number], seed=number, **self._arguments(number)) for number in numbers]
+        handles = []
+        for number in range(self._requests(load)):
+            case, arguments = self._cases[number], self._arguments()
+            if case.answer:
+                arguments["max_new_tokens"] = len(case.answer)
+                arguments["logits_processor"] = LogitsProcessorList([Forced(case)])
+            handles.append(engine.submit(case.prompt, seed=number, **arguments))
+        return handles
 
     def _row(self, name: str, load: int, texts: Texts, seconds: float) -> Row:
-        expected = [self._reference(number)[0] for number in range(min(len(texts), self._options.compared))]
+        expected = [self._reference(number).tokens for number in range(min(len(texts), self._options.compared))]
         tokens = sum(map(len, texts))
         row = {"kind": "serving", "load": load, "method": name, "rate": tokens / seconds, "tokens": tokens}
-        row["differ"] = sum(own != other for own, other in zip(texts, expected, strict=False))
+        row["differ"] = sum(text != list(other) for text, other in zip(texts, expected, strict=False))
         return row | {"temperature": self._options.temperature, "seconds": seconds, "requests": len(texts)}
 
     def _requests(self, load: int) -> int:
-        return min(max(load, self._options.least_requests), len(self._ids))
+        return min(max(load, self._options.least_requests), len(self._cases))
 
-    def _arguments(self, number: int) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         temperature = self._options.temperature
-        found: dict[str, Any] = {"max_new_tokens": self._options.max_new_tokens, "do_sample": temperature > 0}
-        if temperature:
-            found["temperature"] = temperature
-        if self._cases:
-            case = self._cases[number]
-            found |= {
-                "max_new_tokens": len(case.answer),
-                "logits_processor": LogitsProcessorList([Forced(case, len(case.prompt))]),
-            }
-        return found
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        return sampling | {"max_new_tokens": self._options.max_new_tokens}
 
-    def _reference(self, number: int) -> tuple[list[int], float]:
-        """The text that `generate` gives, and its CPU time."""
-        if number not in self._expected:
-            torch.manual_seed(number)
-            begin = process_time()
-            tokens, _ = generate(self._model, self._ids[number][None], None, **self._arguments(number))
-            self._expected[number] = tokens, process_time() - begin
-        return self._expected[number]
+    def _generate(self, number: int) -> Counts:
+        """What `generate` makes of a prompt."""
+        torch.manual_seed(number)
+        case, arguments = self._cases[number], self._arguments()
+        return generate(
+            self._model, case, None, **arguments | ({"max_new_tokens": len(case.answer)} if case.answer else {})
+        )
 
-    def _config(self, name: str) -> LookaheadConfig:
-        """That of the engine that a method is."""
-        if name == "drafts":
-            return LookaheadConfig(memory="process")
-        if name == "plain":
-            return LookaheadConfig(preset="autoregressive")
-        nodes = int(name.split()[0]) + 1
-        drafting = LookaheadConfig(step_budget=nodes)
-        make = partial(build_drafter, drafting, memory=DraftMemory())
-        return LookaheadConfig(drafter=make, step_budget=nodes)
-
-    def _batches(self, drafted: bool, load: int) -> Texts:
+    def _batches(self, load: int) -> Texts:
         """Padded batches; a text ends with its first end-of-sequence token."""
-        chosen, texts = self._ids[: self._requests(load)], list[list[int]]()
-        ends = self._model.generation_config.eos_token_id
+        texts, ends = Texts(), self._model.generation_config.eos_token_id
         stops = set(ends if isinstance(ends, list) else [ends])
-        for begin in range(0, len(chosen), load):
-            part = chosen[begin : begin + load]
+        prompts = [torch.tensor(case.prompt) for case in self._cases[: self._requests(load)]]
+        for begin in range(0, len(prompts), load):
+            part = prompts[begin : begin + load]
             longest = max(map(len, part))
             mask = torch.stack([torch.arange(longest) >= longest - len(ids) for ids in part]).long()
             padded = torch.stack([torch.nn.functional.pad(ids, (longest - len(ids), 0)) for ids in part])
-            call: Any = self._model.generate
-            if drafted:
-                call = partial(lookahead.generate, self._model, lookahead_config=LookaheadConfig(memory="process"))
-            output = call(padded, attention_mask=mask, **self._arguments(0))
+            output = self._model.generate(padded, attention_mask=mask, **self._arguments())
             for row in output[:, longest:].tolist():
                 end = next((place for place, token in enumerate(row) if token in stops), len(row))
                 texts.append(row[: end + 1])
         return texts
+
+
+def config_of(method: str) -> LookaheadConfig:
+    """That of the engine that a method is."""
+    if method == "drafts":
+        return LookaheadConfig(memory="process")
+    if method == "plain":
+        return LookaheadConfig(preset="autoregressive")
+    nodes = int(method.split()[0]) + 1
+    make = partial(build_drafter, LookaheadConfig(step_budget=nodes), memory=DraftMemory())
+    return LookaheadConfig(drafter=make, step_budget=nodes)
 
 
 def probe(options: Options) -> Probe:

@@ -1,6 +1,6 @@
 """Compare this checkout with another commit, in pairs: is it as good in tokens a step, and in CPU time?
 
-    python benchmarks/worth.py --base COMMIT [--quick] [--turns N] [--only TEXT]
+    python benchmarks worth --base COMMIT [--quick] [--turns N] [--only TEXT]
 
 Two processes, one of each commit, take turns case by case; each turn has new processes, and another one begins. Rows go
 to `build/worth`, turn by turn for each line, and the same command goes on where it stopped. For each line stand the
@@ -24,9 +24,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+
+from lookahead.bench.rows import Row, RowsFile, kept_lines
+from lookahead.errors import InvalidArgumentError, LookaheadError
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build/worth"
@@ -34,8 +39,6 @@ LIMITS = {"S": -0.01, "speed": -0.02}
 SAMPLES = 4000
 PASSES, FAILS, UNDECIDED = "passes", "FAILS", "undecided"
 MOST_TURNS = 99
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Worker:
 
     def __init__(self, source: Source, shared: Path, quick: bool) -> None:
         src = source.folder / "src"
-        command = [sys.executable, str(ROOT / "benchmarks/worth_lines.py"), "--src", str(src), "--shared", str(shared)]
+        command = [sys.executable, str(ROOT / "benchmarks/lines.py"), "--src", str(src), "--shared", str(shared)]
         environment = {**os.environ, "PYTHONPATH": str(src), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._log = (FOLDER / f"{source.name}.log").open("a", encoding="utf-8")
         self._process = subprocess.Popen(
@@ -117,43 +120,19 @@ class Worker:
 
     def ask(self, **request: Any) -> Any:
         """Its answer to a request."""
-        assert self._process.stdin is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)
         return self._answer()
 
     def close(self) -> None:
         """End it."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._process.wait()
+        self._process.communicate()
         self._log.close()
 
     def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        answer = self._process.stdout.readline()
+        answer = self._process.stdout.readline()  # type: ignore[union-attr]
         if not answer:
-            raise ChildProcessError(f"a measuring process ended; see {self._log.name}")
+            raise LookaheadError(f"a measuring process ended; see {self._log.name}")
         return json.loads(answer)
-
-
-class Rows:
-    """Rows on the disk, a unit of `(line, turn)` at a time."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        if lines and not lines[-1].endswith("\n"):  # it was cut off
-            path.write_text("".join(lines[:-1]), encoding="utf-8")
-            del lines[-1]
-        units = list(map(json.loads, lines))
-        self.units: dict[tuple[str, int], list[Row]] = {(unit["line"], unit["turn"]): unit["rows"] for unit in units}
-
-    def append(self, line: str, turn: int, rows: list[Row]) -> None:
-        """Keep a unit."""
-        self.units[line, turn] = rows
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"line": line, "turn": turn, "rows": rows}) + "\n")
 
 
 class Comparison:
@@ -167,13 +146,14 @@ class Comparison:
 
     def __init__(self, base: Source, here: Source, shared: Path, quick: bool) -> None:
         self._sources, self._shared, self._quick = (base, here), shared, quick
-        tools = (ROOT / "benchmarks/worth_lines.py", ROOT / "tools/playback.py")
+        tools = [ROOT / name for name in ("benchmarks/lines.py", "benchmarks/cases.py", "tools/playback.py")]
         how = _digest(path.read_bytes() for path in tools)
         if quick:
             names = [f"quick-{how}-{source.name}.jsonl" for source in self._sources]
         else:
             names = [f"full-{how}-{base.name}-{here.name}-{side}.jsonl" for side in ("base", "here")]
-        self._rows = [Rows(FOLDER / name) for name in names]
+        kept = [kept_lines(FOLDER / name) for name in names]
+        self._files = [RowsFile(FOLDER / name, rows, unit_of) for name, rows in zip(names, kept, strict=True)]
 
     def names(self) -> list[str]:
         """The lines that are compared."""
@@ -183,7 +163,7 @@ class Comparison:
 
     def turn(self, turn: int, names: Sequence[str]) -> None:
         """Measure what is missing of a turn."""
-        missing = {name: [side for side in (0, 1) if (name, turn) not in self._rows[side].units] for name in names}
+        missing = {name: [side for side in (0, 1) if (name, turn) not in self._files[side]] for name in names}
         if not self._quick:  # times are those of the same minutes
             missing = {name: [0, 1] for name, sides in missing.items() if sides}
         needed = {side for sides in missing.values() for side in sides}
@@ -205,24 +185,33 @@ class Comparison:
                 counts = workers[side].ask(line=name, turn=turn, case=number)
                 found[side].append({"case": case, **counts})
         for side in sides:
-            self._rows[side].append(name, turn, found[side])
+            self._files[side].append({"line": name, "turn": turn, "rows": found[side]})
+
+    def rows(self, line: str, turn: int) -> list[list[Row]]:
+        """The rows of a turn, those of the base and those of this checkout."""
+        units = [[unit for unit in file.rows if unit_of(unit) == (line, turn)][-1] for file in self._files]
+        return [unit["rows"] for unit in units]
 
     def ratios(self, line: str, turns: int, what: str) -> dict[str, list[float]]:
         """This checkout over the base, for each case."""
-        found: dict[str, list[float]] = {}
+        by, found = "steps" if what == "S" else "seconds", dict[str, list[float]]()
         for turn in range(turns):
-            pairs = zip(*(rows.units[line, turn] for rows in self._rows), strict=True)
-            for number, (base, here) in enumerate(pairs):
+            for number, (base, here) in enumerate(zip(*self.rows(line, turn), strict=True)):
                 assert base["case"] == here["case"]
                 assert base["tokens"] == here["tokens"], f"{line}, {base['case']}: texts of other lengths"
-                by = "steps" if what == "S" else "seconds"
                 key = f"{number}: {base['case']}"  # a file may have the same name twice
                 found.setdefault(key, []).append(base[by] / here[by])
         return found
 
-    def exhausted(self, line: str, turns: int) -> bool:
-        """Whether another turn would have nothing new."""
-        return not self._rows[0].units[line, turns - 1]
+    def microseconds(self, line: str, turns: int) -> list[float]:
+        """Microseconds of a step, of the base and of this checkout: medians of the cases."""
+        sides = [[row for turn in range(turns) for row in self.rows(line, turn)[side]] for side in (0, 1)]
+        return [median(1e6 * row["seconds"] / row["steps"] for row in rows) for rows in sides]
+
+
+def unit_of(row: Row) -> tuple[str, int]:
+    """The line and turn of what a file keeps together."""
+    return row["line"], row["turn"]
 
 
 def report(comparison: Comparison, names: Sequence[str], turns: int, measures: Sequence[str]) -> int:
@@ -241,9 +230,10 @@ def report(comparison: Comparison, names: Sequence[str], turns: int, measures: S
                 turns_lacking = found.more_turns(turns, limit)
                 lacking = max(lacking, turns_lacking)
                 count = f"{turns_lacking}{'+' if turns_lacking >= MOST_TURNS else ''}"
-                more = ": no more cases" if comparison.exhausted(name, turns) else f": {count} more turns"
+                more = f": {count} more turns" if comparison.rows(name, turns - 1)[0] else ": no more cases"
             verdicts.append(verdict)
-            print(_shown(name, found, len(ratios)), f"{verdict}{more}")
+            times = "" if what == "S" else ", {:.0f} to {:.0f} us a step".format(*comparison.microseconds(name, turns))
+            print(_shown(name, found, len(ratios)), f"{verdict}{more}{times}")
         print(_shown("all cases together", estimate(whole), len(whole)), estimate(whole).verdict(limit))
     counts = {verdict: verdicts.count(verdict) for verdict in (PASSES, FAILS, UNDECIDED)}
     print("\n" + ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
@@ -257,33 +247,33 @@ def _shown(name: str, found: Estimate, cases: int) -> str:
     return f"  {name:42} {cases:4} cases {values}"
 
 
-def main() -> int:
-    """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def compare_commits(given: Sequence[str], notes: Console, only: str = "") -> int:
+    """Compare this checkout with another commit, in pairs; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python benchmarks worth", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--base", required=True, metavar="COMMIT", help="what this checkout is compared with")
     parser.add_argument("--quick", action="store_true", help="S alone, at fixed numbers of nodes")
     parser.add_argument("--turns", type=int, help="turns in all (1 if quick, else 3)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only lines whose names hold it")
+    parser.add_argument("--only", default=only, metavar="TEXT", help="only lines whose names hold it")
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="folder of data and models")
-    options = parser.parse_args()
+    options = parser.parse_args(given)
     turns = options.turns or (1 if options.quick else 3)
+    if not (options.shared / "data").is_dir():
+        raise InvalidArgumentError(f"--shared {options.shared}: no folder with data and models")
     try:
         base, here = Source(options.base), Source(None)
     except subprocess.CalledProcessError as error:
-        print(f"--base {options.base}: no such commit ({error})", file=sys.stderr)
-        return 2
-    if not (options.shared / "data").is_dir():
-        print(f"--shared {options.shared}: no folder with data and models", file=sys.stderr)
-        return 2
+        raise InvalidArgumentError(f"--base {options.base}: no such commit ({error})") from error
     comparison = Comparison(base, here, options.shared.resolve(), options.quick)
     names = [name for name in comparison.names() if options.only in name]
     if not names:
-        print(f"--only {options.only!r}: no line has that in its name", file=sys.stderr)
-        return 2
+        raise InvalidArgumentError(f"--only {options.only!r}: no line has that in its name")
     for turn in range(turns):
         comparison.turn(turn, names)
     return report(comparison, names, turns, ["S"] if options.quick else list(LIMITS))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def compare_drafting(given: Sequence[str], notes: Console) -> int:
+    """`worth` of the seconds that steps book as drafting: one text at 16 nodes, and 16 texts at 4 nodes each."""
+    return compare_commits(given, notes, only="drafting alone")

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cases import Case, Counts
+from lookahead.errors import UnsupportedArgumentError
 from model_zoo import VOCAB_SIZE, build
 from word_model import save_word_tokenizer
 
 command, probe = (importlib.import_module(name) for name in ("command", "probe"))
-engine = importlib.import_module("engine")
 
 pytestmark = pytest.mark.usefixtures("compiled_loops")
 
@@ -61,94 +66,83 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, units: int) -> None:
-    """Let so many units be measured, then act as if Ctrl-C were pressed."""
-    left = units
-    whole = engine.probe
-
-    def interrupted(options: Any) -> Any:
-        planned = whole(options)
-
-        def measured(unit: Any) -> Any:
-            nonlocal left
-            if left == 0:
-                raise KeyboardInterrupt
-            left -= 1
-            return unit.measure()
-
-        units = [probe.Unit(unit.name, lambda unit=unit: measured(unit)) for unit in planned.units]
-        return probe.Probe(units, planned.header)
-
-    monkeypatch.setattr(engine, "probe", interrupted)
-
-
 # the command
 
 
 @pytest.fixture
-def steps(measure: Measure, model_folder: Path) -> Callable[..., int]:
-    """The engine probe on the tiny model."""
-    arguments = ["--model", model_folder, "--dtype", "float32", "--repeats", 1, "--nodes", 4, "--variants", "default"]
-    return lambda *more: measure("engine", *arguments, "--contexts", 8, 12, *more)
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A probe of two units, `counting`, which notes the units that it measures; Ctrl-C comes before a third."""
+    measured: list[str] = []
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Options:
+        path: str = probe.option("some/folder", "a file")
+        size: int = probe.option(1, "a size")
+
+    def units(options: Any) -> Any:
+        def measure(name: str) -> Any:
+            if len(measured) == 2:
+                raise KeyboardInterrupt
+            measured.append(name)
+            return [{"kind": "figure", "value": len(measured)}] * 2
+
+        return probe.Probe([probe.Unit(name, partial(measure, name)) for name in "abc"], {"size": options.size})
+
+    module = SimpleNamespace(Options=Options, probe=units, __doc__="Counts.")
+    monkeypatch.setitem(command.PROBES, "counting", "a probe of this test")
+    monkeypatch.setitem(sys.modules, "counting", module)
+    return measured
 
 
-def test_rows_are_of_units_below_a_header(steps: Callable[..., int], tmp_path: Path) -> None:
-    assert steps() == 0
-    header, *rows = rows_in(tmp_path)
-    assert (header["kind"], header["benchmark"], header["model"]["name"]) == ("header", "engine", "tiny")
-    assert header["options"]["model"] == "tiny"
-    assert str(tmp_path) not in (tmp_path / "rows.jsonl").read_text(), "no path of this machine may be in the rows"
-    assert list(dict.fromkeys(row["unit"] for row in rows)) == ["context 8", "context 12"]
-    of_steps = [(row["context"], row["method"], row["nodes"]) for row in rows if row["kind"] == "step"]
-    beside = [(name, 1) for name in ("transformers", "memory limit")]
-    assert of_steps == [(context, *one) for context in (8, 12) for one in [*beside, ("default", 1), ("default", 4)]]
-    assert all(row["seconds"] > 0 for row in rows)
-
-
-def test_an_interrupted_run_goes_on(
-    steps: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_interrupted_run_goes_on_and_measures_nothing_twice(
+    measure: Measure, counting: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 1)
-        assert steps() == 130
+    assert measure("counting", "--path", tmp_path / "model") == 130
     assert "the same command goes on" in " ".join(capsys.readouterr().err.split())
-    early = rows_in(tmp_path)
-    assert {row["unit"] for row in early} == {"header", "context 8"}
+    header, *rows = early = rows_in(tmp_path)
+    assert (header["kind"], header["benchmark"]) == ("header", "counting")
+    assert header["options"] == {"path": "model", "size": 1}
+    assert str(tmp_path) not in (tmp_path / "rows.jsonl").read_text(), "no path of this machine may be in the rows"
+    assert [row["unit"] for row in rows] == ["a", "a", "b", "b"]
     with (tmp_path / "rows.jsonl").open("a") as file:
-        file.write('{"unit": "context 12", "kind": "st')  # a crash in the middle of a line
-    assert steps() == 0
-    whole = rows_in(tmp_path)
-    assert whole[: len(early)] == early
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 0)
-        assert steps() == 0, "nothing is measured twice"
-        assert rows_in(tmp_path) == whole
-        assert steps("--restart") == 130
-    assert [row["kind"] for row in rows_in(tmp_path)] == ["header"]
+        file.write('{"unit": "c", "kind": "fig')  # a crash in the middle of a line
+    counting.clear()
+    assert measure("counting") == 0
+    assert counting == ["c"]
+    assert rows_in(tmp_path)[: len(early)] == early
+    assert measure("counting") == 0
+    assert counting == ["c"]
+    assert measure("counting", "--restart") == 130
+    assert [row["unit"] for row in rows_in(tmp_path)] == ["header", "a", "a"]
 
 
-def test_rows_of_another_model_are_kept_apart(
-    steps: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_rows_of_other_settings_are_kept_apart(
+    measure: Measure, counting: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert steps() == 0
+    measure("counting")
     before = rows_in(tmp_path)
-    assert steps("--dtype", "bfloat16") == 2
+    assert measure("counting", "--size", 2) == 2
     message = " ".join(capsys.readouterr().err.split())
-    assert "another model (dtype: 'float32' then, 'bfloat16' now)" in message
+    assert "another size (1 then, 2 now)" in message
     assert "--restart" in message
     assert rows_in(tmp_path) == before
 
 
+@pytest.mark.usefixtures("counting")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["engine", "--nodes", "0"], "whole number of at least 1"),
-        (["engine", "--variants", "none"], "--variants none"),
+        (["counting", "--size", "0"], "whole number of at least 1"),
+        (["forced_text", "--methods", "guessing", "--layers", "1", "--hidden-size", "32"], "'guessing' is none of"),
         (["nothing"], "invalid choice"),
     ],
 )
 def test_what_is_refused(
-    measure: Measure, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str, tmp_path: Path
+    measure: Measure,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
 ) -> None:
     try:
         status = measure(*arguments)
@@ -159,16 +153,32 @@ def test_what_is_refused(
     assert not (tmp_path / "rows.jsonl").exists()
 
 
+def test_ways_take_turns_and_are_compared_with_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[str] = []
+
+    def way(name: str, tokens: list[int]) -> Any:
+        def run(case: Case, number: int) -> Counts | None:
+            calls.append(name)
+            if name == "refused":
+                raise UnsupportedArgumentError("not here")
+            return None if name == "absent" else Counts(tokens, 2, 3, 0.5)
+
+        return run
+
+    ways = {"plain": [1, 2], "same": [1, 2], "other": [1, 3], "absent": [], "refused": []}
+    turns = probe.Turns({name: way(name, tokens) for name, tokens in ways.items()})
+    refused, *rows = turns.rows(Case("a", [5]))
+    assert (refused["method"], refused["reason"]) == ("refused", "not here")
+    assert [(row["method"], row["equal"], "error" in row) for row in rows] == [
+        ("plain", True, False), ("same", True, False), ("other", False, True),
+    ]  # fmt: skip
+    assert (rows[2]["first_difference"], rows[2]["steps"], rows[2]["nodes"]) == (1, 2, 3)
+    calls.clear()
+    assert [row["equal"] for row in turns.rows(Case("b", [5], [1, 3]))] == [False, False, True], "the answer counts"
+    assert calls == ["same", "other", "absent", "plain"], "each case begins with another way"
+
+
 # the probes
-
-
-def test_plain_steps_leave_the_cache_as_it_was(model_folder: Path) -> None:
-    model = probe.load_model(str(model_folder), "float32").model
-    with torch.no_grad():
-        plain = engine.PlainSteps(model, [1, 2, 3, 4, 5])
-        plain.forward()
-        plain.undo()
-        assert plain._cache.get_seq_length() == 4
 
 
 def test_random_model_has_half_a_billion_weights() -> None:
@@ -192,13 +202,12 @@ def test_forced_texts_are_written_by_each_method(measure: Measure, tmp_path: Pat
     header, *rows = rows_in(tmp_path)
     assert [row["method"] for row in rows if row["task"] == "edits"] == list(header["methods"])
     assert all(row["equal"] and row["steps"] <= row["tokens"] for row in rows)
-    assert measure("forced_text", *files, "--layers", 1, "--hidden-size", 32, "--methods", "guessing", "--restart") == 2
 
 
 def test_the_serving_probe_counts_each_method_at_each_load(
     measure: Measure, model_folder: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    methods = ["drafts", "plain", "4 drafts", "batches", "drafted batches"]
+    methods = ["drafts", "plain", "4 drafts", "batches"]
     arguments = ["--model", model_folder, "--prompts", prompts, "--loads", 1, 2, "--repeats", 1, "--max-new-tokens", 6]
     assert measure("serving", *arguments, "--methods", *methods) == 0
     rows = [row for row in rows_in(tmp_path) if "repeat" in row]

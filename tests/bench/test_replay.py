@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from cases import Case, read_cases, tokenizer_of
 from command import main
 from lookahead.demo import demo_model_path
 from lookahead.drafting import NoDrafter
 from lookahead.errors import InvalidArgumentError
-from recordings import Recording, read_recordings, tokenizer_of
 from replay import replay
 
 EDIT = {
@@ -28,23 +28,23 @@ def letters(text: str) -> list[int]:
 
 
 def test_without_a_draft_each_token_is_a_step() -> None:
-    assert replay(Recording("r", [1, 2], [3, 4, 5], []), lambda _: NoDrafter()).steps == 3
+    assert replay(Case("r", [1, 2], [3, 4, 5]), lambda _: NoDrafter()).steps == 3
 
 
 def test_an_edit_expects_its_input(tmp_path: Path) -> None:
     path = tmp_path / "edits.jsonl"
     path.write_text(json.dumps(EDIT) + "\n", encoding="utf-8")
-    (recording,) = read_recordings(path, letters)
+    (recording,) = read_cases(path, letters)
     assert recording.expected == letters(EDIT["input"])
     assert recording.prompt == letters(f"rename\n\n{EDIT['input']}\n\n")
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"id": 1}', '{"id": 1, "prompt": "", "output": "x"}'])
-def test_what_is_no_recording_is_refused(tmp_path: Path, line: str) -> None:
+def test_what_is_no_case_is_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_text(line + "\n", encoding="utf-8")
     with pytest.raises(InvalidArgumentError, match="line 1"):
-        read_recordings(path, letters)
+        read_cases(path, letters)
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -55,14 +55,18 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tekken_file_is_read(tmp_path: Path) -> None:
-    pytest.importorskip("tiktoken")
+    pytest.importorskip("mistral_common")
     tokens = [bytes([value]) for value in range(256)] + [b"ab"]
-    vocabulary = [{"rank": rank, "token_bytes": base64.b64encode(token).decode()} for rank, token in enumerate(tokens)]
-    config = {"pattern": r"\w+|\W", "default_vocab_size": 267, "default_num_special_tokens": 10}
+    vocabulary = [
+        {"rank": rank, "token_str": None, "token_bytes": base64.b64encode(token).decode()}
+        for rank, token in enumerate(tokens)
+    ]
+    config = {"pattern": r"\w+|\W", "default_vocab_size": 277, "default_num_special_tokens": 20}
+    config |= {"num_vocab_tokens": 257, "version": "v3"}
     path = tmp_path / "tekken.json"
     path.write_text(json.dumps({"config": config, "vocab": vocabulary}), encoding="utf-8")
     name, encode = tokenizer_of(path)
-    assert (name, encode("abb")) == ("tekken.json", [266, 108])
+    assert (name, encode("abb")) == ("tekken.json", [276, 118])
 
 
 def test_the_command_writes_rows_once(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ from lookahead.core.step import Batch, decode
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import NoDrafter
 from playback import PlayedBackend, PlayedRow, TextScript, VLLMLoop, played_sequence
-from worth import FAILS, PASSES, UNDECIDED, Comparison, Estimate, Rows, estimate, report
+from worth import FAILS, PASSES, UNDECIDED, Comparison, Estimate, estimate, report
 
 
 def cases(*ratios: float) -> dict[str, list[float]]:
@@ -39,16 +38,6 @@ def test_turns_of_a_case_count_as_their_mean() -> None:
 def test_four_times_the_turns_halve_an_interval() -> None:
     assert Estimate(0.0, -0.02, 0.02).more_turns(3, -0.01) == 9
     assert Estimate(-0.02, -0.04, 0.0).more_turns(1, -0.01) == 3
-
-
-def test_a_unit_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    Rows(path).append("demo", 0, [{"case": "a", "tokens": 3, "steps": 2, "seconds": 0.1}])
-    with path.open("a", encoding="utf-8") as file:
-        file.write('{"line": "demo", "turn": 1, "rows": [')
-    assert set(Rows(path).units) == {("demo", 0)}
-    Rows(path).append("demo", 1, [])
-    assert [json.loads(line)["turn"] for line in path.read_text(encoding="utf-8").splitlines()] == [0, 1]
 
 
 def test_a_played_text_is_decoded_without_a_model() -> None:
@@ -81,11 +70,17 @@ def test_vllm_keeps_what_is_right_and_one_token_more() -> None:
     assert [[accepted for _, accepted in step] for step in loop.steps] == [[0, 0], [1, 0], [1]]
 
 
+def add(comparison: Comparison, case: str, *sides: list[int]) -> None:
+    """A turn of a line, of which the steps of each case are known."""
+    for file, counts in zip(comparison._files, sides, strict=True):
+        rows = [{"case": case, "tokens": 30, "steps": count, "seconds": 1.0} for count in counts]
+        file.append({"line": "line", "turn": 0, "rows": rows})
+
+
 def test_cases_are_paired_by_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worth.FOLDER", tmp_path)
     comparison = Comparison(SimpleNamespace(name="a"), SimpleNamespace(name="b"), tmp_path, quick=True)
-    for rows, steps in zip(comparison._rows, ([4, 6], [2, 6]), strict=True):
-        rows.append("line", 0, [{"case": "same", "tokens": 8, "steps": count, "seconds": 1.0} for count in steps])
+    add(comparison, "same", [4, 6], [2, 6])
     assert comparison.ratios("line", 1, "S") == {"0: same": [2.0], "1: same": [1.0]}
     assert report(comparison, ["line"], 1, ["S"]) == 0
 
@@ -96,7 +91,6 @@ def test_the_exit_status_is_that_of_the_worst_line(
 ) -> None:
     monkeypatch.setattr("worth.FOLDER", tmp_path)
     comparison = Comparison(SimpleNamespace(name="a"), SimpleNamespace(name="b"), tmp_path, quick=True)
-    for rows, counts in zip(comparison._rows, ([10] * 3, steps), strict=True):
-        rows.append("line", 0, [{"case": "x", "tokens": 30, "steps": count, "seconds": 1.0} for count in counts])
+    add(comparison, "x", [10] * 3, steps)
     assert report(comparison, ["line"], 1, ["S"]) == status
     assert ("more turns" in capsys.readouterr().out) == (status == 3)

@@ -117,7 +117,7 @@ def test_commands_of_every_kind_are_found_and_a_wrong_option_is_not_accepted() -
     with pytest.raises(Exception, match="no-such-option"):
         parse_lookahead(["generate", "--no-such-option"])
     with pytest.raises(SystemExit):
-        parse_benchmark(["engine", "--output", "x.jsonl", "--no-such-option"])
+        parse_benchmark(["replay", "--output", "x.jsonl", "--no-such-option"])
     with pytest.raises(AssertionError):
         parse_make(["no-such-target"])
 

@@ -1,21 +1,23 @@
-"""`python benchmarks report`: tables and plots that say what the rows say."""
+"""Rows of suites: what a summary, a table and a plot say of them."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from command import main
-from lookahead import LookaheadConfig
+from lookahead import InvalidArgumentError, LookaheadConfig
 from lookahead.bench.rows import read_files, read_rows, steps_within
 from lookahead.bench.suite import MethodSpec
-from lookahead.bench.summary import RunSet, first_difference, summarise
-from pages import report
-from plots import best_of_families, draw
+from lookahead.bench.summary import differences, first_difference, summarise
+from tables import best_published
+
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
 
 
 def _options(config: LookaheadConfig) -> dict[str, Any]:
@@ -138,34 +140,23 @@ def test_speed_is_of_the_same_pass_and_the_right_engine() -> None:
     assert summarise([row("plain", "a", [1], 1.0, device="cuda")])[0].clock == "wall"
 
 
-def test_a_report_has_tables_of_models_tasks_and_methods() -> None:
-    tables = report(ROWS)
-    assert "## tiny" in tables
-    assert "### words" in tables
-    assert "| tiny | Llama | 1,500,000 | `abc` | float32 | A Processor | 1 | – |" in tables
-    assert "| words | words.jsonl | 2 | 1 | 12 | – | – | – |" in tables
-    figures = "8.0 | 4.80 | 3.33 | 41.67 | 83.33 | 2.50x [2.25, 2.75] | 2.33x [2.00, 2.67] | 25% | yes |"
-    assert f"| auto | {figures}" in tables
-    assert "| words | auto | 8 | 25% | 4.80 | lookup | 6.00 | 0.80x |" in tables, "the matches send 9 nodes"
-    assert "Outputs that differ" not in tables
+def test_the_best_published_method_sends_no_more_nodes_on_the_same_prompts() -> None:
+    _, lines = best_published(ROWS)
+    assert lines == [["words", "auto", "8", "25%", "4.80", "lookup", "6.00", "0.80x"]], "the matches send 9 nodes"
     fewer = [row for row in ROWS if (row["method"], row["prompt"]) != ("lookup", "b")]
-    assert "| words | auto | 8 | 25% | 4.80 | – | – | – |" in report(fewer), "other prompts are no comparison"
-    drawn = {"task": "drawn", "sampling": {"temperature": 0.8, "top_k": 5, "top_p": 0.9}}
-    sampled = [row("plain", "a", [1], 1.0, **drawn), row("plain", "a", [1], 1.0, repeat=1, **drawn), *ROWS]
-    assert "| drawn | words.jsonl | 1 | 2 | 12 | 0.8 | 5 | 0.9 |" in report(sampled)
+    assert best_published(fewer)[1][0][5:] == ["–", "–", "–"], "other prompts are no comparison"
 
 
-def test_differences_are_listed() -> None:
+def test_whether_outputs_are_identical_and_have_to_be() -> None:
     other = row("engine", "a", [1, 1, 1], 1.0, output=[0, 1, 7])
     rows = [row("plain", "a", [1, 1, 1], 1.0), other]
-    assert "| 0% |" not in report(rows)
-    assert "NO, 0 of 1" in report(rows)
-    assert "- engine on a (tiny, words, pass 1): differs from the reference at new token 2" in report(rows)
+    assert summarise(rows)[0].methods[1].identical == "NO, 0 of 1"
+    assert [str(found) for found in differences(rows)] == [
+        "engine on a (tiny, words, pass 1): differs from the reference at new token 2"
+    ]
     other["exact"] = False
-    assert "| 0 of 1 |" in report(rows)
-    assert "Outputs that differ" not in report(rows)
-    twice = [row("plain", "a", [1], 1.0), row("plain", "a", [1], 1.0, repeat=1, output=[3])]
-    assert "Outputs that differ although they must not: 1." in report(twice)
+    assert summarise(rows)[0].methods[1].identical == "0 of 1"
+    assert not differences(rows)[0].is_error
 
 
 @pytest.mark.parametrize(
@@ -186,77 +177,49 @@ def test_rows_that_only_count_steps() -> None:
     assert auto.cpu_per_token is auto.over_reference is auto.time_over_reference is None
 
 
-def test_report_reads_several_files_and_writes_page_and_plots(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = "".join(json.dumps(each) + "\n" for each in ROWS)
-    results, rest = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"
-    results.write_text(text)
-    more = [row(method, "a", [1, 2], 1.0, task="other words") for method in ("plain", "auto")]
-    rest.write_bytes(gzip.compress("".join(json.dumps(each) + "\n" for each in more).encode()))
-    assert read_rows(rest) == more
-    assert main(["report", str(results)]) == 0
-    assert capsys.readouterr().out == report(ROWS)
-    page, plots = tmp_path / "docs" / "page.md", tmp_path / "plots"
-    assert main(["report", str(results), str(rest), "--markdown", str(page), "--plots", str(plots)]) == 0
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert page.read_text() == report([*ROWS, *more])
-    assert {path.name for path in plots.iterdir()} == {"tiny-S.svg", "tiny-speed.svg"}
-    for path in plots.iterdir():
-        assert "prefers-color-scheme: dark" in path.read_text()
-        assert f"plot written to {path}" in err
-    results.write_text(text.replace("[0, 1, 2", "[5, 1, 2", 1))
-    assert main(["report", str(results)]) == 1
-    assert "auto on a" in capsys.readouterr().err
+def test_compressed_rows_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "b.jsonl.gz"
+    path.write_bytes(gzip.compress("".join(json.dumps(each) + "\n" for each in ROWS).encode()))
+    assert read_rows(path) == ROWS
 
 
-def test_files_that_do_not_fit_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
     first, again, elsewhere = (tmp_path / f"{name}.jsonl" for name in "abc")
     first.write_text(json.dumps(row("plain", "a", [1, 1], 1.0)) + "\n")
     again.write_text(json.dumps(row("plain", "a", [1, 1], 3.0)) + "\n")
     assert [each["cpu_seconds"] for each in read_files([first, again])] == [3.0]
     elsewhere.write_text(again.read_text().replace("A Processor", "Another"))
-    assert main(["report", str(first), str(elsewhere)]) == 0, "the last one counts"
+    assert len(read_files([first, elsewhere])) == 1, "the last one counts"
     elsewhere.write_text(elsewhere.read_text().replace('"prompt": "a"', '"prompt": "b"'))
-    assert main(["report", str(first), str(elsewhere)]) == 2
-    assert "machine: device: 'A Processor' then, 'Another' now" in capsys.readouterr().err
+    with pytest.raises(InvalidArgumentError, match="machine: device: 'A Processor' then, 'Another' now"):
+        read_files([first, elsewhere])
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("", "no results yet"), ("{\n", "line 1 is no JSON"), ('{"kind": "header"}\n', "line 1 is no result of")],
+    ("text", "message"), [("{\n", "line 1 is no JSON"), ('{"kind": "header"}\n', "line 1 is no result of")]
 )
-def test_files_that_hold_something_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
-) -> None:
+def test_files_that_hold_something_else(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "bad.jsonl").write_text(text)
-    assert main(["report", str(tmp_path / "bad.jsonl")]) == 2
-    assert message in capsys.readouterr().err
+    with pytest.raises(InvalidArgumentError, match=message):
+        read_files([tmp_path / "bad.jsonl"])
 
 
 def test_plots_need_matplotlib_and_a_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps(ROWS[0]) + "\n")
-    assert main(["report", str(file), "--plots", str(file)]) == 2
+    (tmp_path / "file").write_text("")
+    assert main(["plots", str(tmp_path / "file")]) == 2
     assert "is a file" in capsys.readouterr().err
     monkeypatch.setattr("plots.find_spec", lambda name: None)
-    assert main(["report", str(file), "--plots", str(tmp_path / "plots")]) == 2
+    assert main(["plots", str(tmp_path / "plots")]) == 2
     assert "pip install 'lookahead-decoding[plot]'" in capsys.readouterr().err
-    assert main(["report", str(tmp_path / "none.jsonl")]) == 2
-    assert "cannot read the results" in capsys.readouterr().err
 
 
-def test_plots_have_one_message_each(tmp_path: Path) -> None:
-    """However many methods and tasks there are: eight bars at most, the highest first, and the same file again."""
-    methods = [row("lookup", "a", [2 + number] * 4, 1.0) | {"method": f"method {number}"} for number in range(12)]
-    rows = [row("plain", "a", [1] * 8, 1.0), *methods]
-    tasks = [row("auto", "a", [1 + number, 2], 1.0, task=f"task {number}") for number in range(11)]
-    for index, each in enumerate((rows, tasks)):
-        first, again = (draw(each, tmp_path / f"{index}{time}") for time in "ab")
-        assert [path.read_text() for path in first] == [path.read_text() for path in again]
-    runs = RunSet(rows)
-    best = best_of_families(runs, lambda method: method.step_compression)
-    assert [method.method for method in best] == [f"method {number}" for number in range(11, 3, -1)]
+def test_plots_are_those_of_the_pages(tmp_path: Path) -> None:
+    assert main(["plots", str(tmp_path)]) == 0
+    drawn = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.svg"))
+    assert len(drawn) == 5
+    for path in drawn:
+        words, recorded = (re.findall("<!-- .* -->", (folder / path).read_text()) for folder in (tmp_path, IMAGES))
+        assert words == recorded, "run `make plots RECORD=1`"
+        assert "prefers-color-scheme: dark" in (tmp_path / path).read_text()

@@ -1,0 +1,370 @@
+"""Lines of cases: what `worth` compares between two commits, and `standard` between settings.
+
+Run as a program it measures cases for `worth` with the library of the checkout that `PYTHONPATH` names: it reads a JSON
+object a line from its input, and answers with one. `{"line": ..., "turn": ..., "case": ...}` runs a case,
+`{"begin": ..., "turn": ...}` begins a turn of a line. Cases go through what any version of the library has: `generate`,
+`Engine`, vLLM's proposer, and the drafters of text alone. Prompts are others than those that weights were fitted to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import lookahead
+from cases import Case, Counts, Encode, encoder_of, generate, now, read_cases
+from lookahead import Engine, LookaheadConfig
+from lookahead.demo import demo_model_path
+from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
+from lookahead.integrations.vllm import LookaheadProposer
+
+try:
+    from lookahead.core.step import Batch, decode
+except ModuleNotFoundError:  # the name that it had in 0.1
+    from lookahead.core.decoder import Batch, decode
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+from playback import PlayedBackend, PlayedRow, TextScript, VLLMLoop, played_sequence, vllm_config
+
+ROOM = 512
+"""Tokens of a text of the small models at most."""
+
+BEGINNINGS = ("Once upon a time, there was a", "One day, a", "In a small house lived a", "Long ago, in a forest, a")
+WHO = ("little bear", "brave girl", "grumpy cat", "boy named Ben", "tiny bird", "kind queen", "lazy dog", "red truck")
+"""More prompts for the model of stories than the file has."""
+
+FORCED = ("code_edits", "agent_traces", "answers")
+
+Config = LookaheadConfig | None
+Run = Callable[[Config, Case, int], Counts]
+"""Decodes a case as configured, by transformers without a configuration, in a turn, whose number seeds the draws."""
+
+
+@dataclass
+class Line:
+    """Cases that are compared under one name.
+
+    Attributes:
+        name: Its name.
+        cases: All there are.
+        per_turn: How many of them a turn has; each turn goes on behind the one before, and begins anew at the end.
+        run: Measures a case.
+        config: How `worth` decodes them.
+        begin: Called when a turn begins: forgets what was learned.
+        repeats: Whether measuring a case once more gives something new: times, draws.
+    """
+
+    name: str
+    cases: Sequence[Case]
+    per_turn: int
+    run: Run
+    config: Config = field(default_factory=LookaheadConfig)
+    begin: Callable[[], Any] = lambda: None
+    repeats: bool = False
+
+    def of_turn(self, turn: int) -> list[Case]:
+        """The cases of a turn; none where all were measured and nothing new could come of them."""
+        places = range(turn * self.per_turn, (turn + 1) * self.per_turn)
+        size = len(self.cases)
+        return [self.cases[place % size] for place in places if place < size or self.repeats]
+
+
+class Models:
+    """Models, tokenizers and cases, made when they are first wanted.
+
+    Args:
+        shared: Folder of data and models.
+    """
+
+    def __init__(self, shared: Path) -> None:
+        self._shared = shared
+
+    @cache  # noqa: B019, it lives as long as the process
+    def load(self, name: str) -> Any:
+        """`demo`, `demo bfloat16`, `stories`; with random weights a Llama, `hard`, `forced`, `tiny`, or `hybrid`."""
+        if name in ("demo", "demo bfloat16", "stories"):
+            dtype = torch.bfloat16 if name == "demo bfloat16" else torch.float32
+            model = AutoModelForCausalLM.from_pretrained(self._path(name), dtype=dtype, local_files_only=True)
+            model.generation_config.eos_token_id = None  # every text has all its tokens
+            model.generation_config.pad_token_id = 0
+            return model.eval()
+        if name == "hybrid":
+            from probe import random_model  # of this checkout
+
+            return random_model("granite", 6, 256, "float32").model
+        hidden, layers, heads = {"hard": (256, 4, 4), "forced": (512, 8, 8), "tiny": (32, 1, 1)}[name]
+        config = AutoConfig.for_model(
+            "llama", vocab_size=4096, hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers,
+            num_attention_heads=heads, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+    def reload(self, name: str) -> None:
+        """Load a model anew: what the library keeps for the old one goes with it."""
+        type(self).load.cache_clear()
+        self.load(name)
+
+    @cache  # noqa: B019
+    def task(self, name: str) -> list[Case]:
+        """All prompts of a task: the last 320 tokens of each."""
+        return read_cases(self._shared / f"data/{name}.jsonl", self._encode("demo"), prompt=320)
+
+    @cache  # noqa: B019
+    def prompts(self) -> list[Case]:
+        """Code, classes, questions and instructions in turns."""
+        tasks = self.task("humaneval")[32:], self.task("classeval"), self.task("gsm8k"), self.task("spec_bench")[::3]
+        return [case for cases in itertools.zip_longest(*tasks) for case in cases if case is not None]
+
+    @cache  # noqa: B019
+    def stories(self) -> list[Case]:
+        """Beginnings of stories."""
+        encode = self._encode("stories")
+        more = [Case(f"more/{who}/{first}", encode(f"{first} {who}")[-64:]) for who in WHO for first in BEGINNINGS]
+        return read_cases(self._shared / "data/stories.jsonl", encode, prompt=64) + more
+
+    @cache  # noqa: B019
+    def recorded(self, name: str) -> list[Case]:
+        """Every second recording of a file: weights were fitted to the others."""
+        cases = read_cases(self._shared / f"data/{name}.jsonl", self._encode("demo"), prompt=1024, answer=192)
+        return [case for case in cases[1::2] if len(case.answer) > 16]
+
+    def _path(self, name: str) -> Path:
+        return self._shared / "models/stories260k" if name == "stories" else Path(demo_model_path())
+
+    @cache  # noqa: B019
+    def _encode(self, name: str) -> Encode:
+        return encoder_of(AutoTokenizer.from_pretrained(self._path(name), local_files_only=True))
+
+
+class Runner:
+    """Ways of measuring a case; its methods make what a line runs."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._text_memory: Any = None
+
+    def texts(self, name: str, new: int = 0, heat: float = 0.0, expects: bool = False) -> Run:
+        """`generate` of a model, upon which answers are forced; `expects`: what is expected is the `prediction`."""
+        sampling: dict[str, Any] = {"do_sample": True, "temperature": heat, "top_k": 0} if heat else {}
+
+        def run(config: Config, case: Case, turn: int) -> Counts:
+            more = sampling if case.answer else sampling | {"max_new_tokens": new}
+            if expects:
+                more = more | {"prediction": torch.tensor(case.expected)}
+            torch.manual_seed(1000 * turn + len(case.prompt))
+            counts = generate(self._models.load(name), case, config, **more)
+            assert not case.answer or counts.tokens == list(case.answer)
+            return counts
+
+        return run
+
+    def serve(self, load: int, new: int = 64) -> Run:
+        """An engine of so many requests at once, the first of which is the case; every second one is sampled."""
+
+        def run(config: Config, case: Case, turn: int) -> Counts:
+            if config is None:
+                config = LookaheadConfig(step_budget=1)  # no room for drafts
+            elif config.preset == "auto" and config.step_budget is not None:
+                config = replace(config, step_budget=load * config.step_budget)  # nodes are those of each request
+            cases = self._models.prompts()
+            first = cases.index(case)
+            begin = now("cpu")
+            engine = Engine(self._models.load("demo"), config, max_rows=load)
+            handles = []
+            for seed in range(load):
+                prompt = cases[(first + seed) % len(cases)].prompt
+                handles.append(engine.submit(prompt, seed=seed, max_new_tokens=new, do_sample=seed % 2 == 1))
+            while engine.step():
+                pass
+            seconds = now("cpu") - begin
+            tokens = [token for handle in handles for token in handle.tokens]
+            return Counts(tokens, engine.statistics.rows, 0, seconds)
+
+        return run
+
+    def drafting(self, rows: int) -> Run:
+        """Seconds that steps book as drafting, of so many texts of a batch: all before a pass and after its tokens."""
+
+        def run(config: Config, case: Case, turn: int) -> Counts:
+            ids = torch.tensor([each.prompt for each in _windows(case, rows)])
+            arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 128, "do_sample": False}
+            output = lookahead.generate(
+                self._models.load("demo"), ids, lookahead_config=config, return_dict_in_generate=True, **arguments
+            )
+            statistics = output.statistics
+            tokens = output.sequences[:, ids.shape[1] :].flatten().tolist()
+            return Counts(tokens, statistics.steps, sum(statistics.nodes_per_step), statistics.seconds.draft)
+
+        return run
+
+    def replay(self, build: Callable[..., Any], nodes: int, across: bool = False) -> Run:
+        """Drafts from texts alone for a recorded answer; `across`: also from the requests before it in this turn."""
+
+        def run(config: Config, case: Case, turn: int) -> Counts:
+            if across and self._text_memory is None:
+                self._text_memory = text_memory()
+            begin = now("cpu")
+            drafter = build(nodes, self._text_memory) if across else build(nodes)
+            batch = Batch([played_sequence(case.prompt, case.answer, drafter)])
+            decode(PlayedBackend([PlayedRow(TextScript([*case.prompt, *case.answer]))]), batch)
+            sent = batch.statistics.nodes_per_step
+            return Counts(case.answer, len(sent), sum(sent), now("cpu") - begin)
+
+        return run
+
+    def forget(self) -> None:
+        """Forget texts of other requests."""
+        self._text_memory = None
+
+    def propose(self, drafted: int) -> Run:
+        """vLLM's proposer without logits."""
+
+        def run(config: Config, case: Case, turn: int) -> Counts:
+            room = len(case.prompt) + len(case.answer) + drafted + 1
+            proposer = LookaheadProposer(vllm_config(4096, drafted, 1, room, learn="tokens"))
+            proposer.load_model(None)
+            begin = now("cpu")
+            loop = VLLMLoop(proposer, room)
+            loop.run([case.prompt], [case.answer])
+            return Counts(case.answer, len(loop.steps), 0, now("cpu") - begin)
+
+        return run
+
+    def propose_with_logits(self, drafted: int, new: int) -> Run:
+        """vLLM's proposer that reads the logits of the model of stories."""
+
+        def run(config: Config, case: Case, turn: int) -> Counts:
+            model = self._models.load("stories")
+            answer = generate(model, case, None, max_new_tokens=new).tokens
+            head = _Head()
+            proposer = LookaheadProposer(vllm_config(ROOM, drafted, 1, ROOM))
+            proposer.load_model(head)
+
+            def read(texts: list[list[int]], drafts: list[list[int]]) -> None:
+                with torch.inference_mode():
+                    logits = model(torch.tensor([texts[0] + drafts[0]])).logits[0]
+                head.compute_logits(logits[len(texts[0]) - 1 :].clone())
+
+            begin = now("cpu")
+            loop = VLLMLoop(proposer, ROOM, read)
+            loop.run([case.prompt], [list(answer)])
+            return Counts(answer, len(loop.steps), 0, now("cpu") - begin)
+
+        return run
+
+
+class _Head:
+    """What the proposer reads of vLLM's model."""
+
+    def compute_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """They are computed already."""
+        return logits
+
+
+def _windows(case: Case, count: int) -> list[Case]:
+    """A case and others like it: its tokens, begun at other places."""
+    return [Case(case.id, case.prompt[place:] + case.prompt[:place]) for place in range(0, 8 * count, 8)]
+
+
+def quick_lines(models: Models, runner: Runner) -> Iterator[Line]:
+    """S at fixed numbers of nodes."""
+    demo, stories = models.prompts(), models.stories()
+    for nodes in (16, 64):
+        fixed, kept = LookaheadConfig(step_budget=nodes), LookaheadConfig(step_budget=nodes, memory="process")
+        yield Line(f"demo, {nodes} nodes", demo, 24, runner.texts("demo", 128), fixed)
+        yield Line(f"stories, {nodes} nodes", stories, 22, runner.texts("stories", 200), fixed)
+        # the memory is the model's, so the turn begins with a copy of the model
+        forget, name = partial(models.reload, "stories"), f"stories, memory kept, {nodes} nodes"
+        yield Line(name, stories, 22, runner.texts("stories", 200), kept, forget)
+        for file in FORCED:
+            yield Line(f"forced {file}, {nodes} nodes", models.recorded(file), 48, runner.texts("tiny"), fixed)
+    for nodes in (4, 8, 16, 64):
+        fixed = LookaheadConfig(step_budget=nodes)
+        yield Line(f"sampled, {nodes} nodes", demo, 14, runner.texts("demo", 96, 0.8), fixed, repeats=True)
+        run = runner.texts("stories", 200, 1.0)
+        yield Line(f"stories sampled, {nodes} nodes", stories, 22, run, fixed, repeats=True)
+    run, fixed = runner.texts("tiny", expects=True), LookaheadConfig(step_budget=16)
+    yield Line("forced code_edits, predicted, 16 nodes", models.recorded("code_edits"), 48, run, fixed)
+    yield from replay_lines(models, runner)
+    yield Line("vLLM, logits, 8 drafted", stories, 11, runner.propose_with_logits(8, 128))
+
+
+def replay_lines(models: Models, runner: Runner) -> Iterator[Line]:
+    """Drafts from texts alone, without a model."""
+    cases = [case for file in FORCED for case in models.recorded(file)]
+    for nodes, build in ((16, build_text_chain_drafter), (16, build_text_drafter), (64, build_text_drafter)):
+        name = f"replay, {'tree' if build is build_text_drafter else 'chain'} of {nodes}"
+        yield Line(name, cases, len(cases), runner.replay(build, nodes))
+    across = runner.replay(build_text_drafter, 32, across=True)
+    yield Line("replay, tree of 32, memory kept", cases, len(cases), across, begin=runner.forget)
+    yield Line("vLLM, tokens, 8 drafted", cases, len(cases), runner.propose(8))
+
+
+def full_lines(models: Models, runner: Runner) -> Iterator[Line]:
+    """S and time, at fixed numbers of nodes and with as many as pay."""
+    demo, stories, kept = models.prompts(), models.stories(), LookaheadConfig(memory="process")
+    for name, config in (("auto", LookaheadConfig()), ("16 nodes", LookaheadConfig(step_budget=16))):
+        yield Line(f"demo, {name}", demo, 16, runner.texts("demo", 128), config)
+        yield Line(f"stories, {name}", stories, 16, runner.texts("stories", 200), config)
+        for file in FORCED[:2]:
+            yield Line(f"forced {file}, {name}", models.recorded(file), 8, runner.texts("forced"), config)
+    forget = partial(models.reload, "demo")
+    yield Line("demo, memory kept, auto", demo, 16, runner.texts("demo", 128), kept, forget)
+    for heat in (0.8, 1.0):
+        yield Line(f"sampled, temperature {heat}, auto", demo, 16, runner.texts("demo", 96, heat))
+    yield Line("hard, auto", demo, 8, runner.texts("hard", 192, 1.0))
+    yield Line("short calls, auto", demo, 32, runner.texts("hard", 16, 1.0))
+    for load in (2, 8):
+        yield Line(f"serving {load} requests, auto", demo[::load], 8, runner.serve(load), kept, forget)
+    long = [case for case in demo if len(case.prompt) > 200]
+    for rows, nodes in ((1, 16), (16, 4)):
+        config, name = LookaheadConfig(step_budget=nodes), f"drafting alone, {rows} texts of {nodes} nodes"
+        yield Line(name, long, 6 if rows == 1 else 2, runner.drafting(rows), config)
+    yield from replay_lines(models, runner)
+
+
+def main() -> None:
+    """Answer requests until the input ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shared", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--src", type=Path, required=True, help="where the library has to come from")
+    options = parser.parse_args()
+    assert Path(lookahead.__file__).is_relative_to(options.src), f"{lookahead.__file__} is not from {options.src}"
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    models = Models(options.shared)
+    lines = {line.name: line for line in (quick_lines if options.quick else full_lines)(models, Runner(models))}
+    if not options.quick:  # the same cases in each turn: times are never the same
+        lines = {name: replace(line, repeats=True, cases=line.cases[: line.per_turn]) for name, line in lines.items()}
+    print(json.dumps(list(lines)), file=answers, flush=True)
+    for request in map(json.loads, sys.stdin):
+        line, turn = lines[request.get("line", request.get("begin"))], request["turn"]
+        cases = line.of_turn(turn)
+        if "begin" in request:
+            if cases:
+                line.begin()
+                line.run(line.config, cases[-1], turn)  # what is made once for a model is not measured
+                line.begin()
+            answer: Any = [case.id for case in cases]
+        else:
+            counts = line.run(line.config, cases[request["case"]], turn)
+            answer = {"tokens": len(counts.tokens), "steps": counts.steps, "seconds": counts.seconds}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
