@@ -62,11 +62,11 @@ def test_transformers_goes_on_with_a_cache_of_ours(model: PreTrainedModel, insid
         assert torch.equal(second, model.generate(text, **GREEDY))
 
 
-def test_rows_chosen_inside_are_written_to_outside() -> None:
+def test_what_grew_inside_is_written_to_outside() -> None:
     layer = TreeLayer()
-    states = torch.arange(12.0).view(2, 1, 2, 3)
-    layer.update(states, states)
+    states = torch.arange(12.0).view(1, 1, 4, 3)
     with torch.inference_mode():
-        layer.batch_select_indices(torch.tensor([1]))
-    keys, _ = layer.update(states[:1], states[:1])
-    assert torch.equal(keys, torch.cat([states[1:], states[:1]], dim=2))
+        layer.update(states, states)
+        layer.commit([range(4)])
+    keys, _ = layer.update(states, states)
+    assert torch.equal(keys, torch.cat([states, states], dim=2))

@@ -1,13 +1,10 @@
 """The cache keeps what was accepted and nothing else, against a plain list of states."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache
 
 from lookahead.backends.transformers.tree_cache import TreeCache, TreeLayer
-from lookahead.errors import InvalidArgumentError
 
 
 def states(values: list[list[int]]) -> torch.Tensor:
@@ -24,9 +21,8 @@ def test_rows_hold_exactly_the_committed_states(data: st.DataObject) -> None:
         nodes = data.draw(st.integers(1, 9))
         fresh = [[counter + row * nodes + node for node in range(nodes)] for row in range(rows)]
         counter += rows * nodes
-        with cache.scratch():
-            for layer in range(2):
-                keys, values = cache.update(states(fresh), -states(fresh), layer)
+        for layer in range(2):
+            keys, values = cache.update(states(fresh), -states(fresh), layer)
         scratch = max(map(len, expected))
         assert keys.shape[2] == values.shape[2] == scratch + nodes
         for row in range(rows):
@@ -44,14 +40,8 @@ def test_rows_hold_exactly_the_committed_states(data: st.DataObject) -> None:
         assert cache.get_seq_length() == max(map(len, expected))
 
 
-def scratch_layer() -> TreeLayer:
-    layer = TreeLayer()
-    layer.keeps_all = False
-    return layer
-
-
 def test_a_contiguous_path_is_not_copied() -> None:
-    layer = scratch_layer()
+    layer = TreeLayer()
     layer.update(states([[1, 2, 3, 4]]), states([[1, 2, 3, 4]]))
     before = layer.keys._version
     layer.commit([[0, 1, 2]])
@@ -64,7 +54,7 @@ def test_a_contiguous_path_is_not_copied() -> None:
 
 
 def test_memory_grows_seldom() -> None:
-    layer, capacities = scratch_layer(), set()
+    layer, capacities = TreeLayer(), set()
     for token in range(3000):
         layer.update(states([[token]]), states([[token]]))
         layer.commit([[0]])
@@ -74,71 +64,27 @@ def test_memory_grows_seldom() -> None:
     assert max(capacities) <= 3000 + 256
 
 
-def test_forget_crop_and_reset() -> None:
+def test_forget_and_crop() -> None:
     cache = TreeCache()
-    with cache.scratch():
-        cache.update(states([[1, 2], [3, 4]]), states([[1, 2], [3, 4]]), 0)
+    cache.update(states([[1, 2], [3, 4]]), states([[1, 2], [3, 4]]), 0)
     cache.commit([[0, 1], [0]])
     cache.forget(0)
     assert cache.lengths(2) == [0, 1]
-    with cache.scratch():
-        cache.update(states([[5, 6], [7, 8]]), states([[5, 6], [7, 8]]), 0)
+    cache.update(states([[5, 6], [7, 8]]), states([[5, 6], [7, 8]]), 0)
     cache.commit([[0, 1], [1]])
     assert cache.layers[0].keys[0, 0, :2, 0].tolist() == [5, 6]
     assert cache.layers[0].keys[1, 0, :2, 0].tolist() == [3, 8]
-    cache.crop(-1)
-    assert cache.lengths(2) == [1, 1]
-    cache.reset()
-    assert cache.lengths(2) == [0, 0]
+    cache.crop([1, 4])
+    assert cache.lengths(2) == [1, 2]
 
 
-@pytest.mark.parametrize("number", [-9, -2, 0, 1, 2, 3, 9])
-def test_crop_keeps_what_transformers_caches_keep(number: int) -> None:
-    """A positive number of tokens is kept, as many are removed of a negative one."""
-    ours, theirs = TreeCache(), DynamicCache()
-    for cache in (ours, theirs):
-        cache.update(states([[5, 6, 7], [1, 2, 3]]), states([[5, 6, 7], [1, 2, 3]]), 0)
-    ours.crop(number)
-    try:
-        theirs.crop(number)
-    except ValueError:  # newer versions of transformers take negative numbers alone
-        theirs.crop(min(number - 3, 0))
-    assert ours.get_seq_length() == theirs.get_seq_length()
-    for cache in (ours, theirs):
-        keys, _ = cache.update(states([[8], [4]]), states([[8], [4]]), 0)
-        cache.last = keys
-    assert torch.equal(ours.last, theirs.last)
-
-
-def test_crop_keeps_so_many_tokens_of_each_row() -> None:
-    cache = TreeCache()
-    with cache.scratch():
-        cache.update(states([[1, 2, 3], [4, 5, 6]]), states([[1, 2, 3], [4, 5, 6]]), 0)
-    cache.commit([[0, 1, 2], [0]])
-    cache.crop(2)
-    assert cache.lengths(2) == [2, 1]
-
-
-def test_outside_of_trees_it_is_a_cache_like_any_other() -> None:
-    cache = TreeCache()
-    for start in (0, 2, 4):
-        fresh = states([[start, start + 1], [10 + start, 11 + start]])
-        keys, _ = cache.update(fresh, fresh, 0)
-        assert keys.shape[2] == cache.get_seq_length() == start + 2
-    assert keys[1, 0, :, 0].tolist() == [10, 11, 12, 13, 14, 15]
-    cache.reorder_cache(torch.tensor([1, 0]))
-    assert cache.layers[0].keys[0, 0, :2, 0].tolist() == [10, 11]
-    cache.batch_repeat_interleave(2)
-    assert cache.lengths(4) == [6] * 4
-    cache.batch_select_indices(torch.tensor([3]))
-    assert cache.layers[0].keys[0, 0, :6, 0].tolist() == [0, 1, 2, 3, 4, 5]
-
-
-def test_rows_of_different_lengths_are_for_trees_alone() -> None:
-    cache = TreeCache()
-    with cache.scratch():
-        cache.update(states([[1, 2], [3, 4]]), states([[1, 2], [3, 4]]), 0)
-    cache.commit([[0, 1], [0]])
-    with pytest.raises(InvalidArgumentError, match="past_key_values"):
-        cache.update(states([[1], [2]]), states([[1], [2]]), 0)
-    assert cache.lengths(2) == [2, 1]
+def test_a_start_is_copied() -> None:
+    first, second = TreeCache(), TreeCache(block=8)
+    first.update(states([[1, 2, 3]]), states([[1, 2, 3]]), 0)
+    first.commit([[0, 2]])
+    second.copy_start(first, 2)
+    assert second.lengths(1) == [2]
+    assert second.allocated == 8
+    second.update(states([[9]]), states([[9]]), 0)
+    assert second.layers[0].keys[0, 0, :3, 0].tolist() == [1, 3, 9]
+    assert first.layers[0].keys[0, 0, :2, 0].tolist() == [1, 3]

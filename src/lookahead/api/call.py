@@ -118,7 +118,7 @@ class Call:
         keeps_cache = self._returns_cache or self._arguments.prompts.cache is not None
         try:
             self._decode(keeps_cache)
-        except Exception as error:
+        except BaseException as error:
             self._call.restore(error)
             raise
         finally:

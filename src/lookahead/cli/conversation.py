@@ -148,7 +148,7 @@ class Conversation:
                 )
                 self._take_cache(output)
             except BaseException as error:
-                self._salvage(ids, recording.tokens, kept)
+                self._keep(kept)  # the call has left it as it was
                 if not isinstance(error, KeyboardInterrupt):
                     raise
                 interruption.asked = True  # nobody waited for it
@@ -176,16 +176,6 @@ class Conversation:
         text = output.sequences[0].tolist()
         self._cached = text[: self._cache.get_seq_length()] if self._cache is not None else []
 
-    def _salvage(self, ids: list[int], tokens: list[int], kept: int) -> None:
-        """Keep what is known to be right in a cache that was left in the middle of a step.
-
-        Steps only write behind what is there, and report when the cache has settled. By then it holds all of the
-        text but the last token. The cache of a first turn is not in our hands yet.
-        """
-        settled = max(kept, len(ids) + len(tokens) - 1) if tokens else kept
-        self._cached = (ids + tokens)[:settled] if self._cache is not None else []
-        self._keep(settled)
-
     def _keep(self, tokens: int) -> None:
         """Crop the cache to its first `tokens`, each layer by itself: an interruption may have come between two."""
         layers = [layer for layer in self._cache.layers if layer.is_initialized] if self._cache is not None else []
@@ -196,7 +186,7 @@ class Conversation:
         try:
             for layer, length in zip(layers, lengths, strict=True):
                 layer.crop(tokens - length)
-        except ValueError:  # a layer with a window has forgotten keys that the shorter text sees
+        except (ValueError, RuntimeError):  # a layer with a window has forgotten keys that the shorter text sees
             self._forget_cache()
             return
         self._cached = self._cached[:tokens]

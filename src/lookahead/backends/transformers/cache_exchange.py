@@ -12,6 +12,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from lookahead.backends.transformers.static_cache import StaticTreeCache
 from lookahead.backends.transformers.tree_cache import TreeCache, TreeLayer
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
@@ -25,23 +26,21 @@ _EMPTY_LAYERS: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_uti
 
 
 def adopt_cache(cache: Cache, mask: torch.Tensor) -> TreeCache:
-    """The tree cache to decode with: `cache` itself where possible, else a copy of its contents.
+    """The tree cache to decode with, which begins with what `cache` holds and leaves that as it is.
 
     A cache of transformers has a column for every input token, hidden ones included; decoding goes on
     with the tokens that count, each row contiguous from its start.
 
     Args:
-        cache: What the caller passed.
+        cache: What the caller passed, or what the model made of a prompt.
         mask: Which tokens of the whole text count, `[batch, columns]` bool; the cache holds the first columns.
 
     Raises:
         InvalidArgumentError: The cache has other rows than the mask, or the mask shows tokens that it was made without.
         UnsupportedArgumentError: The cache is of another kind.
     """
-    if isinstance(cache, TreeCache):
-        cache.settle()
     # Empty caches of the kind that makes its layers as the model comes to them have none yet.
-    elif (
+    if (
         not isinstance(cache, DynamicCache)
         or cache.offloading
         or any(type(layer) not in (*_LAYERS, *_EMPTY_LAYERS) for layer in cache.layers)
@@ -52,7 +51,7 @@ def adopt_cache(cache: Cache, mask: torch.Tensor) -> TreeCache:
         )
     length = cache.get_seq_length()
     if length == 0:
-        return cache if isinstance(cache, TreeCache) else TreeCache([_window(layer) for layer in cache.layers])
+        return TreeCache([_window(layer) for layer in cache.layers])
     held = mask[:, :length].cpu()
     filled = [layer for layer in cache.layers if layer.is_initialized and not isinstance(layer, _EMPTY_LAYERS)]
     if len(held) != filled[0].keys.shape[0]:
@@ -60,29 +59,22 @@ def adopt_cache(cache: Cache, mask: torch.Tensor) -> TreeCache:
             f"past_key_values holds {filled[0].keys.shape[0]} rows, but input_ids has {len(held)}; they must be the "
             "same texts"
         )
-    first = filled[0]
-    _check_states(first.keys[:, :, : length - getattr(first, "dropped", 0)], held)  # there may be room behind
-    adopted = cache if isinstance(cache, TreeCache) else TreeCache([_window(layer) for layer in cache.layers])
-    if adopted is not cache:
-        adopted.layers = [_adopt_layer(layer) for layer in cache.layers]
+    _check_states(filled[0].keys, held)
+    adopted = TreeCache([_window(layer) for layer in cache.layers])
+    adopted.layers = [_adopt_layer(layer) for layer in cache.layers]
     return adopted if bool(held.all()) else _without_hidden(adopted, held)
 
 
-def return_cache(decoded: TreeCache, cache: Cache | None, mask: torch.Tensor) -> Cache:
+def return_cache(decoded: TreeCache, cache: Cache, mask: torch.Tensor) -> Cache:
     """The cache that the caller gets: `cache` with what decoding added, as transformers would have left it.
 
     Args:
-        decoded: What was decoded.
-        cache: What the caller passed, if anything.
+        decoded: What was decoded, and is used no more; the buffers of a static one are.
+        cache: What the caller passed, or an empty one.
         mask: Which tokens of the text that was handed over count, `[batch, columns]` bool; later ones all do.
     """
     if not bool(mask.all()):
         decoded = _with_hidden(decoded, mask.cpu())
-    if cache is None:
-        return decoded
-    if isinstance(cache, TreeCache):
-        cache.layers = decoded.layers
-        return cache
     while len(cache.layers) < len(decoded.layers):
         picks = decoded.layers[len(cache.layers)].indexer is not None
         cache.layers.append(DynamicIndexedLayer() if picks else DynamicLayer())
@@ -97,17 +89,14 @@ def return_cache(decoded: TreeCache, cache: Cache | None, mask: torch.Tensor) ->
             layer.cumulative_length = end
             start = max(0, end - layer.sliding_window + 1)
         start, end = start - states.dropped, end - states.dropped
-        layer.keys, layer.values = states.keys[:, :, start:end].clone(), states.values[:, :, start:end].clone()
+        rows = len(states.lengths)
+        layer.keys, layer.values = states.keys[:rows, :, start:end], states.values[:rows, :, start:end]
+        if isinstance(decoded, StaticTreeCache):
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
         if states.indexer is not None and isinstance(layer, DynamicIndexedLayer):
             layer.lazy_initialization_indexer(states.indexer.keys)
-            layer.indexer_keys = states.indexer.keys[:, 0, :end].clone()
+            layer.indexer_keys = states.indexer.keys[:, 0, :end]
     return cache
-
-
-def leave_out_hidden(cache: TreeCache, mask: torch.Tensor) -> None:
-    """Make each row of `cache` contiguous from its start; `mask` `[batch, columns]` bool says which of them count."""
-    if not bool(mask.all()):
-        cache.layers = _without_hidden(cache, mask.cpu()).layers
 
 
 def _check_states(keys: torch.Tensor, held: torch.Tensor) -> None:
@@ -153,7 +142,7 @@ def _moved_layer(
     copies = []
     for held in (layer.keys, layer.values):
         # Zeros for what a sliding layer has forgotten: its window hides them.
-        states = torch.nn.functional.pad(held, (0, 0, layer.dropped, 0))
+        states = torch.nn.functional.pad(held[: len(lengths)], (0, 0, layer.dropped, 0))
         moved = states.new_full((*states.shape[:2], max(lengths), states.shape[3]), fill)
         for row, (source, target) in enumerate(zip(sources, targets, strict=True)):
             moved[row][:, target.to(states.device)] = states[row][:, source.to(states.device)]
@@ -176,8 +165,9 @@ def _adopt_layer(layer: CacheLayerMixin) -> TreeLayer:
         return TreeLayer(_window(layer))
     length = layer.get_seq_length()
     lengths = [length] * layer.keys.shape[0]
-    copied = TreeLayer.holding(layer.keys.clone(), layer.values.clone(), lengths, _window(layer))
-    copied.dropped = length - layer.keys.shape[2]
+    adopted = TreeLayer.holding(layer.keys, layer.values, lengths, _window(layer))
+    adopted.dropped = length - layer.keys.shape[2]
     if getattr(layer, "is_indexer_initialized", False):
-        copied.update_indexer(layer.indexer_keys)
-    return copied
+        keys = layer.indexer_keys[:, None]
+        adopted.indexer = TreeLayer.holding(keys, keys[..., :0], lengths)
+    return adopted

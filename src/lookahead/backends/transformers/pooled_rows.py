@@ -93,14 +93,12 @@ class PooledRow(TextRow):
     Attributes:
         pages: Its pages, in the order of its tokens, `[pages]` int32.
         length: Tokens that are kept.
-        prompt: What the model itself has read of a prompt, until it is taken over.
     """
 
     def __init__(self, pool: RowPool) -> None:
         self._pool = pool
         self.pages = np.empty(0, dtype=np.int32)
         self.length = 0
-        self.prompt: TreeCache | None = None
 
     def __del__(self) -> None:
         self._pool.give_back(self.pages.tolist())
@@ -134,6 +132,7 @@ class PooledRow(TextRow):
 
     def adopt(self, cache: TreeCache) -> None:
         """Begin with what a cache of one row holds."""
+        cache.keep_all()
         (length,) = cache.lengths(1)
         self.reserve(length)
         columns = upload(self._pool.cache.buffers[0].device, self.columns(np.arange(length)))[0]
@@ -376,18 +375,3 @@ class PooledRunner(RowsRunner):
             self._pool.move(np.concatenate(sources), np.concatenate(targets))
         for row, own in zip(rows, slots, strict=True):
             row.length += len(own)
-
-    @property
-    def prompt_cache(self) -> Any:
-        """See `TransformersRunner`."""
-        row: Any = self.rows[0]
-        if row.prompt is None and not row.length:
-            row.prompt = TreeCache()
-        return row.prompt
-
-    def take_prompt(self, outputs: object, mask: torch.Tensor, shifts: Sequence[int]) -> None:
-        """See `TransformersRunner`."""
-        super().take_prompt(outputs, mask, shifts)
-        row: Any = self.rows[0]
-        row.adopt(row.prompt)
-        row.prompt = None

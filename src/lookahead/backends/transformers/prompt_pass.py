@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from lookahead.backends.forward_result import ForwardResult, forward_results
-from lookahead.backends.transformers.chain_cache import cache_name
+from lookahead.backends.transformers.chain_cache import SavedState, cache_name
 from lookahead.backends.transformers.model_state import forward_arguments, state_of
 from lookahead.backends.transformers.runner import TransformersRunner
 from lookahead.backends.transformers.snapshots import preserved_state
@@ -49,6 +49,7 @@ class PromptPass:
         self._runner, self._model = runner, model
         self._ids, self._mask = input_ids, mask
         self._arguments = dict(arguments)
+        self._cache_name = cache_name(model)
 
     def idle_tree(self) -> TokenTree:
         """No row is finished before its first step."""
@@ -91,11 +92,9 @@ class PromptPass:
 
     def _read(self, keep: int) -> Any:
         """What the model gives for the prompts, with the logits of `keep` columns at least."""
-        arguments, cache = self._arguments, self._runner.prompt_cache
+        arguments, cache = self._arguments, self._arguments.get(self._cache_name)
         if "logits_to_keep" in forward_arguments(self._model):
             arguments["logits_to_keep"] = keep
-        if cache is not None:
-            arguments[cache_name(self._model)] = cache
         held = 0 if cache is None else cache.get_seq_length()
         # A mask that is as long as the prompts says that these repeat what the cache holds.
         new = self._ids.shape[1] - held if held and self._mask.shape[1] == self._ids.shape[1] else None
@@ -110,13 +109,13 @@ class PromptPass:
         Raises:
             UnsupportedModelError: Steps of tokens alone are not what the model does.
         """
-        model, cache = self._model, self._runner.prompt_cache
-        if cache is not None and cache.get_seq_length() != self._mask.shape[1]:
-            raise self._refusal("its cache has other columns than the prompt has tokens")
-        arguments = dict(self._arguments)
+        model, arguments = self._model, dict(self._arguments)
         if "logits_to_keep" in arguments:
             arguments["logits_to_keep"] = 1
         arguments = model._update_model_kwargs_for_generation(outputs, arguments)
+        cache = arguments[self._cache_name]
+        if cache.get_seq_length() != self._mask.shape[1]:
+            raise self._refusal("its cache has other columns than the prompt has tokens")
         likely = outputs.logits[:, -1].float().topk(min(_TRIALS, outputs.logits.shape[-1])).indices.tolist()
         tried = (
             "prompt",
@@ -135,8 +134,8 @@ class PromptPass:
         plain: list[torch.Tensor] = []
         if tries:
             with preserved_state(model):
-                plain = [self._runner.plain_step(model, inputs) for inputs in steps]
-        self._runner.take_prompt(outputs, self._mask, shifts)
+                plain = [self._plain_step(inputs) for inputs in steps]
+        self._runner.take_prompt(cache, self._mask, shifts)
         if tries and not any(self._agrees(*trial) for trial in zip(trials, plain, strict=True)):
             raise self._refusal("steps of tokens alone differ from those that it makes by itself")
         state.checked.add(tried)
@@ -146,6 +145,13 @@ class PromptPass:
         ids = torch.cat([self._ids, self._ids.new_tensor(tokens)[:, None]], dim=1)
         inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **arguments)
         return dict(inputs)
+
+    def _plain_step(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Logits `[rows, vocabulary]` of that, which leaves no trace."""
+        saved = SavedState(inputs[self._cache_name], [])
+        logits: torch.Tensor = self._model(**inputs, return_dict=True).logits[:, -1].float()
+        saved.restore()
+        return logits
 
     def _shifts(self, positions: torch.Tensor | None) -> list[int]:
         """By how much the position of a token of each row differs from its place in the text.

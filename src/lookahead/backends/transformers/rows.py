@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 
 import torch
 from transformers.cache_utils import Cache
@@ -41,7 +40,12 @@ class Row(TextRow):
 
     def crop(self, tokens: int) -> None:
         """Forget all behind the first `tokens` tokens."""
-        self.cache.restore([tokens])
+        self.cache.crop([tokens])
+
+    def adopt(self, cache: TreeCache) -> None:
+        """Begin with what a cache of one row holds."""
+        cache.keep_all()
+        self.cache.copy_start(cache, *cache.lengths(1))
 
 
 class CacheRow(TextRow):
@@ -81,14 +85,6 @@ class RowsCache(Cache):  # type: ignore[misc]
     def __init__(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         super().__init__(layer_class_to_replicate=TreeLayer)
         self._rows = list(zip(rows, counts, strict=True))
-
-    @contextmanager
-    def scratch(self) -> Iterator[None]:
-        """For the pass: what it writes is kept only if it is committed."""
-        with ExitStack() as stack:
-            for row, _ in self._rows:
-                stack.enter_context(row.cache.scratch())
-            yield
 
 
 class PackedCache(RowsCache):

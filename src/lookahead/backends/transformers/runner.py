@@ -17,11 +17,9 @@ from lookahead.backends.base import Runner, check_chain
 from lookahead.backends.forward_result import ForwardResult, forward_results, nothing_listed
 from lookahead.backends.transfers import upload
 from lookahead.backends.transformers.attention import INVARIANT_ROWS
-from lookahead.backends.transformers.cache_exchange import leave_out_hidden
+from lookahead.backends.transformers.cache_exchange import adopt_cache
 from lookahead.backends.transformers.chain_cache import (
     ChainRow,
-    SavedState,
-    empty_cache,
     is_forgetful,
     reads_whole,
     row_of_batch,
@@ -127,29 +125,18 @@ class TransformersRunner(Runner):
     def _deepest(self, position: int) -> int | None:
         return self._limits.deepest(position)
 
-    @property
-    def prompt_cache(self) -> Any:
-        """The cache as a pass of the model over the prompts takes it, before anything was read."""
-        raise NotImplementedError
-
-    def take_prompt(self, outputs: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
+    def take_prompt(self, cache: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
         """Go on from what the model read.
 
         Args:
-            outputs: What it gave.
+            cache: The model's own.
             mask: What counts of it, `[rows, columns]` bool.
             shifts: By how much the position of a token of each row differs from its place in the text.
         """
         raise NotImplementedError
 
-    def plain_step(self, model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
-        """Logits `[rows, vocabulary]` of a pass of `model` over one token of each row, which leaves no trace."""
-        logits: torch.Tensor = model(**inputs, return_dict=True).logits[:, -1].float()
-        self.prompt_cache.crop(-1)
-        return logits
-
     def try_step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """The same by passes as the steps to come will be."""
+        """Logits `[rows, vocabulary]` of a pass over one token of each row, which leaves no trace."""
         results = self.forward([TokenTree([token]) for token in tokens])
         return torch.cat([result.logits_after(0) for result in results])
 
@@ -219,7 +206,7 @@ class ModelRunner(TransformersRunner):
             cache = TreeCache(self._masks.windows)
         if steps is not None or model.config._attn_implementation in PACKED_MASKS:
             cache.keep_all()  # packed masks and static buffers are of all columns
-        self._prompt_cache = self.cache = cache
+        self.cache = cache
         self._steps = steps
         if steps is not None:
             steps.begin(cache)
@@ -273,8 +260,7 @@ class ModelRunner(TransformersRunner):
 
     def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
         inputs = self._layout.inputs(step)
-        with self.cache.scratch():
-            return self._call(self.model, inputs, {"past_key_values": self.cache}).logits, inputs
+        return self._call(self.model, inputs, {"past_key_values": self.cache}).logits, inputs
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
@@ -284,16 +270,13 @@ class ModelRunner(TransformersRunner):
         # A single text goes in one pass, which needs no mask of ours; a batch in chunks, as its mask grows with them.
         return None if texts == 1 and not self.is_invariant else self._chunk
 
-    @property
-    def prompt_cache(self) -> TreeCache:
+    def take_prompt(self, cache: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
         """See `TransformersRunner`."""
-        return self._prompt_cache
-
-    def take_prompt(self, outputs: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
-        """See `TransformersRunner`."""
-        leave_out_hidden(self.prompt_cache, mask)
+        adopted = adopt_cache(cache, mask)
         if self._steps is not None:
-            self._steps.begin(self.prompt_cache)
+            self._steps.begin(adopted)
+        else:
+            self.cache.layers = adopted.layers
         for row, shift in zip(self.rows, shifts, strict=True):
             row.shift = shift
 
@@ -364,8 +347,7 @@ class RowsRunner(TransformersRunner):
         else:
             cache = rows[0].cache if len(rows) == 1 else PaddedCache(rows, step.counts)
             inputs = self._padded_layout.inputs(step)
-        with cache.scratch():
-            return self._call(self.model, inputs, {"past_key_values": cache}).logits, inputs
+        return self._call(self.model, inputs, {"past_key_values": cache}).logits, inputs
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
@@ -373,14 +355,10 @@ class RowsRunner(TransformersRunner):
             if slots:
                 row.cache.commit([slots])
 
-    @property
-    def prompt_cache(self) -> Any:
+    def take_prompt(self, cache: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
         """See `TransformersRunner`."""
-        return self.rows[0].cache
-
-    def take_prompt(self, outputs: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
-        """See `TransformersRunner`."""
-        (self.rows[0].shift,) = shifts
+        (row,), (row.shift,) = self.rows, shifts
+        row.adopt(adopt_cache(cache, mask))
 
 
 class ChainRunner(TransformersRunner):
@@ -416,7 +394,6 @@ class ChainRunner(TransformersRunner):
         super().__init__(model, positions_end, device)
         self._drafts = drafts
         self._uncounted: int | None = None
-        self._batch: Any = None
         # A chain is read as plain decoding reads it wherever it lies.
         self.changes_after = shortest(self._limits.changes_after, self._limits.picks_after)
         self._takes_positions = "position_ids" in forward_arguments(model)
@@ -510,22 +487,6 @@ class ChainRunner(TransformersRunner):
         for row, layout, nodes in zip(self.rows, self._layouts, kept, strict=True):
             row.settle(len(layout.order), len(nodes))
 
-    @property
-    def prompt_cache(self) -> Any:
-        """See `TransformersRunner`. The model reads the prompts of several rows into a cache of all of them."""
-        if len(self.rows) == 1:
-            return self.rows[0].content
-        if self._batch is None:
-            self._batch = empty_cache(self.model)
-        return self._batch
-
-    def plain_step(self, model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
-        """See `TransformersRunner`."""
-        saved = SavedState(inputs[self.rows[0].name], [])
-        logits: torch.Tensor = model(**inputs, return_dict=True).logits[:, -1].float()
-        saved.restore()
-        return logits
-
     def try_step(self, tokens: Sequence[int]) -> torch.Tensor:
         """See `TransformersRunner`."""
         for row in self.rows:
@@ -534,13 +495,9 @@ class ChainRunner(TransformersRunner):
         self.commit([[] for _ in self.rows])
         return torch.cat([result.logits_after(0) for result in results])
 
-    def take_prompt(self, outputs: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
+    def take_prompt(self, cache: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
         """See `TransformersRunner`."""
-        batch, self._batch = self.prompt_cache, None
         alone = len(self.rows) == 1 and bool(mask.all())
         for place, (row, counted, shift) in enumerate(zip(self.rows, mask, shifts, strict=True)):
-            if alone:
-                row.keep(outputs)
-            else:
-                row.content = row_of_batch(batch, place, counted)
+            row.content = cache if alone else row_of_batch(cache, place, counted)
             row.length, row.shift = int(counted.sum()), shift

@@ -6,13 +6,13 @@ import copy
 import warnings
 from itertools import chain
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from lookahead.backends.base import Call, Prompts, Session
 from lookahead.backends.machine import PausingClock, step_clock
 from lookahead.backends.transformers.cache_exchange import adopt_cache, return_cache
-from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, check_states
+from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, check_states, empty_cache
 from lookahead.backends.transformers.checks.kinds import equivalence
 from lookahead.backends.transformers.checks.models import runs_on_chains, runs_rows
 from lookahead.backends.transformers.checks.texts import check_texts
@@ -94,7 +94,18 @@ class TransformersSession(Session):
         return copy.deepcopy(self._model, {id(tensor): tensor for tensor in tensors})
 
 
-class TreeCall(Call):
+class TransformersCall(Call):
+    """A call that, if it fails, leaves the caller's cache as it was before."""
+
+    _before: SavedState | None = None
+
+    def restore(self, error: BaseException) -> None:
+        """See `Call`."""
+        if self._before is not None:
+            self._before.restore()
+
+
+class TreeCall(TransformersCall):
     """What a call runs on where the model takes trees. Made and raises as `Session.begin`."""
 
     runner: ModelRunner
@@ -129,23 +140,23 @@ class TreeCall(Call):
         )
         for row, before, padding in zip(runner.rows, prompts.before, prompts.padding, strict=True):
             row.before, row.padding = before, padding
-        self._cache = runner.prompt_cache
-        self._lengths, self._saved = self._cache.lengths(prompts.rows), self._cache.saved()
+        # The model's own prefill goes on from the caller's cache itself.
+        self._before = SavedState(prompts.cache, []) if prompts.cache is not None and prompts.inputs else None
+        self._model = model
         self.clock = step_clock(model.device) if steps is None else steps.clock
         self.keeps_cache = prompts.all_count or kind.holds("padded_caches")
         check_texts(model, runner, prompts, generation_config)
 
-    def restore(self, error: BaseException) -> None:
-        """Leave the caller's cache as it was before the call, which failed."""
-        self._cache.restore(self._lengths, self._saved)
-
     def release(self, keep_cache: bool) -> Cache | None:
         """Release the buffers; returns the caller's cache, if it is to be kept."""
+        cache = None
+        if keep_cache:
+            given = self._prompts.cache
+            given = empty_cache(self._model) or DynamicCache() if given is None else given
+            cache = return_cache(self.runner.cache, given, self._prompts.mask)
         if self._buffers is not None:
-            if keep_cache:
-                self._buffers.copy_cache(self._cache)
             self._buffers.release()
-        return return_cache(self._cache, self._prompts.cache, self._prompts.mask) if keep_cache else None
+        return cache
 
 
 def _static_buffers(
@@ -179,7 +190,7 @@ def _warn_of_eager_steps(model: PreTrainedModel, obstacle: str) -> None:
     )
 
 
-class ChainCall(Call):
+class ChainCall(TransformersCall):
     """As `TreeCall`, for a model that `runs_on_chains`. Made and raises as `Session.begin`."""
 
     runner: ChainRunner
@@ -205,11 +216,6 @@ class ChainCall(Call):
     def state_bytes(self) -> int:
         """Bytes of states that were copied."""
         return sum(row.copied_bytes for row in self._rows)
-
-    def restore(self, error: BaseException) -> None:
-        """Leave the caller's cache as it was before the call, which failed."""
-        if self._before is not None:
-            self._before.restore()
 
     def release(self, keep_cache: bool) -> Cache | None:
         """The cache that the caller gets, if it is to be kept: the one that was passed, if one was."""

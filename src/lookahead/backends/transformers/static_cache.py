@@ -170,20 +170,6 @@ class StaticTreeCache(TreeCache):
                 own.values[: self.batch, :, columns] = layer.values[:, :, : longest - layer.dropped]
         self._set_lengths(lengths)
 
-    def copy_to(self, cache: TreeCache) -> None:
-        """Make `cache` hold what this one does, in memory of its own."""
-        longest = self.longest
-        cache.layers = []
-        for layer in self.layers:
-            own = TreeLayer()
-            cache.layers.append(own)
-            if layer.is_initialized:
-                own.dtype, own.device, own.is_initialized = layer.dtype, layer.device, True
-                own.keys, own.values = (
-                    states[: self.batch, :, :longest].clone() for states in (layer.keys, layer.values)
-                )
-                own.lengths = list(layer.lengths)
-
     def _set_lengths(self, lengths: list[int]) -> None:
         for layer in self._filled:
             layer.lengths = list(lengths)

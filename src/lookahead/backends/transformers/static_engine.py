@@ -25,7 +25,6 @@ from lookahead.backends.transformers.static_steps import (
     pass_sizes,
     rounded,
 )
-from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.config import LookaheadConfig
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
@@ -84,18 +83,13 @@ class StaticBuffers:
             kept, self._state.static_steps = self._state.static_steps, None
         if kept is not None and kept[0] == self._made_for and capacity <= kept[1].cache.capacity <= 4 * capacity:
             self.steps = kept[1]
-            self.steps.cache.reset()
+            self.steps.cache.crop([0] * batch)
         else:
             del kept  # before new memory is taken
             rows = padded_batch(batch) if config.invariant else batch
             buffers = StaticTreeCache(shapes, batch, capacity, model.device, rows)
             self.steps = StaticSteps(model, buffers, sizes, recorder_for(model.device), compiler, most)
         self.steps.last = longest if patient else None
-
-    def copy_cache(self, cache: TreeCache) -> None:
-        """Copy the texts' keys and values to `cache`, for callers who keep it."""
-        if self.steps is not None:
-            self.steps.cache.copy_to(cache)
 
     def release(self) -> None:
         """Keep the steps for the model's next call, in place of earlier ones. Not after a call that failed."""

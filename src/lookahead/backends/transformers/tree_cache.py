@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lookahead.backends.transfers import upload
-from lookahead.errors import InvalidArgumentError
 
 _FIRST_CAPACITY = 256
 _SCRATCH = 64
@@ -25,10 +22,9 @@ _GROWTH = 64
 class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one model layer.
 
-    While a tree is run the forward pass writes its nodes behind the longest row, as scratch.
-    `commit` keeps the accepted ones, each row contiguous from its start, and the next pass overwrites the
-    rest. Rows may have different lengths; what lies behind the end of a row is hidden from it by the
-    attention mask. At other times the layer works as any cache of transformers: what is written is kept.
+    A forward pass writes the nodes of its trees behind the longest row, as scratch. `commit` keeps the accepted ones,
+    each row contiguous from its start, and the next pass overwrites the rest. Rows may have different lengths; what
+    lies behind the end of a row is hidden from it by the attention mask.
 
     A layer with a window forgets columns that no later token of any row sees, once there are some.
 
@@ -38,20 +34,16 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     Attributes:
         keys: `[batch, heads, capacity, head_dim]`; `values` likewise.
         lengths: Tokens of each row, those that were forgotten included; empty before the first pass.
-        keeps_all: Whether `update` keeps what it writes, without a `commit`.
         block: Tokens by which it grows; if `None`, by a part of what it has.
         window: As above.
         dropped: Columns that were forgotten: the first one in `keys` is that of token number `dropped`.
         indexer: Keys by which the layer picks those that it attends to, without values; `None` if it attends to all.
     """
 
-    is_croppable = True
-
-    def __init__(self, window: int | None = None) -> None:
+    def __init__(self, window: int | None = None, block: int | None = None) -> None:
         super().__init__()
         self.lengths: list[int] = []
-        self.keeps_all = True
-        self.block: int | None = None
+        self.block = block
         self.window = window
         self.dropped = 0
         self.indexer: TreeLayer | None = None
@@ -60,7 +52,8 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     def holding(
         cls, keys: torch.Tensor, values: torch.Tensor, lengths: Sequence[int], window: int | None = None
     ) -> TreeLayer:
-        """A layer with these keys and values, of rows of these lengths."""
+        """A layer with these keys and values, of rows of these lengths. They have no room behind the longest row, so
+        that nothing is written into them."""
         layer = cls(window)
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values, layer.lengths = keys, values, list(lengths)
@@ -94,30 +87,18 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         start, count = self.longest - self.dropped, key_states.shape[2]
         end = start + count
-        if self.keeps_all and min(self.lengths) < self.longest:
-            raise InvalidArgumentError(
-                f"past_key_values holds {self.lengths} tokens in its rows; only lookahead decoding can go on from "
-                "rows of different lengths"
-            )
-        # While a tree is run, `scratch` has seen to it that the tensors can be written to.
-        if end > self.keys.shape[2] or (self.keeps_all and self._is_read_only()):
+        if end > self.keys.shape[2]:
             self._grow(end)
-        if self.keeps_all:
-            self.lengths = [end + self.dropped] * len(self.lengths)
         keys, values = self.keys, self.values
         # `narrow` does what a slice does, in a third of the time
         keys.narrow(2, start, count).copy_(key_states)
         values.narrow(2, start, count).copy_(value_states)
-        seen = keys.narrow(2, 0, end), values.narrow(2, 0, end)
-        if self.window is not None and self.keeps_all:
-            self.drop()
-        return seen
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """`update` for the keys `[batch, nodes, size]` of `indexer`, which are returned in the same way."""
         if self.indexer is None:
-            self.indexer = TreeLayer()
-            self.indexer.keeps_all, self.indexer.block = self.keeps_all, self.block
+            self.indexer = TreeLayer(block=self.block)
         keys = indexer_key_states[:, None]
         return self.indexer.update(keys, keys[..., :0])[0][:, 0]
 
@@ -127,10 +108,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         return [self] if self.indexer is None else [self, self.indexer]
 
     def drop(self) -> None:
-        """Forget the columns that no later token sees, if there are some; one more is kept, for `crop`.
-
-        Others go to new tensors, so that whoever kept the old ones has what they held.
-        """
+        """Forget the columns that no later token sees, if there are some. The others go to new tensors."""
         if self.window is None or not self.is_initialized:
             return
         unseen = min(self.lengths) - self.window - self.dropped
@@ -193,58 +171,6 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         """There is no maximum."""
         return -1
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens of every row; of a positive number, keep the first so many.
-
-        Caches of transformers do the same; its newer versions refuse a positive number.
-
-        Raises:
-            InvalidArgumentError: What would be the last token sees some that were forgotten.
-        """
-        kept = tokens_to_remove
-        lengths = [min(length, kept) if kept > 0 else max(length + kept, 0) for length in self.lengths]
-        if self.lacks(lengths):
-            raise InvalidArgumentError(
-                f"tokens_to_remove={tokens_to_remove} is more than a layer with a window of {self.window} can forget"
-            )
-        for part in self.parts:
-            part.lengths = list(lengths)
-
-    def lacks(self, lengths: Sequence[int]) -> bool:
-        """Whether texts of `lengths` could not go on, as columns that they see were forgotten."""
-        return self.window is not None and max(min(lengths) - self.window + 1, 0) < self.dropped
-
-    def reset(self) -> None:
-        """Forget everything, keep the memory."""
-        for part in self.parts:
-            part.lengths = [0] * len(part.lengths)
-            part.dropped = 0
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only these rows, in this order."""
-        for part in self.parts if self.is_initialized else ():
-            part.keys, part.values = part.keys[indices], part.values[indices]
-            part.lengths = torch.tensor(part.lengths)[indices.cpu()].tolist()
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Put the rows into another order."""
-        self.batch_select_indices(beam_idx.to(self.keys.device))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
-        for part in self.parts if self.is_initialized else ():
-            part.keys, part.values = (states.repeat_interleave(repeats, dim=0) for states in (part.keys, part.values))
-            part.lengths = [length for length in part.lengths for _ in range(repeats)]
-
-    def _is_read_only(self) -> bool:
-        """Whether these are tensors of inference mode, which torch lets nobody write to outside of it.
-
-        Dynamo cannot trace the question; compiled code does not ask.
-        """
-        if torch.compiler.is_compiling():
-            return False
-        return self.keys.is_inference() and not torch.is_inference_mode_enabled()
-
     def _grow(self, needed: int) -> None:
         """Get room for at least `needed` tokens; by a constant factor, so that growing costs little per token."""
         if self.block is None:
@@ -252,13 +178,15 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             capacity = max(needed, step, self.keys.shape[2] + max(step, self.keys.shape[2] // _GROWTH))
         else:
             capacity = whole_blocks(needed, self.block)
-        keys = self.keys.new_empty((*self.keys.shape[:2], capacity, self.keys.shape[3]))
-        values = self.values.new_empty((*self.values.shape[:2], capacity, self.values.shape[3]))
         kept = self.longest - self.dropped
-        if kept:
-            keys[:, :, :kept] = self.keys[:, :, :kept]
-            values[:, :, :kept] = self.values[:, :, :kept]
-        self.keys, self.values = keys, values
+        for name in ("keys", "values"):
+            states = getattr(self, name)
+            with torch.inference_mode(False):  # a tensor of inference mode could not be written to outside of it
+                size = (*states.shape[:2], capacity, states.shape[3])
+                grown = torch.empty(size, dtype=states.dtype, device=states.device)
+            if kept:
+                grown[:, :, :kept] = states[:, :, :kept]
+            setattr(self, name, grown)
 
 
 def whole_blocks(tokens: int, block: int) -> int:
@@ -267,7 +195,8 @@ def whole_blocks(tokens: int, block: int) -> int:
 
 
 class TreeCache(Cache):  # type: ignore[misc]
-    """The cache of a whole model: a `TreeLayer` for each layer, made as the model comes to it.
+    """The cache of a whole model: a `TreeLayer` for each layer, made as the model comes to it. Callers never see it:
+    what a call takes and returns are caches of transformers.
 
     Args:
         windows: The window of each layer; the last one is that of all that follow. Without any, all keep all.
@@ -277,7 +206,6 @@ class TreeCache(Cache):  # type: ignore[misc]
     def __init__(self, windows: Sequence[int | None] = (), block: int | None = None) -> None:
         super().__init__(layer_class_to_replicate=TreeLayer)
         self._windows = list(windows) or [None]
-        self._keeps_all = True
         self._block = block
 
     def update(
@@ -286,33 +214,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         """Write the states of one layer; see `TreeLayer.update`."""
         layers: list[TreeLayer] = self.layers
         while len(layers) <= layer_idx:
-            layers.append(TreeLayer(self._windows[min(len(layers), len(self._windows) - 1)]))
-            layers[-1].keeps_all, layers[-1].block = self._keeps_all, self._block
+            layers.append(TreeLayer(self._windows[min(len(layers), len(self._windows) - 1)], self._block))
         return layers[layer_idx].update(key_states, value_states)
-
-    @contextmanager
-    def scratch(self) -> Iterator[None]:
-        """While a tree is run: what the pass writes is scratch, and stays only if it is committed."""
-        self._set_keeps_all(False)
-        self._make_writable()
-        try:
-            yield
-        finally:
-            self._set_keeps_all(True)
-
-    def _set_keeps_all(self, keeps_all: bool) -> None:
-        self._keeps_all = keeps_all
-        for layer in self.layers:
-            layer.keeps_all = keeps_all
-            if layer.indexer is not None:
-                layer.indexer.keeps_all = keeps_all
-
-    def _make_writable(self) -> None:
-        """Copy tensors of inference mode, which torch lets nobody write to outside of it."""
-        if not torch.is_inference_mode_enabled():
-            for layer in self._filled:
-                if layer.keys.is_inference():
-                    layer._grow(layer.longest - layer.dropped)
 
     @property
     def _filled(self) -> list[TreeLayer]:
@@ -353,6 +256,8 @@ class TreeCache(Cache):  # type: ignore[misc]
                 self.update(layer.keys.narrow(2, 0, tokens), layer.values.narrow(2, 0, tokens), index)
             if layer.indexer is not None:
                 self.update_indexer(layer.indexer.keys[:, 0, :tokens], index)
+        for layer in self._filled:
+            layer.lengths = [tokens] * len(layer.lengths)
 
     def commit(self, slots: Sequence[Sequence[int]]) -> None:
         """Keep the states of `slots[row]` in every layer; see `TreeLayer.commit`."""
@@ -370,14 +275,6 @@ class TreeCache(Cache):  # type: ignore[misc]
         for layer in filled:
             layer.commit(slots, uploads)
 
-    def settle(self) -> None:
-        """Bring all layers to the same lengths, in case an interruption came between two of them."""
-        filled = self._filled
-        shortest = [min(lengths) for lengths in zip(*(layer.lengths for layer in filled), strict=True)]
-        if any(layer.lacks(shortest) for layer in filled):
-            shortest = [0] * len(shortest)
-        self._cut(shortest)
-
     @property
     def dropped(self) -> int:
         """Columns that the layers with a window have forgotten."""
@@ -394,24 +291,13 @@ class TreeCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.keep_all()
 
-    def saved(self) -> list[tuple[TreeLayer, dict[str, Any]]]:
-        """What `restore` needs: of layers with a window all that they hold, which is replaced and not written over."""
-        return [(layer, dict(vars(layer))) for layer in self._filled if layer.window is not None]
-
-    def restore(self, lengths: Sequence[int], saved: Sequence[tuple[TreeLayer, dict[str, Any]]] = ()) -> None:
-        """Forget what lies behind `lengths`, one for each row, and put back what was `saved`."""
-        for layer, attributes in saved:
-            for name, value in attributes.items():
-                setattr(layer, name, value)
-        self._cut(lengths)
-
-    def forget(self, row: int) -> None:
-        """Forget all of one row, so that its text is computed anew."""
-        self._cut([0 if place == row else length for place, length in enumerate(self.lengths(0))])
-
-    def _cut(self, lengths: Sequence[int]) -> None:
+    def crop(self, lengths: Sequence[int]) -> None:
         """Leave at most so many tokens of each row."""
         for layer in self._filled:
             layer.lengths = [min(kept, length) for kept, length in zip(layer.lengths, lengths, strict=True)]
             if not any(layer.lengths):
                 layer.dropped = 0
+
+    def forget(self, row: int) -> None:
+        """Forget all of one row, so that its text is computed anew."""
+        self.crop([0 if place == row else length for place, length in enumerate(self.lengths(0))])
