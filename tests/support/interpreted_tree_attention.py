@@ -360,13 +360,12 @@ def packed_forward(model: PreTrainedModel, cache: object, step: list[TokenTree])
     masks = {kind: pack(ancestors, lengths, positions, **limit) for kind, limit in limits.items()}
     kinds = getattr(model.config, "layer_types", None)
     single = "sliding_attention" if getattr(model.config, "sliding_window", None) else "full_attention"
-    with cache.scratch():
-        return model(
-            input_ids=torch.from_numpy(tokens),
-            position_ids=torch.from_numpy(positions),
-            attention_mask={kind: masks[kind] for kind in set(kinds)} if kinds else masks[single],
-            past_key_values=cache,
-        ).logits
+    return model(
+        input_ids=torch.from_numpy(tokens),
+        position_ids=torch.from_numpy(positions),
+        attention_mask={kind: masks[kind] for kind in set(kinds)} if kinds else masks[single],
+        past_key_values=cache,
+    ).logits
 
 
 @pytest.mark.usefixtures("one_split")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,27 +162,30 @@ def forward_results(
     top_k: int,
     rows: Sequence[NDArray[np.int64]] | None = None,
     borrowed: bool = False,
+    listed: torch.Tensor | None = None,
 ) -> list[ForwardResult]:
     """The results that the logits of one pass amount to.
 
     Args:
         lengths: Nodes of each tree.
         nodes: Those of each that were read, `[reads]`.
-        logits: `[rows, vocabulary]` float32.
+        logits: `[rows, vocabulary]`; float32 where `listed` is not given.
         top_k: How many of the likeliest tokens after each node are wanted.
         rows: The row of `logits` for each of `nodes`; one after another, those of one tree behind those of another, if
             not given.
         borrowed: Whether the next pass overwrites `logits`.
+        listed: What `pack_likeliest` made of `logits`, with `top_k` or more, where the pass did that.
     """
-    if len(lengths) == 1 == lengths[0] == len(logits) and logits.device.type == "cpu":  # a step of plain decoding
+    is_here = listed is None and logits.device.type == "cpu"
+    if len(lengths) == 1 == lengths[0] == len(logits) and is_here:  # a step of plain decoding
         return [ForwardResult(logits, {0: 0}, _likeliest(logits, top_k) if top_k else _NOTHING, borrowed)]
     found: Listed | Callable[[], Listed]
     downloads = Downloads()
-    if logits.device.type == "cpu":
+    if is_here:
         found = _likeliest(logits, top_k)._replace(predictions=argmax(logits).numpy())
     else:
-        read = downloads.add(pack_likeliest(logits, top_k))
-        found = lambda: unpack_likeliest(read())  # noqa: E731
+        read = downloads.add(pack_likeliest(logits, top_k) if listed is None else listed)
+        found = cache(lambda: unpack_likeliest(read(), top_k))
     results, end = [], 0
     for place, (length, read_nodes) in enumerate(zip(lengths, nodes, strict=True)):
         start, end = end, end + len(read_nodes)
@@ -203,11 +206,12 @@ def pack_likeliest(logits: torch.Tensor, top_k: int) -> torch.Tensor:
     return torch.cat(parts, dim=-1) if top_k else parts[0]
 
 
-def unpack_likeliest(packed: NDArray[np.int32]) -> Listed:
-    """What `pack_likeliest` packed, of each row."""
-    top_k = (packed.shape[1] - 1) // 2
-    ids = packed[:, 1 : 1 + top_k].astype(np.int64)
-    return Listed(ids, packed[:, 1 + top_k :].copy().view(np.float32), packed[:, 0].astype(np.int64))
+def unpack_likeliest(packed: NDArray[np.int32], top_k: int) -> Listed:
+    """The `top_k` likeliest tokens of what `pack_likeliest` packed, of each row."""
+    most = (packed.shape[1] - 1) // 2
+    top_k = min(top_k, most)
+    ids, probabilities = packed[:, 1 : 1 + top_k].astype(np.int64), packed[:, 1 + most : 1 + most + top_k].copy()
+    return Listed(ids, probabilities.view(np.float32), packed[:, 0].astype(np.int64))
 
 
 def spread(

@@ -218,7 +218,7 @@ class StepBench:
 
     def undo(self) -> None:
         """Forget what the last step kept."""
-        self._runner.cache.restore([self.context])
+        self._runner.cache.crop([self.context])
 
 
 def measure(

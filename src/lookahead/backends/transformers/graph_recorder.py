@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, Protocol
@@ -9,9 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 from lookahead.backends.base import Recorded
+from lookahead.backends.forward_result import pack_likeliest
 from lookahead.backends.machine import PausingClock, free_bytes
+from lookahead.backends.transformers.static_cache import StaticTreeCache
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Pass = Callable[[], Outputs]
@@ -87,22 +92,68 @@ def recorder_for(device: torch.device) -> Recorder:
     return CudaGraphRecorder(device) if device.type == "cuda" else NoRecorder()
 
 
+class FixedInputs(Protocol):
+    """The inputs of passes of one size, in memory that stays where it is.
+
+    Attributes:
+        nodes: Nodes of each row of a pass.
+        columns: Columns of the cache where they go, `[nodes]` int32.
+    """
+
+    nodes: int
+    columns: torch.Tensor
+
+    def arguments(self, model: PreTrainedModel, cache: StaticTreeCache) -> dict[str, Any]:
+        """What the model takes, beside its cache."""
+
+
+def run_pass(model: PreTrainedModel, cache: StaticTreeCache, inputs: FixedInputs, top_k: int) -> Outputs:
+    """The pass itself: tensors of fixed shapes in, tensors of fixed shapes out, no look at their contents.
+
+    Args:
+        model: The model.
+        cache: Its cache, `columns` set.
+        inputs: What it takes.
+        top_k: How many of the likeliest tokens are wanted.
+
+    Returns:
+        Logits `[rows * nodes, vocabulary]`, and what they say; see `pack_likeliest`.
+    """
+    arguments = inputs.arguments(model, cache)
+    logits = model(**arguments, past_key_values=cache, use_cache=True, return_dict=True).logits.flatten(0, 1)
+    return logits, pack_likeliest(logits, top_k)
+
+
 class Recordings:
     """Passes of some sizes, each recorded when it is first run.
 
-    A pass is known by how many nodes it has, and how many of the likeliest tokens after each it lists.
+    A pass is known by how many nodes it has, and how many of the likeliest tokens after each it lists. No reference is
+    held to the model.
 
     Args:
-        device: Where they run.
-        recorder: Records them.
+        model: The model.
+        cache: Its cache.
+        recorder: Records passes.
         clock: Stands still meanwhile.
+        lists: How many tokens passes list at least.
+        compiler: Backend of `torch.compile` that passes go through first; none if not given.
 
     Attributes:
         recorded: What it took so far.
     """
 
-    def __init__(self, device: torch.device, recorder: Recorder, clock: PausingClock) -> None:
-        self._device, self._recorder, self._clock = device, recorder, clock
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: StaticTreeCache,
+        recorder: Recorder,
+        clock: PausingClock,
+        lists: int = 0,
+        compiler: str | None = None,
+    ) -> None:
+        self._model, self._device = weakref.ref(model), model.device
+        self._cache, self._recorder, self._clock = cache, recorder, clock
+        self._lists, self._compiler = lists, compiler
         self._passes: dict[tuple[int, int], Pass] = {}
         self.recorded = Recorded()
 
@@ -110,17 +161,34 @@ class Recordings:
         """How many tokens a recorded pass of so many nodes lists, `top_k` or more; `None` if there is none."""
         return min((listed for each, listed in self._passes if each == size and listed >= top_k), default=None)
 
-    def run(self, size: int, listing: int, work: Callable[[], Pass]) -> Outputs:
-        """Run a pass; `work` makes it, if it is still to be recorded."""
-        key = size, listing
+    def run(self, inputs: FixedInputs, top_k: int) -> Outputs:
+        """Run a pass of the size of `inputs` that lists at least `top_k` tokens; see `run_pass`."""
+        listing = self.listing(inputs.nodes, top_k)
+        key = inputs.nodes, max(top_k, self._lists) if listing is None else listing
         if key not in self._passes:
             start, free = perf_counter(), self._free
             with self._clock.paused():
-                self._passes[key] = self._recorder.record(work())
+                self._passes[key] = self._recorder.record(self._work(inputs, key[1]))
             self.recorded.count += 1
             self.recorded.seconds += perf_counter() - start
             self.recorded.bytes += max(free - self._free, 0)
         return self._passes[key]()
+
+    def _work(self, inputs: FixedInputs, top_k: int) -> Pass:
+        run: Callable[..., Outputs] = run_pass
+        if self._compiler is not None:
+            # Dynamo keeps what it compiled with the code object, no more than a few, so each size has one of its own.
+            own = types.FunctionType(run_pass.__code__.replace(), run_pass.__globals__, run_pass.__name__)
+            run = torch.compile(own, fullgraph=True, dynamic=False, backend=self._compiler)
+        reference, cache = self._model, self._cache
+
+        def work() -> Outputs:
+            model = reference()
+            assert model is not None, "whoever runs a step holds the model"
+            with cache.written_at(inputs.columns.long()):
+                return run(model, cache, inputs, top_k)
+
+        return work
 
     @property
     def _free(self) -> int:

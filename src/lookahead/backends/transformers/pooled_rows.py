@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,15 +11,15 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from lookahead.backends.base import TextRow
-from lookahead.backends.forward_result import ForwardResult, forward_results, pack_likeliest, spread
+from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.machine import PausingClock, free_bytes
-from lookahead.backends.transfers import Downloads, Staged, upload
-from lookahead.backends.transformers.graph_recorder import NoRecorder, Outputs, Pass, Recorder, Recordings
+from lookahead.backends.transfers import Staged, upload
+from lookahead.backends.transformers.graph_recorder import NoRecorder, Outputs, Recorder, Recordings
 from lookahead.backends.transformers.layouts import PackedStep, Step, ancestors, padded
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.runner import LARGE, RowsRunner
 from lookahead.backends.transformers.static_cache import LayerShape, StaticTreeCache
-from lookahead.backends.transformers.static_steps import pass_sizes, rounded, unpack_part
+from lookahead.backends.transformers.static_steps import pass_sizes, rounded
 from lookahead.backends.transformers.tree_attention.packed_mask import BITS, SCRATCH, WORD, Pages, packed_width
 from lookahead.backends.transformers.tree_cache import TreeCache, whole_blocks
 from lookahead.core.token_tree import TokenTree, lay_out
@@ -78,10 +76,7 @@ class RowPool:
 
     def move(self, sources: Integers, targets: Integers) -> None:
         """Copy the states in some columns to others."""
-        if len(sources):
-            source, target = upload(self.cache.buffers[0].device, np.stack([sources, targets]))[0]
-            for buffer in self.cache.buffers:
-                buffer[:, 0, :, target] = buffer[:, 0, :, source]
+        self.cache.move([0] * len(sources), sources.tolist(), targets.tolist())
 
 
 class PooledRow(TextRow):
@@ -155,6 +150,9 @@ class PooledInputs:
         width: Pages of a text, at most.
         block: Tokens of a page.
         device: Where the model is.
+
+    Attributes:
+        nodes, columns: See `FixedInputs`.
     """
 
     def __init__(
@@ -163,34 +161,27 @@ class PooledInputs:
         mask = (nodes, packed_width(nodes))
         shapes = [(1, nodes), (1, nodes), (nodes,), (texts + 2,), (texts + 1, width), *[mask] * len(masks.kinds)]
         self._staged = Staged(device, shapes)
-        self._masks, self._nodes, self._block = masks, nodes, block
+        self._masks, self.nodes, self._block = masks, nodes, block
+        self.columns = self._staged.there[2]
         slots = np.arange(nodes)
         self._alone = np.zeros(mask, dtype=np.int32)  # what nodes of no text see
         self._alone[slots, BITS + slots // WORD] = (1 << slots % WORD).astype(np.uint32).view(np.int32)
 
-    def arguments(self, cache: StaticTreeCache) -> dict[str, Any]:
-        """What the model takes, on the device; where it writes to is told `cache`."""
-        tokens, positions, columns, starts, table, *packed = self._staged.there
-        cache.columns = columns.long()
+    def arguments(self, model: PreTrainedModel, cache: StaticTreeCache) -> dict[str, Any]:
+        """See `FixedInputs`."""
+        tokens, positions, _, starts, table, *packed = self._staged.there
         masks = {kind: mask[None, None] for kind, mask in zip(self._masks.kinds, packed, strict=True)}
         step = PackedStep([], masks, self._masks.layers, cache, Pages(table, starts, self._block))
-        return {
-            "input_ids": tokens.long(),
-            "position_ids": positions.long(),
-            "packed_rows": step,
-            "past_key_values": cache,
-            "use_cache": True,
-            "return_dict": True,
-        }
+        return {"input_ids": tokens.long(), "position_ids": positions.long(), "packed_rows": step}
 
     def stage(self, rows: Sequence[PooledRow], step: Step) -> None:
         """Bring one step of some rows to the device."""
         tokens, positions, columns, starts, table, *packed = self._staged.here
         counts, used = step.counts, sum(step.counts)
         firsts = np.cumsum([0, *counts])
-        starts[: len(rows)], starts[len(rows) : -1], starts[-1] = firsts[:-1], used, self._nodes
+        starts[: len(rows)], starts[len(rows) : -1], starts[-1] = firsts[:-1], used, self.nodes
         tokens[0, used:], positions[0, used:] = 0, 0
-        columns[used:] = np.arange(used, self._nodes) % self._block
+        columns[used:] = np.arange(used, self.nodes) % self._block
         for place, (row, layout) in enumerate(zip(rows, step.layouts, strict=True)):
             own = slice(int(firsts[place]), int(firsts[place + 1]))
             tokens[0, own], positions[0, own] = layout.tokens, layout.depths
@@ -204,7 +195,7 @@ class PooledInputs:
         columns[:used] = table[text, places // self._block] * self._block + places % self._block
         for buffer in packed:
             buffer[:used, BITS:] = 0
-            buffer[used:] = self._alone[: self._nodes - used]
+            buffer[used:] = self._alone[: self.nodes - used]
         # Small trees are packed together, and parts of prompts, whose masks are large, each alone.
         small = [place for place, count in enumerate(counts) if count <= LARGE]
         for places in [small, *([place] for place, count in enumerate(counts) if count > LARGE)]:
@@ -250,8 +241,7 @@ class PooledRunner(RowsRunner):
         self._shapes, self._masks = tuple(shapes), MaskBuilder(model.config)
         self._records = recorder is not None
         self.engine = "static" if self._records else "dynamic"
-        self._recordings = Recordings(self._device, recorder or NoRecorder(), clock)
-        self.recorded = self._recordings.recorded
+        self._recorder, self._clock = recorder or NoRecorder(), clock
         self._inputs: dict[int, PooledInputs] = {}
         self._sizes: tuple[int, ...] = ()
         self._texts = self._width = 0
@@ -263,11 +253,13 @@ class PooledRunner(RowsRunner):
         rows passes are recorded anew."""
         first = min(rows * FIRST_TOKENS, free_bytes(self._device) // 2 // self.token_bytes())
         self._pool = RowPool(self._shapes, first if tokens is None else tokens, block, self._device)
+        self._recordings = Recordings(self.model, self._pool.cache, self._recorder, self._clock, LISTED)
+        self.recorded = self._recordings.recorded
         self._sizes = pass_sizes(max(rows, min(rows * nodes, MOST_RECORDED))) if self._records else ()
         self._texts = rows
         self._make_room(0)
         for size in self._sizes:
-            self._replay(size, (), Step((), (), ()), LISTED)
+            self._replay(size, (), Step((), (), ()), 0)
 
     def new_row(self, block: int | None = None) -> PooledRow:  # type: ignore[override]
         """An empty row."""
@@ -287,20 +279,16 @@ class PooledRunner(RowsRunner):
         for row, count in zip(rows, step.counts, strict=True):
             row.reserve(row.length + count)
         self._make_room(max(len(row.pages) for row in rows))
-        nodes = sum(step.counts)
-        firsts = np.cumsum([0, *step.counts]).tolist()
+        nodes, firsts = sum(step.counts), np.cumsum([0, *step.counts])
+        reads = [layout.read_slots for layout in step.layouts]
+        places = [first + own for first, own in zip(firsts, reads, strict=False)]
+        nodes_read = [layout.order[own] for layout, own in zip(step.layouts, reads, strict=True)]
         size = next((size for size in self._sizes if size >= nodes), None)
         if size is None:
-            return self._run_once(nodes, firsts, step, top_k)
+            logits = self._run_once(nodes, np.concatenate(places), step)
+            return forward_results(step.counts, nodes_read, logits, top_k)
         logits, listed = self._replay(size, rows, step, top_k)
-        downloads, found = Downloads(), []
-        read = downloads.add(listed)
-        for first, end, layout in zip(firsts, firsts[1:], step.layouts, strict=False):
-            places, nodes_read = layout.read_slots, layout.order[layout.read_slots]
-            own = spread(partial(unpack_part, read, slice(first, end), top_k), places, nodes_read, end - first)
-            numbered = dict(zip(nodes_read.tolist(), (first + places).tolist(), strict=True))
-            found.append(ForwardResult(logits, numbered, own, borrowed=True, downloads=downloads))
-        return found
+        return forward_results(step.counts, nodes_read, logits, top_k, places, borrowed=True, listed=listed)
 
     def _make_room(self, pages: int) -> None:
         """See that inputs are large enough for the rows of the step; what was recorded of other ones is forgotten."""
@@ -319,47 +307,22 @@ class PooledRunner(RowsRunner):
             self._inputs[size] = self._new_inputs(size)
         inputs = self._inputs[size]
         inputs.stage(rows, step)
-        listing = self._recordings.listing(size, top_k)
-        if listing is None:
-            listing = max(top_k, LISTED)
-        return self._recordings.run(size, listing, lambda: self._pass_of(inputs, listing))
+        return self._recordings.run(inputs, top_k)
 
     def _new_inputs(self, nodes: int) -> PooledInputs:
         return PooledInputs(self._masks, nodes, self._texts, self._width, self._pool.block, self._device)
 
-    def _pass_of(self, inputs: PooledInputs, top_k: int) -> Pass:
-        reference, cache = weakref.ref(self.model), self._pool.cache
-
-        def work() -> Outputs:
-            model = reference()
-            assert model is not None, "whoever runs a step holds the model"
-            try:
-                logits = model(**inputs.arguments(cache)).logits[0]
-            finally:
-                cache.columns = None
-            return logits, pack_likeliest(logits, top_k)
-
-        return work
-
-    def _run_once(self, nodes: int, firsts: Sequence[int], step: Step, top_k: int) -> Sequence[ForwardResult]:
-        """Run a pass with more nodes than those that are recorded, with logits of what is read alone."""
-        inputs, cache = self._new_inputs(nodes), self._pool.cache
-        rows: Any = self.rows
+    def _run_once(self, nodes: int, keep: Integers, step: Step) -> torch.Tensor:
+        """Logits of a pass with more nodes than those that are recorded, of the nodes `keep` alone, float32."""
+        inputs, rows = self._new_inputs(nodes), cast(list[PooledRow], self.rows)
         inputs.stage(rows, step)
-        reads = [layout.read_slots for layout in step.layouts]
-        keep = np.concatenate([first + own for first, own in zip(firsts, reads, strict=False)])
         (kept,) = upload(self._device, keep)
-        arguments = inputs.arguments(cache)
-        if self._packed_layout.keeps_logits:
-            arguments["logits_to_keep"] = kept
-        try:
-            logits = self.model(**arguments).logits[0]
-        finally:
-            cache.columns = None
-        if "logits_to_keep" not in arguments:
-            logits = logits[kept]
-        read = [layout.order[own] for layout, own in zip(step.layouts, reads, strict=True)]
-        return forward_results(step.counts, read, logits.float(), top_k)
+        arguments = {"logits_to_keep": kept} if self._packed_layout.keeps_logits else {}
+        with self._pool.cache.written_at(inputs.columns.long()):
+            arguments |= inputs.arguments(self.model, self._pool.cache)
+            given = self.model(**arguments, past_key_values=self._pool.cache, use_cache=True, return_dict=True)
+        logits: torch.Tensor = given.logits[0] if "logits_to_keep" in arguments else given.logits[0, kept]
+        return logits.float()
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""

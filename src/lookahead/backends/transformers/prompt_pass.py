@@ -69,9 +69,7 @@ class PromptPass:
         layouts = [lay_out(tree) for tree in trees]
         columns = [self._columns(row, layout) for row, layout in enumerate(layouts)]
         keep = -min(int(places[0]) for places in columns)
-        outputs = self._read(keep)
-        logits = outputs.logits.float()
-        self._go_on(outputs)
+        logits = self._read(keep).logits.float()
         width = logits.shape[1]
         rows = [(row + 1) * width + places for row, places in enumerate(columns)]
         nodes = [layout.order[layout.read_slots] for layout in layouts]
@@ -82,7 +80,7 @@ class PromptPass:
 
     def read(self) -> None:
         """Let the model read the prompts for the steps to come, without one of them."""
-        self._go_on(self._read(1))
+        self._read(1)
 
     def _columns(self, row: int, layout: Layout) -> NDArray[np.int64]:
         """Where the tokens that are read lie in the prompts, counted from their end: -1 is the last column."""
@@ -91,7 +89,10 @@ class PromptPass:
         return np.asarray(counted[layout.read_slots] - width, dtype=np.int64)
 
     def _read(self, keep: int) -> Any:
-        """What the model gives for the prompts, with the logits of `keep` columns at least."""
+        """What the model gives for the prompts, with the logits of `keep` columns at least.
+
+        The cache that it was handed is left as it was, unless steps go on with that itself.
+        """
         arguments, cache = self._arguments, self._arguments.get(self._cache_name)
         if "logits_to_keep" in forward_arguments(self._model):
             arguments["logits_to_keep"] = keep
@@ -101,7 +102,14 @@ class PromptPass:
         inputs = self._model.prepare_inputs_for_generation(
             self._ids, next_sequence_length=new, is_first_iteration=True, **arguments
         )
-        return self._model(**inputs, return_dict=True)
+        saved = None if self._runner.chains else SavedState(cache, [])
+        try:
+            outputs = self._model(**inputs, return_dict=True)
+            self._go_on(outputs)
+        finally:
+            if saved is not None:
+                saved.restore()
+        return outputs
 
     def _go_on(self, outputs: Any) -> None:
         """Give the runner the cache of the prompt and the positions after it.

@@ -247,7 +247,7 @@ class ModelRunner(TransformersRunner):
         """See `Runner`; in a static pass, if there is one of that size."""
         if self._steps is not None:
             self._layouts = [lay_out(tree) for tree in trees]
-            results = self._steps.forward(self.model, self._step(range(len(trees)), trees), top_k)
+            results = self._steps.forward(self._step(range(len(trees)), trees), top_k)
             if results is not None:
                 return results
         return super().forward(trees, top_k)

@@ -94,18 +94,7 @@ class TransformersSession(Session):
         return copy.deepcopy(self._model, {id(tensor): tensor for tensor in tensors})
 
 
-class TransformersCall(Call):
-    """A call that, if it fails, leaves the caller's cache as it was before."""
-
-    _before: SavedState | None = None
-
-    def restore(self, error: BaseException) -> None:
-        """See `Call`."""
-        if self._before is not None:
-            self._before.restore()
-
-
-class TreeCall(TransformersCall):
+class TreeCall(Call):
     """What a call runs on where the model takes trees. Made and raises as `Session.begin`."""
 
     runner: ModelRunner
@@ -140,8 +129,6 @@ class TreeCall(TransformersCall):
         )
         for row, before, padding in zip(runner.rows, prompts.before, prompts.padding, strict=True):
             row.before, row.padding = before, padding
-        # The model's own prefill goes on from the caller's cache itself.
-        self._before = SavedState(prompts.cache, []) if prompts.cache is not None and prompts.inputs else None
         self._model = model
         self.clock = step_clock(model.device) if steps is None else steps.clock
         self.keeps_cache = prompts.all_count or kind.holds("padded_caches")
@@ -190,7 +177,7 @@ def _warn_of_eager_steps(model: PreTrainedModel, obstacle: str) -> None:
     )
 
 
-class ChainCall(TransformersCall):
+class ChainCall(Call):
     """As `TreeCall`, for a model that `runs_on_chains`. Made and raises as `Session.begin`."""
 
     runner: ChainRunner
@@ -216,6 +203,11 @@ class ChainCall(TransformersCall):
     def state_bytes(self) -> int:
         """Bytes of states that were copied."""
         return sum(row.copied_bytes for row in self._rows)
+
+    def restore(self, error: BaseException) -> None:
+        """Leave the caller's cache as it was before the call, which failed."""
+        if self._before is not None:
+            self._before.restore()
 
     def release(self, keep_cache: bool) -> Cache | None:
         """The cache that the caller gets, if it is to be kept: the one that was passed, if one was."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,6 +122,15 @@ class StaticTreeCache(TreeCache):
         """Count all columns as those of a text: whoever writes to `columns` knows which are."""
         self._set_lengths([self.capacity] * self.batch)
 
+    @contextmanager
+    def written_at(self, columns: torch.Tensor) -> Iterator[None]:
+        """For a static pass, which writes to these columns."""
+        self.columns = columns
+        try:
+            yield
+        finally:
+            self.columns = None
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,12 +161,16 @@ class StaticTreeCache(TreeCache):
                     rows.append(row)
                     sources.append(scratch + slot)
                     targets.append(target)
-        if rows:
+        self.move(rows, sources, targets)
+        # Last, so that an interruption leaves a shorter text, and never one with wrong states.
+        self._set_lengths([length + len(kept) for length, kept in zip(lengths, slots, strict=True)])
+
+    def move(self, rows: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the states in some columns of some rows to others."""
+        if len(rows):
             row, source, target = upload(self._device, np.array([rows, sources, targets]))[0]
             for buffer in self._buffers:
                 buffer[:, row, :, target] = buffer[:, row, :, source]
-        # Last, so that an interruption leaves a shorter text, and never one with wrong states.
-        self._set_lengths([length + len(kept) for length, kept in zip(lengths, slots, strict=True)])
 
     def adopt(self, cache: TreeCache) -> None:
         """Begin with the contents of another cache, of at most `capacity` tokens; nothing else is left."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import types
-import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.forward_result import ForwardResult, Listed, pack_likeliest, spread, unpack_likeliest
+from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.machine import PausingClock
-from lookahead.backends.transfers import Downloads, Read, Staged
-from lookahead.backends.transformers.graph_recorder import Outputs, Pass, Recorder, Recordings
+from lookahead.backends.transfers import Staged
+from lookahead.backends.transformers.graph_recorder import Outputs, Recorder, Recordings
 from lookahead.backends.transformers.layouts import Step, ancestors, padded
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.static_cache import StaticTreeCache
@@ -90,6 +88,14 @@ class StaticInputs:
         self._tokens, self._positions, self._columns, *self._packed = self._staged.here
         self._offsets = np.arange(nodes, dtype=np.int32)
 
+    def arguments(self, model: PreTrainedModel, cache: StaticTreeCache) -> dict[str, Any]:
+        """See `FixedInputs`."""
+        return {
+            "input_ids": self.tokens.long(),
+            "position_ids": self.positions.long(),
+            "attention_mask": self._masks.of_packed(self.packed_masks, cache.capacity, model.dtype),
+        }
+
     def stage(self, step: Step, part: int = 0) -> None:
         """Bring one step, or a part of it, to the device.
 
@@ -112,10 +118,8 @@ class StaticInputs:
 class StaticSteps:
     """Runs steps of a model with fixed shapes; serves one batch at a time.
 
-    Holds no reference to the model that would keep it alive.
-
     Args:
-        model: The module that will be passed to `forward`.
+        model: The model, to which no reference is held.
         cache: Keys and values, with room for the nodes of a step; for more it grows.
         sizes: Sizes of passes, ascending; larger trees are run elsewhere, unless `most` is given.
         recorder: Records and replays passes.
@@ -146,9 +150,8 @@ class StaticSteps:
         self._most = most
         self.last: int | None = None
         self.clock = PausingClock(model.device)
-        self._passes = Recordings(model.device, recorder, self.clock)
-        self._masks = MaskBuilder(model.config)
-        self._compiler = compiler
+        self._passes = Recordings(model, cache, recorder, self.clock, compiler=compiler)
+        self._masks, self._device = MaskBuilder(model.config), model.device
         self._inputs: dict[int, StaticInputs] = {}
 
     @property
@@ -163,11 +166,10 @@ class StaticSteps:
             self._grow(longest)
         self.cache.adopt(cache)
 
-    def forward(self, model: PreTrainedModel, step: Step, top_k: int) -> list[ForwardResult] | None:
+    def forward(self, step: Step, top_k: int) -> list[ForwardResult] | None:
         """Run one step, if it is of a size that there are passes for.
 
         Args:
-            model: The module that this was made for.
             step: The trees, one for each row.
             top_k: How many of the likeliest tokens after each node are wanted, with probabilities.
 
@@ -187,97 +189,30 @@ class StaticSteps:
             self._most = nodes
             self._inputs.clear()
             self._passes.forget()
-        listing = self._passes.listing(size, top_k)
-        if listing is None and self.last is not None and self.last - self.cache.longest < PAYS_FROM:
+        is_new = self._passes.listing(size, top_k) is None
+        if is_new and self.last is not None and self.last - self.cache.longest < PAYS_FROM:
             return None
-        key = size, top_k if listing is None else listing
         if size not in self._inputs:
-            self._inputs[size] = StaticInputs(self._masks, self.cache.rows, size, model.device, self._most)
-        logits, results = self._run(model, step, key, 0)
-        if parts > 1:  # what a pass gives, the next one overwrites
-            given = [(logits.clone(), results.clone())]
-            for part in range(1, parts):
-                logits, results = self._run(model, step, key, part)
-                given.append((logits.clone(), results.clone()))
-            logits, results = (torch.cat(whole, dim=1) for whole in zip(*given, strict=True))
-        downloads = Downloads()
-        read = downloads.add(results)
-        found = []
-        for row, layout in enumerate(step.layouts):
-            places = layout.read_slots
-            read_nodes = layout.order[places]
-            listed = spread(partial(unpack_part, read, row, top_k), places, read_nodes, len(layout.order))
-            rows = dict(zip(read_nodes.tolist(), places.tolist(), strict=True))
-            found.append(ForwardResult(logits[row], rows, listed, borrowed=True, downloads=downloads))
-        return found
+            self._inputs[size] = StaticInputs(self._masks, self.cache.rows, size, self._device, self._most)
+        logits, listed = self._run(size, parts, step, top_k)
+        reads = [layout.read_slots for layout in step.layouts]
+        nodes_read = [layout.order[own] for layout, own in zip(step.layouts, reads, strict=True)]
+        rows = [row * parts * size + own for row, own in enumerate(reads)]
+        return forward_results(step.counts, nodes_read, logits, top_k, rows, borrowed=True, listed=listed)
 
-    def _run(self, model: PreTrainedModel, step: Step, key: tuple[int, int], part: int) -> Outputs:
-        """The pass `key` over a part of the trees; see `run_pass`."""
-        inputs = self._inputs[key[0]]
-        inputs.stage(step, part)
-        return self._passes.run(*key, lambda: self._pass(model, inputs, key[1]))
-
-    def _pass(self, model: PreTrainedModel, inputs: StaticInputs, top_k: int) -> Pass:
-        reference, cache, masks = weakref.ref(model), self.cache, self._masks
-        run: Callable[..., Outputs] = run_pass
-        if self._compiler is not None:
-            # Dynamo keeps what it compiled with the code object, no more than a few, so each size has one of its own.
-            own = types.FunctionType(run_pass.__code__.replace(), run_pass.__globals__, run_pass.__name__)
-            run = torch.compile(own, fullgraph=True, dynamic=False, backend=self._compiler)
-
-        def work() -> Outputs:
-            module = reference()
-            assert module is not None, "whoever runs a step holds the model"
-            cache.columns = inputs.columns.long()
-            try:
-                return run(module, cache, masks, inputs.tokens, inputs.positions, inputs.packed_masks, top_k)
-            finally:
-                cache.columns = None
-
-        return work
+    def _run(self, size: int, parts: int, step: Step, top_k: int) -> Outputs:
+        """Run the trees in parts of `size` nodes; see `run_pass`."""
+        inputs, given = self._inputs[size], []
+        for part in range(parts):
+            inputs.stage(step, part)
+            outputs = self._passes.run(inputs, top_k)
+            if parts == 1:
+                return outputs
+            given.append([states.view(self.cache.rows, size, -1).clone() for states in outputs])  # the next overwrites
+        logits, listed = (torch.cat(whole, dim=1).flatten(0, 1) for whole in zip(*given, strict=True))
+        return logits, listed
 
     def _grow(self, needed: int) -> None:
         """Grow by half at least, since graphs must be captured again."""
         self.cache.grow(rounded(max(needed, self.cache.capacity * 3 // 2)))
         self._passes.forget()
-
-
-def run_pass(
-    model: PreTrainedModel,
-    cache: StaticTreeCache,
-    masks: MaskBuilder,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    packed_masks: tuple[torch.Tensor, ...],
-    top_k: int,
-) -> Outputs:
-    """The pass itself: tensors of fixed shapes in, tensors of fixed shapes out, no look at their contents.
-
-    Args:
-        model: The model.
-        cache: Its cache, `columns` set.
-        masks: What masks the model takes.
-        tokens: `[batch, nodes]` int32.
-        positions: `[batch, nodes]` int32.
-        packed_masks: For each kind of layer `[batch, 1, nodes, 3 + words]` int32.
-        top_k: How many of the likeliest tokens are wanted.
-
-    Returns:
-        Logits `[batch, nodes, vocabulary]`, and what they say in int32, `[batch, nodes, 1 + 2 * top_k]`: the likeliest
-        token, the `top_k` likeliest ones, and the bits of their probabilities in float32.
-    """
-    logits = model(
-        input_ids=tokens.long(),
-        position_ids=positions.long(),
-        attention_mask=masks.of_packed(packed_masks, cache.capacity, model.dtype),
-        past_key_values=cache,
-        use_cache=True,
-        return_dict=True,
-    ).logits
-    return logits, pack_likeliest(logits.flatten(0, 1), top_k).view(*logits.shape[:2], -1)
-
-
-def unpack_part(read: Read, part: int | slice, top_k: int) -> Listed:
-    """What is listed of a part of the rows, with `top_k` tokens of each."""
-    found = unpack_likeliest(read()[part])
-    return found._replace(ids=found.ids[:, :top_k], probabilities=found.probabilities[:, :top_k])
