@@ -1,4 +1,4 @@
-"""Tables of pages: declared in a file, filled from raw results, kept between marks of the page.
+"""Tables of Markdown pages, made from rows as a TOML file declares them.
 
 A page holds a table between `<!-- table: NAME -->` and `<!-- end -->`; what is in it, the file says.
 `benchmarks/tables.toml` explains its keys.
@@ -26,47 +26,23 @@ else:
     import tomli as tomllib
 
 NOTHING = "–"
-_PATTERN = "~"
-_DECLARED = ("named", "ratio")
 
 COLUMNS: dict[str, tuple[str, str]] = {
     "nodes": ("nodes per step", "{mean_nodes:.1f}"),
     "S": ("S", "{step_compression:.2f}"),
     "range": ("S of a single prompt", "{lowest:.2f} to {highest:.2f}"),
-    "before": ("before cycles", "{before_cycles:.2f}"),
-    "cpu": ("CPU ms per token", "{cpu_per_token:.2f}"),
-    "wall": ("wall ms per token", "{wall_per_token:.2f}"),
     "speed": ("speed over transformers", "{over_reference}"),
     "engine speed": ("over plain engine", "{over_plain}"),
     "cycles": ("in cycles", "{cycle_share:.0%}"),
-    "identical": ("identical", "{identical}"),
     "same": ("identical outputs", "{same} of {compared}"),
-    "architecture": ("architecture", "{settings.model.architecture}"),
-    "parameters": ("parameters", "{settings.model.parameters:,}"),
-    "weights": ("weights", "`{settings.model.identity}`"),
-    "type": ("type", "{settings.model.dtype}"),
-    "data": ("prompts of", "{settings.task.data}"),
     "prompts": ("prompts", "{prompt.distinct}"),
-    "passes": ("passes", "{repeat.distinct}"),
-    "new tokens": ("new tokens at most", "{settings.task.max_new_tokens}"),
-    "temperature": ("temperature", "{settings.task.sampling.temperature}"),
-    "top-k": ("top-k", "{settings.task.sampling.top_k}"),
-    "top-p": ("top-p", "{settings.task.sampling.top_p}"),
     "class": ("class", "{class}"),
     "runs on": ("runs on", "{runs_on}"),
     "why": ("why", "{reason}"),
-    "device": ("device", "{machine.device}"),
-    "threads": ("threads", "{machine.threads}"),
-    "versions": (
-        "versions",
-        "lookahead {versions.lookahead}, torch {versions.torch}, transformers {versions.transformers}, "
-        "Python {versions.python}",
-    ),
 }
 """Columns with a name: title and format."""
 
 _MARKED = re.compile(r"(?ms)^<!-- table: (\S+) -->$\n.*?^<!-- end -->$")
-_SPEC = ("rows", "where", "by", "lines", "head", "names", "across", "columns", "derived")
 _STATISTICS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "median": median,
     "mean": mean,
@@ -85,23 +61,21 @@ Where = Mapping[str, Any]
 
 
 class TableFile:
-    """Tables that a file declares."""
+    """Tables that a file declares.
+
+    Args:
+        path: The file.
+
+    Raises:
+        InvalidArgumentError: It cannot be read.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Read the file.
-
-        Raises:
-            InvalidArgumentError: It cannot be read, or has an unknown key.
-        """
         try:
             self._specs: dict[str, Row] = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InvalidArgumentError(f"cannot read the tables {path}: {error}") from error
         self._path = path
-        for name, spec in self._specs.items():
-            unknown = set(spec) - set(_SPEC)
-            if unknown:
-                raise InvalidArgumentError(f"{path}: {name}.{min(unknown)} is no key; known are {', '.join(_SPEC)}")
 
     def fill(self, page: str) -> str:
         """The page with all of its tables made anew.
@@ -117,59 +91,51 @@ class TableFile:
         Raises:
             InvalidArgumentError: It is not known, or cannot be made from its rows.
         """
-        spec = self._specs.get(name)
-        if spec is None:
-            raise InvalidArgumentError(f"{self._path} has no table {name!r}")
-        files = [spec["rows"]] if isinstance(spec["rows"], str) else spec["rows"]
-        rows = [row for file in files for row in _read(self._path.parent / file)]
         try:
-            return "\n".join(markdown(*build(spec, rows)))
+            spec = self._specs[name]
+            files = [spec["rows"]] if isinstance(spec["rows"], str) else spec["rows"]
+            return markdown(*build(spec, [row for file in files for row in _read(self._path.parent / file)]))
         except (AttributeError, KeyError, ValueError, TypeError) as error:
             raise InvalidArgumentError(f"{self._path}: table {name!r} cannot be made: {error!r}") from error
 
 
 def build(spec: Row, rows: Sequence[Row]) -> Table:
     """A table as its declaration has it, from these rows."""
-    limits = spec.get("where", {})
-    chosen = [row for row in rows if _matches(row, limits)]
+    limits, names = spec.get("where", {}), spec.get("names", {})
+    chosen = sorted((row for row in rows if _matches(row, limits)), key=lambda row: row.get("order", 0))
     if "derived" in spec:
         return DERIVED[spec["derived"]](chosen)
-    names = spec.get("names", {})
-    of_suite = [row for row in rows if "settings" in row]
-    runs = RunSet(of_suite) if of_suite else None
-    chosen.sort(key=lambda row: row.get("order", 0))
-    lines: list[Row] = spec.get("lines") or [_line(one, spec["by"], names) for one in _found(chosen, spec["by"])]
+    runs = RunSet(of_suite) if (of_suite := [row for row in rows if "settings" in row]) else None
+    lines: list[Row] = spec.get("lines") or [
+        {"cells": [_name(value, names) for value in values], "where": dict(zip(spec["by"], values, strict=True))}
+        for values in _found(chosen, spec["by"])
+    ]
     columns = list(_columns(spec, chosen, names))
-    head: list[str] = spec.get("head") or spec["by"]
     elsewhere = {name for cell in (*columns, *lines) for name in cell.get("over", {})}
     kept = {name: wanted for name, wanted in limits.items() if name not in elsewhere}
     rows = [row for row in rows if _matches(row, kept)]  # a cell is compared with nothing outside of these
     body = [[*line["cells"], *_cells(rows, line, columns, limits, runs)] for line in lines]
-    return [*head, *(column["title"] for column in columns)], body
+    return [*(spec.get("head") or spec["by"]), *(column["title"] for column in columns)], body
 
 
-def markdown(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table whose first column is of text, the others of figures."""
+def markdown(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table whose first column is of text, the others of figures."""
     head = [f"| {' | '.join(titles)} |", f"| --- |{' ---: |' * (len(titles) - 1)}"]
-    return head + [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]
+    return "\n".join([*head, *(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)])
 
 
 class Figures(string.Formatter):
-    """Figures of the rows of one cell, for a format that names them."""
+    """Figures of the rows of one cell, for a format that names them.
+
+    Args:
+        column: What is declared of the cell.
+        rows: Its rows.
+        base: The rows that it is compared with.
+        runs: All runs, where these are runs of a suite.
+    """
 
     def __init__(self, column: Row, rows: Sequence[Row], base: Sequence[Row] = (), runs: RunSet | None = None) -> None:
-        """Nothing is computed yet.
-
-        Args:
-            column: What is declared of the cell.
-            rows: Its rows.
-            base: The rows that it is compared with.
-            runs: All runs, where these are runs of a suite.
-        """
-        self._column = column
-        self._rows = rows
-        self._base = base
-        self._runs = runs
+        self._column, self._rows, self._base, self._runs = column, rows, base, runs
 
     def cell(self) -> str:
         """The cell; a dash where a figure is missing."""
@@ -180,7 +146,7 @@ class Figures(string.Formatter):
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         """See `string.Formatter`."""
-        found = getattr(self, field_name) if field_name in _DECLARED else self.value(field_name)
+        found = self.value(field_name)
         if found is None:
             raise _MissingError
         return found, field_name
@@ -191,45 +157,36 @@ class Figures(string.Formatter):
             return "yes" if value else "NO"
         return " ".join(format(one, format_spec) for one in (value if isinstance(value, list) else [value]))
 
-    @property
-    def named(self) -> Any:
-        """The figure that the column calls its value."""
-        found = self.value(self._column["value"])
-        return None if found is None else found * self._column.get("scale", 1)
-
-    @property
-    def ratio(self) -> float | None:
-        """The value over that of the base."""
-        own = self.named
-        base = Figures(self._column, self._base, runs=self._runs).named if self._base else None
-        return None if own is None or not base else own / base
-
     def value(self, name: str) -> Any:
         """A figure by its name, or one over another; `None` where there is none."""
+        if name == "named":
+            found = self.value(self._column["value"])
+            return None if found is None else found * self._column.get("scale", 1)
+        if name == "ratio":
+            return _over(self.value("named"), Figures(self._column, self._base, runs=self._runs).value("named"))
         if "/" in name:
-            upper, lower = map(self.value, name.split("/"))
-            return None if upper is None or not lower else upper / lower
+            return _over(*map(self.value, name.split("/")))
         first, *rest = name.split(".")
-        if self._runs is not None and hasattr(MethodSummary, first):
+        if self._runs is not None and (first in vars(MethodSummary) or first == "size"):
             found = getattr(MethodSummary(self._rows, self._runs), first)
-            for part in rest if found is not None else ():
-                found = found[part] if isinstance(found, Mapping) else getattr(found, part)
-            return found
-        *path, last = name.split(".")
+            return getattr(found, rest[0]) if rest and found is not None else found
+        path, _, last = name.rpartition(".")
+        values = [
+            value for row in self._rows if (value := field(row, path if last in _STATISTICS else name)) is not None
+        ]
         if last in _STATISTICS:
-            values = self._values(".".join(path))
             return _STATISTICS[last](values) if values else None
-        values = self._values(name)
         if any(value != values[0] for value in values):
             raise ValueError(f"{name} has several values, such as {values[0]!r} and {values[-1]!r}")
         return values[0] if values else None
 
-    def _values(self, name: str) -> list[Any]:
-        return [value for row in self._rows if (value := field(row, name)) is not None]
-
 
 class _MissingError(Exception):
     """A figure that was not measured."""
+
+
+def _over(upper: Any, lower: Any) -> Any:
+    return None if upper is None or not lower else upper / lower
 
 
 def field(row: Row, name: str) -> Any:
@@ -240,9 +197,7 @@ def field(row: Row, name: str) -> Any:
     return found
 
 
-@cache
-def _read(path: Path) -> list[Row]:
-    return read_lines(path)
+_read = cache(read_lines)
 
 
 def _matches(row: Row, where: Where) -> bool:
@@ -252,7 +207,7 @@ def _matches(row: Row, where: Where) -> bool:
 def _fits(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, list):
         return any(_fits(value, one) for one in wanted)
-    if isinstance(wanted, str) and wanted.startswith(_PATTERN):
+    if isinstance(wanted, str) and wanted.startswith("~"):
         return re.search(wanted[1:], str(value)) is not None
     return bool(value == wanted)
 
@@ -263,12 +218,7 @@ def _found(rows: Sequence[Row], fields: Sequence[str]) -> list[tuple[Any, ...]]:
     found = list(dict.fromkeys(tuple(field(row, name) for name in fields) for row in rows))
     first = [list(dict.fromkeys(values)) for values in zip(*found, strict=True)]
     first = [sorted(values) if all(isinstance(value, (int, float)) for value in values) else values for values in first]
-    return sorted(found, key=lambda values: [known.index(value) for known, value in zip(first, values, strict=True)])
-
-
-def _line(values: Sequence[Any], fields: Sequence[str], names: Mapping[str, str]) -> Row:
-    cells = [_name(value, names) for value in values]
-    return {"cells": cells, "where": dict(zip(fields, values, strict=True))}
+    return sorted(found, key=lambda values: [order.index(value) for order, value in zip(first, values, strict=True)])
 
 
 def _name(value: Any, names: Mapping[str, str]) -> str:
@@ -280,27 +230,24 @@ def _columns(spec: Row, rows: Sequence[Row], names: Mapping[str, str]) -> Iterat
     across = spec.get("across", [])
     for column in spec["columns"]:
         if isinstance(column, str):
-            column = {"title": COLUMNS[column][0], "format": COLUMNS[column][1]}
+            column = dict(zip(("title", "format"), COLUMNS[column], strict=True))
         for values in _found(rows, across) if "{" in column["title"] else [()]:
             where = {**dict(zip(across, values, strict=False)), **column.get("where", {})}
-            yield {
-                **column,
-                "where": where,
-                "title": column["title"].format(*(_name(value, names) for value in values)),
-            }
+            title = column["title"].format(*(_name(value, names) for value in values))
+            yield {**column, "where": where, "title": title}
 
 
 def _cells(rows: Sequence[Row], line: Row, columns: Sequence[Row], limits: Where, runs: RunSet | None) -> Iterator[str]:
     """The cells of a line; `rows` are all of the table's files, of which `limits` takes those of the table."""
-    own_where = line.get("where", {})
-    of_line = [row for row in rows if _matches(row, limits) and _matches(row, own_where)]
+    here = line.get("where", {})
+    of_line = [row for row in rows if _matches(row, limits) and _matches(row, here)]
     for column in columns:
-        cell, own, base = {**column, **line}, [row for row in of_line if _matches(row, column["where"])], []
+        cell, of_cell, base = {**column, **line}, [row for row in of_line if _matches(row, column["where"])], []
         if "over" in cell:
             over: Where = cell["over"]
-            kept = [{key: where[key] for key in where.keys() - over} for where in (limits, own_where, column["where"])]
+            kept = [{key: where[key] for key in where.keys() - over} for where in (limits, here, column["where"])]
             base = [row for row in rows if all(_matches(row, where) for where in (over, *kept))]
-        yield Figures(cell, own, base, runs).cell() if own else NOTHING
+        yield Figures(cell, of_cell, base, runs).cell() if of_cell else NOTHING
 
 
 def best_published(rows: Sequence[Row]) -> Table:
@@ -310,26 +257,30 @@ def best_published(rows: Sequence[Row]) -> Table:
     without a second model and keep nothing from prompt to prompt.
     """
     lines = []
-    for runs in summarise(rows):
+    for (_, task), runs in summarise(rows).items():
         for method in runs.methods:
-            budget = method.method_settings.get("lookahead", {}).get("step_budget")
+            budget = method.settings.get("lookahead", {}).get("step_budget")
             if method.preset == "auto" and budget is not None:
-                equal = [other for other in runs.methods if other.most_nodes <= budget]
-                rivals = [other for other in equal if other.prompts == method.prompts and _is_published(other)]
+                equal = [rival for rival in runs.methods if rival.most_nodes <= budget and _is_published(rival)]
+                rivals = [rival for rival in equal if _prompts(rival) == _prompts(method)]
                 best = max(rivals, key=lambda rival: rival.step_compression, default=None)
                 beside = [NOTHING] * 3
                 if best is not None and best.step_compression:
                     ratio = method.step_compression / best.step_compression
                     beside = [best.method, f"{best.step_compression:.2f}", f"{ratio:.2f}x"]
-                own = [f"{method.cycle_share:.0%}", f"{method.step_compression:.2f}"]
-                lines.append([runs.task, method.method, str(budget), *own, *beside])
+                figures = [f"{method.cycle_share:.0%}", f"{method.step_compression:.2f}"]
+                lines.append([task, method.method, str(budget), *figures, *beside])
     return ["task", "method", "nodes at most", "in cycles", "S", "best published method", "its S", "ratio"], lines
 
 
+def _prompts(method: MethodSummary) -> set[str]:
+    return {row["prompt"] for row in method.rows}
+
+
 def _is_published(method: MethodSummary) -> bool:
-    config = method.method_settings.get("lookahead")
+    config = method.settings.get("lookahead")
     if config is None:
-        return bool(method.method_settings["transformers"]) and method.method_settings["assistant"] is None
+        return bool(method.settings["transformers"]) and method.settings["assistant"] is None
     return config["preset"] not in ("auto", "autoregressive") and config["memory"] == "request"
 
 

@@ -9,8 +9,7 @@ import pytest
 from bench_suite import AUTO, MODEL, PLAIN, SAMPLED, TASK, write_prompts
 from lookahead import InvalidArgumentError, LookaheadConfig
 from lookahead.bench.models import read_prompts
-from lookahead.bench.suite import SamplingSpec, TaskSpec
-from lookahead.bench.suite_file import read_suite
+from lookahead.bench.suite import SamplingSpec, TaskSpec, read_suite
 from lookahead.cli import main
 
 CONFIGS = sorted((Path(__file__).parents[2] / "benchmarks" / "configs").glob("*.toml"))
@@ -42,7 +41,7 @@ def test_what_the_file_says(folder: Path) -> None:
     assert (sampled.sampling, sampled.prompts) == (SamplingSpec(temperature=0.8, seed=3), 7)
     assert sampled.data == folder / "words.jsonl"
     plain, auto, assisted_method = suite.methods
-    assert suite.reference is plain
+    assert plain.is_reference
     assert auto.lookahead == LookaheadConfig(preset="auto")
     assert assisted_method.assistant == "demo"
     assert not assisted_method.keeps_draws(sampled)

@@ -102,23 +102,6 @@ def test_points_that_cannot_be_fitted() -> None:
         fit([Measured(1, 5, 1.0), Measured(15, 5, 1.0)])
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: expected_tokens(1.1, 4), "alpha=1.1"),
-        (lambda: expected_tokens(float("nan"), 4), "alpha=nan"),
-        (lambda: expected_tokens(0.5, -1), "length=-1"),
-        (lambda: expected_tokens(0.5, 4, 1.5), "guesses=1.5"),
-        (lambda: ScalingLaw(0.5, 0.9), "f=0.9"),
-        (lambda: PAPER_LAW.step_compression(0, 5), "window_size=0"),
-        (lambda: PAPER_LAW.step_compression(15, 1), "ngram_size=1"),
-    ],
-)
-def test_arguments_out_of_range(call: object, message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=message):
-        call()  # type: ignore[operator]
-
-
 def test_the_command_prints_the_fit_of_a_results_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

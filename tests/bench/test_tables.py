@@ -136,11 +136,11 @@ def test_tables_are_compared_with_check_and_written_without(declared: Path, caps
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[speeds]\nrow = 1\n", "speeds.row is no key"),
+        ("[speeds]\nrow = 1\n", "'speeds' cannot be made: KeyError\\('rows'"),
         ("[speeds\n", "cannot read the tables"),
         ('[speeds]\nrows = "none.jsonl"\nby = ["a"]\ncolumns = []\n', "cannot read the results"),
         ('[speeds]\nrows = "rows.jsonl"\nby = ["engine"]\ncolumns = ["none"]\n', "cannot be made: KeyError"),
-        ("", "has no table 'speeds'"),
+        ("", "table 'speeds' cannot be made: KeyError\\('speeds'"),
     ],
 )
 def test_what_is_refused(declared: Path, text: str, message: str) -> None:

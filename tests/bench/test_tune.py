@@ -78,7 +78,7 @@ def test_stores_in_the_users_cache(
     assert Path(result["stored"]).is_relative_to(tmp_path / "lookahead-decoding")
     assert Path(result["stored"]).exists()
     assert [(point["nodes"], point["repeats"]) for point in result["points"]] == [(1, 2), (4, 2)]
-    assert all(point["seconds"] == point["cpu"] > 0 for point in result["points"])
+    assert all(point["seconds"] > 0 for point in result["points"])
     assert result["clock"] == "cpu"
     assert result["limit"] > 0
     assert result["bandwidth"] == pytest.approx(result["weight_bytes"] / result["limit"])
@@ -202,7 +202,5 @@ def test_medians_by_the_clock_of_the_device() -> None:
     for _ in range(3):
         watch.time("work", lambda: sum(range(1000)))
     assert watch.clock == "cpu"
-    assert watch.seconds("work") == watch.median("work").cpu > 0
-    watch.forget()
-    assert watch.timings == {}
+    assert watch.seconds("work") == sorted(watch.times["work"])[1] > 0
     assert Stopwatch(torch.device("meta")).clock == "wall"

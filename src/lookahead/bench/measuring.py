@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain
 from time import perf_counter, process_time
 from types import TracebackType
 from typing import Any
@@ -78,16 +79,9 @@ class MethodRunner:
 
     def __init__(self, bench_model: BenchModel, method: MethodSpec) -> None:
         self.method = method
-        self._loaded = bench_model
         self._assistant = load_assistant(method, bench_model.model)
         self._assistant_config = None if self._assistant is None else self._assistant.generation_config
-        self._model: PreTrainedModel
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin anew with nothing learned."""
-        plain = self.method.lookahead is None
-        self._model = self._loaded.model if plain else sharing_weights(self._loaded.model)
+        self._model: Any = bench_model.model if method.lookahead is None else sharing_weights(bench_model.model)
 
     def warm_up(self, input_ids: torch.Tensor, task: TaskSpec) -> None:
         """A short call that is not measured: the library tries the model, packs weights, transformers sets things up.
@@ -119,71 +113,50 @@ class MethodRunner:
         return self._call(self.method, input_ids, task, number)
 
     def _call(self, method: MethodSpec, input_ids: torch.Tensor, task: TaskSpec, number: int) -> Run:
-        arguments: dict[str, Any] = {
-            "input_ids": input_ids,
-            "attention_mask": torch.ones_like(input_ids),
-            "max_new_tokens": task.max_new_tokens,
-            "do_sample": task.sampling is not None,
-        }
-        if task.sampling is not None:
-            drawing = task.sampling.settings()
-            seed = drawing.pop("seed") + number
-            arguments |= drawing
+        arguments: dict[str, Any] = {"max_new_tokens": task.max_new_tokens, "do_sample": task.sampling is not None}
+        arguments |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         devices = [input_ids.device] if input_ids.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):  # the caller's own draws go on as if nothing had happened
             if task.sampling is not None:
-                torch.manual_seed(seed)
+                drawing = task.sampling.settings()
+                torch.manual_seed(drawing.pop("seed") + number)
+                arguments |= drawing
             if method.lookahead is not None:
                 return self._with_lookahead(method, arguments)
             return self._with_transformers(method, arguments)
 
     def _with_lookahead(self, method: MethodSpec, arguments: dict[str, Any]) -> Run:
-        def call() -> tuple[list[int], Any]:
-            output: Any = generate(
-                self._model, lookahead_config=method.lookahead, return_dict_in_generate=True, **arguments
-            )
-            return output.sequences[0, prompt:].tolist(), output.statistics
-
-        prompt = arguments["input_ids"].shape[1]
-        (output, statistics), cpu, wall = timed(call)
-        return Run(
-            output,
-            statistics.steps,
-            statistics.nodes_per_step,
-            statistics.accepted_lengths,
-            cpu,
-            wall,
-            asdict(statistics.seconds),
-        )
+        call = partial(generate, self._model, lookahead_config=method.lookahead, return_dict_in_generate=True)
+        tokens, output, cpu, wall = timed(call, arguments)
+        found: Any = output.statistics
+        seconds = asdict(found.seconds)
+        return Run(tokens, found.steps, found.nodes_per_step, found.accepted_lengths, cpu, wall, seconds)
 
     def _with_transformers(self, method: MethodSpec, arguments: dict[str, Any]) -> Run:
-        prompt = arguments["input_ids"].shape[1]
         if self._assistant is not None:
             # transformers adapts how much is drafted, and keeps it there for the next call
             self._assistant.generation_config = copy.deepcopy(self._assistant_config)
             arguments = {**arguments, "assistant_model": self._assistant}
-        # One token a step needs no counting, and so costs nothing.
-        counter = None if method.is_reference else ForwardCounter(self._model, prompt)
-        counting: AbstractContextManager[Any] = nullcontext() if counter is None else counter
-
-        def call() -> list[int]:
-            output = self._model.generate(**arguments, **method.transformers)
-            new_tokens: list[int] = output[0, prompt:].tolist()
-            return new_tokens
-
-        with counting:
-            output, cpu, wall = timed(call)
-        if counter is None:
-            return Run(output, len(output), [1] * len(output), [1] * len(output), cpu, wall)
-        nodes, lengths = counter.steps(len(output))
-        return Run(output, len(lengths), nodes, lengths, cpu, wall)
+        call = partial(self._model.generate, return_dict_in_generate=True, **method.transformers)
+        if method.is_reference:  # one token a step needs no counting, and so costs nothing
+            tokens, _, cpu, wall = timed(call, arguments)
+            nodes = lengths = [1] * len(tokens)
+        else:
+            with ForwardCounter(self._model, arguments["input_ids"].shape[1]) as counter:
+                tokens, _, cpu, wall = timed(call, arguments)
+            nodes, lengths = counter.steps(len(tokens))
+        return Run(tokens, len(lengths), nodes, lengths, cpu, wall)
 
 
-def timed(call: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What a call returns, its CPU and its wall time. It ends with reading tokens, for which it waits for a device."""
+def timed(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[list[int], Any, float, float]:
+    """The new tokens of a call of `generate`, what it returned, its CPU and its wall time.
+
+    It ends with reading the tokens, for which it waits for a device.
+    """
     wall, cpu = perf_counter(), process_time()
-    result = call()
-    return result, process_time() - cpu, perf_counter() - wall
+    output = call(**arguments)
+    tokens: list[int] = output.sequences[0, arguments["input_ids"].shape[1] :].tolist()
+    return tokens, output, process_time() - cpu, perf_counter() - wall
 
 
 @dataclass(frozen=True)
@@ -254,18 +227,26 @@ class Benchmark:
         runners: dict[str, MethodRunner] = {}
         for requests in passes:
             self._forget_unfinished(requests, file)
-            fresh = _Fresh(model, runners)
-            for of_prompt in requests:
-                for request in of_prompt:
-                    if request.key in file:
-                        watcher.finished(None)
-                        continue
-                    watcher.starting(f"{spec.name} · {request.task.name} · {request.prompt.id} · {request.method.name}")
-                    runner = fresh.runner(request)
-                    run = runner.run(request.input_ids, request.task, request.prompt.number)
-                    row = build_row(request, run, circumstances)
-                    file.append(row)
-                    watcher.finished(row)
+            ready: set[str] = set()
+            for request in chain(*requests):
+                if request.key in file:
+                    watcher.finished(None)
+                    continue
+                watcher.starting(f"{spec.name} · {request.task.name} · {request.prompt.id} · {request.method.name}")
+                if request.method.name not in ready:
+                    self._prepare(request, runners)
+                    ready.add(request.method.name)
+                run = runners[request.method.name].run(request.input_ids, request.task, request.prompt.number)
+                row = build_row(request, run, circumstances)
+                file.append(row)
+                watcher.finished(row)
+
+    def _prepare(self, request: Request, runners: dict[str, MethodRunner]) -> None:
+        """Warm a method up before its first run of a pass; one with a memory begins with an empty one."""
+        method = request.method
+        if method.name not in runners or method.has_memory:
+            runners[method.name] = MethodRunner(request.model, method)
+            runners[method.name].warm_up(request.input_ids, request.task)
 
     def _requests(self, model: BenchModel, task: TaskSpec, prompt: Prompt, repeat: int) -> list[Request]:
         """All methods on one prompt, in the order in which they take their turns."""
@@ -287,25 +268,3 @@ class Benchmark:
                 keys = {request.key for of_prompt in requests for request in of_prompt if request.method == method}
                 if not all(key in file for key in keys):
                     file.drop(keys)
-
-
-class _Fresh:
-    """Hands out runners for one pass: warmed up, and those with a memory with an empty one."""
-
-    def __init__(self, model: BenchModel, runners: dict[str, MethodRunner]) -> None:
-        self._model = model
-        self._runners = runners
-        self._ready: set[str] = set()
-
-    def runner(self, request: Request) -> MethodRunner:
-        method: MethodSpec = request.method
-        if method.name not in self._ready:
-            runner = self._runners.get(method.name)
-            if runner is None:
-                self._runners[method.name] = MethodRunner(self._model, method)
-            elif method.has_memory:
-                runner.forget()
-            if runner is None or method.has_memory:
-                self._runners[method.name].warm_up(request.input_ids, request.task)
-            self._ready.add(method.name)
-        return self._runners[method.name]

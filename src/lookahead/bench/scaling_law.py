@@ -15,7 +15,7 @@ section 4, Eq. 4 to 7.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,49 +38,27 @@ def expected_tokens(alpha: float, length: int, guesses: int = 1) -> float:
 
     Returns:
         Tokens, from 1 to `length` + 1.
-
-    Raises:
-        InvalidArgumentError: An argument is out of its range.
     """
-    _check_share("alpha", alpha)
-    _check_least("length", length, 0)
-    _check_least("guesses", guesses, 0)
     return float(length + 1 - sum((1 - alpha**i) ** guesses for i in range(1, length + 1)))
 
 
-@dataclass(frozen=True)
-class ScalingLaw:
+class ScalingLaw(NamedTuple):
     """S for any sizes, given how often guesses are good: Eq. 7.
 
-    Args:
+    Attributes:
         alpha: Probability that a token of a good guess passes, from 0 to 1.
         f: One step in f has good guesses; at least 1.
-
-    Raises:
-        InvalidArgumentError: An argument is out of its range.
     """
 
     alpha: float
     f: float
 
-    def __post_init__(self) -> None:
-        _check_share("alpha", self.alpha)
-        if not self.f >= 1:
-            raise InvalidArgumentError(f"f={self.f!r} must be at least 1: one step in f has good guesses")
-
     def step_compression(self, window_size: int, ngram_size: int) -> float:
-        """S for W = G = `window_size` and N = `ngram_size`: `(f - 1 + E(tokens)) / f`, E(tokens) from Eq. 5.
-
-        Raises:
-            InvalidArgumentError: A size is out of its range.
-        """
-        _check_least("window_size", window_size, 1)
-        _check_least("ngram_size", ngram_size, 2)
+        """S for W = G = `window_size` and N = `ngram_size`: `(f - 1 + E(tokens)) / f`, E(tokens) from Eq. 5."""
         return (self.f - 1 + expected_tokens(self.alpha, ngram_size - 1, window_size)) / self.f
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """One measured S.
 
     Attributes:
@@ -94,8 +72,7 @@ class Measured:
     step_compression: float
 
 
-@dataclass(frozen=True)
-class Fit:
+class Fit(NamedTuple):
     """The law that fits some measured S best.
 
     Attributes:
@@ -143,16 +120,6 @@ def _cost(alpha: float, points: Sequence[Measured], gains: NDArray[np.float64]) 
     return float(differences @ differences), rate
 
 
-def _check_share(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise InvalidArgumentError(f"{name}={value!r} is a probability; it must be from 0 to 1")
-
-
-def _check_least(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise InvalidArgumentError(f"{name}={value!r} must be a whole number of at least {least}")
-
-
 PAPER_LAW = ScalingLaw(alpha=0.425, f=3.106)
 """What the paper found for LLaMA-2-Chat-7B on MT-Bench (Fig. 4(b))."""
 
@@ -164,7 +131,7 @@ def law_points(rows: Sequence[Row], before_cycles: bool = False) -> list[Measure
     """S of all sizes with W = G whose pool the window alone fills."""
     points = []
     for method in RunSet(rows).methods:
-        config = method.method_settings.get("lookahead", {})
+        config = method.settings.get("lookahead", {})
         value = method.before_cycles if before_cycles else method.step_compression
         of_law = config.get("preset") == "paper" and not config["pool_from_prompt"]
         if of_law and value is not None and config["window_size"] == config["guess_set_size"]:

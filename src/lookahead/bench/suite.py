@@ -1,19 +1,63 @@
-"""What a benchmark consists of: models, tasks and methods."""
+"""What a benchmark consists of, models, tasks and methods, and the file that says so."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lookahead.config import LookaheadConfig
+from lookahead.config import MEMORY_SCOPES, LookaheadConfig
+from lookahead.errors import InvalidArgumentError
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DEMO = "demo"
 DTYPES = ("float32", "bfloat16", "float16")
 
 _LATER_OPTIONS = ("drafter", "sources", "invariant", "trace")
 """Options of drafting that there have not always been: rows name them only where they are set, so that older rows stay
 those of the same method."""
+
+_NOT_FOR_METHODS = (
+    *("input_ids", "attention_mask", "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p"),
+    *("repetition_penalty", "assistant_model", "return_dict_in_generate", "custom_generate", "num_beams"),
+)
+"""Arguments of `generate` that tasks decide about, or that are set here."""
+
+_RULES: dict[type, tuple[Callable[[Any, Mapping[str, Any]], bool], str]] = {
+    bool: (lambda value, _: isinstance(value, bool), "true or false"),
+    int: (lambda value, about: type(value) is int and value >= about["least"], "a whole number of at least {least}"),
+    float: (
+        lambda value, about: type(value) in (int, float) and about["above"] < value <= about["most"],
+        "a number above {above:g} and at most {most:g}",
+    ),
+    str: (
+        lambda value, about: isinstance(value, str) and value in about.get("choices", [value or None]),
+        "{words}",
+    ),
+    tuple: (
+        lambda value, _: isinstance(value, list) and all(isinstance(text, str) for text in value),
+        "a list of texts in quotes",
+    ),
+    dict: (lambda value, _: isinstance(value, dict), "a table"),
+    list: (lambda value, _: isinstance(value, list) and bool(value), "at least one table; begin it with [[{name}]]"),
+}
+"""Which values a key of the file takes, by its kind, and in words."""
+
+
+def _key(kind: type, default: Any = MISSING, **about: Any) -> Any:
+    """A field that the file has as a key of a kind; `least`, `above`, `most` and `choices` limit its values."""
+    choices = about.get("choices", ())
+    words = f"one of {', '.join(choices)}" if choices else "a text in quotes"
+    metadata = {"kind": kind, "least": 1, "most": float("inf"), "words": words} | about
+    if default == {}:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -30,13 +74,13 @@ class ModelSpec:
         exact: Whether an output that differs is an error; in float32 it is one, in shorter types rounding decides.
     """
 
-    name: str
-    path: Path | str | None
-    random: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    tokenizer: Path | str | None = None
-    dtype: str = "float32"
-    exact: bool = True
+    name: str = _key(str)
+    path: Path | str | None = _key(str, None)
+    random: Mapping[str, Any] = _key(dict, {})
+    seed: int = _key(int, 0, least=0)
+    tokenizer: Path | str | None = _key(str, None)
+    dtype: str = _key(str, "float32", choices=DTYPES)
+    exact: bool = _key(bool, True)
 
     def settings(self) -> dict[str, Any]:
         """What the measured figures depend on, but for the weights; no path of this machine."""
@@ -56,11 +100,11 @@ class SamplingSpec:
         seed: The draws after the prompt number n of a task, counted from 0, are those of seed + n.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
+    temperature: float = _key(float, 1.0, above=0)
+    top_k: int = _key(int, 0, least=0)
+    top_p: float = _key(float, 1.0, above=0, most=1)
+    repetition_penalty: float = _key(float, 1.0, above=0)
+    seed: int = _key(int, 0, least=0)
 
     def settings(self) -> dict[str, Any]:
         """What the draws depend on; what older results do not name is left out where it changes nothing."""
@@ -86,17 +130,17 @@ class TaskSpec:
         models: Names of the models to measure on, `None` for all.
     """
 
-    name: str
-    data: Path
-    field: str | None = None
-    only: str | None = None
-    every: int = 1
-    prompts: int | None = None
-    max_new_tokens: int = 128
-    max_prompt_tokens: int | None = None
-    keep: str = "end"
-    sampling: SamplingSpec | None = None
-    models: tuple[str, ...] | None = None
+    name: str = _key(str)
+    data: Path = _key(str)
+    field: str | None = _key(str, None)
+    only: str | None = _key(str, None)
+    every: int = _key(int, 1)
+    prompts: int | None = _key(int, None)
+    max_new_tokens: int = _key(int, 128)
+    max_prompt_tokens: int | None = _key(int, None)
+    keep: str = _key(str, "end", choices=("end", "beginning"))
+    sampling: SamplingSpec | None = _key(dict, None)
+    models: tuple[str, ...] | None = _key(tuple, None)
 
     def settings(self) -> dict[str, Any]:
         """What the measured figures depend on, but for the prompts themselves."""
@@ -121,10 +165,10 @@ class MethodSpec:
         assistant: Folder of the model that drafts for transformers' assisted generation, or `"demo"`.
     """
 
-    name: str
-    lookahead: LookaheadConfig | None = None
-    transformers: Mapping[str, Any] = field(default_factory=dict)
-    assistant: Path | str | None = None
+    name: str = _key(str)
+    lookahead: LookaheadConfig | None = _key(dict, None)
+    transformers: Mapping[str, Any] = _key(dict, {})
+    assistant: Path | str | None = _key(str, None)
 
     @property
     def is_reference(self) -> bool:
@@ -159,18 +203,183 @@ class Suite:
         tasks: The tasks.
         methods: The methods; exactly one is the reference.
         repeats: How often everything is measured.
+        exact: Whether outputs that differ are errors, where models do not say so themselves.
     """
 
-    models: tuple[ModelSpec, ...]
-    tasks: tuple[TaskSpec, ...]
-    methods: tuple[MethodSpec, ...]
-    repeats: int = 1
+    models: tuple[ModelSpec, ...] = _key(list)
+    tasks: tuple[TaskSpec, ...] = _key(list)
+    methods: tuple[MethodSpec, ...] = _key(list)
+    repeats: int = _key(int, 1)
+    exact: bool = _key(bool, True)
 
     def tasks_of(self, model: ModelSpec) -> list[TaskSpec]:
         """The tasks to measure on a model."""
         return [task for task in self.tasks if task.models is None or model.name in task.models]
 
-    @property
-    def reference(self) -> MethodSpec:
-        """Plain `model.generate`."""
-        return next(method for method in self.methods if method.is_reference)
+
+def read_suite(path: Path, data: Path | None = None) -> Suite:
+    """The benchmark that a TOML file describes; `docs/benchmarks.md` has the format.
+
+    Args:
+        path: The file. Paths in it are relative to its folder.
+        data: Folder of the prompt files, if it is not that of `path`; models are looked for from there as well.
+
+    Raises:
+        InvalidArgumentError: The file cannot be read, or something in it is wrong; the message names the key.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot read the benchmark {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"{path} is no TOML file: {error}") from error
+    folder = path.resolve().parent
+    root = _arguments(Suite, {"models": [], "tasks": [], "methods": [], **values}, "")
+    exact = root.get("exact", True)
+    readers: dict[str, Callable[[dict[str, Any], str], Any]] = {
+        "models": lambda table, where: _model({"exact": exact, **table}, where, folder, data or folder),
+        "tasks": lambda table, where: _task(table, where, data or folder),
+        "methods": lambda table, where: _method(table, where, folder),
+    }
+    for name, read in readers.items():
+        specs = [read(table, where) for table, where in _tables(root[name], name)]
+        names = [spec.name for spec in specs]
+        for number, spec in enumerate(specs):
+            if spec.name in names[:number]:
+                raise InvalidArgumentError(f"{name}[{number}].name={spec.name!r} is there twice; give each its own")
+        root[name] = tuple(specs)
+    suite = Suite(**root)
+    models = {model.name for model in suite.models}
+    for task in suite.tasks:
+        if not models.issuperset(task.models or ()):
+            raise InvalidArgumentError(f"tasks: {task.name!r} has models={list(task.models or ())}; known are {models}")
+    references = [method.name for method in suite.methods if method.is_reference]
+    if len(references) != 1:
+        raise InvalidArgumentError(
+            f"methods needs exactly one plain method, transformers = {{}}, to compare the others with; it has "
+            f"{', '.join(map(repr, references)) or 'none'}"
+        )
+    return suite
+
+
+def _arguments(kind: type, values: Any, where: str) -> dict[str, Any]:
+    """The values of a table of the file, which has the fields of `kind` as keys."""
+    if not isinstance(values, dict):
+        raise InvalidArgumentError(f"{where}={values!r} must be a table")
+    keys = {key.name: key for key in fields(kind)}
+    for name, value in values.items():
+        path = f"{where}.{name}" if where else name
+        if name not in keys:
+            raise InvalidArgumentError(f"{path} is no key of a benchmark; known are {', '.join(keys)}")
+        about = keys[name].metadata
+        is_allowed, words = _RULES[about["kind"]]
+        if not is_allowed(value, about):
+            raise InvalidArgumentError(f"{path}={value!r} must be {words.format(name=name, **about)}")
+    for name, key in keys.items():
+        if name not in values and key.default is MISSING and key.default_factory is MISSING:
+            raise InvalidArgumentError(f"{where}.{name} is missing")
+    return dict(values)
+
+
+def _tables(tables: list[Any], name: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The tables of an array, and how errors call them; `each` makes several of one, by name, with what it adds."""
+    for index, table in enumerate(tables):
+        where = f"{name}[{index}]"
+        if not isinstance(table, dict):
+            raise InvalidArgumentError(f"{where}={table!r} must be a table; begin it with [[{name}]]")
+        variants = table.pop("each", None)
+        if variants is None:
+            yield table, where
+            continue
+        if not isinstance(variants, dict) or not variants or "name" in table:
+            raise InvalidArgumentError(f"{where} must have a name, or names and further values in `each`")
+        for variant, values in variants.items():
+            if not isinstance(values, dict):
+                raise InvalidArgumentError(f"{where}.each.{variant}={values!r} must be a table")
+            yield _merged({**table, "name": variant}, values), where
+
+
+def _merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, tables inside of them as well."""
+    inside = {key: _merged(base[key], more[key]) for key in more if isinstance(base.get(key), dict)}
+    return {**base, **more, **inside}
+
+
+def _model(table: dict[str, Any], where: str, *folders: Path) -> ModelSpec:
+    arguments = _arguments(ModelSpec, table, where)
+    if ("path" in table) == ("random" in table):
+        raise InvalidArgumentError(f"{where} must have one of `path` and `random`")
+    if "random" in table:
+        from transformers import LlamaConfig  # late: it takes seconds, and what is wrong with a suite is said before
+
+        if unknown := [name for name in table["random"] if name not in LlamaConfig().to_dict()]:
+            raise InvalidArgumentError(
+                f"{where}.random.{unknown[0]} is no argument of LlamaConfig, of which the model is made"
+            )
+    keys = [key for key in ("path", "tokenizer") if key in table]
+    sources: dict[str, Any] = {key: _source(table[key], f"{where}.{key}", *folders) for key in keys}
+    return ModelSpec(**arguments | sources)
+
+
+def _source(text: str, where: str, *folders: Path) -> Path | str:
+    """A folder of a model, or a GGUF file, seen from the first of `folders` that has it; or the demonstration model."""
+    paths = [folder / Path(text).expanduser() for folder in folders]
+    for path in paths:
+        is_tokenizer = where.endswith("tokenizer") and path.is_dir()
+        if (path / "config.json").is_file() or is_tokenizer or (path.suffix.lower() == ".gguf" and path.is_file()):
+            return path
+    if text == DEMO:
+        return text
+    raise InvalidArgumentError(
+        f"{where}={text!r} is no model folder ({paths[0]} has no config.json); give the path of one, seen "
+        f'from the benchmark file or from --data, or "{DEMO}"'
+    )
+
+
+def _task(table: dict[str, Any], where: str, folder: Path) -> TaskSpec:
+    arguments = _arguments(TaskSpec, table, where)
+    arguments["data"] = path = folder / Path(table["data"]).expanduser()
+    if not path.is_file():
+        raise InvalidArgumentError(
+            f"{where}.data={table['data']!r}: there is no file {path}; say with --data in which folder the prompts are"
+        )
+    if "sampling" in table:
+        sampling = _arguments(SamplingSpec, table["sampling"], f"{where}.sampling")
+        floats = {key: float(value) for key, value in sampling.items() if key not in ("top_k", "seed")}
+        arguments["sampling"] = SamplingSpec(**sampling | floats)
+    return TaskSpec(**arguments | {"models": tuple(table.get("models", ())) or None})
+
+
+def _method(table: dict[str, Any], where: str, folder: Path) -> MethodSpec:
+    arguments = _arguments(MethodSpec, table, where)
+    if ("lookahead" in table) == ("transformers" in table):
+        raise InvalidArgumentError(
+            f"{where} ({table['name']!r}) must have one of `lookahead` (fields of LookaheadConfig) and `transformers` "
+            "(arguments of generate)"
+        )
+    if "lookahead" in table:
+        if "assistant" in table:
+            raise InvalidArgumentError(f"{where}.assistant is no key of a method of this library")
+        return MethodSpec(table["name"], _lookahead(table["lookahead"], f"{where}.lookahead"))
+    for argument in table["transformers"]:
+        if argument in _NOT_FOR_METHODS:
+            raise InvalidArgumentError(
+                f"{where}.transformers.{argument} is not for a method to set: tasks say how much and how to "
+                "generate, and `assistant` names the model that drafts"
+            )
+    if "assistant" in table:
+        arguments["assistant"] = _source(table["assistant"], f"{where}.assistant", folder)
+    return MethodSpec(**arguments)
+
+
+def _lookahead(values: dict[str, Any], where: str) -> LookaheadConfig:
+    try:
+        config = LookaheadConfig.from_dict(values)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{where}: {error}") from error
+    if config.memory not in MEMORY_SCOPES:
+        raise InvalidArgumentError(
+            f'{where}.memory={config.memory!r} must be "request" or "process" here: with a file a run would depend on '
+            "those before it"
+        )
+    return config

@@ -6,16 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lookahead.bench.repetition import final_cycle_share, tokens_before_cycles
 from lookahead.bench.rows import Row
 from lookahead.config import LookaheadConfig
-
-MOST_SHOWN = 10
-"""Differences that a command lists one by one."""
 
 
 @dataclass(frozen=True)
@@ -41,33 +38,26 @@ class Difference:
         )
 
 
-class Reference:
-    """The outputs of the reference method, by prompt."""
-
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self._outputs: dict[tuple[str, str, str], list[int]] = {}
-        for row in rows:
-            if row["reference"]:
-                self._outputs.setdefault(_prompt_of(row), row["output"])
-
-    def has(self, row: Row) -> bool:
-        """Whether there is something to compare the row with."""
-        return _prompt_of(row) in self._outputs
-
-    def difference(self, row: Row) -> Difference | None:
-        """How the row differs; `None` if it does not, or if the reference has not run."""
-        expected = self._outputs.get(_prompt_of(row))
-        if expected is None:
-            return None
-        position = first_difference(row["output"], expected)
-        return None if position is None else Difference(row, position, bool(row["exact"]))
+def references(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[int]]:
+    """The output of plain `model.generate` for each prompt; that of the first pass."""
+    outputs: dict[tuple[str, str, str], list[int]] = {}
+    for row in rows:
+        if row["reference"]:
+            outputs.setdefault(_prompt_of(row), row["output"])
+    return outputs
 
 
-def differences(rows: Sequence[Row]) -> list[Difference]:
-    """All outputs that are not the reference's."""
-    reference = Reference(rows)
-    found = (reference.difference(row) for row in rows)
-    return [difference for difference in found if difference is not None]
+def differences(rows: Sequence[Row], among: Iterable[Row] | None = None) -> list[Difference]:
+    """The outputs that are not the reference's; those without a reference are not compared.
+
+    Args:
+        rows: The runs to compare.
+        among: Where the references are, if not in `rows`.
+    """
+    expected = references(rows if among is None else among)
+    compared = [(row, expected[_prompt_of(row)]) for row in rows if _prompt_of(row) in expected]
+    places = [(row, first_difference(row["output"], text)) for row, text in compared]
+    return [Difference(row, place, bool(row["exact"])) for row, place in places if place is not None]
 
 
 def first_difference(output: Sequence[int], expected: Sequence[int]) -> int | None:
@@ -78,19 +68,8 @@ def first_difference(output: Sequence[int], expected: Sequence[int]) -> int | No
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(output), len(expected)))
 
 
-def _prompt_of(row: Row) -> tuple[str, str, str]:
-    return (row["model"], row["task"], row["prompt"])
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """How many times as fast as another method, over prompts.
-
-    Attributes:
-        median: Of the prompts' ratios.
-        lower: Their first quartile.
-        upper: Their third quartile.
-    """
+class Ratio(NamedTuple):
+    """How many times as fast as another method: median and quartiles of the prompts' ratios."""
 
     median: float
     lower: float
@@ -106,40 +85,29 @@ class RunSet:
     Attributes:
         rows: The runs, in the order of the suite's methods.
         by_method: They again, by the method's name.
-        reference: The outputs to compare with.
         clock: Whether speeds are of `"cpu"` or `"wall"` time: CPU time on CPUs, wall time on other devices.
+        plain: Name of the reference method, if it has run.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = sorted(rows, key=lambda row: int(row["order"]))
-        self.reference = Reference(rows)
         self.by_method = grouped(self.rows, lambda row: row["method"])
         self.clock = "cpu" if self.rows[0]["machine"]["type"] == "cpu" else "wall"
+        self.plain = next((name for name, group in self.by_method.items() if group[0]["reference"]), None)
+
+    @cached_property
+    def references(self) -> dict[tuple[str, str, str], list[int]]:
+        """The outputs to compare with, by prompt."""
+        return references(self.rows)
 
     @cached_property
     def methods(self) -> tuple[MethodSummary, ...]:
         """The methods, in the order of the suite."""
         return tuple(MethodSummary(group, self) for group in self.by_method.values())
 
-    @property
-    def plain(self) -> str | None:
-        """Name of the reference method, if it has run."""
-        names: list[str] = [name for name, group in self.by_method.items() if group[0]["reference"]]
-        return names[0] if names else None
-
-    @property
-    def model(self) -> str:
-        """Name of the model, if it is one."""
-        return str(self.rows[0]["model"])
-
-    @property
-    def task(self) -> str:
-        """Name of the task, if it is one."""
-        return str(self.rows[0]["task"])
-
     def engine_base(self, row: Row) -> str | None:
         """The method that decodes plainly through the engine set as for this row; transformers has it as it is."""
-        wanted = _engine_settings(row) or (LookaheadConfig.pack_weights, LookaheadConfig.engine)
+        wanted = _engine_settings(row)
         for method in self.methods:
             if method.preset == "autoregressive" and _engine_settings(method.rows[0]) == wanted:
                 return method.method
@@ -147,68 +115,47 @@ class RunSet:
 
 
 class MethodSummary:
-    """One method, on the runs in `rows`.
+    """One method, on the runs in `rows`. A figure is `None` where nothing was measured that it could come from.
 
-    A figure is `None` where nothing was measured that it could come from.
+    Attributes:
+        rows: Its runs, one at least.
+        method: Its name.
+        settings: Its settings.
+        preset: The preset of this library, `None` for transformers.
+        size: How many runs they are.
     """
 
     def __init__(self, rows: Sequence[Row], runs: RunSet) -> None:
         """Nothing is computed yet.
 
         Args:
-            rows: Its runs, one at least.
+            rows: Its runs.
             runs: All runs, to compare with.
         """
-        self.rows = rows
-        self._all = runs
-
-    @property
-    def method(self) -> str:
-        """Its name."""
-        return str(self.rows[0]["method"])
-
-    @property
-    def method_settings(self) -> Mapping[str, Any]:
-        """Its settings."""
-        settings: Mapping[str, Any] = self.rows[0]["settings"]["method"]
-        return settings
-
-    @property
-    def preset(self) -> str | None:
-        """The preset of this library, `None` for transformers."""
-        preset: str | None = self.method_settings.get("lookahead", {}).get("preset")
-        return preset
-
-    @property
-    def prompts(self) -> frozenset[str]:
-        """The prompts."""
-        return frozenset(row["prompt"] for row in self.rows)
-
-    @property
-    def size(self) -> int:
-        """How many runs they are."""
-        return len(self.rows)
+        self.rows, self.size, self._all = rows, len(rows), runs
+        self.method = str(rows[0]["method"])
+        self.settings: Mapping[str, Any] = rows[0]["settings"]["method"]
+        self.preset: str | None = self.settings.get("lookahead", {}).get("preset")
 
     @property
     def step_compression(self) -> float:
         """S, tokens per step over all runs."""
-        return _compression(self.rows)
+        return _compression(self.rows) or 0.0
 
     @property
     def lowest(self) -> float:
-        """S of the prompt with the lowest."""
-        return min(_compression([row]) for row in self.rows)
+        """S of the run with the lowest."""
+        return min(_compression([row]) or 0.0 for row in self.rows)
 
     @property
     def highest(self) -> float:
-        """S of the prompt with the highest."""
-        return max(_compression([row]) for row in self.rows)
+        """S of the run with the highest."""
+        return max(_compression([row]) or 0.0 for row in self.rows)
 
     @property
     def before_cycles(self) -> float | None:
         """S up to the first repeated cycle of each output."""
-        steps = _sum(self.rows, "steps_before_cycles")
-        return _sum(self.rows, "tokens_before_cycles") / steps if steps else None
+        return _compression(self.rows, "_before_cycles")
 
     @property
     def free_tokens(self) -> int:
@@ -228,28 +175,19 @@ class MethodSummary:
     @property
     def mean_nodes(self) -> float:
         """Nodes per step."""
-        steps = _sum(self.rows, "steps")
-        return sum(_nodes(row) for row in self.rows) / steps if steps else 0.0
+        nodes = sum(int(row["nodes"]) if "nodes" in row else sum(row["nodes_per_step"]) for row in self.rows)
+        return nodes / (_sum(self.rows, "steps") or 1)
 
     @property
     def most_nodes(self) -> int:
         """Nodes of the largest step."""
-        return max((max(row["nodes_per_step"], default=0) for row in self.rows), default=0)
-
-    @property
-    def cpu_per_token(self) -> float | None:
-        """CPU milliseconds per token, median of the runs."""
-        return _per_token(self.rows, "cpu")
-
-    @property
-    def wall_per_token(self) -> float | None:
-        """Wall milliseconds per token, likewise."""
-        return _per_token(self.rows, "wall")
+        return max(max(row["nodes_per_step"], default=0) for row in self.rows)
 
     @property
     def time_per_token(self) -> float | None:
-        """Milliseconds per token by the clock that counts."""
-        return _per_token(self.rows, self._all.clock)
+        """Milliseconds per token by the clock that counts, median of the runs."""
+        times = [seconds for row in self.rows if (seconds := _seconds(row, self._all.clock)) is not None]
+        return 1000 * median(times) if times else None
 
     @property
     def over_reference(self) -> Ratio | None:
@@ -265,69 +203,49 @@ class MethodSummary:
     def time_over_reference(self) -> float | None:
         """CPU time of all runs over that of plain `model.generate` on the same prompts."""
         plain = {_run_of(row): row["cpu_seconds"] for row in self._all.by_method.get(self._all.plain or "", [])}
-        if any(row["cpu_seconds"] is None or plain.get(_run_of(row)) is None for row in self.rows):
-            return None
-        return float(sum(row["cpu_seconds"] for row in self.rows) / sum(plain[_run_of(row)] for row in self.rows))
+        times: list[Any] = [row["cpu_seconds"] for row in self.rows]
+        of_plain: list[Any] = [plain.get(_run_of(row)) for row in self.rows]
+        return None if None in times + of_plain else float(sum(times) / sum(of_plain))
 
     @property
     def compared(self) -> int:
         """Runs whose output was compared with the reference's."""
-        return sum(self._all.reference.has(row) for row in self.rows)
-
-    @property
-    def different(self) -> int:
-        """Those whose output differs."""
-        return len(self._differences)
+        return len([row for row in self.rows if _prompt_of(row) in self._all.references])
 
     @property
     def same(self) -> int:
-        """Those whose output does not."""
-        return self.compared - self.different
+        """Those of them whose output is the reference's."""
+        return self.compared - len(differences(self.rows, self._all.rows))
 
     @property
     def identical(self) -> str:
         """Whether the outputs are those of the reference, and whether they have to be."""
-        found = self._differences
-        if not self.compared or not found:
+        if not self.compared or self.same == self.compared:
             return "yes" if self.compared else "not compared"
-        return "NO, " * any(one.is_error for one in found) + f"{self.same} of {self.compared}"
+        is_error = any(found.is_error for found in differences(self.rows, self._all.rows))
+        return "NO, " * is_error + f"{self.same} of {self.compared}"
 
     def _share_of_tokens(self, shares: Iterable[float]) -> float:
-        tokens = _sum(self.rows, "tokens")
         weighted = (share * row["tokens"] for share, row in zip(shares, self.rows, strict=True))
-        return sum(weighted) / tokens if tokens else 0.0
-
-    @property
-    def _differences(self) -> list[Difference]:
-        return [found for row in self.rows if (found := self._all.reference.difference(row)) is not None]
+        return float(sum(weighted)) / (_sum(self.rows, "tokens") or 1)
 
     def _over(self, base: str | None) -> Ratio | None:
-        return None if base is None else speed_over(self.rows, self._all.by_method[base], self._all.clock)
+        """Times as fast per token as another method, run against run of a prompt and pass; medians of its passes."""
+        at = {_run_of(row): row for row in self._all.by_method.get(base or "", [])}
+        ratios: dict[Any, list[float]] = {}
+        for row in self.rows:
+            seconds, others = (_seconds(one, self._all.clock) for one in (row, at.get(_run_of(row))))
+            if seconds is not None and others is not None:
+                ratios.setdefault(_run_of(row)[:-1], []).append(others / seconds)
+        if not ratios:
+            return None
+        lower, middle, upper = np.percentile([median(values) for values in ratios.values()], [25, 50, 75]).tolist()
+        return Ratio(middle, lower, upper)
 
 
-def summarise(rows: Sequence[Row]) -> list[RunSet]:
-    """The runs of each task on each model, in the order of the rows."""
-    return [RunSet(of_task) for of_task in grouped(rows, lambda row: (row["model"], row["task"])).values()]
-
-
-def speed_over(rows: Sequence[Row], base: Sequence[Row], clock: str) -> Ratio | None:
-    """How many times as fast per token, run against run of the same prompt and pass; medians of a prompt's passes.
-
-    Args:
-        rows: Runs of a method.
-        base: Runs of the method to compare with.
-        clock: `"cpu"` or `"wall"`.
-    """
-    at = {_run_of(row): row for row in base}
-    ratios: dict[Any, list[float]] = {}
-    for row in rows:
-        seconds, base_seconds = _seconds(row, clock), _seconds(at.get(_run_of(row)), clock)
-        if seconds is not None and base_seconds is not None:
-            ratios.setdefault(_run_of(row)[:-1], []).append(base_seconds / seconds)
-    if not ratios:
-        return None
-    lower, middle, upper = np.percentile([median(values) for values in ratios.values()], [25, 50, 75]).tolist()
-    return Ratio(middle, lower, upper)
+def summarise(rows: Sequence[Row]) -> dict[tuple[str, str], RunSet]:
+    """The runs of each model and task, in the order of the rows."""
+    return {key: RunSet(group) for key, group in grouped(rows, lambda row: (row["model"], row["task"])).items()}
 
 
 def grouped(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
@@ -338,22 +256,19 @@ def grouped(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[Any, list[Ro
     return groups
 
 
-def _engine_settings(row: Row) -> tuple[Any, ...] | None:
-    """What a configuration says of the engine alone; `None` for transformers."""
-    config = row["settings"]["method"].get("lookahead")
-    if config is None:
-        return None
-    return (config.get("pack_weights", LookaheadConfig.pack_weights), config.get("engine", LookaheadConfig.engine))
+def _engine_settings(row: Row) -> tuple[Any, ...]:
+    """What a configuration says of the engine alone; transformers' is the engine as it is."""
+    config = row["settings"]["method"].get("lookahead", {})
+    return tuple(config.get(name, getattr(LookaheadConfig, name)) for name in ("pack_weights", "engine"))
 
 
-def _nodes(row: Row) -> int:
-    """Nodes of all steps of a run; rows of old runs know no more than that."""
-    return int(row["nodes"]) if "nodes" in row else sum(row["nodes_per_step"])
+def _prompt_of(row: Row) -> tuple[str, str, str]:
+    return (row["model"], row["task"], row["prompt"])
 
 
 def _run_of(row: Row) -> tuple[Any, ...]:
     """What runs of several methods have in common; the pass is the last of it."""
-    return (row["model"], row["task"], row["prompt"], row["repeat"])
+    return (*_prompt_of(row), row["repeat"])
 
 
 def _seconds(row: Row | None, clock: str) -> float | None:
@@ -362,14 +277,9 @@ def _seconds(row: Row | None, clock: str) -> float | None:
     return None if row is None or seconds is None or not row["tokens"] else seconds / row["tokens"]
 
 
-def _per_token(rows: Sequence[Row], clock: str) -> float | None:
-    times = [seconds for row in rows if (seconds := _seconds(row, clock)) is not None]
-    return 1000 * median(times) if times else None
-
-
-def _compression(rows: Sequence[Row]) -> float:
-    steps = _sum(rows, "steps")
-    return _sum(rows, "tokens") / steps if steps else 0.0
+def _compression(rows: Sequence[Row], part: str = "") -> float | None:
+    steps = _sum(rows, f"steps{part}")
+    return _sum(rows, f"tokens{part}") / steps if steps else None
 
 
 def _sum(rows: Sequence[Row], name: str) -> int:

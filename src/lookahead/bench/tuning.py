@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
 from statistics import median
 from time import perf_counter, process_time
 from typing import Any
@@ -37,14 +39,6 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Wall time and CPU time of this process for one piece of work, in seconds."""
-
-    wall: float
-    cpu: float
-
-
-@dataclass(frozen=True)
 class Point:
     """One size at one context length.
 
@@ -52,16 +46,12 @@ class Point:
         nodes: Nodes of the tree, the root included.
         context: Tokens of text in the cache.
         seconds: Median time of a step, by the clock that suits the device (see `Stopwatch`).
-        wall: Median wall time, in seconds.
-        cpu: Median CPU time of the process, in seconds.
         repeats: Steps timed.
     """
 
     nodes: int
     context: int
     seconds: float
-    wall: float
-    cpu: float
     repeats: int
 
 
@@ -96,51 +86,38 @@ class Measurement:
         return asdict(self) | {"bandwidth": self.bandwidth}
 
 
-@dataclass
 class Stopwatch:
     """Times pieces of work on one device.
 
     On a CPU the CPU time of the process is the better clock: on a machine that others share, wall time counts their
     work too. On any other device it is wall time, from one idle moment of the device to the next.
+
+    Attributes:
+        clock: Name of the clock, `"cpu"` or `"wall"`.
+        times: Seconds of each piece of work, by its name.
     """
 
-    device: torch.device
-    timings: dict[str, list[Timing]] = field(default_factory=dict)
+    def __init__(self, device: torch.device) -> None:
+        self.clock = "cpu" if device.type == "cpu" else "wall"
+        self.times: dict[Hashable, list[float]] = {}
+        self._now = process_time if device.type == "cpu" else perf_counter
+        self._device = device
 
-    @property
-    def clock(self) -> str:
-        """Name of the clock that suits the device, `"cpu"` or `"wall"`."""
-        return "cpu" if self.device.type == "cpu" else "wall"
-
-    def time(self, name: str, work: Callable[[], object]) -> Timing:
+    def time(self, name: Hashable, work: Callable[[], object]) -> None:
         """Do the work and keep its time under `name`."""
         self._wait()
-        wall, cpu = perf_counter(), process_time()
+        begin = self._now()
         work()
         self._wait()
-        timing = Timing(perf_counter() - wall, process_time() - cpu)
-        self.timings.setdefault(name, []).append(timing)
-        return timing
+        self.times.setdefault(name, []).append(self._now() - begin)
 
-    def forget(self) -> None:
-        """Forget all timings, after a warm-up."""
-        self.timings.clear()
-
-    def median(self, name: str) -> Timing:
-        """The medians of the times recorded under `name`."""
-        timings = self.timings[name]
-        return Timing(median(one.wall for one in timings), median(one.cpu for one in timings))
-
-    def seconds(self, name: str) -> float:
-        """The median by the clock that suits the device."""
-        timing = self.median(name)
-        return timing.cpu if self.clock == "cpu" else timing.wall
+    def seconds(self, name: Hashable) -> float:
+        """The median of the times kept under `name`."""
+        return median(self.times[name])
 
     def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif self.device.type in ("mps", "xpu"):
-            getattr(torch, self.device.type).synchronize()
+        if self._device.type in ("cuda", "mps", "xpu"):
+            getattr(torch, self._device.type).synchronize()
 
 
 class StepBench:
@@ -152,7 +129,6 @@ class StepBench:
         seed: Of the text and the trees.
         pack_weights: See `LookaheadConfig.pack_weights`.
         engine: See `LookaheadConfig.engine`.
-        invariant: See `LookaheadConfig.invariant`.
 
     Raises:
         InvalidArgumentError: The model has no room for the text and a branch after it.
@@ -166,16 +142,14 @@ class StepBench:
         seed: int = 0,
         pack_weights: bool = False,
         engine: str = "auto",
-        invariant: bool = False,
     ) -> None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self._random = np.random.default_rng(seed)
         self._vocabulary = int(vocabulary)
         self.context = context
-        is_static = runs_static(model, engine, invariant)
-        module, steps = engine_model(model, pack_weights, invariant), None
-        if is_static:
-            sizes = LookaheadConfig(step_budget=max(NODE_COUNTS), engine=engine, invariant=invariant)
+        module, steps = engine_model(model, pack_weights, invariant=False), None
+        if runs_static(model, engine, invariant=False):
+            sizes = LookaheadConfig(step_budget=max(NODE_COUNTS), engine=engine)
             steps = StaticBuffers(module, sizes, 1, context + 2).steps
         self._runner = ModelRunner(module, 1, steps=steps)
         self.text = self._random.integers(self._vocabulary, size=context + 1).tolist()
@@ -199,16 +173,13 @@ class StepBench:
         """A tree such as a drafter makes: the root, and candidates of `BRANCH` tokens; every node is read."""
         tree = self._runner.begin_tree(0, self.text)
         # Different first tokens, so that no candidates share nodes and the tree has as many as were asked for.
-        firsts = iter(self._random.permutation(self._vocabulary)[:nodes].tolist())
-        while len(tree) < nodes:
-            length = min(BRANCH, nodes - len(tree))
-            try:
-                first = next(firsts)
-            except StopIteration:
-                raise InvalidArgumentError(
-                    f"node_counts has {nodes}, more than there are trees for with {self._vocabulary} tokens"
-                ) from None
-            tree.add_candidates([first, *self._random.integers(self._vocabulary, size=length - 1).tolist()])
+        for first in self._random.permutation(self._vocabulary)[:nodes].tolist():
+            if length := min(BRANCH, nodes - len(tree)):
+                tree.add_candidates([first, *self._random.integers(self._vocabulary, size=length - 1).tolist()])
+        if len(tree) < nodes:
+            raise InvalidArgumentError(
+                f"node_counts has {nodes}, more than there are trees for with {self._vocabulary} tokens"
+            )
         return tree
 
     def step(self, tree: TokenTree) -> None:
@@ -252,28 +223,23 @@ def measure(
             raise InvalidArgumentError(f"{name}={values} must be at least 1, and at least one number")
     watch = Stopwatch(model.device)
     weight_bytes = bytes_read(model)
+    note = progress or (lambda _: None)
     with torch.no_grad():
         reader = WeightReader(model.device, weight_bytes)
         benches = [StepBench(model, context, pack_weights=pack_weights) for context in contexts]
         for repeat in range(repeats + 1):
             if repeat == 1:
-                watch.forget()
-            if progress is not None:
-                progress("reading the weights")
+                watch.times.clear()  # the warm-up
+            note("reading the weights")
             watch.time("limit", reader.read)
-            for bench in benches:
-                for nodes in node_counts:
-                    if progress is not None:
-                        progress(f"{nodes} nodes, context {bench.context}")
-                    tree = bench.tree(nodes)
-                    watch.time(f"{nodes} {bench.context}", lambda bench=bench, tree=tree: bench.step(tree))  # type: ignore[misc]
-                    bench.undo()
-    points = []
-    for context in contexts:
-        for nodes in node_counts:
-            name = f"{nodes} {context}"
-            timing = watch.median(name)
-            points.append(Point(nodes, context, watch.seconds(name), timing.wall, timing.cpu, repeats))
+            for bench, nodes in product(benches, node_counts):
+                note(f"{nodes} nodes, context {bench.context}")
+                watch.time((nodes, bench.context), partial(bench.step, bench.tree(nodes)))
+                bench.undo()
+    points = [
+        Point(nodes, context, watch.seconds((nodes, context)), repeats)
+        for context, nodes in product(contexts, node_counts)
+    ]
     return Measurement(points, weight_bytes, reader.seconds(watch.seconds("limit")), watch.clock)
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lookahead.bench.suite_file import read_suite
+from lookahead.bench.suite import read_suite
 from lookahead.cli import process, remote
 from lookahead.cli.chat import run as talk
 from lookahead.cli.inputs import model_folder, read_prompt, read_prompt_or

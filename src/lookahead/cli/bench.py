@@ -13,7 +13,7 @@ from lookahead.bench.measuring import Benchmark, Watcher
 from lookahead.bench.rows import ResultsFile, Row, describe_machine, read_files
 from lookahead.bench.scaling_law import law_fit, law_points
 from lookahead.bench.suite import Suite
-from lookahead.bench.summary import MOST_SHOWN, Difference, Reference, RunSet, differences, grouped, summarise
+from lookahead.bench.summary import Difference, RunSet, differences, summarise
 from lookahead.cli import process
 from lookahead.cli.loading import check_device, compile_drafting, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress
@@ -22,6 +22,9 @@ from lookahead.errors import InvalidArgumentError
 
 NOTHING = "–"
 """In cells for which nothing was measured."""
+
+MOST_SHOWN = 10
+"""Differences that are listed one by one."""
 
 
 def run(settings: BenchSettings, suite: Suite) -> int:
@@ -42,8 +45,8 @@ def run(settings: BenchSettings, suite: Suite) -> int:
         except KeyboardInterrupt:
             consoles.notes.print(f"interrupted; {settings.output} has all finished runs, the same command goes on")
             return process.INTERRUPTED
-    for summary in summarise(file.rows):
-        consoles.out.print(summary_table(summary))
+    for (model, task), runs in summarise(file.rows).items():
+        consoles.out.print(summary_table(runs, f"{model}, {task}"))
     return _verdict(differences(file.rows), consoles.notes)
 
 
@@ -54,9 +57,9 @@ def fit_law(settings: LawSettings) -> int:
     if not law_points(rows):
         names = ", ".join(map(str, settings.results))
         raise InvalidArgumentError(f"{names}: no runs of the paper's method with W = G and a pool of the window's own")
-    for (model, task), group in grouped(rows, lambda row: (row["model"], row["task"])).items():
-        if law_points(group):
-            titles, lines = law_fit(group)
+    for (model, task), runs in summarise(rows).items():
+        if law_points(runs.rows):
+            titles, lines = law_fit(runs.rows)
             table = Table(*titles, title=f"{model}, {task}")
             for line in lines:
                 table.add_row(*line)
@@ -84,16 +87,15 @@ def _measure(benchmark: Benchmark, file: ResultsFile, circumstances: dict[str, A
 def _new_errors(row: Row, rows: list[Row]) -> list[Difference]:
     """What a new row shows: that it differs, or, if it is the reference, that earlier rows of the prompt do."""
     of_prompt = [other for other in rows if all(other[name] == row[name] for name in ("model", "task", "prompt"))]
-    reference = Reference(of_prompt)
     news = of_prompt if row["reference"] else [row]
-    return [found for found in map(reference.difference, news) if found is not None and found.is_error]
+    return [found for found in differences(news, of_prompt) if found.is_error]
 
 
-def summary_table(summary: RunSet) -> Table:
-    """A line for each method; the report has more columns."""
+def summary_table(summary: RunSet, title: str) -> Table:
+    """A line for each method."""
     clock = "CPU" if summary.clock == "cpu" else "wall"
     table = Table(
-        title=f"{summary.model}, {summary.task}",
+        title=title,
         caption=f"{clock} speed over transformers' (tf) and over our own plain decoding",
     )
     for title in ("method", "nodes", "S", f"{clock} ms", "over tf", "over own", "cycles", "same"):
