@@ -403,12 +403,12 @@ def test_a_folder_that_is_no_model_is_named(capsys: pytest.CaptureFixture[str], 
     model.mkdir()
     assert "no config.json" in message(model)
     assert "not a folder" in message(demo_model_path() / "config.json")
-    shutil.copy(demo_model_path() / "config.json", model)
-    assert "no weights" in message(model)
-    (model / "model.safetensors").write_bytes(b"broken")
-    assert "no tokenizer files" in message(model)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    (model / "config.json").write_text("{")
+    assert "its config.json is not valid JSON" in message(model)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo_model_path() / name, model)
+    assert "no file named model.safetensors" in message(model)
+    (model / "model.safetensors").write_bytes(b"broken")
     assert "cannot be loaded" in message(model)
 
 

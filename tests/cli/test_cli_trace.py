@@ -35,20 +35,14 @@ def texts_of(path: Path) -> list[dict[str, Any]]:
     return json.loads(found[1])["texts"]
 
 
-@pytest.mark.parametrize(
-    "command", [["trace", "-o"], ["generate", "--trace"], ["compare", "--repeats", "1", "--trace"]]
-)
-def test_the_page_of_a_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+def test_the_page_of_a_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "trace.html"
-    arguments = ["w1 w2 w3", "--model", str(model), "-n", "12", "--json"]
-    assert main([*command, str(page), *arguments]) == 0
+    assert main(["trace", "-o", str(page), "w1 w2 w3", "--model", str(model), "-n", "12", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    result = result.get("lookahead", result)
     (text,) = texts_of(page)
     assert text["tokens"] == 12
     assert "".join(step["x"] for step in text["steps"]).split() == result["text"].split()
-    if command[0] != "compare":  # whose traced run is not the one that is timed
-        assert [len(step["k"]) for step in text["steps"]] == result["accepted_lengths"]
+    assert [len(step["k"]) for step in text["steps"]] == result["accepted_lengths"]
 
 
 def test_turns_of_a_chat(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +52,7 @@ def test_turns_of_a_chat(model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert [text["tokens"] for text in texts_of(page)] == [6, 6]
 
 
-@pytest.mark.parametrize("command", [["generate", "w1"], ["compare", "w1"], ["chat"], ["trace", "w1"]])
+@pytest.mark.parametrize("command", [["chat"], ["trace", "w1"]])
 def test_a_path_is_refused_before_anything_is_loaded(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     option = "-o" if command[0] == "trace" else "--trace"
     assert main([*command, option, "/no folder/x.html", "--model", "/no model"]) == 2
@@ -66,5 +60,5 @@ def test_a_path_is_refused_before_anything_is_loaded(command: list[str], capsys:
 
 
 def test_a_server_is_not_traced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["generate", "x", "--server", "http://127.0.0.1:9", "--trace", str(tmp_path / "x.html")]) == 2
+    assert main(["chat", "--server", "http://127.0.0.1:9", "--trace", str(tmp_path / "x.html")]) == 2
     assert "leave --server out" in capsys.readouterr().err

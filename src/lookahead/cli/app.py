@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -135,11 +134,11 @@ def generate(settings: GenerateSettings) -> int:
     The prompt comes from the argument, from --file or from standard input. On a terminal the tokens of one
     step share a colour. The text goes to standard output, statistics go to standard error.
     """
-    _check(settings, settings.trace, settings.server)
+    _check(settings, server=settings.server)
     if settings.server is not None:
         return remote.generate(settings, read_prompt(settings))
-    parallel, sampling = settings.parallel or 1, settings.sampling
-    if sampling is not None and sampling.seed is None and (parallel > 1 or process.started_together()):
+    parallel = settings.parallel or 1
+    if settings.sample and settings.sampling_seed is None and (parallel > 1 or process.started_together()):
         raise InvalidArgumentError("--sample on several processes needs --sampling-seed, so that all sample the same")
     if parallel > 1 and not process.started_together():
         process.raise_on_interrupt()
@@ -163,7 +162,7 @@ def compare(settings: CompareSettings) -> int:
     float32 they must be, and so must texts that are sampled under one seed; in shorter types rounding can decide
     between tokens that are nearly equally likely.
     """
-    _check(settings, settings.trace)
+    _check(settings)
     return _start("compare", settings, *read_prompt_or(settings, DEMO_PROMPT))
 
 
@@ -176,8 +175,7 @@ def trace(settings: TraceSettings) -> int:
     """
     _check(settings, settings.output)
     text, _ = read_prompt_or(settings, DEMO_PROMPT)
-    chosen = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name != "output"}
-    return _start("generate", GenerateSettings(**chosen, trace=settings.output), text)
+    return _start("generate", settings, text, settings.output)
 
 
 def _check(settings: ModelSettings, trace: Path | None = None, server: str | None = None) -> None:

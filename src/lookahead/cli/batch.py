@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -15,7 +15,7 @@ from lookahead.bench.models import Prompt, read_prompts
 from lookahead.bench.rows import RowsFile, kept_lines
 from lookahead.bench.suite import TaskSpec
 from lookahead.cli import process
-from lookahead.cli.generate import text_options
+from lookahead.cli.generate import fitted, text_options
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries, summary
 from lookahead.cli.rendering import Consoles, decode, print_json
 from lookahead.cli.settings import BatchSettings
@@ -71,15 +71,14 @@ def _answer(
 ) -> None:
     """Answer prompts; a line is written as soon as an answer is complete."""
     engine = Engine(loaded.model, settings.config, max_rows=settings.max_rows, kv_bytes=settings.kv_bytes)
-    options = text_options(loaded, settings.sampling, settings.repetition_penalty, settings.stop)
+    options = text_options(loaded, settings) | {"seed": settings.sampling_seed}
     options |= {"tokenizer": loaded.tokenizer} if settings.stop else {}
-    seed = None if settings.sampling is None else settings.sampling.seed
     left, open_requests = iter(missing), dict[str, RequestHandle]()
 
     def submit() -> Iterator[dict[str, Any]]:
         while len(open_requests) < (1 + AHEAD) * settings.max_rows and (prompt := next(left, None)) is not None:
             try:
-                open_requests[prompt.id] = _submit(settings, loaded, engine, prompt, seed=seed, **options)
+                open_requests[prompt.id] = _submit(settings, loaded, engine, prompt, **options)
             except Exception as error:  # whatever one prompt makes a tokenizer raise, the others are answered
                 message = str(error) if isinstance(error, LookaheadError) else summary(error)
                 yield {"id": prompt.id, "error": message, "request": asked[prompt.id]}
@@ -101,17 +100,9 @@ def _submit(
     if prompt.fault:
         raise InvalidArgumentError(prompt.fault)
     ids = loaded.tokenizer(prompt.text, return_tensors="pt", verbose=False).input_ids
-    if not ids.shape[1]:
-        raise InvalidArgumentError("the prompt has no tokens for this model's tokenizer")
-    room = settings.max_new_tokens
-    if loaded.context_length is not None:
-        room = min(room, loaded.context_length - ids.shape[1])
-    if room < 1:
-        raise InvalidArgumentError(
-            f"the prompt has {ids.shape[1]} tokens, but the model's context is {loaded.context_length}"
-        )
-    settled = {"do_sample": False, "max_new_tokens": room, "attention_mask": ids.new_ones(ids.shape)}
-    return engine.submit(ids, **settled | options)
+    text = fitted(loaded, prompt.text, ids, settings.max_new_tokens)
+    mask = torch.ones_like(ids)
+    return engine.submit(ids, max_new_tokens=text.max_new_tokens, attention_mask=mask, **options)
 
 
 def _finished(
@@ -134,15 +125,9 @@ def _finished(
 
 def _fingerprint(settings: BatchSettings, prompt: Prompt) -> str:
     """Tells answers to a prompt from those of other models and settings, as far as these decide about the text."""
-    sampling = None if settings.sampling is None else asdict(settings.sampling)
-    identity = [
-        str(settings.model),
-        settings.dtype,
-        settings.max_new_tokens,
-        settings.stop,
-        settings.repetition_penalty,
-    ]
-    return hashlib.sha256(json.dumps([*identity, sampling, prompt.text]).encode()).hexdigest()[:16]
+    names = ("dtype", "max_new_tokens", "stop", "repetition_penalty", "sampling", "sampling_seed")
+    identity = [str(settings.model), *(getattr(settings, name) for name in names), prompt.text]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
 def _kept(settings: BatchSettings, asked: dict[str, str]) -> list[dict[str, Any]]:

@@ -25,13 +25,11 @@ from lookahead.cli.generate import (
     run_report,
     seed_draws,
     text_options,
-    traced,
 )
 from lookahead.cli.inputs import is_gguf
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.rendering import Consoles, StepPrinter, decode, measuring_progress, print_json, visible
 from lookahead.cli.settings import CompareSettings
-from lookahead.config import LookaheadConfig
 from lookahead.text import Tokenizer
 
 WARM_UP_TOKENS = 8
@@ -66,8 +64,8 @@ def run(settings: CompareSettings, text: str, is_demo: bool) -> int:
         loaded = load_for_decoding(settings, consoles.notes)
         prompt = encode_prompt(loaded, text, settings.max_new_tokens, consoles.notes)
         rounds: Rounds = []
-        with suppress(KeyboardInterrupt), traced(settings.trace, loaded, settings.config, consoles.notes) as config:
-            _run_rounds(loaded, prompt, settings, rounds, consoles.notes, config)
+        with suppress(KeyboardInterrupt):
+            _run_rounds(loaded, prompt, settings, rounds, consoles.notes)
     difference, interrupted = first_parting(rounds), len(rounds) < repeats
     if settings.json:
         report = comparison_report(rounds, loaded.tokenizer) | request_report(settings, loaded, prompt)
@@ -90,43 +88,29 @@ def run(settings: CompareSettings, text: str, is_demo: bool) -> int:
     return process.OK if difference is None else process.DIFFERENT
 
 
-def _run_rounds(
-    loaded: LoadedModel,
-    prompt: Prompt,
-    settings: CompareSettings,
-    rounds: Rounds,
-    notes: Console,
-    traced: LookaheadConfig,
-) -> None:
-    """Fill `rounds`; the sides take turns, so that a change of the machine's pace meets both. What is traced is a
-    run before these, whose time does not count."""
-    options = text_options(loaded, settings.sampling, settings.repetition_penalty, settings.stop)
-    repeats = settings.repeats
-    seed = seed_draws(settings.sampling)
-
-    def decode_once(side: str, prompt: Prompt, config: LookaheadConfig) -> Recording:
-        if seed is not None:
-            torch.manual_seed(seed)  # both sides draw the same
-        if side == "plain":
-            return decode_plainly(loaded, prompt, **options)
-        recording = Recording()
-        decode_with_lookahead(loaded, prompt, config, recording, **options)
-        return recording
-
+def _run_rounds(loaded: LoadedModel, prompt: Prompt, settings: CompareSettings, rounds: Rounds, notes: Console) -> None:
+    """Fill `rounds`; the sides take turns, so that a change of the machine's pace meets both."""
+    options, seed = text_options(loaded, settings), seed_draws(settings)
     short = replace(prompt, max_new_tokens=min(WARM_UP_TOKENS, prompt.max_new_tokens))
     with measuring_progress(notes) as progress:
-        task = progress.add_task("warming up", total=2 * repeats + 2)
-        for number in range(repeats + 1):
-            runs = []
-            for side in ("plain", "lookahead"):
-                what = f"{side} {number}/{repeats}" if number else "warming up"
-                progress.update(task, description=what, refresh=True)
-                runs.append(decode_once(side, prompt if number else short, settings.config))
-                progress.update(task, advance=1, refresh=True)
-            if number == 0 and settings.trace is not None:
-                decode_once("lookahead", prompt, traced)
+        task = progress.add_task("warming up", total=2 * settings.repeats + 2)
+
+        def run(side: str, number: int) -> Recording:
+            what = f"{side} {number}/{settings.repeats}" if number else "warming up"
+            progress.update(task, description=what, refresh=True)
+            torch.manual_seed(seed)  # both sides draw the same
+            recording, text = Recording(), prompt if number else short
+            if side == "plain":
+                decode_plainly(loaded, text, recording, **options)
+            else:
+                decode_with_lookahead(loaded, text, settings.config, recording, **options)
+            progress.update(task, advance=1, refresh=True)
+            return recording
+
+        for number in range(settings.repeats + 1):
+            pair = run("plain", number), run("lookahead", number)
             if number:
-                rounds.append((runs[0], runs[1]))
+                rounds.append(pair)
 
 
 def comparison_report(rounds: Rounds, tokenizer: Tokenizer) -> dict[str, Any]:

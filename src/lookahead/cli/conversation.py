@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from inspect import signature
 from types import FrameType
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from lookahead.cli.generate import (
     Prompt,
     Recording,
     decode_with_lookahead,
+    fitted,
     run_report,
     seed_draws,
     text_options,
@@ -29,7 +31,7 @@ from lookahead.cli.generate import (
 from lookahead.cli.inputs import checked, read_text
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries, summary
 from lookahead.cli.rendering import Consoles, StepPrinter, counts_line, decode
-from lookahead.cli.settings import ChatSettings, Sampling
+from lookahead.cli.settings import ChatSettings
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import NGramPool
 from lookahead.errors import InvalidArgumentError
@@ -56,7 +58,7 @@ class Answer:
 
 
 class Conversation:
-    """Turns with one model. The cache and what drafting has learned stay from one turn to the next.
+    """Turns with one model, a `chat.Partner`. The cache and what drafting has learned stay from one turn to the next.
 
     The input of a turn is always the whole conversation, written down anew: a template may change what it wrote
     before. The cache goes on from the tokens that are the same as then.
@@ -64,36 +66,25 @@ class Conversation:
     Args:
         loaded: The model.
         turns: How turns become tokens.
-        config: How to draft.
-        max_new_tokens: Most tokens of an answer.
-        system: What the model is told before the first turn.
-        sampling: How tokens are sampled, `None` for greedy decoding.
-        repetition_penalty: As for `generate`, `None` for the model's own.
-        stop: Texts that end an answer, none for the model's own.
+        settings: What is told before the first turn, and how answers are made.
+        config: How to draft, instead of as the settings say.
     """
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        turns: TurnFormat,
-        config: LookaheadConfig,
-        max_new_tokens: int,
-        system: str | None = None,
-        sampling: Sampling | None = None,
-        repetition_penalty: float | None = None,
-        stop: Sequence[str] | None = None,
+        self, loaded: LoadedModel, turns: TurnFormat, settings: ChatSettings, config: LookaheadConfig | None = None
     ) -> None:
-        self._loaded = loaded
-        self._turns = turns
-        self._config = config
-        self._max_new_tokens = max_new_tokens
-        self._system = system
-        self._options = _options(config) | text_options(loaded, sampling, repetition_penalty, stop)
-        self._messages: list[Message] = []
-        self._cache: Cache | None = None
-        self._cached: list[int] = []  # the tokens whose keys and values the cache holds
+        self.name = loaded.path.resolve().name
+        self._loaded, self._turns = loaded, turns
+        self._config = settings.config if config is None else config
+        self._max_new_tokens, self._system = settings.max_new_tokens, settings.system
+        self._options = text_options(loaded, settings) | {"use_cache": True}
+        if self._config.preset == "paper":
+            self._options["ngram_pool"] = NGramPool(self._config.ngram_size, self._config.guess_set_size)
         self._session = open_session(loaded.model)
         self._session.keep_text()
+        self._takes_cache = "past_key_values" in signature(loaded.model.forward).parameters  # unlike Mamba
+        self._cache: Cache | None = None
+        self._cached: list[int] = []  # the tokens whose keys and values the cache holds
         self.reset()
 
     @property
@@ -108,7 +99,7 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget what was said. What drafting has learned stays: it saves steps, and cannot change what is said."""
-        self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self._messages: list[Message] = [] if self._system is None else [_turn("system", self._system)]
         self._forget_cache()
 
     def prompt(self, text: str) -> Prompt:
@@ -117,114 +108,53 @@ class Conversation:
         Raises:
             InvalidArgumentError: There is no room for an answer. The conversation is as it was.
         """
-        input_ids = self._turns.encode([*self._messages, _turn("user", text)]).to(self._loaded.model.device)
-        length, context = input_ids.shape[1], self._loaded.context_length
-        if length == 0:
-            raise InvalidArgumentError("the turn has no tokens for this model's tokenizer; write a longer one")
-        room = self._max_new_tokens if context is None else context - length
-        if room < 1:
-            raise InvalidArgumentError(
-                f"with this turn the conversation has {length} tokens, but the model's context is {context}: the turn "
-                "was not sent, and the conversation is as it was; write a shorter one, or begin anew with /reset"
-            )
-        return Prompt(text, input_ids, min(room, self._max_new_tokens))
+        input_ids = self._turns.encode([*self._messages, _turn("user", text)])
+        what = "with this turn the conversation has"
+        advice = "the turn was not sent; write a shorter one, or begin anew with /reset"
+        return fitted(self._loaded, text, input_ids, self._max_new_tokens, what, advice)
 
     def answer(self, prompt: Prompt, on_step: Callable[[list[int]], None] | None = None) -> Answer:
         """Let the model answer; `on_step` gets the tokens of every step.
 
-        Ctrl-C ends the answer after the token under way; what there is of it stays in the conversation, unless there
-        is nothing: then the turn is taken back, as it is if anything goes wrong.
+        Ctrl-C ends the answer after the token under way, a second one at once; what there is of it stays in the
+        conversation, unless there is nothing: then the turn is taken back, as it is if anything goes wrong.
         """
         ids: list[int] = prompt.input_ids[0].tolist()
-        self._keep(self._reusable(ids))
-        kept = len(self._cached)
-        recording = Recording()
+        kept = self._crop(ids)
         options = self._options if self._cache is None else self._options | {"past_key_values": self._cache}
+        recording = Recording()
         with interruptible() as interruption:
             try:
                 criteria = StoppingCriteriaList([interruption])
                 output = decode_with_lookahead(
                     self._loaded, prompt, self._config, recording, on_step, stopping_criteria=criteria, **options
                 )
-                self._take_cache(output)
-            except BaseException as error:
-                self._keep(kept)  # the call has left it as it was
-                if not isinstance(error, KeyboardInterrupt):
-                    raise
-                interruption.asked = True  # nobody waited for it
+                self._cache = output.past_key_values if self._takes_cache else None
+                self._cached = [] if self._cache is None else (ids + recording.tokens)[:-1]  # the last was never read
+            except KeyboardInterrupt:  # nobody waited for the step; the call has left the cache as it was
+                interruption.asked = True
         kept = self._session.reused_tokens(kept)
-        text = decode(self._loaded.tokenizer, recording.tokens)
+        said = decode(self._loaded.tokenizer, recording.tokens)
         if recording.tokens:
-            self._messages += [_turn("user", prompt.text), _turn("assistant", text)]
-        return Answer(text, recording, len(ids) - kept, interruption.asked, self._cut(prompt, recording.tokens))
-
-    def _cut(self, prompt: Prompt, tokens: Sequence[int]) -> Literal["max_new_tokens", "context"] | None:
-        if len(tokens) < prompt.max_new_tokens or tokens[-1] in _eos_tokens(self._loaded):
-            return None
-        return "max_new_tokens" if prompt.max_new_tokens == self._max_new_tokens else "context"
-
-    def _reusable(self, ids: Sequence[int]) -> int:
-        """How many of the cached tokens begin `ids` and have the keys that computing all of it anew would give."""
-        limit = self._loaded.fixed_positions
-        if limit is not None and max(len(ids), len(self._cached)) > limit:
-            return 0
-        most = min(len(self._cached), len(ids) - 1)  # the last token is always computed, to see what follows it
-        return next((place for place in range(most) if self._cached[place] != ids[place]), most)
-
-    def _take_cache(self, output: Any) -> None:
-        self._cache = output.past_key_values
-        text = output.sequences[0].tolist()
-        self._cached = text[: self._cache.get_seq_length()] if self._cache is not None else []
-
-    def _keep(self, tokens: int) -> None:
-        """Crop the cache to its first `tokens`, each layer by itself: an interruption may have come between two."""
-        layers = [layer for layer in self._cache.layers if layer.is_initialized] if self._cache is not None else []
-        lengths = [layer.get_seq_length() for layer in layers]
-        if tokens == 0 or min(lengths, default=0) < tokens:
-            self._forget_cache()
-            return
-        try:
-            for layer, length in zip(layers, lengths, strict=True):
-                layer.crop(tokens - length)
-        except (ValueError, RuntimeError):  # a layer with a window has forgotten keys that the shorter text sees
-            self._forget_cache()
-            return
-        self._cached = self._cached[:tokens]
-
-    def _forget_cache(self) -> None:
-        self._cache, self._cached = None, []
-
-
-class LocalPartner:
-    """A model that is loaded here; see `chat.Partner`.
-
-    Args:
-        loaded: The model.
-        conversation: What was said.
-    """
-
-    def __init__(self, loaded: LoadedModel, conversation: Conversation) -> None:
-        self._loaded, self._conversation = loaded, conversation
-        self.name, self.reset = loaded.path.resolve().name, conversation.reset
+            self._messages += [_turn("user", prompt.text), _turn("assistant", said)]
+        return Answer(said, recording, len(ids) - kept, interruption.asked, self._cut(prompt, recording.tokens))
 
     def turn(self, text: str, consoles: Consoles | None) -> Turn:
         """See `chat.Partner`."""
-        prompt = self._conversation.prompt(text)
+        prompt = self.prompt(text)
         printer = None if consoles is None else StepPrinter(consoles.out, self._loaded.tokenizer)
-        answer = self._conversation.answer(prompt, None if printer is None else printer.step)
+        answer = self.answer(prompt, None if printer is None else printer.step)
         if printer is not None:
             printer.finish()
-        return Turn(self._report(prompt, answer), self._line(prompt, answer), answer.interrupted)
-
-    def _report(self, prompt: Prompt, answer: Answer) -> dict[str, Any]:
-        return run_report(self._loaded.tokenizer, answer.recording) | {
-            "prompt": prompt.text,
+        report = run_report(self._loaded.tokenizer, answer.recording) | {
+            "prompt": text,
             "prompt_tokens": prompt.input_ids.shape[1],
             "prefilled_tokens": answer.prefilled_tokens,
             "max_new_tokens": prompt.max_new_tokens,
             "cut": answer.cut,
             "interrupted": answer.interrupted,
         }
+        return Turn(report, self._line(prompt, answer), answer.interrupted)
 
     def _line(self, prompt: Prompt, answer: Answer) -> str:
         recording = answer.recording
@@ -239,45 +169,46 @@ class LocalPartner:
             line += f"; cut where the model's context of {context} tokens ends, /reset begins anew"
         return line
 
+    def _cut(self, prompt: Prompt, tokens: Sequence[int]) -> Literal["max_new_tokens", "context"] | None:
+        ends = self._loaded.model.generation_config.eos_token_id
+        if len(tokens) < prompt.max_new_tokens or tokens[-1] in (ends if isinstance(ends, list) else [ends]):
+            return None
+        return "max_new_tokens" if prompt.max_new_tokens == self._max_new_tokens else "context"
+
+    def _crop(self, ids: Sequence[int]) -> int:
+        """Crop the cache to what begins `ids`, as computing all of it anew would give it; returns the tokens kept."""
+        most = min(len(self._cached), len(ids) - 1)  # the last token is always computed, to see what follows it
+        kept = next((place for place in range(most) if self._cached[place] != ids[place]), most)
+        limit = self._loaded.fixed_positions
+        if self._cache is not None and kept < len(self._cached):
+            try:
+                self._cache.crop(kept - len(self._cached))
+            except (ValueError, RuntimeError):  # a layer with a window, or a state, has no way back
+                kept = 0
+        if kept == 0 or (limit is not None and max(len(ids), len(self._cached)) > limit):
+            self._forget_cache()
+        self._cached = self._cached[:kept]
+        return len(self._cached)
+
+    def _forget_cache(self) -> None:
+        self._cache, self._cached = None, []
+
 
 @contextmanager
-def local_partner(settings: ChatSettings) -> Iterator[LocalPartner]:
+def local_partner(settings: ChatSettings) -> Iterator[Conversation]:
     """Load the model that the settings name, to talk with it."""
     notes = Consoles.create(no_color=settings.no_color).notes
     template = read_template(settings)
     with quiet_libraries():
         loaded = load_for_decoding(settings, notes)
         turns = choose_format(settings, template, loaded, notes)
-        seed_draws(settings.sampling)
+        seed_draws(settings)
         with traced(settings.trace, loaded, settings.config, notes) as config:
-            conversation = Conversation(
-                loaded,
-                turns,
-                config,
-                settings.max_new_tokens,
-                settings.system,
-                settings.sampling,
-                settings.repetition_penalty,
-                settings.stop,
-            )
-            yield LocalPartner(loaded, conversation)
-
-
-def _options(config: LookaheadConfig) -> dict[str, Any]:
-    """What all turns hand to `lookahead.generate`."""
-    options: dict[str, Any] = {"use_cache": True}
-    if config.preset == "paper":
-        options["ngram_pool"] = NGramPool(config.ngram_size, config.guess_set_size)
-    return options
+            yield Conversation(loaded, turns, settings, config)
 
 
 def _turn(role: str, content: str) -> Message:
     return {"role": role, "content": content}
-
-
-def _eos_tokens(loaded: LoadedModel) -> set[int]:
-    eos = loaded.model.generation_config.eos_token_id
-    return set() if eos is None else set(torch.as_tensor(eos).flatten().tolist())
 
 
 class Interruption(StoppingCriteria):  # type: ignore[misc]

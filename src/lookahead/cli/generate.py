@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from lookahead.cli import process
 from lookahead.cli.inputs import is_gguf
 from lookahead.cli.loading import LoadedModel, load_for_decoding, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, StepPrinter, counts_line, decode, print_json
-from lookahead.cli.settings import DecodingSettings, GenerateSettings, Sampling
+from lookahead.cli.settings import DecodingSettings
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import Statistics, StepRecord
 from lookahead.errors import InvalidArgumentError
@@ -28,15 +28,16 @@ if TYPE_CHECKING:
     from lookahead.parallel import ParallelGroup
 
 
-def run(settings: GenerateSettings, text: str) -> int:
-    """Continue `text`, print what was generated, and return the exit code."""
+def run(settings: DecodingSettings, text: str, page: Path | None = None) -> int:
+    """Continue `text`, print what was generated, write the page of its trace if one is named, and return the exit
+    code."""
     if process.started_together():
         process.raise_on_interrupt()  # the other ranks are told
     with process.joined_ranks() as group:
-        return _run(settings if group is None else process.on_own_device(settings), text, group)
+        return _run(settings if group is None else process.on_own_device(settings), text, page, group)
 
 
-def _run(settings: GenerateSettings, text: str, group: ParallelGroup | None) -> int:
+def _run(settings: DecodingSettings, text: str, page: Path | None, group: ParallelGroup | None) -> int:
     consoles = Consoles.create(no_color=settings.no_color)
     with quiet_libraries():
         loaded = load_for_decoding(settings, consoles.notes)
@@ -44,12 +45,11 @@ def _run(settings: GenerateSettings, text: str, group: ParallelGroup | None) -> 
         printer = None if settings.json else StepPrinter(consoles.out, loaded.tokenizer)
         recording = Recording()
         on_step = None if printer is None else printer.step
-        options = text_options(loaded, settings.sampling, settings.repetition_penalty, settings.stop)
-        seed_draws(settings.sampling)
-        path = settings.trace if group is None or group.rank == 0 else None
-        with traced(path, loaded, settings.config, consoles.notes) as config:
+        seed_draws(settings)
+        with traced(page, loaded, settings.config, consoles.notes) as config:
             # Where it is raised, recording.complete stays False, and what was generated is still printed.
             with suppress(KeyboardInterrupt), process.stopped_by_parent(group):
+                options = text_options(loaded, settings)
                 decode_with_lookahead(loaded, prompt, config, recording, on_step, parallel=group, **options)
             if printer is None:
                 report = run_report(loaded.tokenizer, recording) | request_report(settings, loaded, prompt)
@@ -92,24 +92,35 @@ class Prompt:
 
 def encode_prompt(loaded: LoadedModel, text: str, max_new_tokens: int, notes: Console) -> Prompt:
     """Tokenize the prompt and clip `max_new_tokens` to what the model's context has left."""
-    encoded = loaded.tokenizer(text, return_tensors="pt", verbose=False)
-    input_ids: torch.Tensor = encoded["input_ids"].to(loaded.model.device)  # [1, S]
-    length = input_ids.shape[1]
+    prompt = fitted(loaded, text, loaded.tokenizer(text, return_tensors="pt", verbose=False).input_ids, max_new_tokens)
+    if prompt.max_new_tokens < max_new_tokens:
+        notes.print(
+            f"note: --max-new-tokens {max_new_tokens} clipped to {prompt.max_new_tokens}: the prompt has "
+            f"{prompt.input_ids.shape[1]} tokens and the model's context is {loaded.context_length}"
+        )
+    return prompt
+
+
+def fitted(
+    loaded: LoadedModel,
+    text: str,
+    input_ids: torch.Tensor,
+    max_new_tokens: int,
+    what: str = "the prompt has",
+    advice: str = "shorten the prompt so that at least one more token fits",
+) -> Prompt:
+    """A prompt of tokens `[1, S]`, with as many new ones as the model's context has left.
+
+    Raises:
+        InvalidArgumentError: It has no tokens, or there is no room behind it; `what` has too many, and the `advice`.
+    """
+    length, context = input_ids.shape[1], loaded.context_length
     if length == 0:
         raise InvalidArgumentError("the prompt has no tokens for this model's tokenizer; give a longer one")
-    room = None if loaded.context_length is None else loaded.context_length - length
-    if room is None or room >= max_new_tokens:
-        return Prompt(text, input_ids, max_new_tokens)
-    if room < 1:
-        raise InvalidArgumentError(
-            f"the prompt has {length} tokens, but the model's context is {loaded.context_length}: "
-            "shorten the prompt so that at least one more token fits"
-        )
-    notes.print(
-        f"note: --max-new-tokens {max_new_tokens} clipped to {room}: the prompt has {length} tokens "
-        f"and the model's context is {loaded.context_length}"
-    )
-    return Prompt(text, input_ids, room)
+    if context is not None and length >= context:
+        raise InvalidArgumentError(f"{what} {length} tokens, but the model's context is {context}: {advice}")
+    room = max_new_tokens if context is None else min(max_new_tokens, context - length)
+    return Prompt(text, input_ids.to(loaded.model.device), room)
 
 
 @dataclass
@@ -118,28 +129,21 @@ class Recording:
 
     Attributes:
         tokens_by_step: The token ids that each step added.
-        output: The token ids that were returned at the end, `None` before.
+        complete: Whether the run came to its end.
         statistics: Counted along with the steps; the times by part arrive at the end.
         wall_seconds: Wall time of the run.
         cpu_seconds: CPU time of the run, all threads together.
     """
 
     tokens_by_step: list[list[int]] = field(default_factory=list)
-    output: list[int] | None = None
+    complete: bool = False
     statistics: Statistics = field(default_factory=Statistics)
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0
 
     @property
-    def complete(self) -> bool:
-        """Whether the run came to its end."""
-        return self.output is not None
-
-    @property
     def tokens(self) -> list[int]:
-        """All generated token ids: those returned, or those of the steps before an interruption."""
-        if self.output is not None:
-            return self.output
+        """All generated token ids."""
         return [token for step in self.tokens_by_step for token in step]
 
     @property
@@ -147,11 +151,6 @@ class Recording:
         """Wall time by part, in seconds, which add up to all of it: `other` is printing and what the rest leave out."""
         seconds = self.statistics.seconds
         return {**asdict(seconds), "other": self.wall_seconds - seconds.total}
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Generated tokens per second of wall time."""
-        return self.statistics.tokens / self.wall_seconds if self.wall_seconds else 0.0
 
     def add(self, step: StepRecord) -> None:
         """Keep one step."""
@@ -168,7 +167,7 @@ def decode_with_lookahead(
     on_step: Callable[[list[int]], None] | None = None,
     **options: Any,
 ) -> Any:
-    """Decode with lookahead into `recording`, greedily unless `options` of `lookahead.generate` say otherwise.
+    """Decode with lookahead into `recording`; `options` are those of `lookahead.generate`.
 
     Returns:
         What `lookahead.generate` returned.
@@ -187,7 +186,7 @@ def decode_with_lookahead(
             return_dict_in_generate=True,
             **_arguments(loaded, prompt) | options,
         )
-        recording.output = output.sequences[0, prompt.input_ids.shape[1] :].tolist()
+        recording.complete = True
         recording.statistics.seconds = output.statistics.seconds
         recording.statistics.invariant_rows = output.statistics.invariant_rows
         return output
@@ -195,50 +194,42 @@ def decode_with_lookahead(
     return _timed(run, loaded, recording)
 
 
-def text_options(
-    loaded: LoadedModel, sampling: Sampling | None, repetition_penalty: float | None, stop: Sequence[str] | None
-) -> dict[str, Any]:
+def text_options(loaded: LoadedModel, settings: DecodingSettings) -> dict[str, Any]:
     """Arguments of `generate` that decide about the text: how tokens are chosen, and where it ends."""
-    options: dict[str, Any] = {}
-    if sampling is not None:
-        given = {name: value for name, value in asdict(sampling).items() if value is not None and name != "seed"}
-        options |= loaded.sampling | given | {"do_sample": True}
-    if repetition_penalty is not None:
-        options["repetition_penalty"] = repetition_penalty
-    if stop:
-        options["stop_strings"] = list(stop)
+    options: dict[str, Any] = {"do_sample": settings.sample}
+    if settings.sampling is not None:
+        options |= loaded.sampling | settings.sampling
+    if settings.repetition_penalty is not None:
+        options["repetition_penalty"] = settings.repetition_penalty
+    if settings.stop:
+        options["stop_strings"] = list(settings.stop)
     return options
 
 
-def seed_draws(sampling: Sampling | None) -> int | None:
-    """Seed the draws that come, with a new seed where none is given; the seed, `None` for greedy decoding."""
-    if sampling is None:
-        return None
-    if sampling.seed is None:
+def seed_draws(settings: DecodingSettings) -> int:
+    """Seed the draws that come, with a new seed where none is given; returns the seed."""
+    if settings.sampling_seed is None:
         return torch.seed()
-    torch.manual_seed(sampling.seed)
-    return sampling.seed
+    torch.manual_seed(settings.sampling_seed)
+    return settings.sampling_seed
 
 
-def decode_plainly(loaded: LoadedModel, prompt: Prompt, **options: Any) -> Recording:
-    """Decode without lookahead, greedily unless `options` say otherwise; every token is a step of one node.
+def decode_plainly(loaded: LoadedModel, prompt: Prompt, recording: Recording, **options: Any) -> None:
+    """Decode without lookahead into `recording`; every token is a step of one node.
 
     By transformers alone; by llama.cpp without a draft if the model is a GGUF file, as fast as this library can run it.
     """
-    recording = Recording()
     if is_gguf(loaded.path):
         decode_with_lookahead(loaded, prompt, LookaheadConfig(preset="autoregressive"), recording, **options)
-        return recording
+        return
 
     def run() -> None:
         sequences = loaded.model.generate(**_arguments(loaded, prompt) | options)  # [1, S + new tokens]
-        new_tokens: list[int] = sequences[0, prompt.input_ids.shape[1] :].tolist()
-        for number, token in enumerate(new_tokens, start=1):
+        for number, token in enumerate(sequences[0, prompt.input_ids.shape[1] :].tolist(), start=1):
             recording.add(StepRecord(index=0, step=number, tokens=[token], nodes=1))
-        recording.output = new_tokens
+        recording.complete = True
 
     _timed(run, loaded, recording)
-    return recording
 
 
 def _arguments(loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
@@ -247,7 +238,6 @@ def _arguments(loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
         # Without it transformers would take a pad token in the prompt for padding.
         "attention_mask": torch.ones_like(prompt.input_ids),
         "max_new_tokens": prompt.max_new_tokens,
-        "do_sample": False,
         # For models whose generation configuration holds stop strings.
         "tokenizer": loaded.tokenizer,
     }
@@ -268,17 +258,13 @@ def _timed(run: Callable[[], _T], loaded: LoadedModel, recording: Recording) -> 
 
 def run_report(tokenizer: Tokenizer, recording: Recording) -> dict[str, Any]:
     """What one run generated, counted and took."""
-    statistics = recording.statistics
-    parts = recording.parts
+    statistics, parts = recording.statistics, recording.parts
+    counts = ("steps", "step_compression", "nodes_per_step", "accepted_lengths", "invariant_rows")
     return {
         "text": decode(tokenizer, recording.tokens),
         "tokens": recording.tokens,
-        "steps": statistics.steps,
-        "step_compression": statistics.step_compression,
-        "nodes_per_step": statistics.nodes_per_step,
-        "accepted_lengths": statistics.accepted_lengths,
-        "invariant_rows": statistics.invariant_rows,
-        "tokens_per_second": recording.tokens_per_second,
+        **{name: getattr(statistics, name) for name in counts},
+        "tokens_per_second": statistics.tokens / recording.wall_seconds,
         "seconds": {
             "wall": recording.wall_seconds,
             "cpu": recording.cpu_seconds,
@@ -298,7 +284,8 @@ def request_report(settings: DecodingSettings, loaded: LoadedModel, prompt: Prom
         "dtype": loaded.dtype,
         "device": str(loaded.model.device),
         "preset": settings.config.preset,
-        "sampling": None if settings.sampling is None else asdict(settings.sampling),
+        "sampling": settings.sampling,
+        "sampling_seed": settings.sampling_seed,
         "repetition_penalty": settings.repetition_penalty,
         "stop": settings.stop or [],
         "config": asdict(settings.config) | {"memory": str(settings.config.memory)},

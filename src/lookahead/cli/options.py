@@ -52,11 +52,16 @@ positive = _number(float, "above 0", lambda number: 0 < number < math.inf)
 probability = _number(float, "above 0 and at most 1", lambda number: 0 < number <= 1)
 
 
-def model_path(text: str) -> Path:
-    """A path, which an empty text is not: Python takes that for the current folder."""
+def not_empty(text: str) -> str:
+    """A text. An empty one would end every text at once, and Python takes it for the path of the current folder."""
     if not text:
-        raise typer.BadParameter("'' is empty; give the path of a model, or leave the option out")
-    return Path(text)
+        raise typer.BadParameter("'' is empty; give a text, or leave the option out")
+    return text
+
+
+def model_path(text: str) -> Path:
+    """A path."""
+    return Path(not_empty(text))
 
 
 def dtype(text: str) -> str:
@@ -104,7 +109,7 @@ def _declared(declared: Any, name: str, default: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the options of one command line add up to. A field without an option is made of options in `of`."""
+    """What the options of one command line add up to. The field without one, `config`, is made of options in `of`."""
 
     panels: ClassVar[Sequence[str]] = ()  # their order in the help, where that is not the order of the fields
     argv: Sequence[str] = ()  # the command line itself
@@ -145,14 +150,12 @@ def _place(panels: Sequence[str], parameter: inspect.Parameter) -> int:
 
 
 def _parameters(settings: type[Any]) -> Iterator[inspect.Parameter]:
-    """Parameters as typer reads them: for the fields, and in their place for groups of fields and for the drafting."""
+    """Parameters as typer reads them: for the fields, and in the place of the configuration for each of its fields."""
     types = get_type_hints(settings)
     for spec in fields(settings):
         if "option" in spec.metadata:
             default = inspect.Parameter.empty if spec.default is MISSING else spec.default
             yield _parameter(spec.metadata["name"], types[spec.name], spec.metadata["option"], default)
-        elif "group" in spec.metadata:
-            yield from _parameters(spec.metadata["group"])
         elif types[spec.name] is LookaheadConfig:
             yield from _config_parameters()
 

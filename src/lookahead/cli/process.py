@@ -20,7 +20,7 @@ from lookahead.errors import InvalidArgumentError
 from lookahead.version import __version__
 
 if TYPE_CHECKING:
-    from lookahead.cli.settings import GenerateSettings
+    from lookahead.cli.settings import DecodingSettings, GenerateSettings
     from lookahead.parallel import ParallelGroup
 
 
@@ -143,7 +143,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def on_own_device(settings: GenerateSettings) -> GenerateSettings:
+def on_own_device(settings: DecodingSettings) -> DecodingSettings:
     """Settings with this rank's own GPU, where there are GPUs and none was chosen."""
     import torch
 

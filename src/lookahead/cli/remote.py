@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from http.client import HTTPException
 from time import perf_counter
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from lookahead.cli import process
 from lookahead.cli.chat import Turn
 from lookahead.cli.inputs import read_api_keys
 from lookahead.cli.rendering import STEP_STYLES, Consoles, counts_line, print_json, visible
-from lookahead.cli.settings import ChatSettings, DecodingSettings, GenerateSettings
+from lookahead.cli.settings import DRAWING, ChatSettings, DecodingSettings, GenerateSettings
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError, LookaheadError
 
 _SENT = (
     *("argv", "server", "api_key_file", "prompt", "file", "system", "json", "no_color", "config"),
-    *("sample", "sampling", "repetition_penalty", "stop", "max_new_tokens"),
+    *("sample", *DRAWING, "sampling_seed", "repetition_penalty", "stop", "max_new_tokens"),
 )
 """Settings that mean something to a server, or to what is printed."""
 
@@ -52,9 +52,8 @@ class RemoteAnswer:
 
     def report(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
-        speed = self.tokens / self.seconds if self.seconds else 0.0
-        compression = self.tokens / self.steps if self.steps else 0.0
-        return {**asdict(self), "step_compression": compression, "tokens_per_second": speed}
+        compression = self.tokens / max(self.steps, 1)
+        return {**asdict(self), "step_compression": compression, "tokens_per_second": self.tokens / self.seconds}
 
 
 class Remote:
@@ -70,41 +69,33 @@ class Remote:
             raise InvalidArgumentError(f"--server {url}: must begin with http:// or https://")
         self._url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self.model = str(json.load(self._open("/v1/models", None))["data"][0]["id"])
+        with self._open("/v1/models", None) as found:
+            self.model = str(json.load(found)["data"][0]["id"])
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of an answer as they come."""
-        answer = self._open(path, json.dumps(body | {"model": self.model, "stream": True}).encode())
-        with closing(answer):
-            try:
-                for line in answer:
-                    data = line.removeprefix(b"data: ").strip()
-                    if line.startswith(b"data: ") and data != b"[DONE]":
-                        event = json.loads(data)
-                        if "error" in event:
-                            raise InvalidArgumentError(f"--server {self._url}: {event['error']['message']}")
-                        yield event
-            except (OSError, HTTPException) as error:
-                raise RemoteError(f"--server {self._url}: the server went away: {error}") from error
+        with self._open(path, json.dumps(body | {"model": self.model, "stream": True}).encode()) as answer:
+            for line in answer:
+                data = line.removeprefix(b"data: ").strip()
+                if line.startswith(b"data: ") and data != b"[DONE]":
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise InvalidArgumentError(f"--server {self._url}: {event['error']['message']}")
+                    yield event
 
-    def _open(self, path: str, body: bytes | None) -> Any:
+    @contextmanager
+    def _open(self, path: str, body: bytes | None) -> Iterator[Any]:
         try:
-            return urlopen(Request(self._url + path, body, self._headers))
+            with urlopen(Request(self._url + path, body, self._headers)) as answer:
+                yield answer
         except HTTPError as error:
-            raise InvalidArgumentError(f"--server {self._url}: {_message(error)}") from error
-        except (URLError, HTTPException, OSError) as error:
-            raise RemoteError(f"--server {self._url}: cannot be reached: {getattr(error, 'reason', error)}") from error
-
-
-class RemoteError(LookaheadError):
-    """A server that cannot be reached, or went away."""
-
-
-def _message(error: HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"answered with status {error.code}"
+            told = error.read().decode(errors="replace")
+            with suppress(ValueError, KeyError, TypeError):  # of a server that has other errors
+                told = json.loads(told)["error"]["message"]
+            raise InvalidArgumentError(f"--server {self._url}: {told}") from error
+        except (HTTPException, OSError) as error:
+            reason = getattr(error, "reason", error)
+            raise LookaheadError(f"--server {self._url}: cannot be reached, or went away: {reason}") from error
 
 
 def connect(settings: GenerateSettings | ChatSettings) -> Remote:
@@ -124,12 +115,10 @@ def connect(settings: GenerateSettings | ChatSettings) -> Remote:
 
 def request_body(settings: DecodingSettings) -> dict[str, Any]:
     """What the settings ask a server for."""
-    config, sampling = settings.config, settings.sampling
-    drafting = {"preset": config.preset} | ({"step_budget": config.step_budget} if config.step_budget else {})
-    body: dict[str, Any] = {"temperature": 0} if sampling is None else asdict(sampling)
-    body |= {"repetition_penalty": settings.repetition_penalty, "stop": settings.stop}
-    body = {name: value for name, value in body.items() if value is not None}
-    return body | {"max_tokens": settings.max_new_tokens, "lookahead": drafting | {"steps": True}}
+    drafting = {"preset": settings.config.preset, "step_budget": settings.config.step_budget, "steps": True}
+    body = {"temperature": 0} if settings.sampling is None else settings.sampling
+    body |= {"seed": settings.sampling_seed, "max_tokens": settings.max_new_tokens, "lookahead": drafting}
+    return body | {"repetition_penalty": settings.repetition_penalty, "stop": settings.stop}
 
 
 def answer(remote: Remote, path: str, body: dict[str, Any], consoles: Consoles | None) -> RemoteAnswer:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ from lookahead.cli.options import (
     dtype,
     layers,
     model_path,
+    not_empty,
     option,
     port,
     positive,
@@ -64,43 +65,9 @@ def _json(about: str = "Print one JSON object and nothing else.") -> Any:
     return option("--json", OUTPUT, about, default=False)
 
 
-def _trace() -> Any:
-    about = "Write a page that shows every step: its tree, where each node came from, what was accepted."
-    return option("--trace FILE", OUTPUT, about, shown=False)
-
-
 def _device() -> Any:
     about = "Device to run on, such as cpu, cuda or cuda:1."
     return option("--device NAME", RUN, about, shown="cuda where there is one, else cpu")
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are sampled. What is `None` is left to the model's own generation configuration."""
-
-    temperature: float | None = _drawing(
-        "--temperature", "Divides the logits; below 1 favours likely tokens.", positive
-    )
-    top_p: float | None = _drawing(
-        "--top-p", "Draw from the likeliest tokens that together are at least this probable.", probability
-    )
-    top_k: int | None = _drawing("--top-k", "Draw from this many of the likeliest tokens, 0 for all.", count)
-    min_p: float | None = _drawing(
-        "--min-p", "Draw from tokens that are at least this share as probable as the likeliest one.", probability
-    )
-    seed: int | None = _drawing("--sampling-seed", "Seed of all draws.", count, shown="a new one every time")
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Sampling | None:
-        """How tokens are sampled, `None` for greedy decoding; refuses options that greedy decoding would ignore."""
-        values = {spec.name: options[spec.metadata["name"]] for spec in fields(cls)}
-        if options["sample"]:
-            return cls(**values)
-        for spec in fields(cls):
-            if values[spec.name] is not None:
-                given = f"--{spec.metadata['name'].replace('_', '-')} {values[spec.name]}"
-                raise InvalidArgumentError(f"{given} is about sampling, but decoding is greedy; add --sample")
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +107,30 @@ class TextSettings(ModelSettings):
         default=False,
     )
     config: LookaheadConfig
+    learning: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # by preset, what is chosen for options not given
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Any:
+        """Settings from the values of all options.
+
+        Raises:
+            InvalidArgumentError: Some of them make no sense together.
+        """
+        return super().of({**options, "config": cls.configuration(options)})
+
+    @classmethod
+    def configuration(cls, options: Mapping[str, Any]) -> LookaheadConfig:
+        """How to draft; options that were not given keep the library's defaults."""
+        declared = [field.name for field in fields(LookaheadConfig) if "help" in field.metadata]
+        given = {name: options[name] for name in declared if options.get(name) is not None}
+        config = LookaheadConfig.from_dict(given)
+        chosen = cls.learning.get(config.preset)
+        return LookaheadConfig.from_dict({**chosen, **given}) if chosen else config
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingSettings(TextSettings):
-    """Settings of the commands that decode."""
+    """Settings of the commands that decode. What is `None` is left to the model's own generation configuration."""
 
     panels: ClassVar = (SOURCE, CONVERSATION, DRAFT, SAMPLING, RUN, OUTPUT)
 
@@ -156,39 +142,45 @@ class DecodingSettings(TextSettings):
         default=False,
         shown="greedy",
     )
-    sampling: Sampling | None = field(default=None, metadata={"group": Sampling})
+    temperature: float | None = _drawing(
+        "--temperature", "Divides the logits; below 1 favours likely tokens.", positive
+    )
+    top_p: float | None = _drawing(
+        "--top-p", "Draw from the likeliest tokens that together are at least this probable.", probability
+    )
+    top_k: int | None = _drawing("--top-k", "Draw from this many of the likeliest tokens, 0 for all.", count)
+    min_p: float | None = _drawing(
+        "--min-p", "Draw from tokens that are at least this share as probable as the likeliest one.", probability
+    )
+    sampling_seed: int | None = _drawing("--sampling-seed", "Seed of all draws.", count, shown="a new one every time")
     repetition_penalty: float | None = _drawing(
         "--repetition-penalty",
         "Above 1, tokens that the text already has become less likely, in greedy decoding as well.",
         positive,
     )
     stop: list[str] | None = option(
-        "--stop TEXT", RUN, "End after this text; give it several times for several.", shown="the model's"
+        "--stop TEXT", RUN, "End after this text; give it several times for several.", not_empty, shown="the model's"
     )
     max_new_tokens: int = _max_new_tokens(128)
     json: bool = _json()
 
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Any:
-        """Settings from the values of all options.
+    def __post_init__(self) -> None:
+        for name in (*DRAWING, "sampling_seed"):
+            if not self.sample and (value := getattr(self, name)) is not None:
+                given = f"--{name.replace('_', '-')} {value}"
+                raise InvalidArgumentError(f"{given} is about sampling, but decoding is greedy; add --sample")
 
-        Raises:
-            InvalidArgumentError: Some of them make no sense together.
-        """
-        made = {"config": cls.configuration(options), "sampling": Sampling.of(options)}
-        if "" in (options["stop"] or ()):  # it would end every text at once
-            raise InvalidArgumentError("--stop '' is empty; give the text to end after")
-        return super().of({**options, **made})
-
-    @classmethod
-    def configuration(cls, options: Mapping[str, Any]) -> LookaheadConfig:
-        """How to draft; options that were not given keep the library's defaults."""
-        return LookaheadConfig.from_dict(_given(options))
+    @property
+    def sampling(self) -> dict[str, Any] | None:
+        """How tokens are sampled, as far as that was said; `None` for greedy decoding."""
+        if not self.sample:
+            return None
+        given = {name: getattr(self, name) for name in DRAWING}
+        return {name: value for name, value in given.items() if value is not None}
 
 
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    declared = [field.name for field in fields(LookaheadConfig) if "help" in field.metadata]
-    return {name: options[name] for name in declared if options.get(name) is not None}
+DRAWING = ("temperature", "top_p", "top_k", "min_p")
+"""Settings of sampling, as `generate` calls them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +205,6 @@ class GenerateSettings(DecodingSettings, PromptSource):
         positive_whole_number,
         shown="this process alone",
     )
-    trace: Path | None = _trace()
 
     @classmethod
     def configuration(cls, options: Mapping[str, Any]) -> LookaheadConfig:
@@ -236,7 +227,6 @@ class CompareSettings(DecodingSettings, PromptSource):
 
     dtype: str = _dtype("float32")
     repeats: int = _repeats(3, "Timed runs of each side; medians are shown.")
-    trace: Path | None = _trace()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,14 +248,11 @@ class ChatSettings(DecodingSettings):
     )
     max_new_tokens: int = _max_new_tokens(512)
     json: bool = _json("Print one JSON object for each turn.")
-    trace: Path | None = _trace()
-
-    @classmethod
-    def configuration(cls, options: Mapping[str, Any]) -> LookaheadConfig:
-        """How to draft; turns learn from each other, and answers repeat what was said before."""
-        config = super().configuration(options)
-        defaults: dict[str, dict[str, Any]] = {"auto": {"memory": "process"}, "paper": {"pool_from_prompt": True}}
-        return LookaheadConfig.from_dict(defaults.get(config.preset, {}) | _given(options))
+    trace: Path | None = option(
+        "--trace FILE", OUTPUT, "Write a page that shows every step, as `lookahead trace` does.", shown=False
+    )
+    # Turns learn from each other, and answers repeat what was said before.
+    learning: ClassVar = {"auto": {"memory": "process"}, "paper": {"pool_from_prompt": True}}
 
 
 def _max_rows() -> Any:
@@ -277,13 +264,8 @@ def _kv_bytes(shown: str = "any number") -> Any:
     return option("--kv-bytes", RUN, about, positive_whole_number, shown=shown)
 
 
-def _shared_memory(options: Mapping[str, Any]) -> LookaheadConfig:
-    """How to draft where requests learn from each other, unless a memory is given."""
-    given = _given(options)
-    config = LookaheadConfig.from_dict(given)
-    if config.preset == "auto" and "memory" not in given:
-        return LookaheadConfig.from_dict({**given, "memory": "process"})
-    return config
+_SHARED: Mapping[str, Mapping[str, Any]] = {"auto": {"memory": "process"}}
+"""Requests learn from each other, unless a memory is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,11 +278,7 @@ class BatchSettings(DecodingSettings):
     max_rows: int = _max_rows()
     kv_bytes: int | None = _kv_bytes()
     json: bool = _json("Print one JSON object with counts at the end, and nothing else.")
-
-    @classmethod
-    def configuration(cls, options: Mapping[str, Any]) -> LookaheadConfig:
-        """How to draft."""
-        return _shared_memory(options)
+    learning: ClassVar = _SHARED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,11 +333,7 @@ class ServeSettings(TextSettings):
         "Keep keys and values of finished texts for requests with a common prefix.",
         default=True,
     )
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Any:
-        """Settings from the values of all options; requests learn from each other unless a memory is given."""
-        return super().of({**options, "config": _shared_memory(options)})
+    learning: ClassVar = _SHARED
 
 
 @dataclass(frozen=True, kw_only=True)
