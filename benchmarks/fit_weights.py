@@ -76,7 +76,8 @@ class RecordingDrafter(AutoDrafter):
         """Keep lessons, then learn."""
         if result.tree is self._tree and self._batch is not None:
             selected = dict(zip(result.selected_after, result.tokens, strict=True))
-            for node, row in enumerate(self._rows.tolist(), start=result.tree.root):
+            for row in range(self._sent + 1):
+                node = result.tree.root + row
                 predicted = int(result.top_ids[node, 0]) if result.top_ids.shape[1] else -1
                 token = selected.get(node, predicted)
                 tokens, features, known = candidates_of(self._batch, self._place, row)

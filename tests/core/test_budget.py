@@ -18,11 +18,6 @@ def test_all_candidates_are_sent_up_to_a_number_of_nodes() -> None:
     assert sent(FixedBudget(4), [0.9, 0.5, 0.4, 0.3]) == FixedBudget(4).most == 3
 
 
-def test_candidates_that_are_not_likely_enough_are_not_sent() -> None:
-    assert sent(FixedBudget(4, least=0.3), [0.9, 0.5, 0.1]) == 2
-    assert sent(FixedBudget(4, least=0.3), [0.9, 0.8, 0.7, 0.6]) == 3
-
-
 def test_a_step_has_at_least_its_root() -> None:
     with pytest.raises(InvalidArgumentError, match="nodes=0"):
         FixedBudget(0)

@@ -28,11 +28,17 @@ VOCABULARY = 12
 TOP_K = 4
 
 
+def likely_of(drafter: AutoDrafter, tree: TokenTree) -> NDArray[np.float64]:
+    """How likely each node of a tree was taken to be."""
+    return np.array([origin.probability for origin in drafter.explain(tree).origins])
+
+
 class Chain:
     """A model without depth: what follows depends on the last two tokens, under a seed.
 
     Attributes:
         text: The text so far.
+        likely: How likely the nodes of the last step were taken to be.
     """
 
     def __init__(self, drafter: AutoDrafter, prompt: list[int], seed: int = 0, positions: int | None = None) -> None:
@@ -50,6 +56,7 @@ class Chain:
         """Take one step; returns the tree that was sent."""
         tree = TokenTree(self.text[self._cached :], None if self._positions is None else self._positions - self._cached)
         self._drafter.propose(tree)
+        self.likely = likely_of(self._drafter, tree)
         ids = np.full((len(tree), TOP_K), -1)
         shares = np.zeros((len(tree), TOP_K), dtype=np.float32)
         contexts: list[list[int]] = []
@@ -129,7 +136,7 @@ def test_nodes_come_by_falling_probability_after_their_parents() -> None:
     chain = Chain(drafter, [1, 2, 3])
     for _ in range(8):
         tree = chain.step()
-        probabilities = drafter.path_probabilities
+        probabilities = chain.likely
         assert np.all(np.diff(probabilities) <= 0)
         assert np.all((probabilities > 0) & (probabilities < 1))
         assert len({(parent, token) for parent, token in zip(tree.parents, tree.tokens, strict=True)}) == len(tree)
@@ -153,7 +160,7 @@ def test_probabilities_of_one_node_are_a_softmax_of_their_scores() -> None:
     total = sum(np.exp(list(scores.values()))) + np.exp(weights[-1])
     expected = sorted(((np.exp(score) / total, token) for token, score in scores.items()), reverse=True)
     assert tree.tokens[1:] == [token for _, token in expected]
-    assert drafter.path_probabilities == pytest.approx([gain for gain, _ in expected], rel=1e-5)
+    assert likely_of(drafter, tree) == pytest.approx([gain for gain, _ in expected], rel=1e-5)
 
 
 def test_text_that_was_there_before_is_copied() -> None:

@@ -80,9 +80,8 @@ class Texts:
         for end, count, each in zip(np.cumsum(counts), counts, told, strict=True):
             if each is not None:
                 ids[end - count : end], shares[end - count : end] = each
-        nodes = np.concatenate([np.arange(count) for count in counts])
         added, tokens = np.array([len(new) for new in selected]), np.array([token for new in selected for token in new])
-        step = Step(self.places, np.cumsum(counts), tokens, added, nodes, ids, shares)
+        step = Step(self.places, np.zeros_like(counts), np.cumsum(counts), added, tokens, ids, shares)
         return self.batch.learn(step)
 
     def step(self, model: Model) -> int:

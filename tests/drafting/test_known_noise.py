@@ -54,7 +54,7 @@ class SampledChain:
             return False
 
         walked = follow(tree, lambda node: self._select(tree.tokens[node]), append)
-        self._drafter.observe(StepResult(tree, ids[:, 0], walked.path, walked.tokens, ids, likely, True))
+        self._drafter.observe(StepResult(tree, ids[:, 0], walked.path, walked.tokens, ids, likely))
 
 
 @pytest.mark.parametrize("chains", [False, True])
@@ -77,7 +77,7 @@ def learned(drafter: AutoDrafter, likely: dict[int, float]) -> None:
     tree = TokenTree([1])
     drafter.propose(tree)
     ids, shares = np.array([[*likely]]), np.array([[*likely.values()]], dtype=np.float32)
-    drafter.observe(StepResult(TokenTree([1]), ids[:, 0], [], [1], ids, shares, True))
+    drafter.observe(StepResult(TokenTree([1]), ids[:, 0], [], [1], ids, shares))
 
 
 @pytest.mark.parametrize("selected", [4, 5, 6])

@@ -117,8 +117,8 @@ def shares_of(tokens: Sequence[int], predicted: Sequence[int]) -> list[float]:
     shares = []
     for token, first in zip(tokens, predicted, strict=True):
         ids, likely = np.array([[first, 9, 8]]), np.array([[0.5, 0.3, 0.1]], dtype=np.float32)
-        ones, nodes = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-        batch.learn(Step(nodes, ones, np.array([token]), ones, nodes, ids, likely))
+        one, zero = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+        batch.learn(Step(zero, zero, one, one, np.array([token]), ids, likely))
         shares.append(float(batch.heard["share"][0]))
     return shares
 

@@ -51,25 +51,24 @@ class FixedBudget:
 
     Args:
         nodes: Nodes of a step, the root included. At least 1.
-        least: Least probability that a candidate which is sent is accepted.
+        least: How likely a candidate must be.
 
     Raises:
         InvalidArgumentError: `nodes` is out of range.
     """
 
     backs_off = False
-    least = 0.0
     reads_prompts = True
 
     def __init__(self, nodes: int, least: float = 0.0) -> None:
         if nodes < 1:
             raise InvalidArgumentError(f"nodes={nodes} is out of range; a step has at least its root")
         self.most = nodes - 1
-        self._least = least
+        self.least = least
 
     def begin(self) -> None:
         """See `StepBudget`."""
 
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
         """See `StepBudget`."""
-        send(min(int(np.count_nonzero(likely >= self._least)), self.most))
+        send(min(len(likely), self.most))

@@ -47,7 +47,6 @@ class StepResult:
             the prediction was not read. `top_k` is the largest of the drafters of the batch.
         top_probabilities: Their probabilities (softmax of the unprocessed logits), `[nodes, top_k]` float32; 0
             where the prediction was not read.
-        samples: Whether tokens are sampled, instead of selecting the likeliest.
     """
 
     tree: TokenTree
@@ -56,7 +55,6 @@ class StepResult:
     tokens: list[int]
     top_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
     top_probabilities: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), dtype=np.float32))
-    samples: bool = False
 
     @property
     def predictions(self) -> NDArray[np.int64]:

@@ -237,8 +237,7 @@ def _settle(row: int, sequence: SequenceState, outputs: NodeOutputs, walk: Walk)
     sequence.steps += 1
     sequence.finished = walk.stopped
     listed = outputs.top_ids, outputs.top_probabilities
-    samples = sequence.sampler.samples
-    result = StepResult(tree, lambda: outputs.predictions, walk.path, walk.tokens, *listed, samples)
+    result = StepResult(tree, lambda: outputs.predictions, walk.path, walk.tokens, *listed)
     record = StepRecord(sequence.index, sequence.steps, walk.tokens, len(tree) - tree.root, sequence.finished)
     return Outcome(row, result, record)
 

@@ -23,7 +23,7 @@ from lookahead.drafting.auto.learning import (
     learn,
 )
 from lookahead.drafting.auto.search import NODE, Room, Wanted, find
-from lookahead.drafting.auto.sources import MOST_LISTED, ListedPaths
+from lookahead.drafting.auto.sources import MOST_LISTED, PRIOR, TokenPaths, allocate_listed, with_paths
 from lookahead.drafting.auto.texts import LONGEST, OCCURRENCE, REACH, SEARCHED, allocate_texts, with_room
 
 _RECALLED = 512
@@ -52,7 +52,7 @@ class DraftBatch:
         nodes: The draft after each, `NODE`s, `[places, nodes]`.
         counts: How many nodes it has, `[places]`; -1 where none was looked for since the text went on.
         heard: What the model said about each, `HEARD`s, `[places]`.
-        listed: What sources list.
+        listed: What the sources of the text list.
         room: That of the last search.
     """
 
@@ -84,7 +84,7 @@ class DraftBatch:
         self.heard = np.zeros(places, dtype=HEARD)
         self._desk = allocate_desk(ngrams.writing, places * size, ngrams.orders)
         self.heard["share"] = 1.0
-        self.listed = ListedPaths(sources, size)
+        self.listed = allocate_listed(sources, size)
         explores = explores and self.reads and not chains
         self._settings = np.array((chains, explores, ngrams.observed, rejected), dtype=SETTINGS)[()]
         self._find, self._learn = TypedLoop(find), TypedLoop(learn)
@@ -111,6 +111,7 @@ class DraftBatch:
         with self.memory.lock:
             self.texts = with_room(self.texts, 0, len(new))
             self.counts[place] = -1
+            self.listed.record[:] = PRIOR  # each source is believed as it says
             self._extend(place, len(before), new, 0 if self.reads else len(new))
 
     def extend(self, place: int, tokens: Sequence[int] | NDArray[np.integer]) -> None:
@@ -118,6 +119,10 @@ class DraftBatch:
         with self.memory.lock:
             self.make_room(len(tokens))
             self._extend(place, -1, np.array(tokens, dtype=np.int64), 0)
+
+    def list_paths(self, paths: Sequence[TokenPaths]) -> None:
+        """Search what the sources of the text list now."""
+        self.listed = with_paths(self.listed, paths)
 
     def find(self, wanted: Wanted) -> None:
         """Draft after some texts, into `nodes` and `counts`."""
@@ -129,7 +134,7 @@ class DraftBatch:
 
     @property
     def _known(self) -> Known:
-        places = self.texts, self.heard, self.listed.arrays, self.nodes, self.counts
+        places = self.texts, self.heard, self.listed, self.nodes, self.counts
         return Known(self.memory.ngrams.entries, *places, self._weights, self._settings)
 
     def learn(self, step: Step) -> int:
@@ -140,8 +145,8 @@ class DraftBatch:
         """
         ngrams = self.memory.ngrams
         self.make_room(len(step.tokens))
-        if len(step.nodes) > len(self._desk.following):
-            self._desk = allocate_desk(ngrams.writing, 2 * len(step.nodes), ngrams.orders)
+        if len(step.ids) > len(self._desk.following):
+            self._desk = allocate_desk(ngrams.writing, 2 * len(step.ids), ngrams.orders)
         accepted, lost = self._learn(step, ngrams.tick(), self._known, self._desk)
         if lost:
             self._recall(step.places[step.places >= 0])

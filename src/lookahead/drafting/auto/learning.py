@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lookahead.core.compiled import FIRST, compiled, inner
 from lookahead.drafting.auto.ngrams import EVIDENCE_PRIOR, Entries, Writing, write_entry
-from lookahead.drafting.auto.sources import ListedArrays
+from lookahead.drafting.auto.sources import KEPT, MOST_LISTED, PRIOR, ListedArrays
 from lookahead.drafting.auto.texts import TextArrays, append, begin_text, read_context
 
 UNTRUSTED = 0.35
@@ -31,10 +31,6 @@ _EVIDENCE_KEPT = 0.995
 MOST_TRIED = 64
 """Recent predictions that are kept to be tried."""
 
-MOST_GUESSED = 8
-"""Tokens that are kept of what the model said after a rejected one."""
-
-
 HEARD = np.dtype(
     [
         ("seen", np.float64),  # selected tokens lately
@@ -42,8 +38,8 @@ HEARD = np.dtype(
         ("share", np.float64),  # the one over the other
         ("count", np.int64),  # of `recent`
         ("guessed", np.int64),  # of `guesses`
-        ("guesses", np.int64, (MOST_GUESSED,)),  # what it said after the likeliest token rejected in the root's place
-        ("likely", np.float64, (MOST_GUESSED,)),  # how likely these are
+        ("guesses", np.int64, (MOST_LISTED,)),  # what it said after the likeliest token rejected in the root's place
+        ("likely", np.float64, (MOST_LISTED,)),  # how likely these are
         ("recalled", np.int64),  # whether the memory has learned the text itself
         ("recent", np.int64, (MOST_TRIED,)),  # end of the prompt and what it predicted since, each once, latest first
     ]
@@ -90,21 +86,21 @@ class Step(NamedTuple):
 
     Attributes:
         places: The place of each text, `[rows]`; -1 where the step added nothing.
+        roots: How many of its nodes are tokens of each text before the last one, `[rows]`; they come first. The last
+            one, the root, and the first nodes of its draft follow.
         ends: Where the nodes of each row end, `[rows]`.
-        tokens: The tokens that the step added to the texts, row after row.
-        added: How many of them are of each row, `[rows]`.
-        nodes: Which node of its tree each one is: 0 for the last token of the text, -1 for the one before it, and so
-            on, `[nodes]`; ascending in each row.
+        added: How many tokens the step added to each text, `[rows]`.
+        tokens: These tokens, row after row.
         ids: The likeliest tokens after each, likeliest first, `[nodes, listed]`; -1 where nothing was read. They are
             written over.
         probabilities: Their probabilities, likewise.
     """
 
     places: NDArray[np.int64]
+    roots: NDArray[np.int64]
     ends: NDArray[np.int64]
-    tokens: NDArray[np.int64]
     added: NDArray[np.int64]
-    nodes: NDArray[np.int64]
+    tokens: NDArray[np.int64]
     ids: NDArray[np.int64]
     probabilities: NDArray[np.float32]
 
@@ -179,28 +175,30 @@ def learn(step: Step, clock: int, known: Known, desk: Desk) -> tuple[int, int]:
     Returns:
         How many drafted tokens were accepted, and how many texts the memory has yet to learn themselves.
     """
-    entries, texts, heard, _, trees, counts, _, settings = known
+    entries, texts, heard, listed, trees, counts, _, settings = known
     accepted, lost, begin, first = 0, 0, FIRST, FIRST
     for row in range(len(step.places)):
-        place, end, last = step.places[row], step.ends[row], first + step.added[row]
+        place, root, end, last = step.places[row], step.roots[row], step.ends[row], first + step.added[row]
         if place >= 0:
-            nodes, of_text, of_row = trees[place], heard[place], step.nodes[begin:end]
+            nodes, of_text = trees[place], heard[place]
             said, likely, selected = step.ids[begin:end], step.probabilities[begin:end], desk.following[begin:end]
-            accepted += _follow(of_row, step.tokens[first:last], nodes, said, selected)
-            _weigh_evidence(of_row, nodes, selected, entries.evidence)
+            accepted += _follow(root, step.tokens[first:last], nodes, said, selected)
+            _weigh_evidence(root, nodes, selected, entries.evidence)
+            if counts[place] >= 0:
+                _weigh_sources(step.tokens[first:last], listed)
             if not settings["observes"]:
                 _compare(said, selected, of_text)
             if settings["observes"] or of_text["share"] < UNTRUSTED:
                 _believe(said, likely, selected, 1.0 if settings["observes"] else SEEN_ONCE)
-            _keep_guesses(of_row, nodes, said, likely, selected, of_text)
+            _keep_guesses(root, nodes, said, likely, selected, of_text)
             if settings["explores"]:
-                _note_recent(of_row, said, selected, of_text, desk.recent)
+                _note_recent(root, said, selected, of_text, desk.recent)
             for is_text in (False, True):  # what is text now comes last, so that it counts
-                left = len(of_row) if is_text else settings["rejected"]
-                for at in range(len(of_row)):
-                    if left > 0 and said[at, 0] >= 0 and is_text == (of_row[at] <= 0 or selected[at] >= 0):
+                left = len(selected) if is_text else settings["rejected"]
+                for at in range(len(selected)):
+                    if left > 0 and said[at, 0] >= 0 and is_text == (at <= root or selected[at] >= 0):
                         left -= 1
-                        size = read_context(place, of_row[at], nodes, texts, desk.context)
+                        size = read_context(place, at - root, nodes, texts, desk.context)
                         write_entry(desk.context[:size], said[at], likely[at], clock, entries, desk.writing)
             append(place, step.tokens, first, last, texts)
             counts[place] = -1
@@ -211,32 +209,26 @@ def learn(step: Step, clock: int, known: Known, desk: Desk) -> tuple[int, int]:
 
 @inner
 def _follow(
-    of_row: NDArray[np.int64],
-    tokens: NDArray[np.int64],
-    nodes: NDArray[Any],
-    said: NDArray[np.int64],
-    selected: NDArray[np.int64],
+    root: int, tokens: NDArray[np.int64], nodes: NDArray[Any], said: NDArray[np.int64], selected: NDArray[np.int64]
 ) -> int:
     """Note the token that was selected after each node: the selected tokens are a path below the root.
 
     Returns:
         How many of them were drafted. If they are no path of this draft, none, and nothing is known of its nodes.
     """
-    at = 0
-    for index in range(len(of_row)):
+    at = root
+    for index in range(len(selected)):
         selected[index] = -1
-        if of_row[index] <= 0:
-            at = index  # the root, in the end
     for count in range(len(tokens)):
         selected[at] = tokens[count]
         child = -1
-        for other in range(at + 1, len(of_row)):
-            node = nodes[of_row[other]]
-            if node["parent"] == of_row[at] and node["token"] == tokens[count]:
+        for other in range(at + 1, len(selected)):
+            node = nodes[other - root]
+            if node["parent"] == at - root and node["token"] == tokens[count]:
                 child = other
         if child < 0:
             if count + 1 < len(tokens):
-                for index in range(len(of_row)):
+                for index in range(len(selected)):
                     selected[index] = said[index, 0] = -1
                 return 0
             return count
@@ -245,24 +237,38 @@ def _follow(
 
 
 @inner
-def _weigh_evidence(
-    of_row: NDArray[np.int64], nodes: NDArray[Any], selected: NDArray[np.int64], evidence: NDArray[np.float64]
-) -> None:
+def _weigh_evidence(root: int, nodes: NDArray[Any], selected: NDArray[np.int64], evidence: NDArray[np.float64]) -> None:
     """Note how often drafted tokens came true, by kind of evidence; of those before, a little is forgotten."""
     for match in range(evidence.shape[0]):
         for order in range(evidence.shape[1]):
             for count in range(2):
                 evidence[match, order, count] -= (1 - _EVIDENCE_KEPT) * (evidence[match, order, count] - EVIDENCE_PRIOR)
-    for at in range(1, len(of_row)):
-        node = nodes[max(of_row[at], 0)]
-        parent = at - 1
-        while of_row[at] > 0 and of_row[parent] != node["parent"]:
-            parent -= 1
-        if of_row[at] > 0 and selected[parent] >= 0 and node["weighed"]:
+    for at in range(root + 1, len(selected)):
+        node = nodes[at - root]
+        before = selected[root + node["parent"]]
+        if before >= 0 and node["weighed"]:
             record = evidence[1 + node["match"], node["order"]]
-            record[0] += 1.0 if selected[parent] == node["token"] else 0.0
+            record[0] += 1.0 if before == node["token"] else 0.0
             corrected = node["probability"] / nodes[node["parent"]]["probability"]
             record[1] += min(corrected, 1.0) * record[1] / record[0]
+
+
+@inner
+def _weigh_sources(tokens: NDArray[np.int64], listed: ListedArrays) -> None:
+    """Follow the selected tokens along the paths of each source, and note how many of them it listed."""
+    for source in range(len(listed.record)):
+        at, accepted, expected = source, 0.0, 0.0
+        for token in tokens:
+            before, at = at, -1
+            for number in range(before + 1, listed.ends[source] if before >= 0 else 0):
+                if listed.tokens[number]["parent"] == before:
+                    expected += listed.tokens[number]["probability"]
+                    if listed.tokens[number]["token"] == token:
+                        accepted += 1.0
+                        at = number
+        if expected > 0:
+            listed.record[source, 0] = PRIOR + KEPT * (listed.record[source, 0] - PRIOR) + accepted
+            listed.record[source, 1] = PRIOR + KEPT * (listed.record[source, 1] - PRIOR) + expected
 
 
 @inner
@@ -290,7 +296,7 @@ def _believe(said: NDArray[np.int64], likely: NDArray[np.float32], selected: NDA
 
 @inner
 def _keep_guesses(
-    of_row: NDArray[np.int64],
+    root: int,
     nodes: NDArray[Any],
     said: NDArray[np.int64],
     likely: NDArray[np.float32],
@@ -300,11 +306,11 @@ def _keep_guesses(
     """Keep what the model says after the likeliest of the nodes in whose place another token was selected last. Often
     it says the same after that one."""
     last = of_text["guessed"] = FIRST
-    for at in range(len(of_row)):
+    for at in range(len(selected)):
         last = at if selected[at] >= 0 else last
-    for at in range(last + 1, len(of_row)):
-        if nodes[of_row[at]]["parent"] == of_row[last] and of_text["guessed"] == 0:
-            for rank in range(min(said.shape[1], MOST_GUESSED)):
+    for at in range(last + 1, len(selected)):
+        if nodes[at - root]["parent"] == last - root and of_text["guessed"] == 0:
+            for rank in range(min(said.shape[1], MOST_LISTED)):
                 if said[at, rank] >= 0:
                     of_text["guesses"][rank], of_text["likely"][rank] = said[at, rank], likely[at, rank]
                     of_text["guessed"] = rank + 1
@@ -312,18 +318,14 @@ def _keep_guesses(
 
 @inner
 def _note_recent(
-    of_row: NDArray[np.int64],
-    said: NDArray[np.int64],
-    selected: NDArray[np.int64],
-    of_text: Any,
-    fresh: NDArray[np.int64],
+    root: int, said: NDArray[np.int64], selected: NDArray[np.int64], of_text: Any, fresh: NDArray[np.int64]
 ) -> None:
     """Put the two likeliest tokens after each node before the recent predictions, those after what is text now last."""
     recent, count = of_text["recent"], FIRST
     for rank in range(min(said.shape[1], 2)):
         for is_text in (False, True):
-            for at in range(len(of_row)):
-                if (of_row[at] <= 0 or selected[at] >= 0) == is_text and said[at, rank] >= 0:
+            for at in range(len(selected)):
+                if (at <= root or selected[at] >= 0) == is_text and said[at, rank] >= 0:
                     count = _add_recent(said[at, rank], count, fresh)
     for index in range(of_text["count"]):
         count = _add_recent(recent[index], count, fresh)

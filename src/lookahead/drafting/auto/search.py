@@ -28,6 +28,7 @@ NODE = np.dtype(
         ("weighed", np.int64),  # 1 where its probability came of weighed evidence, which it is a test of
         ("matches", np.int64),  # how many earlier occurrences the path to it follows
         ("listed", np.float64),  # how likely it is after its parent at least, as what lists it has it
+        ("source", np.int64),  # which source has it so; -1 if none does
         ("probability", np.float64),  # estimated probability that the path to it is accepted
     ]
 )
@@ -64,11 +65,11 @@ class Wanted(NamedTuple):
     noise: tuple[NDArray[np.float32], ...] = _UNKNOWN
     temperature: float = 0.0
 
-
-def with_noise(wanted: Wanted, noise: Noise, first: int) -> Wanted:
-    """The same of one text, whose tokens after the `first` ones are sampled with this noise."""
-    known = (*noise.places[first:], *_UNKNOWN)
-    return wanted._replace(noise=known[:FORESEEN], temperature=noise.temperature)
+    def alone(self, row: int, noise: Noise, first: int) -> Wanted:
+        """One row, the tokens of whose text are sampled with this noise after the `first` ones."""
+        known = (*noise.places[first:], *_UNKNOWN)
+        places, nodes, levels, least = (values[row : row + 1].copy() for values in self[:4])
+        return Wanted(places, nodes, levels, least, known[:FORESEEN], noise.temperature)
 
 
 class Room(NamedTuple):
@@ -163,15 +164,15 @@ def _propose(
         end = max(end, row + 1)
         candidates[row]["listed"] = _GUESSES_COUNT * heard[place]["likely"][rank]
     for source in range(len(listed.record)):
-        at, record = follow_listed(source, node, nodes, listed), listed.record[source]
-        count = 0
-        while at >= 0 and count < MOST_LISTED:
-            row = _candidate_of(listed.tokens[at]["token"], begin, end, floors, candidates)
-            end = max(end, row + 1)
-            likely = min(listed.tokens[at]["probability"] * record[0] / record[1], 1.0)
-            candidates[row]["listed"] = max(candidates[row]["listed"], likely)
-            at = listed.tokens[at]["sibling"]
-            count += 1
+        at, count, record = follow_listed(source, node, nodes, listed), 0, listed.record[source]
+        for number in range(at + 1, listed.ends[source] if at >= 0 else 0):
+            new = listed.tokens[number]
+            if new["parent"] == at and count < MOST_LISTED:
+                row = _candidate_of(new["token"], begin, end, floors, candidates)
+                end, count = max(end, row + 1), count + 1
+                likely = min(new["probability"] * record[0] / record[1], 1.0)
+                if likely > candidates[row]["listed"]:
+                    candidates[row]["listed"], candidates[row]["source"] = likely, source
     _weigh(node, nodes, wanted, of_known, entries.evidence, candidates[begin:end])
     return end
 
@@ -183,7 +184,8 @@ def _candidate_of(token: int, begin: int, end: int, score: float, candidates: ND
         if candidates[row]["token"] == token:
             return row
     new = candidates[end]
-    new["token"], new["order"], new["match"], new["listed"], new["probability"] = token, 0, -1, 0.0, score
+    new["token"], new["order"], new["match"], new["probability"] = token, 0, -1, score
+    new["listed"], new["source"] = 0.0, -1
     return end
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lookahead.core.compiled import compiled, inner
+from lookahead.core.compiled import inner
 from lookahead.core.protocols import StepResult
 from lookahead.errors import InvalidArgumentError
 
@@ -157,7 +157,7 @@ def permitted(sources: Sequence[Any], tokens: NDArray[np.int64], parents: NDArra
 
 
 MOST_LISTED = 16
-"""Most tokens that a source proposes after a node."""
+"""Most tokens that a source proposes after a node, and that are kept of what the model said after a rejected one."""
 
 PRIOR = 4.0
 """Tokens of a source that are counted beforehand, as if they had come true as often as it said."""
@@ -169,8 +169,7 @@ KEPT = 0.97
 LISTED = np.dtype(
     [
         ("token", np.int64),
-        ("child", np.int64),  # the first token that follows it, -1 if none does
-        ("sibling", np.int64),  # the next token after the same parent, -1 if there is none
+        ("parent", np.int64),  # the token that it follows; for the first ones that of their source
         ("probability", np.float64),  # after its parent
     ]
 )
@@ -181,100 +180,49 @@ class ListedArrays(NamedTuple):
     """The proposals of a text's sources, and their outcomes.
 
     Attributes:
-        tokens: The paths of all of them as trees, `LISTED`s. The first ones, one for each source, stand for the root.
+        tokens: The paths of all of them, `LISTED`s, a source's after another's. In front, a token for each source
+            stands for the text.
+        ends: Where those of each source end, `[sources]`.
         reached: Which of them each node of the search is, -1 if none, `[sources, nodes]`.
-        record: How many selected tokens each source did list, and how many by its probabilities, `[sources, 2]`.
+        record: How many selected tokens each source did list lately, and how many by its probabilities, `[sources, 2]`.
     """
 
     tokens: NDArray[Any]
+    ends: NDArray[np.int64]
     reached: NDArray[np.int64]
     record: NDArray[np.float64]
 
 
-class ListedPaths:
-    """What the sources of one text list, and how often it came true.
-
-    Args:
-        sources: How many they are.
-        nodes: Nodes of a search.
-    """
-
-    def __init__(self, sources: int, nodes: int) -> None:
-        tokens = np.zeros(sources + MOST_LISTED, dtype=LISTED)
-        reached = np.full((sources, nodes), -1, dtype=np.int64)
-        self.arrays = ListedArrays(tokens, reached, np.full((sources, 2), PRIOR))
-
-    def start(self) -> None:
-        """Begin a text: each source is believed as it says."""
-        self.arrays.record[:] = PRIOR
-
-    def fill(self, paths: Sequence[TokenPaths]) -> None:
-        """Replace the paths by those of each source."""
-        begin, size = len(paths), len(paths) + sum(len(np.asarray(listed.tokens)) for listed in paths)
-        if size > len(self.arrays.tokens):
-            self.arrays = self.arrays._replace(tokens=np.zeros(2 * size, dtype=LISTED))
-        self.arrays.tokens["child"][:begin] = -1
-        for source, listed in enumerate(paths):
-            tokens, parents, probabilities = map(np.asarray, (listed.tokens, listed.parents, listed.probabilities))
-            if len(tokens):
-                _append(source, begin, tokens, parents, probabilities, self.arrays.tokens)
-            begin += len(tokens)
-
-    def learn(self, selected: Sequence[int]) -> None:
-        """Compare the listed paths with the tokens that a step selected."""
-        _compare(np.array(selected, dtype=np.int64), self.arrays.tokens, self.arrays.record)
+def allocate_listed(sources: int, nodes: int) -> ListedArrays:
+    """Room for so many sources of a text, and searches of so many nodes."""
+    reached = np.full((sources, nodes), -1, dtype=np.int64)
+    return ListedArrays(
+        np.zeros(0, dtype=LISTED), np.zeros(sources, dtype=np.int64), reached, np.full((sources, 2), PRIOR)
+    )
 
 
-@compiled
-def _append(
-    source: int,
-    begin: int,
-    tokens: NDArray[np.int64],
-    parents: NDArray[np.int64],
-    probabilities: NDArray[np.float64],
-    listed: NDArray[Any],
-) -> None:
-    """Write the paths of a source from place `begin` on."""
-    for index in range(len(tokens)):
-        new = listed[begin + index]
-        new["token"], new["probability"], new["child"] = tokens[index], probabilities[index], -1
-    for back in range(len(tokens)):  # from the end, so that those after one parent keep their order
-        index = len(tokens) - 1 - back
-        parent = listed[begin + parents[index] if parents[index] >= 0 else source]
-        listed[begin + index]["sibling"], parent["child"] = parent["child"], begin + index
-
-
-@compiled
-def _compare(selected: NDArray[np.int64], listed: NDArray[Any], record: NDArray[np.float64]) -> None:
-    """Follow the selected tokens along the paths of each source, and note how many of them it listed."""
-    for source in range(len(record)):
-        expected = accepted = 0.0
-        place = source
-        for token in selected:
-            child = listed[place]["child"]
-            place = -1
-            while child >= 0:
-                expected += listed[child]["probability"]
-                if listed[child]["token"] == token:
-                    accepted += 1.0
-                    place = child
-                child = listed[child]["sibling"]
-            if place < 0:
-                break
-        if expected > 0:
-            record[source, 0] = PRIOR + KEPT * (record[source, 0] - PRIOR) + accepted
-            record[source, 1] = PRIOR + KEPT * (record[source, 1] - PRIOR) + expected
+def with_paths(listed: ListedArrays, paths: Sequence[TokenPaths]) -> ListedArrays:
+    """The same with the paths of each source instead of those before."""
+    parts = [np.zeros(len(paths), dtype=LISTED)]
+    ends = len(paths) + np.cumsum([len(np.asarray(one.tokens)) for one in paths])
+    for source, (one, end) in enumerate(zip(paths, ends.tolist(), strict=True)):
+        parents = np.asarray(one.parents)
+        part = np.zeros(len(parents), dtype=LISTED)
+        part["token"], part["probability"] = one.tokens, one.probabilities
+        part["parent"] = np.where(parents < 0, source, parents + end - len(parents))
+        parts.append(part)
+    return listed._replace(tokens=np.concatenate(parts), ends=ends)
 
 
 @inner
 def follow_listed(source: int, node: int, nodes: NDArray[Any], listed: ListedArrays) -> int:
-    """The first token that a source lists after the path to a node; -1 if it lists none."""
-    tokens, reached, _ = listed
+    """The token of a source's paths that a node is, the one that stands for the text for the root; -1 if it is none."""
+    tokens, ends, reached, _ = listed
     place = source
     if node > 0:
-        place = reached[source, nodes[node]["parent"]]
-        place = tokens[place]["child"] if place >= 0 else -1
-        while place >= 0 and tokens[place]["token"] != nodes[node]["token"]:
-            place = tokens[place]["sibling"]
+        before, place = reached[source, nodes[node]["parent"]], -1
+        for number in range(before + 1, ends[source] if before >= 0 else 0):
+            if tokens[number]["parent"] == before and tokens[number]["token"] == nodes[node]["token"]:
+                place = number
     reached[source, node] = place
-    return int(tokens[place]["child"]) if place >= 0 else -1
+    return place

@@ -180,16 +180,16 @@ class LookaheadProposer:
                 batch.extend(place, tokens[row, batch.texts.dropped[place] + batch.texts.lengths[place] : before])
         self.statistics.requests += int(np.count_nonzero(rows.begun))
         ends = np.cumsum(counts)
-        nodes = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
-        predictions = None if self._target is None else self._target.take(len(nodes))
+        count = int(counts.sum())
+        predictions = None if self._target is None else self._target.take(count)
         self.statistics.unread += self._target is not None and not self._rests and predictions is None
         if predictions is None:
-            ids = np.full((len(nodes), 1), -1, dtype=np.int64)
+            ids = np.full((count, 1), -1, dtype=np.int64)
             predictions = Predictions(ids, np.zeros(ids.shape, dtype=np.float32))
         sizes = zip(lengths.tolist(), added.tolist(), strict=True)
         new = [tokens[row, length - count : length] for row, (length, count) in enumerate(sizes)]
         selected = np.concatenate(new, dtype=np.int64) if new else np.empty(0, dtype=np.int64)
-        step = Step(rows.places, ends, selected, added, nodes, *predictions)
+        step = Step(rows.places, np.zeros_like(ends), ends, added, selected, *predictions)
         with batch.memory.lock:
             self.statistics.accepted += batch.learn(step)
 
