@@ -7,11 +7,12 @@ python tools/field_table.py --update   write it anew
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from pathlib import Path
 
-from lookahead.server.fields import CHAT, COMPLETIONS, RESPONSES, unused_rows
+from lookahead.server.errors import ANY, CHAT, COMPLETIONS, RESPONSES, UNUSED, Unused
 from lookahead.server.requests import ChatRequest, CompletionRequest
 from lookahead.server.responses import ResponsesRequest
 
@@ -29,12 +30,22 @@ def field_table() -> str:
                 raise ValueError(f"{body.__name__}.{name} has no description")
             places.setdefault((name, field.description), []).append(place)
     rows = [(name, tuple(found), said) for (name, said), found in places.items()]
-    rows += [(name, tuple(place for place in found if place in _BODIES), said) for name, found, said in unused_rows()]
+    rows += [(one.name, tuple(place for place in one.places if place in _BODIES), _told(one)) for one in UNUSED]
     lines = ["| field | endpoints | what happens |", "| --- | --- | --- |"]
     for name, found, said in rows:
         if found:
             lines.append(f"| `{name}` | {'all' if len(found) == len(_BODIES) else ', '.join(found)} | {said} |")
     return "\n".join(lines)
+
+
+def _told(unused: Unused) -> str:
+    """What happens to a field that is not used."""
+    if unused.harmless is ANY:
+        return f"asks for nothing: {unused.reason}"
+    if not unused.harmless:
+        return f"refused: {unused.reason}"
+    values = " or ".join(f"`{json.dumps(value)}`" for value in unused.harmless)
+    return f"{values} asks for nothing, all else is refused: {unused.reason}"
 
 
 def renewed(page: str) -> str:

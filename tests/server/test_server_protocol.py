@@ -15,8 +15,7 @@ from pydantic import ValidationError
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from lookahead.config import PRESETS
-from lookahead.server.errors import of_validation
-from lookahead.server.fields import ANY, UNUSED
+from lookahead.server.errors import ANY, UNUSED, of_validation
 from lookahead.server.requests import ChatRequest, CompletionRequest, Message
 from lookahead.server.responses import ResponsesRequest
 from lookahead.version import __version__

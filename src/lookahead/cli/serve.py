@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from lookahead.backends.machine import free_bytes
@@ -34,25 +34,11 @@ def run(settings: ServeSettings) -> int:
         raise InvalidArgumentError(
             f"serve needs {error.name}, which is not installed: pip install 'lookahead-decoding[serve]'"
         ) from error
-    from lookahead.server.guard import Limits, ServerSettings
+    from lookahead.server.guard import ServerSettings
 
     consoles = Consoles.create(no_color=settings.no_color)
-    server = ServerSettings(
-        host=settings.host,
-        port=settings.port,
-        api_keys=read_api_keys(settings.api_key_file),
-        limits=Limits(
-            settings.max_prompt_tokens,
-            settings.max_new_tokens,
-            tuple(settings.image_host or ()),
-            settings.max_image_bytes,
-        ),
-        body_bytes=settings.max_body_bytes,
-        queue=settings.queue,
-        timeout=settings.timeout,
-        read_timeout=settings.read_timeout,
-        rows=settings.max_rows,
-    )
+    given = {field.name: getattr(settings, field.name) for field in fields(ServerSettings) if field.name != "api_keys"}
+    server = ServerSettings(**given, api_keys=read_api_keys(settings.api_key_file))
     adapters = adapter_folders(settings.lora)
     with quiet_libraries(), bind(server) as listener:
         main = load_for_decoding(settings, consoles.notes)

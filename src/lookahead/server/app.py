@@ -22,8 +22,7 @@ from lookahead.server import errors
 from lookahead.server.answers import ChatForm, CompletionForm
 from lookahead.server.errors import ApiError
 from lookahead.server.grammar import callable_tools
-from lookahead.server.guard import Guard, Limits, ServerSettings, write_entry
-from lookahead.server.images import read_images
+from lookahead.server.guard import Guard, ServerSettings
 from lookahead.server.metrics import Metrics
 from lookahead.server.requests import (
     ChatRequest,
@@ -33,7 +32,7 @@ from lookahead.server.requests import (
     TokenizeRequest,
 )
 from lookahead.server.responses import RESPONSES_NAMES, ResponsesForm, ResponsesRequest
-from lookahead.server.served_model import Prompt, ServedModel
+from lookahead.server.served_model import Prompt, ServedModel, read_images
 from lookahead.server.service import Service, as_api_error
 from lookahead.serving import Engine
 from lookahead.version import __version__
@@ -69,9 +68,9 @@ def create_app(models: Sequence[ServedModel], settings: ServerSettings) -> FastA
     metrics = service.metrics[models[0].name]
     for served in models:
         _add_gauges(service.metrics[served.name], served.engine)
-    app.add_middleware(Guard, settings=settings, refused=metrics.refused, log=write_entry)
+    app.add_middleware(Guard, settings=settings, refused=metrics.refused)
     _add_state(app, service, metrics)
-    _add_texts(app, service, settings.limits)
+    _add_texts(app, service, settings)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -120,7 +119,7 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return _card(service.model(name))
 
 
-def _add_texts(app: FastAPI, service: Service, limits: Limits) -> None:
+def _add_texts(app: FastAPI, service: Service, settings: ServerSettings) -> None:
     """What makes texts, or reads them."""
 
     @app.post("/v1/completions")
@@ -133,7 +132,7 @@ def _add_texts(app: FastAPI, service: Service, limits: Limits) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, http: Request) -> Response:
         """Continue a conversation."""
-        images = await _images(service.model(request.model), request.messages, limits)
+        images = await _images(service.model(request.model), request.messages, settings)
         return await service.answer(request, http, ChatForm, lambda served: [_chat_prompt(served, request, images)], 1)
 
     @app.post("/v1/responses")
@@ -141,7 +140,7 @@ def _add_texts(app: FastAPI, service: Service, limits: Limits) -> None:
         """Answer a text or a conversation."""
         chat = request.as_chat()
         try:
-            images = await _images(service.model(chat.model), chat.messages, limits)
+            images = await _images(service.model(chat.model), chat.messages, settings)
             return await service.answer(
                 chat, http, ResponsesForm, lambda served: [_chat_prompt(served, chat, images)], 1
             )
@@ -158,7 +157,7 @@ def _add_texts(app: FastAPI, service: Service, limits: Limits) -> None:
         if prompt is not None:
             tokens = await service.prepared(lambda: served.encode(prompt, request.add_special_tokens))
         else:
-            images = await _images(served, messages or [], limits)
+            images = await _images(served, messages or [], settings)
             tokens = (await service.prepared(lambda: served.encode_chat(messages or [], images=images))).tokens
         return {"count": len(tokens), "max_model_len": served.context_length, "tokens": tokens}
 
@@ -195,12 +194,12 @@ def _prompts(served: ServedModel, request: CompletionRequest) -> list[Prompt]:
     return [Prompt(served.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in request.prompts]
 
 
-async def _images(served: ServedModel, messages: Sequence[Message], limits: Limits) -> list[Image]:
+async def _images(served: ServedModel, messages: Sequence[Message], settings: ServerSettings) -> list[Image]:
     """The images of a conversation, read in a thread that no other request waits for."""
     urls = [url for message in messages for url in message.images]
     if urls and served.processor is None:
         raise errors.refused("messages", "messages has an image, but this model reads text alone")
-    return await asyncio.to_thread(read_images, urls, limits) if urls else []
+    return await asyncio.to_thread(read_images, urls, settings) if urls else []
 
 
 def _chat_prompt(served: ServedModel, request: ChatRequest, images: Sequence[Image]) -> Prompt:

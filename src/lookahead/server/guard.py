@@ -9,9 +9,9 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,22 +23,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lookahead.server.errors import CLOSE, ApiError
 
-
-@dataclass(frozen=True)
-class Limits:
-    """What a request may ask for.
-
-    Attributes:
-        prompt_tokens: Most tokens of a prompt; the model's context if `None`.
-        new_tokens: Most tokens of an answer that names no number, and of one that names a larger one.
-        image_hosts: Hosts that images may be fetched from.
-        image_bytes: Most bytes of an image that is fetched.
-    """
-
-    prompt_tokens: int | None = None
-    new_tokens: int = 16384
-    image_hosts: tuple[str, ...] = ()
-    image_bytes: int = 8 * 2**20
+OPEN_PATHS = ("/health", "/", "/page/page.js", "/page/page.css", "/page/icon.svg")
+"""What may be asked for without a key."""
 
 
 @dataclass(frozen=True)
@@ -49,25 +35,29 @@ class ServerSettings:
         host: Address to listen on.
         port: Port to listen on; any free one if 0.
         api_keys: Keys of which clients have to name one; none are asked for if there are none.
-        limits: What a request may ask for.
-        body_bytes: Most bytes of a request.
+        max_prompt_tokens: Most tokens of a prompt; the model's context if `None`.
+        max_new_tokens: Most tokens of an answer that names no number, and of one that names a larger one.
+        image_host: Hosts that images may be fetched from.
+        max_image_bytes: Most bytes of an image that is fetched.
+        max_body_bytes: Most bytes of a request.
         queue: Most answers that wait for their turn, beside those that run. More are refused with status 429.
         timeout: Seconds after which a request is given up.
         read_timeout: Seconds in which a request must have arrived.
-        rows: Answers that are made at once.
-        open_paths: What may be asked for without a key.
+        max_rows: Answers that are made at once.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    limits: Limits = field(default_factory=Limits)
-    body_bytes: int = 8 * 2**20
+    api_keys: Sequence[str] = ()
+    max_prompt_tokens: int | None = None
+    max_new_tokens: int = 16384
+    image_host: Sequence[str] | None = None
+    max_image_bytes: int = 8 * 2**20
+    max_body_bytes: int = 8 * 2**20
     queue: int = 128
     timeout: float = 600.0
     read_timeout: float = 30.0
-    rows: int = 16
-    open_paths: tuple[str, ...] = ("/health", "/", "/page/page.js", "/page/page.css", "/page/icon.svg")
+    max_rows: int = 16
 
     @property
     def is_local(self) -> bool:
@@ -123,12 +113,6 @@ def write_line(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
 
 
-def write_entry(fields: dict[str, Any]) -> None:
-    """Write one line of JSON, with the time."""
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    write_line(json.dumps({"time": stamp, **fields}, ensure_ascii=True))
-
-
 class Guard:
     """Lets a request through that names a key, and arrives whole, in time, and not too large.
 
@@ -136,17 +120,10 @@ class Guard:
         app: The application.
         settings: Keys and limits.
         refused: Told the status of each request that is not let through.
-        log: Takes a line for each request.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        settings: ServerSettings,
-        refused: Callable[[int], None],
-        log: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self._app, self._settings, self._refused, self._log = app, settings, refused, log
+    def __init__(self, app: ASGIApp, settings: ServerSettings, refused: Callable[[int], None]) -> None:
+        self._app, self._settings, self._refused = app, settings, refused
         self._keys = [_digest(key) for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -171,8 +148,9 @@ class Guard:
             if status >= 400:
                 self._refused(status)
             seconds = round(time.perf_counter() - begin, 4)
-            entry = {"id": number, "method": scope["method"], "path": scope["path"], "status": status}
-            self._log({**entry, "seconds": seconds, **notes})
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            entry = {"time": stamp, "id": number, "method": scope["method"], "path": scope["path"], "status": status}
+            write_line(json.dumps({**entry, "seconds": seconds, **notes}))
 
     async def _let_through(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -199,7 +177,7 @@ class Guard:
         )
 
     def _check_key(self, scope: Scope) -> None:
-        if not self._keys or scope["path"] in self._settings.open_paths:
+        if not self._keys or scope["path"] in OPEN_PATHS:
             return
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
         digest = _digest(given.strip())
@@ -215,7 +193,7 @@ class Guard:
         Raises:
             ApiError: It is too large, or takes too long.
         """
-        most, length = self._settings.body_bytes, Headers(scope=scope).get("content-length", "0")
+        most, length = self._settings.max_body_bytes, Headers(scope=scope).get("content-length", "0")
         too_large = ApiError(413, f"the body is larger than {most} bytes", code="body_too_large", headers=CLOSE)
         if not length.isdigit() or int(length) > most:
             raise too_large

@@ -21,7 +21,7 @@ from lookahead.server.grammar import (
     grammar_of,
     read_grammar,
 )
-from lookahead.server.guard import Limits
+from lookahead.server.guard import ServerSettings
 from lookahead.server.requests import (
     ChatRequest,
     ChoicesRequest,
@@ -90,7 +90,7 @@ def make_plan(
     served: ServedModel,
     request: ChoicesRequest,
     prompt: Prompt,
-    limits: Limits,
+    settings: ServerSettings,
     default_tokens: int | None,
 ) -> Plan:
     """Check what a request asks for.
@@ -99,7 +99,7 @@ def make_plan(
         served: The model.
         request: The request.
         prompt: Its prompt, or one of them.
-        limits: What it may ask for.
+        settings: What it may ask for.
         default_tokens: Most tokens of the answer if the request names no number; as many as fit if `None`.
 
     Raises:
@@ -108,8 +108,8 @@ def make_plan(
     """
     field = "messages" if isinstance(request, ChatRequest) else "prompt"
     tokens = prompt.tokens
-    room = prompt_room(served, tokens, limits.prompt_tokens, field)
-    length = _length(request, room, limits, default_tokens)
+    room = prompt_room(served, tokens, settings.max_prompt_tokens, field)
+    length = _length(request, room, settings, default_tokens)
     grammar, ends = _grammar(served, request, tokens), _ends(served, request)
     options = {"max_new_tokens": length, **_sampling(served, request), **_endings(request, ends, length, grammar)}
     if request.logit_bias:
@@ -188,17 +188,19 @@ def _prediction(served: ServedModel, request: TextRequest, config: LookaheadConf
     return served.encode(joined(request.prediction.content), special=False, field="prediction")
 
 
-def _length(request: ChoicesRequest, room: int | None, limits: Limits, default: int | None) -> int:
+def _length(request: ChoicesRequest, room: int | None, settings: ServerSettings, default: int | None) -> int:
     given = {name: value for name, value in request.length_fields.items() if value is not None}
     if len(given) > 1 and len(set(given.values())) > 1:
         raise refused("max_tokens", f"{' and '.join(given)} are two names of the same limit; give one of them")
     for name, value in given.items():
         if room is not None and value > room:
             raise refused(name, f"{name}={value} is more than the {room} tokens that fit behind the prompt")
-        if value > limits.new_tokens:
-            raise refused(name, f"{name}={value} is more than the {limits.new_tokens} tokens that this server gives")
+        if value > settings.max_new_tokens:
+            raise refused(
+                name, f"{name}={value} is more than the {settings.max_new_tokens} tokens that this server gives"
+            )
         return value
-    return min(limit for limit in (default, room, limits.new_tokens) if limit is not None)
+    return min(limit for limit in (default, room, settings.max_new_tokens) if limit is not None)
 
 
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}

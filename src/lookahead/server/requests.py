@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import to_json
 
 from lookahead.config import MAX_NODES_PER_STEP
-from lookahead.server.fields import (
+from lookahead.server.errors import (
     CALL,
     CHAT,
     COMPLETIONS,

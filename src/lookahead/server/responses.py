@@ -10,8 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from lookahead.server.answers import Form
-from lookahead.server.errors import ApiError
-from lookahead.server.fields import FORMAT, MESSAGE, RESPONSES, TOOL
+from lookahead.server.errors import FORMAT, MESSAGE, RESPONSES, TOOL, ApiError
 from lookahead.server.generation import Answer, Generation, Piece
 from lookahead.server.grammar import callable_tools
 from lookahead.server.plan import Plan

@@ -1,22 +1,28 @@
-"""The model that is served, with all that requests need of it."""
+"""The model that is served, and what its prompts are made of: texts, conversations, images."""
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from io import BytesIO
 from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, build_opener
 
 import torch
 from llguidance import LLTokenizer
-from PIL.Image import Image
+from PIL import Image
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import ApiError, refused
 from lookahead.server.grammar import grammar_tokenizer
+from lookahead.server.guard import ServerSettings
 from lookahead.server.requests import FunctionTool, Message, TextPart, ToolCall
 from lookahead.server.tools import THINK, THOUGHT, Thinking, ToolFormat, format_of, thinking_of
 from lookahead.serving import Engine
@@ -145,7 +151,7 @@ class ServedModel:
         messages: Sequence[Message],
         tools: Sequence[FunctionTool] = (),
         options: Mapping[str, Any] | None = None,
-        images: Sequence[Image] = (),
+        images: Sequence[Image.Image] = (),
     ) -> Prompt:
         """A conversation, up to where the answer begins.
 
@@ -183,7 +189,7 @@ class ServedModel:
             return Prompt(self.encode(str(text), special=False, field="messages"))
         return self._with_images(str(text), images)
 
-    def _with_images(self, text: str, images: Sequence[Image]) -> Prompt:
+    def _with_images(self, text: str, images: Sequence[Image.Image]) -> Prompt:
         self._check_length(text, "messages")
         try:
             read = self.processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
@@ -253,3 +259,81 @@ def prompt_room(served: ServedModel, prompt: Sequence[int], most: int | None, fi
         )
     served.check_tokens(prompt, field)
     return None if served.context_length is None else served.context_length - len(prompt)
+
+
+MOST_IMAGES = 16
+"""Images of a request, at most."""
+
+_MOST_PIXELS = 2**25
+"""Of an image: a small file may unfold to gigabytes."""
+
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""Decoders of other formats are seldom tried, and one calls a program."""
+
+_SECONDS = 10.0
+"""In which a host has to send an image."""
+
+
+def read_images(urls: list[str], settings: ServerSettings) -> list[Image.Image]:
+    """The images of a request, in RGB.
+
+    Raises:
+        ApiError: There are too many, or one cannot be had or read.
+    """
+    if len(urls) > MOST_IMAGES:
+        raise refused("messages", f"messages has {len(urls)} images; the most is {MOST_IMAGES}")
+    return [_decoded(_of_data(url) if url.startswith("data:") else _fetched(url, settings)) for url in urls]
+
+
+def _decoded(data: bytes) -> Image.Image:
+    try:
+        image = Image.open(BytesIO(data), formats=_FORMATS)
+        if image.width * image.height <= _MOST_PIXELS:
+            return image.convert("RGB")
+    except Exception as error:  # decoders raise what they like
+        raise refused("messages", f"messages: image_url holds no image in {', '.join(_FORMATS)}") from error
+    raise refused("messages", f"messages: an image has more than {_MOST_PIXELS} pixels")
+
+
+def _of_data(url: str) -> bytes:
+    head, _, text = url.partition(",")
+    try:
+        if not head.endswith(";base64"):
+            raise ValueError("another encoding")
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise refused("messages", "messages: image_url must be data:image/...;base64,...") from error
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """Another address might be of a host that is not allowed."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def _fetched(url: str, settings: ServerSettings) -> bytes:
+    """What a host has under an address, if it is one of those that are allowed."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or parts.netloc not in (settings.image_host or ()):
+        raise refused(
+            "messages",
+            f"messages: image_url {url[:100]!r} is of no host that this server may ask (--image-host); send the image "
+            "as data:image/...;base64,...",
+        )
+    data, deadline = b"", time.monotonic() + _SECONDS
+    try:
+        with build_opener(_NoRedirects).open(url, timeout=_SECONDS) as answer:
+            while part := answer.read1(2**16):
+                data += part
+                if len(data) > settings.max_image_bytes or time.monotonic() > deadline:
+                    raise ApiError(
+                        400,
+                        f"{url[:100]!r} has more than {settings.max_image_bytes} bytes, or takes too long",
+                        "messages",
+                    )
+    except HTTPError as error:
+        raise ApiError(400, f"{url[:100]!r} was answered with status {error.code}", "messages") from error
+    except (OSError, ValueError) as error:
+        raise ApiError(400, f"{url[:100]!r} cannot be read: {error}", "messages") from error
+    return data

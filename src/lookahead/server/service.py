@@ -113,7 +113,7 @@ class Service:
         self._running.add(generation)
 
         def prepare() -> list[Plan]:
-            plans = [make_plan(served, request, prompt, self._settings.limits, default) for prompt in prompts(served)]
+            plans = [make_plan(served, request, prompt, self._settings, default) for prompt in prompts(served)]
             generation.submit(plans, request.n, loop)
             return plans
 
@@ -127,7 +127,7 @@ class Service:
 
     def _make_room(self, count: int) -> None:
         """Refuse so many further answers if there is no room for them."""
-        most = self._settings.rows + self._settings.queue
+        most = self._settings.max_rows + self._settings.queue
         if count > most:
             raise ApiError(400, f"{count} answers are more than the {most} that this server makes at once", "n")
         if self._answers + count > most:
