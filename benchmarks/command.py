@@ -22,10 +22,10 @@ import torch
 import transformers
 from rich.console import Console
 
-from lookahead.bench.rows import Row, RowsFile, describe_machine, difference, kept_lines
+from lookahead.bench.rows import Row, RowsFile, check_same, describe_machine, kept_lines
 from lookahead.cli import process
 from lookahead.cli.rendering import measuring_progress
-from lookahead.errors import InvalidArgumentError, LookaheadError
+from lookahead.errors import LookaheadError
 from pages import draw_plots, fill_tables
 from probe import Probe, instruction_sets
 from worth import compare_commits, compare_drafting
@@ -88,7 +88,8 @@ def run(name: str, probe: Probe, own: Any, options: argparse.Namespace, console:
     header = {"unit": "header", "kind": "header", "benchmark": name, **probe.header, "options": named(own)}
     header |= {"machine": machine, "versions": process.versions(), "date": date.today().isoformat()}
     kept = kept_lines(options.output, restart=options.restart)
-    check_header(options.output, kept, header)
+    if kept:  # options may ask for more or less
+        check_same(options.output, kept[0], {name: header[name] for name in header.keys() - {"options", "date"}})
     with (
         RowsFile(options.output, kept or [header], lambda row: row["unit"]) as file,
         measuring_progress(console) as bar,
@@ -114,22 +115,6 @@ def named(options: Any) -> Row:
         return Path(value).name if isinstance(value, str) else value
 
     return {key: name(value) for key, value in asdict(options).items()}
-
-
-def check_header(path: Path, kept: Sequence[Row], header: Row) -> None:
-    """Refuse to add rows to those that were measured in another way; options may ask for more or less.
-
-    Raises:
-        InvalidArgumentError: They were.
-    """
-    if not kept:
-        return
-    for key in header.keys() - {"options", "date"}:
-        if kept[0].get(key) != header[key]:
-            raise InvalidArgumentError(
-                f"{path} was measured with another {key} ({difference(kept[0].get(key), header[key])}); choose another "
-                "--output, or begin this file anew with --restart"
-            )
 
 
 def parse(given: Sequence[str], name: str | None, module: Any) -> argparse.Namespace:

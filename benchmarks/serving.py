@@ -1,8 +1,7 @@
 """Measure how many tokens an engine makes in a second of CPU time, with so many requests at once.
 
-For each load and repeat the methods serve the same prompts, in one process. Engines take turns step by step, always the
-one that has made the fewest tokens, so that what disturbs the machine disturbs all of them; who is first when all are
-level changes from repeat to repeat, for the first to use some memory pays for it:
+For each load and repeat the methods serve the same prompts, in one process and in turns: each repeat begins with
+another one.
 
 - `drafts`: an `Engine` as it comes; its n-gram memory is empty at the beginning of each run;
 - `plain`: an `Engine` with `preset="autoregressive"`;
@@ -10,14 +9,14 @@ level changes from repeat to repeat, for the first to use some memory pays for i
 - `batches`: `model.generate` with so many prompts a call, padded. Its sampled rows share one generator, so that only
   greedy texts can be compared.
 
-Before the first repeat of a load the engines run once unmeasured, as an engine learns what steps cost from the first
-ones. Beside them `generate`, each prompt by itself, with whose texts all are compared. Time is CPU time of the process;
-an engine's clock runs while it is its turn. With `--answers` the texts are recorded ones, forced by a logits processor.
+Before the first repeat of a load each runs once unmeasured, as an engine learns what steps cost from the first ones.
+Beside them `generate`, each prompt by itself, with whose texts all are compared. Time is CPU time of the process. With
+`--answers` the texts are recorded ones, forced by a logits processor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -56,34 +55,6 @@ class Options:
     )
 
 
-class Run:
-    """An engine, its requests, which all come at once, and the CPU time that it took for them.
-
-    Args:
-        engine: What serves them.
-        submit: Submits them to it.
-    """
-
-    def __init__(self, engine: Engine, submit: Callable[[Engine], list[RequestHandle]]) -> None:
-        self.engine, self.seconds, self.finished = engine, 0.0, False
-        self._handles: list[RequestHandle] = self._timed(lambda: submit(engine))
-
-    def step(self) -> None:
-        """Run a step."""
-        self.finished = not self._timed(self.engine.step)
-
-    @property
-    def texts(self) -> Texts:
-        """New tokens of each request."""
-        return [handle.tokens for handle in self._handles]
-
-    def _timed(self, work: Callable[[], Any]) -> Any:
-        begin = now("cpu")
-        found = work()
-        self.seconds += now("cpu") - begin
-        return found
-
-
 class Serving:
     """One model, and every way of serving requests with it."""
 
@@ -106,35 +77,38 @@ class Serving:
 
     def rows(self, load: int, repeat: int) -> Iterator[Row]:
         """All methods at a load."""
-        engines = [name for name in self._options.methods if name != "batches"]
+        names, first = self._options.methods, repeat % len(self._options.methods)
         if load not in self._warm:
             self._warm.add(load)
-            self._race(load, engines)
-        rows, first = [], repeat % len(engines)
-        for name, run in self._race(load, [*engines[first:], *engines[:first]]).items():
-            counts = run.engine.statistics
-            row = self._row(name, load, run.texts, run.seconds) | {"steps": counts.steps}
-            rows.append(row | {f"{what}_per_row": getattr(counts, what) / counts.rows for what in ("nodes", "tokens")})
-        if "batches" in self._options.methods:
-            begin = now("cpu")
-            texts = self._batches(load)
-            rows.append(self._row("batches", load, texts, now("cpu") - begin))
+            for name in names:
+                self._run(name, load)
+        rows = [self._run(name, load) for name in (*names[first:], *names[:first])]
         plain = next((row["rate"] for row in rows if row["method"] == "plain"), None)
         for row in rows:
             wrong = row["differ"] and self._options.dtype == "float32"
             error = {"error": f"{row['method']} at {load}: {row['differ']} texts differ"} if wrong else {}
             yield {**row, "repeat": repeat, "over_plain": row["rate"] / plain if plain else None, **error}
 
-    def _race(self, load: int, engines: Sequence[str]) -> dict[str, Run]:
-        """New engines, which take turns until all of them are through; their memories are empty."""
+    def _run(self, name: str, load: int) -> Row:
+        """Serve all requests of a load, which come at once, with an empty memory."""
         state_of(self._model).memory = None
-        runs = {
-            name: Run(Engine(self._model, config_of(name), max_rows=load), partial(self._submit, load))
-            for name in engines
-        }
-        while running := [run for run in runs.values() if not run.finished]:
-            min(running, key=lambda run: run.engine.statistics.tokens).step()
-        return runs
+        more: Row = {}
+        begin = now("cpu")
+        if name == "batches":
+            texts = self._batches(load)
+        else:
+            engine = Engine(self._model, config_of(name), max_rows=load)
+            handles = self._submit(load, engine)
+            engine.run()
+            texts, counts = [handle.tokens for handle in handles], engine.statistics
+            more = {"steps": counts.steps, "nodes_per_row": counts.nodes / counts.rows}
+            more["tokens_per_row"] = counts.tokens / counts.rows
+        seconds = now("cpu") - begin
+        expected = [list(self._reference(number).tokens) for number in range(min(len(texts), self._options.compared))]
+        tokens = sum(map(len, texts))
+        row = {"kind": "serving", "load": load, "method": name, "rate": tokens / seconds, "tokens": tokens}
+        row["differ"] = sum(text != other for text, other in zip(texts, expected, strict=False))
+        return row | {"temperature": self._options.temperature, "seconds": seconds, "requests": len(texts)} | more
 
     def _submit(self, load: int, engine: Engine) -> list[RequestHandle]:
         handles = []
@@ -145,13 +119,6 @@ class Serving:
                 arguments["logits_processor"] = LogitsProcessorList([Forced(case)])
             handles.append(engine.submit(case.prompt, seed=number, **arguments))
         return handles
-
-    def _row(self, name: str, load: int, texts: Texts, seconds: float) -> Row:
-        expected = [self._reference(number).tokens for number in range(min(len(texts), self._options.compared))]
-        tokens = sum(map(len, texts))
-        row = {"kind": "serving", "load": load, "method": name, "rate": tokens / seconds, "tokens": tokens}
-        row["differ"] = sum(text != list(other) for text, other in zip(texts, expected, strict=False))
-        return row | {"temperature": self._options.temperature, "seconds": seconds, "requests": len(texts)}
 
     def _requests(self, load: int) -> int:
         return min(max(load, self._options.least_requests), len(self._cases))

@@ -241,17 +241,31 @@ class ResultsFile(RowsFile):
             InvalidArgumentError: There is such a row; the message says what is different.
         """
         for request in requests:
-            if request.key not in self:
-                continue
-            row = self._rows[request.key][0]
-            now = {**request.settings(), **self._circumstances}
-            then = {**row["settings"], **{name: row.get(name) for name in self._circumstances}}
-            for name, value in now.items():
-                if then.get(name) != value:
-                    raise InvalidArgumentError(
-                        f"{self.path} measured {request.method.name!r} on {request.prompt.id!r} with another {name} "
-                        f"({difference(then.get(name), value)}); choose another --output, or begin anew with --restart"
-                    )
+            if request.key in self:
+                row = self._rows[request.key][0]
+                now = {**request.settings(), **self._circumstances}
+                what = f" {request.method.name!r} on {request.prompt.id!r}"
+                check_same(self.path, {**row, **row["settings"]}, now, what)
+
+
+def check_same(path: Path, then: Row, now: Row, what: str = "") -> None:
+    """Refuse to go on with a file whose rows were measured in another way.
+
+    Args:
+        path: The file.
+        then: What a row or header of it says.
+        now: What has to be the same.
+        what: What was measured, for the error.
+
+    Raises:
+        InvalidArgumentError: They were.
+    """
+    for name, value in now.items():
+        if then.get(name) != value:
+            raise InvalidArgumentError(
+                f"{path} measured{what} with another {name} ({difference(then.get(name), value)}); choose another "
+                "--output, or begin this file anew with --restart"
+            )
 
 
 def kept_lines(path: Path, *, restart: bool = False) -> list[Row]:

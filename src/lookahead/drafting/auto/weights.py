@@ -5,7 +5,7 @@ The features x(t) are the log-probability that the memory gives t after the last
 longest context match that t follows (one of eight is 1, the others 0). There is one set of w and b for each length of
 the longest context that the memory knows, so the lengths are blended, not just backed off from.
 
-Both tables were fitted by `benchmarks/fit_weights.py`, whose module docstring has the commands.
+Both tables were fitted by `tools/fit_weights.py`, whose module docstring has the commands.
 """
 
 from __future__ import annotations

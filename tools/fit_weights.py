@@ -1,10 +1,10 @@
 r"""Fit the weights of the sources of `preset="auto"`, and print the table for `drafting/auto/weights.py`.
 
-    python benchmarks/fit_weights.py --run demo humaneval.jsonl --run demo gsm8k.jsonl --run demo spec_bench.jsonl \
+    python tools/fit_weights.py --run demo humaneval.jsonl --run demo gsm8k.jsonl --run demo spec_bench.jsonl \
         --run ../shared/models/pycode-6m humaneval.jsonl --skip 40 --limit 10 \
         --run ../shared/models/stories260k benchmarks/prompts/story_beginnings.jsonl \
         --kept ../shared/models/stories260k   # MODEL_WEIGHTS
-    python benchmarks/fit_weights.py --recordings agent_traces.jsonl code_edits.jsonl answers.jsonl   # TEXT_WEIGHTS
+    python tools/fit_weights.py --recordings agent_traces.jsonl code_edits.jsonl answers.jsonl   # TEXT_WEIGHTS
 
 With `--run` prompts are decoded, greedily and at temperature 0.8, with a memory of their own and with one for all; of
 files with more than 30 prompts `--skip` and `--limit` choose some. With `--recordings` every second recorded answer
@@ -30,6 +30,8 @@ import torch
 from numpy.typing import NDArray
 
 import lookahead
+
+sys.path += [str(Path(__file__).parents[1] / "benchmarks")]
 from cases import encoder_of, read_cases, tokenizer_of
 from lookahead.config import LookaheadConfig
 from lookahead.core.protocols import StepResult
