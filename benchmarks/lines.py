@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -149,133 +150,100 @@ class Models:
 
 
 class Runner:
-    """Ways of measuring a case; its methods make what a line runs."""
+    """Ways of measuring a case; a line fixes their first arguments."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
         self._text_memory: Any = None
 
-    def texts(self, name: str, new: int = 0, heat: float = 0.0, expects: bool = False) -> Run:
+    def texts(
+        self, name: str, new: int, config: Config, case: Case, turn: int, heat: float = 0.0, expects: bool = False
+    ) -> Counts:
         """`generate` of a model, upon which answers are forced; `expects`: what is expected is the `prediction`."""
-        sampling: dict[str, Any] = {"do_sample": True, "temperature": heat, "top_k": 0} if heat else {}
+        more: dict[str, Any] = {"do_sample": True, "temperature": heat, "top_k": 0} if heat else {}
+        if not case.answer:
+            more["max_new_tokens"] = new
+        if expects:
+            more["prediction"] = torch.tensor(case.expected)
+        torch.manual_seed(1000 * turn + len(case.prompt))
+        counts = generate(self._models.load(name), case, config, **more)
+        assert not case.answer or counts.tokens == list(case.answer)
+        return counts
 
-        def run(config: Config, case: Case, turn: int) -> Counts:
-            more = sampling if case.answer else sampling | {"max_new_tokens": new}
-            if expects:
-                more = more | {"prediction": torch.tensor(case.expected)}
-            torch.manual_seed(1000 * turn + len(case.prompt))
-            counts = generate(self._models.load(name), case, config, **more)
-            assert not case.answer or counts.tokens == list(case.answer)
-            return counts
-
-        return run
-
-    def serve(self, load: int, new: int = 64) -> Run:
+    def serve(self, load: int, config: Config, case: Case, turn: int) -> Counts:
         """An engine of so many requests at once, the first of which is the case; every second one is sampled."""
+        if config is None:
+            config = LookaheadConfig(step_budget=1)  # no room for drafts
+        elif config.preset == "auto" and config.step_budget is not None:
+            config = replace(config, step_budget=load * config.step_budget)  # nodes are those of each request
+        cases = self._models.prompts()
+        first = cases.index(case)
+        begin = now("cpu")
+        engine = Engine(self._models.load("demo"), config, max_rows=load)
+        handles = []
+        for seed in range(load):
+            prompt = cases[(first + seed) % len(cases)].prompt
+            handles.append(engine.submit(prompt, seed=seed, max_new_tokens=64, do_sample=seed % 2 == 1))
+        while engine.step():
+            pass
+        seconds = now("cpu") - begin
+        return Counts([token for handle in handles for token in handle.tokens], engine.statistics.rows, 0, seconds)
 
-        def run(config: Config, case: Case, turn: int) -> Counts:
-            if config is None:
-                config = LookaheadConfig(step_budget=1)  # no room for drafts
-            elif config.preset == "auto" and config.step_budget is not None:
-                config = replace(config, step_budget=load * config.step_budget)  # nodes are those of each request
-            cases = self._models.prompts()
-            first = cases.index(case)
-            begin = now("cpu")
-            engine = Engine(self._models.load("demo"), config, max_rows=load)
-            handles = []
-            for seed in range(load):
-                prompt = cases[(first + seed) % len(cases)].prompt
-                handles.append(engine.submit(prompt, seed=seed, max_new_tokens=new, do_sample=seed % 2 == 1))
-            while engine.step():
-                pass
-            seconds = now("cpu") - begin
-            tokens = [token for handle in handles for token in handle.tokens]
-            return Counts(tokens, engine.statistics.rows, 0, seconds)
+    def drafting(self, rows: int, config: Config, case: Case, turn: int) -> Counts:
+        """Seconds that steps book as drafting, of a batch of texts: all before a pass and after its tokens."""
+        prompts = [case.prompt[place:] + case.prompt[:place] for place in range(0, 8 * rows, 8)]  # all are different
+        ids = torch.tensor(prompts)
+        arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 128, "do_sample": False}
+        model = self._models.load("demo")
+        output = lookahead.generate(model, ids, lookahead_config=config, return_dict_in_generate=True, **arguments)
+        found = output.statistics
+        tokens = output.sequences[:, ids.shape[1] :].flatten().tolist()
+        return Counts(tokens, found.steps, sum(found.nodes_per_step), found.seconds.draft)
 
-        return run
-
-    def drafting(self, rows: int) -> Run:
-        """Seconds that steps book as drafting, of so many texts of a batch: all before a pass and after its tokens."""
-
-        def run(config: Config, case: Case, turn: int) -> Counts:
-            ids = torch.tensor([each.prompt for each in _windows(case, rows)])
-            arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 128, "do_sample": False}
-            output = lookahead.generate(
-                self._models.load("demo"), ids, lookahead_config=config, return_dict_in_generate=True, **arguments
-            )
-            statistics = output.statistics
-            tokens = output.sequences[:, ids.shape[1] :].flatten().tolist()
-            return Counts(tokens, statistics.steps, sum(statistics.nodes_per_step), statistics.seconds.draft)
-
-        return run
-
-    def replay(self, build: Callable[..., Any], nodes: int, across: bool = False) -> Run:
+    def replay(
+        self, build: Callable[..., Any], nodes: int, across: bool, config: Config, case: Case, turn: int
+    ) -> Counts:
         """Drafts from texts alone for a recorded answer; `across`: also from the requests before it in this turn."""
-
-        def run(config: Config, case: Case, turn: int) -> Counts:
-            if across and self._text_memory is None:
-                self._text_memory = text_memory()
-            begin = now("cpu")
-            drafter = build(nodes, self._text_memory) if across else build(nodes)
-            batch = Batch([played_sequence(case.prompt, case.answer, drafter)])
-            decode(PlayedBackend([PlayedRow(TextScript([*case.prompt, *case.answer]))]), batch)
-            sent = batch.statistics.nodes_per_step
-            return Counts(case.answer, len(sent), sum(sent), now("cpu") - begin)
-
-        return run
+        if across and self._text_memory is None:
+            self._text_memory = text_memory()
+        begin = now("cpu")
+        drafter = build(nodes, self._text_memory) if across else build(nodes)
+        batch = Batch([played_sequence(case.prompt, case.answer, drafter)])
+        decode(PlayedBackend([PlayedRow(TextScript([*case.prompt, *case.answer]))]), batch)
+        sent = batch.statistics.nodes_per_step
+        return Counts(case.answer, len(sent), sum(sent), now("cpu") - begin)
 
     def forget(self) -> None:
         """Forget texts of other requests."""
         self._text_memory = None
 
-    def propose(self, drafted: int) -> Run:
+    def propose(self, drafted: int, config: Config, case: Case, turn: int) -> Counts:
         """vLLM's proposer without logits."""
+        room = len(case.prompt) + len(case.answer) + drafted + 1
+        proposer = LookaheadProposer(vllm_config(4096, drafted, 1, room, learn="tokens"))
+        proposer.load_model(None)
+        begin = now("cpu")
+        loop = VLLMLoop(proposer, room)
+        loop.run([case.prompt], [case.answer])
+        return Counts(case.answer, len(loop.steps), 0, now("cpu") - begin)
 
-        def run(config: Config, case: Case, turn: int) -> Counts:
-            room = len(case.prompt) + len(case.answer) + drafted + 1
-            proposer = LookaheadProposer(vllm_config(4096, drafted, 1, room, learn="tokens"))
-            proposer.load_model(None)
-            begin = now("cpu")
-            loop = VLLMLoop(proposer, room)
-            loop.run([case.prompt], [case.answer])
-            return Counts(case.answer, len(loop.steps), 0, now("cpu") - begin)
-
-        return run
-
-    def propose_with_logits(self, drafted: int, new: int) -> Run:
+    def propose_with_logits(self, drafted: int, new: int, config: Config, case: Case, turn: int) -> Counts:
         """vLLM's proposer that reads the logits of the model of stories."""
+        model = self._models.load("stories")
+        answer = list(generate(model, case, None, max_new_tokens=new).tokens)
+        head = SimpleNamespace(compute_logits=lambda logits: logits)  # what the proposer reads of vLLM's model
+        proposer = LookaheadProposer(vllm_config(ROOM, drafted, 1, ROOM))
+        proposer.load_model(head)
 
-        def run(config: Config, case: Case, turn: int) -> Counts:
-            model = self._models.load("stories")
-            answer = generate(model, case, None, max_new_tokens=new).tokens
-            head = _Head()
-            proposer = LookaheadProposer(vllm_config(ROOM, drafted, 1, ROOM))
-            proposer.load_model(head)
+        def read(texts: list[list[int]], drafts: list[list[int]]) -> None:
+            with torch.inference_mode():
+                logits = model(torch.tensor([texts[0] + drafts[0]])).logits[0]
+            head.compute_logits(logits[len(texts[0]) - 1 :].clone())
 
-            def read(texts: list[list[int]], drafts: list[list[int]]) -> None:
-                with torch.inference_mode():
-                    logits = model(torch.tensor([texts[0] + drafts[0]])).logits[0]
-                head.compute_logits(logits[len(texts[0]) - 1 :].clone())
-
-            begin = now("cpu")
-            loop = VLLMLoop(proposer, ROOM, read)
-            loop.run([case.prompt], [list(answer)])
-            return Counts(answer, len(loop.steps), 0, now("cpu") - begin)
-
-        return run
-
-
-class _Head:
-    """What the proposer reads of vLLM's model."""
-
-    def compute_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """They are computed already."""
-        return logits
-
-
-def _windows(case: Case, count: int) -> list[Case]:
-    """A case and others like it: its tokens, begun at other places."""
-    return [Case(case.id, case.prompt[place:] + case.prompt[:place]) for place in range(0, 8 * count, 8)]
+        begin = now("cpu")
+        loop = VLLMLoop(proposer, ROOM, read)
+        loop.run([case.prompt], [answer])
+        return Counts(answer, len(loop.steps), 0, now("cpu") - begin)
 
 
 def quick_lines(models: Models, runner: Runner) -> Iterator[Line]:
@@ -283,22 +251,26 @@ def quick_lines(models: Models, runner: Runner) -> Iterator[Line]:
     demo, stories = models.prompts(), models.stories()
     for nodes in (16, 64):
         fixed, kept = LookaheadConfig(step_budget=nodes), LookaheadConfig(step_budget=nodes, memory="process")
-        yield Line(f"demo, {nodes} nodes", demo, 24, runner.texts("demo", 128), fixed)
-        yield Line(f"stories, {nodes} nodes", stories, 22, runner.texts("stories", 200), fixed)
+        yield Line(f"demo, {nodes} nodes", demo, 24, partial(runner.texts, "demo", 128), fixed)
+        yield Line(f"stories, {nodes} nodes", stories, 22, partial(runner.texts, "stories", 200), fixed)
         # the memory is the model's, so the turn begins with a copy of the model
         forget, name = partial(models.reload, "stories"), f"stories, memory kept, {nodes} nodes"
-        yield Line(name, stories, 22, runner.texts("stories", 200), kept, forget)
+        yield Line(name, stories, 22, partial(runner.texts, "stories", 200), kept, forget)
         for file in FORCED:
-            yield Line(f"forced {file}, {nodes} nodes", models.recorded(file), 48, runner.texts("tiny"), fixed)
+            yield Line(
+                f"forced {file}, {nodes} nodes", models.recorded(file), 48, partial(runner.texts, "tiny", 0), fixed
+            )
     for nodes in (4, 8, 16, 64):
         fixed = LookaheadConfig(step_budget=nodes)
-        yield Line(f"sampled, {nodes} nodes", demo, 14, runner.texts("demo", 96, 0.8), fixed, repeats=True)
-        run = runner.texts("stories", 200, 1.0)
+        yield Line(
+            f"sampled, {nodes} nodes", demo, 14, partial(runner.texts, "demo", 96, heat=0.8), fixed, repeats=True
+        )
+        run = partial(runner.texts, "stories", 200, heat=1.0)
         yield Line(f"stories sampled, {nodes} nodes", stories, 22, run, fixed, repeats=True)
-    run, fixed = runner.texts("tiny", expects=True), LookaheadConfig(step_budget=16)
+    run, fixed = partial(runner.texts, "tiny", 0, expects=True), LookaheadConfig(step_budget=16)
     yield Line("forced code_edits, predicted, 16 nodes", models.recorded("code_edits"), 48, run, fixed)
     yield from replay_lines(models, runner)
-    yield Line("vLLM, logits, 8 drafted", stories, 11, runner.propose_with_logits(8, 128))
+    yield Line("vLLM, logits, 8 drafted", stories, 11, partial(runner.propose_with_logits, 8, 128))
 
 
 def replay_lines(models: Models, runner: Runner) -> Iterator[Line]:
@@ -306,32 +278,32 @@ def replay_lines(models: Models, runner: Runner) -> Iterator[Line]:
     cases = [case for file in FORCED for case in models.recorded(file)]
     for nodes, build in ((16, build_text_chain_drafter), (16, build_text_drafter), (64, build_text_drafter)):
         name = f"replay, {'tree' if build is build_text_drafter else 'chain'} of {nodes}"
-        yield Line(name, cases, len(cases), runner.replay(build, nodes))
-    across = runner.replay(build_text_drafter, 32, across=True)
+        yield Line(name, cases, len(cases), partial(runner.replay, build, nodes, False))
+    across = partial(runner.replay, build_text_drafter, 32, True)
     yield Line("replay, tree of 32, memory kept", cases, len(cases), across, begin=runner.forget)
-    yield Line("vLLM, tokens, 8 drafted", cases, len(cases), runner.propose(8))
+    yield Line("vLLM, tokens, 8 drafted", cases, len(cases), partial(runner.propose, 8))
 
 
 def full_lines(models: Models, runner: Runner) -> Iterator[Line]:
     """S and time, at fixed numbers of nodes and with as many as pay."""
     demo, stories, kept = models.prompts(), models.stories(), LookaheadConfig(memory="process")
     for name, config in (("auto", LookaheadConfig()), ("16 nodes", LookaheadConfig(step_budget=16))):
-        yield Line(f"demo, {name}", demo, 16, runner.texts("demo", 128), config)
-        yield Line(f"stories, {name}", stories, 16, runner.texts("stories", 200), config)
+        yield Line(f"demo, {name}", demo, 16, partial(runner.texts, "demo", 128), config)
+        yield Line(f"stories, {name}", stories, 16, partial(runner.texts, "stories", 200), config)
         for file in FORCED[:2]:
-            yield Line(f"forced {file}, {name}", models.recorded(file), 8, runner.texts("forced"), config)
+            yield Line(f"forced {file}, {name}", models.recorded(file), 8, partial(runner.texts, "forced", 0), config)
     forget = partial(models.reload, "demo")
-    yield Line("demo, memory kept, auto", demo, 16, runner.texts("demo", 128), kept, forget)
+    yield Line("demo, memory kept, auto", demo, 16, partial(runner.texts, "demo", 128), kept, forget)
     for heat in (0.8, 1.0):
-        yield Line(f"sampled, temperature {heat}, auto", demo, 16, runner.texts("demo", 96, heat))
-    yield Line("hard, auto", demo, 8, runner.texts("hard", 192, 1.0))
-    yield Line("short calls, auto", demo, 32, runner.texts("hard", 16, 1.0))
+        yield Line(f"sampled, temperature {heat}, auto", demo, 16, partial(runner.texts, "demo", 96, heat=heat))
+    yield Line("hard, auto", demo, 8, partial(runner.texts, "hard", 192, heat=1.0))
+    yield Line("short calls, auto", demo, 32, partial(runner.texts, "hard", 16, heat=1.0))
     for load in (2, 8):
-        yield Line(f"serving {load} requests, auto", demo[::load], 8, runner.serve(load), kept, forget)
+        yield Line(f"serving {load} requests, auto", demo[::load], 8, partial(runner.serve, load), kept, forget)
     long = [case for case in demo if len(case.prompt) > 200]
     for rows, nodes in ((1, 16), (16, 4)):
         config, name = LookaheadConfig(step_budget=nodes), f"drafting alone, {rows} texts of {nodes} nodes"
-        yield Line(name, long, 6 if rows == 1 else 2, runner.drafting(rows), config)
+        yield Line(name, long, 6 if rows == 1 else 2, partial(runner.drafting, rows), config)
     yield from replay_lines(models, runner)
 
 

@@ -44,19 +44,19 @@ def lines(models: Models, runner: Runner, count: int) -> Iterator[Line]:
     for task in ("humaneval", "gsm8k"):
         cases = models.task(task)[-count:]
         for model in ("demo", "demo bfloat16"):
-            yield Line(f"{task}, {model}", cases, count, runner.texts(model, 128))
-        yield Line(f"{task} sampled at 0.8, demo", cases, count, runner.texts("demo", 96, 0.8))
+            yield Line(f"{task}, {model}", cases, count, partial(runner.texts, model, 128))
+        yield Line(f"{task} sampled at 0.8, demo", cases, count, partial(runner.texts, "demo", 96, heat=0.8))
     for heat in (0.0, 0.8, 1.0):
         name = f"stories{f' sampled at {heat:g}' if heat else ''}"
-        yield Line(name, models.stories()[:count], count, runner.texts("stories", 200, heat))
+        yield Line(name, models.stories()[:count], count, partial(runner.texts, "stories", 200, heat=heat))
     mixed = models.prompts()[:count]
-    yield Line("hard", mixed, count, runner.texts("hard", 192, 1.0))
-    yield Line("short calls", mixed, count, runner.texts("hard", 16, 1.0))
+    yield Line("hard", mixed, count, partial(runner.texts, "hard", 192, heat=1.0))
+    yield Line("short calls", mixed, count, partial(runner.texts, "hard", 16, heat=1.0))
     for file in FORCED[:2]:
         for model in ("forced", "hybrid"):
-            yield Line(f"forced {file}, {model}", models.recorded(file)[:count], count, runner.texts(model))
+            yield Line(f"forced {file}, {model}", models.recorded(file)[:count], count, partial(runner.texts, model, 0))
     for load in (1, 4, 16, 64):
-        yield Line(f"Engine, {load} requests", mixed[: max(count // load, 4)], count, runner.serve(load))
+        yield Line(f"Engine, {load} requests", mixed[: max(count // load, 4)], count, partial(runner.serve, load))
 
 
 def measure(line: Line) -> Iterator[Row]:
