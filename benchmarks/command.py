@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    own = module.Options(**{key.name: getattr(options, key.name) for key in fields(module.Options)})
-    return guarded(lambda console: run(name, module.probe(own), own, options, console))
+    chosen = module.Options(**{key.name: getattr(options, key.name) for key in fields(module.Options)})
+    return guarded(lambda console: run(name, module.probe(chosen), chosen, options, console))
 
 
 def guarded(command: Callable[[Console], int]) -> int:
@@ -78,14 +78,14 @@ def guarded(command: Callable[[Console], int]) -> int:
         return process.ERROR
 
 
-def run(name: str, probe: Probe, own: Any, options: argparse.Namespace, console: Console) -> int:
+def run(name: str, probe: Probe, chosen: Any, options: argparse.Namespace, console: Console) -> int:
     """Measure what the file lacks; returns the exit status."""
     if not probe.writes:
         for unit in probe.units:
             list(unit.measure())
         return process.OK
-    machine = {**describe_machine(torch.device(getattr(own, "device", "cpu"))), "instructions": instruction_sets()}
-    header = {"unit": "header", "kind": "header", "benchmark": name, **probe.header, "options": named(own)}
+    machine = {**describe_machine(torch.device(getattr(chosen, "device", "cpu"))), "instructions": instruction_sets()}
+    header = {"unit": "header", "kind": "header", "benchmark": name, **probe.header, "options": named(chosen)}
     header |= {"machine": machine, "versions": process.versions(), "date": date.today().isoformat()}
     kept = kept_lines(options.output, restart=options.restart)
     if kept:  # options may ask for more or less

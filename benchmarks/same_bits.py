@@ -171,21 +171,21 @@ def compare(name: str, dtype: str, number: int, options: Options) -> Iterator[Ro
         texts = [texts[(number + row) % len(texts)] * 9 for row in range(8)]
         ids = torch.stack([tokenizer(text, return_tensors="pt").input_ids[0, : share.tokens] for text in texts])
     ids = ids.to(options.device)
-    own = Comparison(model, ids[:1], share.new_tokens)
+    alone = Comparison(model, ids[:1], share.new_tokens)
     try:
-        own.plain(sampled=False)
+        alone.plain(sampled=False)
     except UnsupportedArgumentError as error:
         yield {"kind": "refused", "model": name, "dtype": dtype, "prompt": number, "error": f"{name}, {dtype}: {error}"}
         return
-    own.drafts(number, BUDGETS, sampled=False)
+    alone.drafts(number, BUDGETS, sampled=False)
     if name != RANDOM:
-        own.drafts(number, (BUDGETS[1 + number % 4],), sampled=True)
-        own.splits()
+        alone.drafts(number, (BUDGETS[1 + number % 4],), sampled=True)
+        alone.splits()
     batch = Comparison(model, ids[: 2 + number // 4 % 7], share.new_tokens)
     if number % 4 == 3 and name != RANDOM:
         for sampled in (False, True):
             batch.drafts(number, (BUDGETS[1 + number // 4 % 4],), sampled)
-    for row in (*own.rows, *batch.rows):
+    for row in (*alone.rows, *batch.rows):
         kept: Row = {"model": name, "dtype": dtype, "prompt": number, **row}
         if row["other_bits"] or row["other_texts"]:
             kept["error"] = f"{name}, {dtype}, prompt {number}: {row['way']} changed {row['other_bits']} logits"

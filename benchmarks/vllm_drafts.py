@@ -191,14 +191,14 @@ class Bench:
         texts = [self._tokenizer(text).input_ids[-PROMPT_TOKENS:] for text in prompts_of(path, options.prompts + 1)]
         rounds = [self.round(texts[:-1], texts[-1]) for _ in range(options.rounds)]
         for name in METHODS:
-            each = [totals[name] for totals in rounds]
-            counts = sum(each, Counter[str]())
+            of_method = [totals[name] for totals in rounds]
+            counts = sum(of_method, Counter[str]())
             row: Row = {"kind": "run", "task": path.stem, "drafted": options.drafted, "batch": options.batch}
             row |= {"method": name, "prompts": len(texts) - 1, "tokens": counts["tokens"], "steps": counts["steps"]}
             row |= {"drafts": counts["drafts"], "seconds": counts["microseconds"] / 1e6}
-            times = [one["microseconds"] / 1000 / one["tokens"] for one in each]
+            times = [one["microseconds"] / 1000 / one["tokens"] for one in of_method]
             row |= {"S": row["tokens"] / row["steps"], "ms_per_token": median(times), "rounds": times}
-            wholes = [one["whole_microseconds"] / 1000 / one["whole_tokens"] for one in each]
+            wholes = [one["whole_microseconds"] / 1000 / one["whole_tokens"] for one in of_method]
             row |= {"whole_tokens": counts["whole_tokens"], "whole_steps": counts["whole_steps"]}
             row |= {"whole_S": row["whole_tokens"] / row["whole_steps"], "whole_ms_per_token": median(wholes)}
             row |= {"drafts_per_step": row["drafts"] / row["steps"], "differing": counts["differing"]}

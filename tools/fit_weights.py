@@ -65,7 +65,7 @@ class Lesson(NamedTuple):
 
     features: NDArray[np.float64]
     outcomes: NDArray[np.float64]
-    known: int
+    length: int
     count: float
 
 
@@ -82,11 +82,11 @@ class RecordingDrafter(AutoDrafter):
                 node = result.tree.root + row
                 predicted = int(result.top_ids[node, 0]) if result.top_ids.shape[1] else -1
                 token = selected.get(node, predicted)
-                tokens, features, known = candidates_of(self._batch, self._place, row)
+                tokens, features, length = candidates_of(self._batch, self._place, row)
                 if len(tokens) and token >= 0:
                     outcomes = (tokens == token).astype(np.float64)
                     weight = 1.0 if node in selected else OFF_PATH
-                    self.lessons.append(Lesson(features, outcomes, known, weight))
+                    self.lessons.append(Lesson(features, outcomes, length, weight))
         super().observe(result)
 
 
@@ -101,11 +101,11 @@ def candidates_of(batch: DraftBatch, place: int, row: int) -> tuple[NDArray[np.i
     text = batch.texts.tokens[place, : batch.texts.lengths[place]]
     path += text[::-1][: ngrams.orders].tolist()
     slots = ngrams.slots(path[: ngrams.orders])
-    known = len(slots)
+    length = len(slots)
     columns: dict[int, NDArray[np.float64]] = {}
     empty = np.zeros(1 + ngrams.orders + len(MATCHES))
-    empty[1 : 1 + known] = ngrams.entries.heads["floor"][np.arange(known), slots]
-    for order in range(known):
+    empty[1 : 1 + length] = ngrams.entries.heads["floor"][np.arange(length), slots]
+    for order in range(length):
         for follower in ngrams.entries.followers[order, slots[order]]:
             if follower["token"] >= 0:
                 columns.setdefault(int(follower["token"]), empty.copy())[1 + order] = follower["log"]
@@ -115,7 +115,7 @@ def candidates_of(batch: DraftBatch, place: int, row: int) -> tuple[NDArray[np.i
         kind = max(kind, int(of_token.argmax()) if of_token.any() else 0)
         of_token[:] = np.arange(len(MATCHES)) == kind
     features = np.stack([*columns.values()]) if columns else empty[None, :0]
-    return np.array([*columns], dtype=np.int64), features, known
+    return np.array([*columns], dtype=np.int64), features, length
 
 
 class Part(NamedTuple):
@@ -177,9 +177,9 @@ def loss(weights: torch.Tensor, lessons: Sequence[Lesson]) -> torch.Tensor:
     return (counts * (sums.log() - came - nothing * weights[0])).sum() / counts.sum()
 
 
-def fit(every: Sequence[Part], known: int, present: NDArray[np.float64]) -> NDArray[np.float64]:
+def fit(every: Sequence[Part], length: int, present: NDArray[np.float64]) -> NDArray[np.float64]:
     """The likeliest weights for one length of the longest known context, drawn to the present ones, `[columns]`."""
-    chosen = [Part([lesson for lesson in part.lessons if lesson.known == known], part.weight) for part in every]
+    chosen = [Part([lesson for lesson in part.lessons if lesson.length == length], part.weight) for part in every]
     parts = [part for part in chosen if part.lessons]
     total = sum(part.weight for part in parts)
 
@@ -200,7 +200,7 @@ def fit(every: Sequence[Part], known: int, present: NDArray[np.float64]) -> NDAr
         optimizer.step(step)
         before, after = (float(loss_of_all(at)) for at in (start, weights.detach()))
         nodes = sum(len(part.lessons) for part in parts)
-        print(f"{known} tokens known: {nodes} nodes, loss {before:.4f} to {after:.4f}", file=sys.stderr)
+        print(f"{length} tokens known: {nodes} nodes, loss {before:.4f} to {after:.4f}", file=sys.stderr)
     return weights.detach().numpy()
 
 
@@ -222,7 +222,7 @@ def main() -> int:
     for path, across in product(options.recordings, (False, True)):
         parts.append(Part(replay_file(path, across, options)))
     memory = text_memory() if options.recordings else DraftMemory()
-    fitted = [fit(parts, known, row) for known, row in enumerate(memory.weights)]
+    fitted = [fit(parts, length, row) for length, row in enumerate(memory.weights)]
     for column, name in enumerate(feature_names(memory.ngrams.orders)):
         print(f'    "{name}": ({", ".join(f"{row[column] + 0.0:.2f}" for row in fitted)}),'.replace("-0.00", "0.00"))
     return 0

@@ -93,8 +93,8 @@ class Notes:
         Raises:
             DifferentError: Likewise.
         """
-        own = self.sent[place]
-        self.sent[place] = Sent(own.tokens, own.parents, accepted)
+        noted = self.sent[place]
+        self.sent[place] = Sent(noted.tokens, noted.parents, accepted)
         if self.expected is not None:
             self._compare(len(self.sent) + place, with_outcome=True)
 
@@ -205,7 +205,7 @@ def run_engine(recordings: Sequence[Recording], nodes: int | None, prices: str, 
         backend.rows = [row for _, row, _ in running]
         batch = Batch([sequence for sequence, _, _ in running], share_out=shared.share_out)
         _paced_step(backend, batch, shared)
-        running = [each for each in running if not each[0].finished]
+        running = [one for one in running if not one[0].finished]
 
 
 class ExpectedText:
@@ -248,7 +248,7 @@ def run_vllm(recordings: Sequence[Recording], drafted: int, reads: bool, notes: 
             return
         listings = []
         for text, draft in zip(texts, drafts, strict=True):
-            recording = next(each for each in recordings if each.text[: len(text)] == text)
+            recording = next(one for one in recordings if one.text[: len(text)] == text)
             tree = TokenTree(text[-1:])
             tree.add_candidates(draft)
             try:
@@ -305,8 +305,8 @@ def scenarios(recordings: Recordings) -> Iterator[tuple[str, Scenario]]:
         LookaheadConfig(preset="paper", window_size=5, ngram_size=4, guess_set_size=5, pool_from_prompt=True),
     ):
         yield f"demo, {config.preset}", one("demo", partial(build_drafter, config))
-    told = LookaheadConfig(step_budget=16, sources=(lambda: ExpectedText(recordings["demo sampled"].text),))
-    yield "demo, own source", one("demo", partial(build_drafter, told))
+    expecting = LookaheadConfig(step_budget=16, sources=(lambda: ExpectedText(recordings["demo sampled"].text),))
+    yield "demo, own source", one("demo", partial(build_drafter, expecting))
     yield "stories, memory kept", partial(_kept, [recordings[name] for name in ("stories", "stories sampled", "gguf")])
     for prices in PRICES:
         for name in ("demo", "stories sampled", "hybrid"):
@@ -325,11 +325,11 @@ def scenarios(recordings: Recordings) -> Iterator[tuple[str, Scenario]]:
 def _kept(recordings: Sequence[Recording], notes: Notes) -> None:
     memory = DraftMemory()
     make = partial(build_drafter, LookaheadConfig(step_budget=16), memory=memory, warm_up=WARM_UP)
-    run([(each, each) for each in recordings], make, notes)
+    run([(one, one) for one in recordings], make, notes)
 
 
 def _replays(recordings: Recordings) -> Iterator[tuple[str, Scenario]]:
-    texts = [(each, TextScript(each.text)) for name, each in recordings.items() if name.startswith("replay")]
+    texts = [(one, TextScript(one.text)) for name, one in recordings.items() if name.startswith("replay")]
     for nodes in (16, 64):
         yield f"replay, tree of {nodes}", partial(run, texts, partial(build_text_drafter, nodes))
     for nodes in (4, 16):
@@ -348,10 +348,10 @@ def _replays(recordings: Recordings) -> Iterator[tuple[str, Scenario]]:
 def packed(drafts: Sequence[Sent]) -> Arrays:
     """Drafts as arrays."""
     return {
-        "sizes": np.array([len(each.tokens) for each in drafts], dtype=np.uint8),
-        "accepted": np.array([each.accepted for each in drafts], dtype=np.uint8),
-        "tokens": np.array([token for each in drafts for token in each.tokens], dtype=np.int16),
-        "parents": np.array([parent for each in drafts for parent in each.parents], dtype=np.int16),
+        "sizes": np.array([len(one.tokens) for one in drafts], dtype=np.uint8),
+        "accepted": np.array([one.accepted for one in drafts], dtype=np.uint8),
+        "tokens": np.array([token for one in drafts for token in one.tokens], dtype=np.int16),
+        "parents": np.array([parent for one in drafts for parent in one.parents], dtype=np.int16),
     }
 
 
@@ -399,7 +399,7 @@ def update(shared: Path) -> None:
         notes = Notes()
         play(notes)
         sent |= {f"{name}/{part}": values for part, values in packed(notes.sent).items()}
-        accepted = sum(each.accepted for each in notes.sent)
+        accepted = sum(one.accepted for one in notes.sent)
         print(f"{name:36} {len(notes.sent):5} drafts, S {1 + accepted / len(notes.sent):.2f}", flush=True)
     save(SAID, pack(recordings))
     save(SENT, sent)

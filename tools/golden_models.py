@@ -49,7 +49,7 @@ class Asked:
         likely, tokens = logits.float().softmax(-1).topk(LISTED)
         likely = likely.half().float()
         listed = zip(tokens.numpy().astype(np.int64), likely.numpy(), strict=True)
-        return {int(layout.order[slot]): each for slot, each in enumerate(listed)}
+        return {int(layout.order[slot]): listing for slot, listing in enumerate(listed)}
 
 
 def answered(model: Any, prompt: list[int], new: int, sampling: Sampling | None = None) -> Recording:
@@ -88,15 +88,15 @@ def record(shared: Path) -> dict[str, Recording]:
     hybrid = build("granitemoehybrid", Variant(), "sdpa")
     function = (shared / "data/humaneval.jsonl").read_text(encoding="utf-8").splitlines()[45]
     beginnings = [json.loads(line)["prompt"] for line in (shared / "data/stories.jsonl").open(encoding="utf-8")]
-    told = [spell(text).input_ids for text in beginnings[:4]]
+    story_ids = [spell(text).input_ids for text in beginnings[:4]]
     few = [5, 11, 7, 3, 13, 2, 17, 19, 5, 11, 7, 3]
     recordings = {
         "demo": answered(demo, encode(json.loads(function)["prompt"]).input_ids, 112),
         "demo sampled": answered(demo, encode(DEMO_PROMPT).input_ids, 80, SAMPLED),
-        "stories": answered(stories, told[0], 128),
-        "stories sampled": answered(stories, told[1], 128, SAMPLED),
-        "stories again": answered(stories, told[2], 96),
-        "gguf": answered(stories, told[3], 96),
+        "stories": answered(stories, story_ids[0], 128),
+        "stories sampled": answered(stories, story_ids[1], 128, SAMPLED),
+        "stories again": answered(stories, story_ids[2], 96),
+        "gguf": answered(stories, story_ids[3], 96),
         "hybrid": answered(hybrid, few, 64),
         "hybrid sampled": answered(hybrid, few, 64, SAMPLED),
     }

@@ -174,7 +174,7 @@ def played_sequence(
     text = [*prompt, *answer]
     sampler = RecordedTokens(text, samples)
     return SequenceState(
-        prompt, drafter, sampler, lambda own: len(own.tokens) >= len(text), most_tokens=len(text), **more
+        prompt, drafter, sampler, lambda sequence: len(sequence.tokens) >= len(text), most_tokens=len(text), **more
     )
 
 

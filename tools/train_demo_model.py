@@ -32,14 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     values = vars(build_parser().parse_args(arguments))
     console = Console(markup=False, highlight=False, soft_wrap=True)
     try:
-        own = {name: values.pop(name) for name in ("work", "output", "checkpoint_minutes", "resume")}
-        if not own["checkpoint_minutes"] >= 0:
-            raise TrainingError(f"--checkpoint-minutes {own['checkpoint_minutes']} must be at least 0")
+        chosen = {name: values.pop(name) for name in ("work", "output", "checkpoint_minutes", "resume")}
+        if not chosen["checkpoint_minutes"] >= 0:
+            raise TrainingError(f"--checkpoint-minutes {chosen['checkpoint_minutes']} must be at least 0")
         # Absolute, so that a run continued from another folder is seen to be the same.
         values["source"] = tuple(str(Path(source).expanduser().resolve()) for source in values["source"])
         if values["start_from"]:
             values["start_from"] = str(Path(values["start_from"]).expanduser().resolve())
-        return _train(TrainingSettings(**values), console=console, **own)
+        return _train(TrainingSettings(**values), console=console, **chosen)
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED

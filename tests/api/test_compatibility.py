@@ -619,8 +619,8 @@ def test_stop_strings_taken_back(demo: Demo) -> None:
 def test_stop_strings_beside_a_criterion_of_the_same_kind(demo: Demo) -> None:
     model, tokenizer = demo
     ids = tokenizer("for i in", return_tensors="pt").input_ids
-    own = StopStringCriteria(tokenizer, ["no such text"])
-    options = {"stop_strings": ["(le"], "tokenizer": tokenizer, "stopping_criteria": [own], **GREEDY}
+    stops = StopStringCriteria(tokenizer, ["no such text"])
+    options = {"stop_strings": ["(le"], "tokenizer": tokenizer, "stopping_criteria": [stops], **GREEDY}
     assert torch.equal(ours_with(model, input_ids=ids, **options), model.generate(ids, **options))
 
 

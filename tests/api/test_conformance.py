@@ -343,10 +343,10 @@ def test_custom_logits_processor(llama: PreTrainedModel) -> None:
     """A processor that transformers makes as well goes in its place."""
     text = llama.generate(PROMPT, **GREEDY)[0, 12:].tolist()
     options = {"min_length": 14, "eos_token_id": text[2], "pad_token_id": 0, **GREEDY}
-    own = LogitsProcessorList([MinLengthLogitsProcessor(min_length=20, eos_token_id=text[2])])
-    expected = llama.generate(PROMPT, logits_processor=own, **options)
+    limits = LogitsProcessorList([MinLengthLogitsProcessor(min_length=20, eos_token_id=text[2])])
+    expected = llama.generate(PROMPT, logits_processor=limits, **options)
     assert expected.shape[1] >= 20 > llama.generate(PROMPT, **options).shape[1]
-    assert torch.equal(ours(llama, PROMPT, logits_processor=own, **options), expected)
+    assert torch.equal(ours(llama, PROMPT, logits_processor=limits, **options), expected)
 
 
 def test_logits_processor_not_inplace(llama: PreTrainedModel) -> None:

@@ -93,7 +93,7 @@ def test_processors_and_collected_scores(model: Any, prompt: torch.Tensor) -> No
 
 def test_calls_in_threads(model: Any) -> None:
     prompts = [torch.randint(1, 72, (1, 9), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
-    expected = [build("llama").generate(each, max_new_tokens=40, do_sample=False).tolist() for each in prompts]
+    expected = [build("llama").generate(ids, max_new_tokens=40, do_sample=False).tolist() for ids in prompts]
     found: dict[int, Any] = {}
 
     def run(number: int) -> None:

@@ -183,7 +183,7 @@ def test_rows_that_only_count_steps() -> None:
 
 def test_compressed_rows_are_read(tmp_path: Path) -> None:
     path = tmp_path / "b.jsonl.gz"
-    path.write_bytes(gzip.compress("".join(json.dumps(each) + "\n" for each in ROWS).encode()))
+    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in ROWS).encode()))
     assert read_rows(path) == ROWS
 
 
@@ -191,7 +191,7 @@ def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
     first, again, elsewhere = (tmp_path / f"{name}.jsonl" for name in "abc")
     first.write_text(json.dumps(row("plain", "a", [1, 1], 1.0)) + "\n")
     again.write_text(json.dumps(row("plain", "a", [1, 1], 3.0)) + "\n")
-    assert [each["cpu_seconds"] for each in read_files([first, again])] == [3.0]
+    assert [line["cpu_seconds"] for line in read_files([first, again])] == [3.0]
     elsewhere.write_text(again.read_text().replace("A Processor", "Another"))
     assert len(read_files([first, elsewhere])) == 1, "the last one counts"
     elsewhere.write_text(elsewhere.read_text().replace('"prompt": "a"', '"prompt": "b"'))

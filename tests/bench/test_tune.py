@@ -138,12 +138,12 @@ def test_tune_names_options_that_cannot_work(
 
 
 def test_each_size_takes_its_turn(llama: Any) -> None:
-    told: list[str] = []
-    measured = measure(llama, [1, 6], [8, 16], repeats=2, progress=told.append)
+    notes: list[str] = []
+    measured = measure(llama, [1, 6], [8, 16], repeats=2, progress=notes.append)
     turn = ["reading the weights"]
     turn += [f"{nodes} nodes, context {context}" for context in (8, 16) for nodes in (1, 6)]
-    assert told == 3 * turn, "one round of warm-up, and two that count"
-    assert len(told) == timings([1, 6], [8, 16], 2)
+    assert notes == 3 * turn, "one round of warm-up, and two that count"
+    assert len(notes) == timings([1, 6], [8, 16], 2)
     assert [(point.nodes, point.context) for point in measured.points] == [(1, 8), (6, 8), (1, 16), (6, 16)]
     assert measured.costs().expected(1, 8) > 0
 

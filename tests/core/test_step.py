@@ -89,6 +89,6 @@ def test_sequences_join_and_leave_between_steps(sample: bool) -> None:
         assert [record.step for record in records[index]] == list(range(1, len(records[index]) + 1))
         assert {record.index for record in records[index]} == {index}
         assert [record.finished for record in records[index]] == [False] * (len(records[index]) - 1) + [True]
-    steps = [record for each in records for record in each]
+    steps = [record for of_batch in records for record in of_batch]
     assert batch.statistics.tokens == sum(len(record.tokens) for record in steps)
     assert batch.statistics.steps < len(steps)

@@ -62,12 +62,12 @@ def test_each_text_is_that_of_its_own_image(family: str, options: dict[str, Any]
 def test_a_request_that_had_to_wait_again_reads_its_image_again() -> None:
     model = tiny("qwen2_5_vl/multimodal")
     inputs = prompts(model)[:2]
-    expected = [alone(model, each, 0, do_sample=False) for each in inputs]
+    expected = [alone(model, case, 0, do_sample=False) for case in inputs]
     config = LookaheadConfig(step_budget=4)
     size = Engine(model, config)._memory.token_bytes
     longest = max(text.shape[1] for text in expected)
     engine = Engine(model, config, kv_bytes=(longest + 40) * size, prefix_cache=False)
-    handles = [submitted(engine, each, 0, do_sample=False) for each in inputs]
+    handles = [submitted(engine, case, 0, do_sample=False) for case in inputs]
     for handle, text in zip(handles, expected, strict=True):
         assert torch.equal(handle.result(), text)
     assert engine.statistics.preempted > 0

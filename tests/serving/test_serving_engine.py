@@ -72,10 +72,10 @@ def test_rows_that_outgrow_the_memory_wait_and_go_on() -> None:
     model = build("llama")
     engine = Engine(model, LookaheadConfig(step_budget=4), kv_bytes=70 * token_bytes(model))
     wanted = [Wanted(0, PROMPT, seed, options={"max_new_tokens": 40, "do_sample": True}) for seed in range(4)]
-    handles = [each.submit(engine) for each in wanted]
+    handles = [asked.submit(engine) for asked in wanted]
     engine.run()
     assert engine.statistics.preempted > 0
-    assert [handle.result()[0].tolist() for handle in handles] == [each.alone(model) for each in wanted]
+    assert [handle.result()[0].tolist() for handle in handles] == [asked.alone(model) for asked in wanted]
 
 
 def test_a_long_prompt_does_not_hold_up_others() -> None:
@@ -99,7 +99,7 @@ def test_a_waiting_request_is_not_overtaken_for_ever() -> None:
     urgent = engine.submit(PROMPT, priority=1, max_new_tokens=2, do_sample=False)
     order = []
     while engine.step():
-        order += [each for each in (first, *late, urgent) if each.done and each not in order]
+        order += [asked for asked in (first, *late, urgent) if asked.done and asked not in order]
     assert order[:1] == [urgent]
     assert order[1:] == [first, *late][: len(order) - 1]
 
@@ -117,7 +117,7 @@ def test_drafts_are_shared_by_the_rows_of_a_step() -> None:
     engine.run()
     hook.remove()
     assert max(sent) <= 24
-    assert max(len(each.tokens) / each.statistics.steps for each in handles) > 1.1
+    assert max(len(asked.tokens) / asked.statistics.steps for asked in handles) > 1.1
 
 
 def test_readers_of_a_thread_and_of_asyncio() -> None:
@@ -125,22 +125,22 @@ def test_readers_of_a_thread_and_of_asyncio() -> None:
     wanted = [
         Wanted(0, PROMPT[:length], length, options={"max_new_tokens": 12, "do_sample": True}) for length in (4, 7)
     ]
-    expected = [each.alone(model)[len(each.prompt) :] for each in wanted]
+    expected = [asked.alone(model)[len(asked.prompt) :] for asked in wanted]
 
     async def read(engine: Engine) -> list[list[int]]:
-        async def tokens(each: Wanted) -> list[int]:
-            return [token async for token in each.submit(engine)]
+        async def tokens(asked: Wanted) -> list[int]:
+            return [token async for token in asked.submit(engine)]
 
         return await asyncio.gather(*map(tokens, wanted))
 
     with Engine(model, NODES) as engine:
         assert asyncio.run(read(engine)) == expected
-        assert [list(each.submit(engine)) for each in wanted] == expected
+        assert [list(asked.submit(engine)) for asked in wanted] == expected
     with pytest.raises(InvalidArgumentError, match="closed"):
         engine.submit(PROMPT)
     # without a thread, whoever reads runs the steps
     engine = Engine(model, NODES)
-    assert [list(each.submit(engine)) for each in wanted] == expected
+    assert [list(asked.submit(engine)) for asked in wanted] == expected
     assert asyncio.run(read(engine)) == expected
 
 
@@ -279,10 +279,10 @@ def test_what_begins_alike_is_computed_once() -> None:
     model = build("llama")
     shared, options = PROMPT * 4, {"max_new_tokens": 6, "do_sample": False}
     wanted = [Wanted(0, [*shared, *range(1, 4 + number)], number, options=options) for number in range(4)]
-    expected = [each.alone(model) for each in wanted]
+    expected = [asked.alone(model) for asked in wanted]
     for reuses in (True, False):
         engine = Engine(model, NODES, prefix_cache=reuses)
-        handles = [each.submit(engine) for each in wanted]  # at once: three wait for the first one
+        handles = [asked.submit(engine) for asked in wanted]  # at once: three wait for the first one
         engine.run()
         turn = Wanted(0, [*expected[0], 5, 6], 0, options=options)  # the next turn of a chat
         handles.append(turn.submit(engine))
@@ -395,7 +395,7 @@ def test_why_a_request_ended() -> None:
     assert gone.finish_reason is None
     gone.cancel()
     engine.run()
-    assert [each.finish_reason for each in (text, ended, gone)] == ["length", "stop", "cancelled"]
+    assert [asked.finish_reason for asked in (text, ended, gone)] == ["length", "stop", "cancelled"]
     assert text.statistics.first_token_seconds is not None
     assert text.statistics.total_seconds is not None
     assert engine.load.running == engine.load.waiting == engine.load.kv_bytes == 0

@@ -262,7 +262,7 @@ def _sampled_gap(case: BatchCase, model: PreTrainedModel, expected: torch.Tensor
     """The first difference of each row, and how far apart the race of scores and noise is there."""
     scores = _seeded(model.generate, case, Collector(), output_scores=True)[0].scores
     torch.manual_seed(case.seed)
-    races = [each.log_softmax(-1) - torch.empty_like(each).exponential_().log() for each in scores]
+    races = [score.log_softmax(-1) - torch.empty_like(score).exponential_().log() for score in scores]
     lines = []
     for row, (wanted, text) in enumerate(zip(expected[:, case.width :], got[:, case.width :], strict=True)):
         if wanted.tolist() != text.tolist():
@@ -290,11 +290,11 @@ def _compare_rows(
     case = outcome.case
     for row, wanted in enumerate(alone):
         text = got[row, case.width :].tolist()
-        own, rest = text[: len(wanted)], text[len(wanted) :]
-        if list(wanted) != own:
+        head, rest = text[: len(wanted)], text[len(wanted) :]
+        if list(wanted) != head:
             scores = _run_alone(model, case, row, scores=True)
-            gap = _gap(list(wanted), own, lambda place, scores=scores: scores[place][0])
-            outcome.check(False, f"row {row}: alone {list(wanted)}\n         got   {own}\n    {gap}")
+            gap = _gap(list(wanted), head, lambda place, scores=scores: scores[place][0])
+            outcome.check(False, f"row {row}: alone {list(wanted)}\n         got   {head}\n    {gap}")
         else:
             outcome.check(not case.eos or not any(rest), f"row {row} goes on with {rest} after its end")
 
@@ -327,7 +327,7 @@ def _compare_collected(
 
     An infinite score, of a token that is ruled out, must be as infinite.
     """
-    shapes, wanted = [tuple(each.shape) for each in got], [tuple(each.shape) for each in expected]
+    shapes, wanted = [tuple(part.shape) for part in got], [tuple(part.shape) for part in expected]
     outcome.check(shapes == wanted, f"{name} of shapes {shapes}, expected {wanted}")
     if shapes != wanted:
         return
@@ -368,8 +368,8 @@ def _run_alone(model: PreTrainedModel, case: BatchCase, row: int, scores: bool =
     """New tokens of one row that is decoded by itself, or the scores they were chosen by."""
     inputs = {name: values[row // case.returns : row // case.returns + 1] for name, values in _inputs(case).items()}
     if not case.settings:  # processors look at padding as well
-        own = inputs["attention_mask"].bool()
-        inputs = {name: values[own][None] for name, values in inputs.items()}
+        is_text = inputs["attention_mask"].bool()
+        inputs = {name: values[is_text][None] for name, values in inputs.items()}
     arguments = {**inputs, **_arguments(case, row), "output_scores": scores}
     output = _quietly(_lookahead(model, case), **arguments)
     return output.scores if scores else tuple(output.sequences[0, inputs["input_ids"].shape[1] :].tolist())

@@ -176,8 +176,8 @@ def assert_pages(
         table[row, :count], order = order[:count], order[count:]
         columns = (table[row, :count, None] * page + np.arange(page)).reshape(-1)[: own_key.shape[2]]
         key[:, :, columns], value[:, :, columns] = own_key, own_value
-        own = text.packed()
-        packed[:, :, first : first + text.nodes, : own.shape[3]] = own
+        mask = text.packed()
+        packed[:, :, first : first + text.nodes, : mask.shape[3]] = mask
         first += text.nodes
     starts = np.cumsum([0, *(text.nodes for text in texts), 0]).astype(np.int32)
     pages = Pages(torch.from_numpy(table), torch.from_numpy(starts), page)
@@ -283,9 +283,9 @@ def test_bits_of_a_query_do_not_depend_on_its_company(
     parents += [path[-1]] * (depth + others - len(parents))
     step = Step([parents, [-1]], [cached, 30], 3, window, None)
     tree = list(states(step, heads, shared, size, value_size, room, dtype, 1))
-    for buffer, own in zip(tree[1:], (key, value), strict=True):
-        buffer[0, :, :cached] = own[0, :, :cached]
-        buffer[0, :, step.scratch + torch.tensor(path)] = own[0, :, cached:]
+    for buffer, source in zip(tree[1:], (key, value), strict=True):
+        buffer[0, :, :cached] = source[0, :, :cached]
+        buffer[0, :, step.scratch + torch.tensor(path)] = source[0, :, cached:]
     tree[0][0, :, path] = query[0, :, cached:]
     packed = along_paths(step.packed())
     inside = attention_by_position(*tree, packed, size**-0.5)[0, path]
@@ -349,9 +349,9 @@ def packed_forward(model: PreTrainedModel, cache: object, step: list[TokenTree])
     tokens, positions = np.zeros((2, nodes), dtype=np.int64), np.zeros((2, nodes), dtype=np.int64)
     ancestors = np.zeros((2, nodes, nodes), dtype=np.bool_)
     for row, layout in enumerate(layouts):
-        own = len(layout.order)
-        tokens[row, :own], positions[row, :own] = layout.tokens, lengths[row] + layout.depths
-        ancestors[row, :own, :own] = layout.ancestor_mask()
+        count = len(layout.order)
+        tokens[row, :count], positions[row, :count] = layout.tokens, lengths[row] + layout.depths
+        ancestors[row, :count, :count] = layout.ancestor_mask()
     limits = {
         "full_attention": {},
         "sliding_attention": {"window": SLIDING_WINDOW},

@@ -45,13 +45,13 @@ def lookup(
 ) -> tuple[NDArray[np.bool_], NDArray[np.int32], NDArray[np.float32]]:
     """Whether the context of each length is known, `[contexts, orders]`; the next tokens, likeliest first, -1 where
     there are no more, and their probabilities, `[contexts, orders, top_k]` both."""
-    known = np.zeros(contexts.shape, dtype=bool)
+    is_known = np.zeros(contexts.shape, dtype=bool)
     ids = np.full((*contexts.shape, memory.top_k), -1, dtype=np.int32)
     shares = np.zeros(ids.shape, dtype=np.float32)
     for row, context in enumerate(contexts.tolist()):
         whole = context[: context.index(-1)] if -1 in context else context
         for order, slot in enumerate(memory.slots(whole)):
             followers = memory.entries.followers[order, slot]
-            known[row, order], ids[row, order] = True, followers["token"]
+            is_known[row, order], ids[row, order] = True, followers["token"]
             shares[row, order] = np.where(followers["token"] >= 0, np.exp(followers["log"]), 0)
-    return known, ids, shares
+    return is_known, ids, shares

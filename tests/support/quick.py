@@ -16,4 +16,4 @@ REPRESENTATIVES = (
 
 def quickly(values: Iterable[Any], quick: Collection[Any] = REPRESENTATIVES) -> list[Any]:
     """The values as parameters; those that are not among `quick` are for `make test-exact`."""
-    return [each if each in quick else pytest.param(each, marks=pytest.mark.exact) for each in values]
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.exact) for value in values]

@@ -142,8 +142,8 @@ def random_requests(target: Target, cases: int) -> None:
         begin, statuses = time.monotonic(), Counter[int]()
         examples = max(-(-cases * weight // sum(weights)), 1)
         _try_operation(operation, examples, statuses)
-        told = f"{sum(statuses.values())} in {time.monotonic() - begin:.0f} s, {dict(sorted(statuses.items()))}"
-        print(f"  {operation.method.upper()} {operation.path}: {told}", flush=True)
+        summary = f"{sum(statuses.values())} in {time.monotonic() - begin:.0f} s, {dict(sorted(statuses.items()))}"
+        print(f"  {operation.method.upper()} {operation.path}: {summary}", flush=True)
 
 
 def _try_operation(operation: Any, examples: int, statuses: Counter[int]) -> None:

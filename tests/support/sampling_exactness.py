@@ -421,9 +421,9 @@ def random_sampling_case(random: Random, family: str | None = None, model: str |
     do_sample = (family in SETTINGS and not SETTINGS[family].greedy) or random.random() > GREEDY_SHARE
     drawn = _mix(random, family, do_sample) if family in SETTINGS else []
     settings: dict[str, Any] = {}
-    for each in drawn:
-        settings.update(SETTINGS[each].draw(random, prompt, vocabulary))
-    if family == "plain with eos" or any(SETTINGS[each].needs_eos for each in drawn) or random.random() < 0.2:
+    for kind in drawn:
+        settings.update(SETTINGS[kind].draw(random, prompt, vocabulary))
+    if family == "plain with eos" or any(SETTINGS[kind].needs_eos for kind in drawn) or random.random() < 0.2:
         settings["eos_token_id"] = _stop_tokens(random, prompt, vocabulary)
     # transformers itself counts padding when it decides to compute Phi-3's cache anew
     padding = 0 if name == "phi3_long_rope" else random.choice((0, 0, 0, random.randint(1, 5)))

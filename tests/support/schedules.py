@@ -66,8 +66,8 @@ class Wanted:
 
 def draw(random: Random, shared: list[int]) -> Wanted:
     """A request; half of them begin with `shared`."""
-    own = [random.randrange(1, VOCAB_SIZE) for _ in range(random.randrange(1, 10))] * random.choice([1, 2, 4])
-    prompt = own if random.random() < 0.5 else shared + own
+    words = [random.randrange(1, VOCAB_SIZE) for _ in range(random.randrange(1, 10))] * random.choice([1, 2, 4])
+    prompt = words if random.random() < 0.5 else shared + words
     wanted = Wanted(random.randrange(10), prompt, random.randrange(1000), random.choice([0, 0, 1]))
     longest = 16 if len(prompt) > 20 else 48  # short prompts are let in together, and outgrow the memory
     wanted.options = {"max_new_tokens": random.randrange(1, longest), "do_sample": False}
@@ -110,11 +110,11 @@ def run_schedule(seed: int, hybrids: bool = False) -> dict[str, int]:
         model = build(["llama", "mistral_sliding", "gpt2"][seed % 3])
     shared = [random.randrange(1, VOCAB_SIZE) for _ in range(random.choice([0, 18, 30]))]
     wanted = [draw(random, shared) for _ in range(random.randrange(2, 7))]
-    for each in wanted:
-        if "prediction" in each.extras and random.random() < 0.7:  # one that comes true, but for a token
-            text = each.alone(model)[len(each.prompt) :]
+    for one in wanted:
+        if "prediction" in one.extras and random.random() < 0.7:  # one that comes true, but for a token
+            text = one.alone(model)[len(one.prompt) :]
             text[random.randrange(len(text))] = 1
-            each.extras["prediction"] = text
+            one.extras["prediction"] = text
     room = random.choice([None, 110, 140])
     size = token_bytes(model)
     engine = Engine(

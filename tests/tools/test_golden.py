@@ -54,9 +54,9 @@ def test_any_difference_is_found(sent: list[Sent]) -> None:
     notes = Notes([Sent((1, 2), (-1, 0), 1), Sent((3,), (-1,), 0)])
 
     def play() -> None:
-        for each in sent:
-            notes.draft(each.tokens, each.parents)
-            notes.outcome(-1, each.accepted)
+        for record in sent:
+            notes.draft(record.tokens, record.parents)
+            notes.outcome(-1, record.accepted)
         notes.end()
 
     with pytest.raises(DifferentError):

@@ -129,8 +129,8 @@ class LogprobSampler:
         events = []
         for token, top, read in noted:
             packed = read()
-            own, *others = packed[: 1 + top].copy().view(np.float32).tolist()
-            events.append(TokenEvent(token, own, tuple(zip(packed[1 + top :].tolist(), others, strict=True))))
+            selected, *others = packed[: 1 + top].copy().view(np.float32).tolist()
+            events.append(TokenEvent(token, selected, tuple(zip(packed[1 + top :].tolist(), others, strict=True))))
         return events
 
 
