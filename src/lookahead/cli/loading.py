@@ -29,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from lookahead.backends.llama_cpp.model import load_gguf
 from lookahead.backends.session import open_session
+from lookahead.backends.transformers.limits import Limits
 from lookahead.cli import process
 from lookahead.cli.inputs import is_gguf, model_folder
 from lookahead.cli.rendering import spinner
@@ -70,26 +71,12 @@ class LoadedModel:
     @property
     def context_length(self) -> int | None:
         """Most positions the model knows, `None` when its configuration names no limit."""
-        length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return length if isinstance(length, int) and length > 0 else None
+        return Limits(self.model.config).context
 
     @property
     def fixed_positions(self) -> int | None:
-        """Longest text that reads every token as a shorter one did; `None` if no length changes how tokens are read.
-
-        Long and dynamic RoPE turn all tokens of a longer text by other angles.
-        """
-        config = self.model.config.get_text_config()
-        rope = getattr(config, "rope_parameters", None) or {}
-        kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and "rope_type" in kind]
-        lengths = [
-            kind.get("original_max_position_embeddings")
-            or getattr(config, "original_max_position_embeddings", None)
-            or self.context_length
-            for kind in kinds
-            if kind["rope_type"] == "longrope" or "dynamic" in str(kind["rope_type"])
-        ]
-        return min((length for length in lengths if length), default=None)
+        """Longest text that reads every token as a shorter one did; `None` if no length changes how tokens are read."""
+        return Limits(self.model.config).changes_after
 
     @property
     def dtype(self) -> str:

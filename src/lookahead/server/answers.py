@@ -50,7 +50,12 @@ class Form:
             generation: The answers.
             pieces: All that each of them was made of.
         """
-        choices = [self.choice(answer, made) for answer, made in zip(generation.answers, pieces, strict=True)]
+        choices = [
+            self.choice(
+                answer, "".join(piece.text for piece in made), [entry for piece in made for entry in piece.logprobs]
+            )
+            for answer, made in zip(generation.answers, pieces, strict=True)
+        ]
         return {**self._head, "object": self.object, "choices": choices, **self.usage(generation)}
 
     def opening(self, generation: Generation) -> list[dict[str, Any]]:
@@ -62,7 +67,7 @@ class Form:
         self._streamed += 0 if piece is None else len(piece.tokens)
         if piece is not None and not (piece.text or piece.logprobs or self._request.lookahead.steps):
             return []
-        chunk = {**self._head, "object": self.chunk_object, "choices": [self.delta(answer, piece)]}
+        chunk = self._chunk(self.delta(answer, piece))
         if piece is not None and self._request.lookahead.steps:
             chunk["lookahead"] = self._step(piece)
         options = self._request.stream_options
@@ -90,7 +95,10 @@ class Form:
             chunk = {name: value for name, value in chunk.items() if name == "lookahead"}
         if not chunk:
             return []
-        return [{**self._head, "object": self.chunk_object, "choices": [], **chunk}]
+        return [self._chunk() | chunk]
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "object": self.chunk_object, "choices": list(choices)}
 
     def usage(self, generation: Generation) -> dict[str, Any]:
         """Counts of the whole request."""
@@ -126,8 +134,8 @@ class Form:
         first = generation.answers[:: self._request.n]
         return sum(answer.handle.statistics.reused_tokens for answer in first)
 
-    def choice(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """One answer, complete."""
+    def choice(self, answer: Answer, text: str, entries: Sequence[TokenEvent]) -> dict[str, Any]:
+        """One answer, complete: its text, and what there is to say of its tokens."""
         raise NotImplementedError
 
     def delta(self, answer: Answer, piece: Piece | None) -> dict[str, Any]:
@@ -168,17 +176,14 @@ class CompletionForm(Form):
         super().__init__(served, request, plans)
         self._offsets: dict[int, int] = {}
 
-    def choice(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def choice(self, answer: Answer, text: str, entries: Sequence[TokenEvent]) -> dict[str, Any]:
         """See `Form`."""
-        text = "".join(piece.text for piece in pieces)
-        entries = [entry for piece in pieces for entry in piece.logprobs]
         return self._choice(answer.index, self._echo(answer) + text, entries, answer.finish_reason)
 
     def opening(self, generation: Generation) -> list[dict[str, Any]]:
         """See `Form`: the prompts, if they are to be told."""
-        choices = [self._choice(answer.index, self._echo(answer), [], None) for answer in generation.answers]
-        head = {**self._head, "object": self.chunk_object}
-        return [{**head, "choices": [choice]} for choice in choices] if self._request.echo else []
+        answers = generation.answers if self._request.echo else []
+        return [self._chunk(self._choice(answer.index, self._echo(answer), [], None)) for answer in answers]
 
     def _echo(self, answer: Answer) -> str:
         """What stands before the answer."""
@@ -229,34 +234,22 @@ class ChatForm(Form):
         format_ = served.tool_format if callable_tools(request) else None
         self._readers = [AnswerReader(thinking, format_) for _ in range(request.n)]
 
-    def choice(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def choice(self, answer: Answer, text: str, entries: Sequence[TokenEvent]) -> dict[str, Any]:
         """See `Form`."""
-        entries = [entry for piece in pieces for entry in piece.logprobs]
-        reader = self._readers[answer.index]
-        begin = reader.add("".join(piece.text for piece in pieces))
-        rest, calls = reader.finish()
+        begin = self._readers[answer.index].add(text)
+        rest, calls = self._readers[answer.index].finish()
         content, reasoning = begin.content + rest.content, begin.reasoning + rest.reasoning
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
         message |= {"reasoning_content": reasoning} if reasoning else {}
         message |= {"tool_calls": calls} if calls else {}
-        return {
-            "index": answer.index,
-            "message": message,
-            "logprobs": self._logprobs(entries) if self._request.logprobs else None,
-            "finish_reason": "tool_calls" if calls else answer.finish_reason,
-        }
+        reason = "tool_calls" if calls else answer.finish_reason
+        return {"index": answer.index, "message": message, "logprobs": self._logprobs(entries), "finish_reason": reason}
 
     def opening(self, generation: Generation) -> list[dict[str, Any]]:
         """See `Form`."""
         delta = {"role": "assistant", "content": "", "refusal": None}
-        return [
-            {
-                **self._head,
-                "object": self.chunk_object,
-                "choices": [{"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": None}],
-            }
-            for answer in generation.answers
-        ]
+        begun = {"delta": delta, "logprobs": None, "finish_reason": None}
+        return [self._chunk({"index": answer.index, **begun}) for answer in generation.answers]
 
     def delta(self, answer: Answer, piece: Piece | None) -> dict[str, Any]:
         """See `Form`."""
@@ -267,7 +260,7 @@ class ChatForm(Form):
         return {
             "index": answer.index,
             "delta": delta | {"content": part.content},
-            "logprobs": self._logprobs(piece.logprobs) if self._request.logprobs else None,
+            "logprobs": self._logprobs(piece.logprobs),
             "finish_reason": None,
         }
 
@@ -281,7 +274,10 @@ class ChatForm(Form):
         reason = "tool_calls" if calls else answer.finish_reason
         return {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
-    def _logprobs(self, entries: Sequence[TokenEvent]) -> dict[str, Any]:
+    def _logprobs(self, entries: Sequence[TokenEvent]) -> dict[str, Any] | None:
+        if not self._request.logprobs:
+            return None
+
         def told(token: int, logprob: float | None) -> dict[str, Any]:
             text, data = self._token(token)
             return {"token": text, "logprob": logprob, "bytes": data}

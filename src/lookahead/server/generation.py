@@ -16,7 +16,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from lookahead.core.statistics import StepRecord
 from lookahead.server.errors import ApiError
-from lookahead.server.metrics import RequestClock
+from lookahead.server.metrics import FINISHED, FIRST_TOKEN, LEFT, PER_TOKEN, WHOLE, Metrics
 from lookahead.server.plan import Plan, Tree, TreeWatcher
 from lookahead.server.served_model import ServedModel
 from lookahead.serving import RequestHandle
@@ -130,7 +130,7 @@ class Generation:
 
     Args:
         served: The model.
-        clock: Times it.
+        metrics: What is counted and timed.
         seconds: Time that it has.
         ended: Called once when it is through.
 
@@ -138,9 +138,11 @@ class Generation:
         answers: The answers, once `submit` was called.
     """
 
-    def __init__(self, served: ServedModel, clock: RequestClock, seconds: float, ended: Callable[[], None]) -> None:
-        self._served, self._clock, self._ended = served, clock, ended
-        self._deadline = time.monotonic() + seconds
+    def __init__(self, served: ServedModel, metrics: Metrics, seconds: float, ended: Callable[[], None]) -> None:
+        self._served, self._metrics, self._ended = served, metrics, ended
+        self._begin = time.monotonic()
+        self._deadline = self._begin + seconds
+        self._last: dict[int, float] = {}  # when each answer took its last step
         self._queue: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
         self._watchers: list[asyncio.Task[None]] = []
         self._closed = False
@@ -163,8 +165,8 @@ class Generation:
         if not self._closed:
             self._closed = True
             if self.answers and not self._settled:
-                self._clock.leave()
-            self._clock.end()
+                self._metrics.count(LEFT)
+            self._metrics.time(WHOLE, time.monotonic() - self._begin)
             self._ended()
         for answer in self.answers:
             answer.handle.cancel()
@@ -182,7 +184,7 @@ class Generation:
             index, event = await self._next()
             answer = self.answers[index]
             if isinstance(event, Piece):
-                self._clock.step(index, len(event.tokens), event.nodes)
+                self._count(index, event)
                 answer.add_logprobs(event)
                 yield answer, event
                 continue
@@ -191,8 +193,19 @@ class Generation:
                 raise event
             left -= 1
             self._settled = left == 0
-            self._clock.finish(answer.finish_reason or "abort")
+            self._metrics.count(FINISHED, label=answer.finish_reason or "abort")
             yield answer, None
+
+    def _count(self, index: int, piece: Piece) -> None:
+        """Count a step of an answer."""
+        now, before, tokens = time.monotonic(), self._last.get(index), len(piece.tokens)
+        self._last[index] = now
+        self._metrics.step(tokens, piece.nodes)
+        if before is None:
+            self._metrics.time(FIRST_TOKEN, now - self._begin)
+        else:
+            for _ in range(tokens):
+                self._metrics.time(PER_TOKEN, (now - before) / tokens)
 
     async def _next(self) -> tuple[int, Piece | BaseException | None]:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -12,7 +11,7 @@ if TYPE_CHECKING:
     from lookahead.server.generation import Answer
 
 PROMPT_TOKENS = "vllm:prompt_tokens"
-_LEFT = "lookahead:disconnected_requests"
+LEFT = "lookahead:disconnected_requests"
 _GENERATED, _STEPS = "vllm:generation_tokens", "lookahead:steps"
 _DRAFTS, _DRAFTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
@@ -26,24 +25,24 @@ _COUNTERS = {
     _ASKED: "Prompt tokens looked up.",
     _REUSED: "Prompt tokens that another text had.",
     _STEPS: "Steps, counted for each request by itself.",
-    _LEFT: "Requests whose client went away.",
+    LEFT: "Requests whose client went away.",
 }
 
-_BY_DEPTH, _FINISHED, _REFUSED = f"{_ACCEPTED}_per_pos", "vllm:request_success", "lookahead:refused_requests"
+_BY_DEPTH, FINISHED, REFUSED = f"{_ACCEPTED}_per_pos", "vllm:request_success", "lookahead:refused_requests"
 _LABELLED = {
     _BY_DEPTH: ("Drafted tokens accepted, by depth.", "position"),
-    _FINISHED: ("Answers completed.", "finished_reason"),
-    _REFUSED: ("Requests refused, by status.", "status"),
+    FINISHED: ("Answers completed.", "finished_reason"),
+    REFUSED: ("Requests refused, by status.", "status"),
 }
 
-_FIRST_TOKEN, _PER_TOKEN = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"
-_QUEUE, _WHOLE = "vllm:request_queue_time_seconds", "vllm:e2e_request_latency_seconds"
+FIRST_TOKEN, PER_TOKEN = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"
+_QUEUE, WHOLE = "vllm:request_queue_time_seconds", "vllm:e2e_request_latency_seconds"
 _REQUEST_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _TIMES = {
-    _FIRST_TOKEN: ("Until the first token.", (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)),
-    _PER_TOKEN: ("Between tokens.", (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)),
+    FIRST_TOKEN: ("Until the first token.", (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)),
+    PER_TOKEN: ("Between tokens.", (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)),
     _QUEUE: ("Until the first step.", _REQUEST_SECONDS),
-    _WHOLE: ("Whole requests.", _REQUEST_SECONDS),
+    WHOLE: ("Whole requests.", _REQUEST_SECONDS),
 }
 """What each histogram is about, and its bounds, in seconds."""
 
@@ -104,7 +103,7 @@ class Metrics:
 
     def refused(self, status: int) -> None:
         """Count a request that was not answered."""
-        self.count(_REFUSED, label=status)
+        self.count(REFUSED, label=status)
 
     def text(self) -> bytes:
         """All of it, as Prometheus reads it."""
@@ -115,39 +114,3 @@ class Metrics:
         if name not in self._families:
             self._families[name] = kind(name, about, ["model_name", *labels], registry=self._registry, **more)
         return self._families[name]
-
-
-class RequestClock:
-    """Times one request, and counts what it does.
-
-    Args:
-        metrics: Where to count.
-    """
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._begin = perf_counter()
-        self._last: dict[int, float] = {}
-
-    def step(self, answer: int, tokens: int, nodes: int) -> None:
-        """A step of an answer."""
-        now, before = perf_counter(), self._last.get(answer)
-        self._last[answer] = now
-        self._metrics.step(tokens, nodes)
-        if before is None:
-            self._metrics.time(_FIRST_TOKEN, now - self._begin)
-        else:
-            for _ in range(tokens):
-                self._metrics.time(_PER_TOKEN, (now - before) / tokens)
-
-    def finish(self, reason: str) -> None:
-        """An answer is complete."""
-        self._metrics.count(_FINISHED, label=reason)
-
-    def leave(self) -> None:
-        """The client has gone before the answers were complete."""
-        self._metrics.count(_LEFT)
-
-    def end(self) -> None:
-        """The request is through."""
-        self._metrics.time(_WHOLE, perf_counter() - self._begin)

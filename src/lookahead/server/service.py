@@ -19,7 +19,7 @@ from lookahead.server.answers import CompletionForm, Form
 from lookahead.server.errors import CLOSE, ApiError, of_library
 from lookahead.server.generation import Generation, Piece
 from lookahead.server.guard import ServerSettings, write_line
-from lookahead.server.metrics import PROMPT_TOKENS, Metrics, RequestClock
+from lookahead.server.metrics import PROMPT_TOKENS, Metrics
 from lookahead.server.plan import Plan, make_plan
 from lookahead.server.requests import ChoicesRequest, CompletionRequest
 from lookahead.server.served_model import Prompt, ServedModel
@@ -109,7 +109,7 @@ class Service:
             metrics.through(generation.answers, request.n)
             http.state.notes.update(_notes(request, generation))
 
-        generation = Generation(served, RequestClock(metrics), self._settings.timeout, ended)
+        generation = Generation(served, metrics, self._settings.timeout, ended)
         self._running.add(generation)
 
         def prepare() -> list[Plan]:
