@@ -66,8 +66,8 @@ class Wanted:
 
 def draw(random: Random, shared: list[int]) -> Wanted:
     """A request; half of them begin with `shared`."""
-    words = [random.randrange(1, VOCAB_SIZE) for _ in range(random.randrange(1, 10))] * random.choice([1, 2, 4])
-    prompt = words if random.random() < 0.5 else shared + words
+    tail = [random.randrange(1, VOCAB_SIZE) for _ in range(random.randrange(1, 10))] * random.choice([1, 2, 4])
+    prompt = tail if random.random() < 0.5 else shared + tail
     wanted = Wanted(random.randrange(10), prompt, random.randrange(1000), random.choice([0, 0, 1]))
     longest = 16 if len(prompt) > 20 else 48  # short prompts are let in together, and outgrow the memory
     wanted.options = {"max_new_tokens": random.randrange(1, longest), "do_sample": False}
