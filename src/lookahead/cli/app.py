@@ -18,7 +18,7 @@ import typer
 from lookahead.bench.suite import read_suite
 from lookahead.cli import process, remote
 from lookahead.cli.chat import run as talk
-from lookahead.cli.inputs import model_folder, read_prompt, read_prompt_or
+from lookahead.cli.inputs import model_folder, read_prompt
 from lookahead.cli.options import Settings, command
 from lookahead.cli.rendering import starting
 from lookahead.cli.settings import (
@@ -163,7 +163,7 @@ def compare(settings: CompareSettings) -> int:
     between tokens that are nearly equally likely.
     """
     _check(settings)
-    return _start("compare", settings, *read_prompt_or(settings, DEMO_PROMPT))
+    return _start("compare", settings, read_prompt(settings, DEMO_PROMPT))
 
 
 @command(app, TraceSettings)
@@ -174,8 +174,7 @@ def trace(settings: TraceSettings) -> int:
     was accepted, and where the time went. Without a prompt a built-in one is used. Ctrl-C writes what there is.
     """
     _check(settings, settings.output)
-    text, _ = read_prompt_or(settings, DEMO_PROMPT)
-    return _start("generate", settings, text, settings.output)
+    return _start("generate", settings, read_prompt(settings, DEMO_PROMPT), settings.output)
 
 
 def _check(settings: ModelSettings, trace: Path | None = None, server: str | None = None) -> None:

@@ -30,6 +30,7 @@ from lookahead.cli.inputs import is_gguf
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
 from lookahead.cli.rendering import Consoles, StepPrinter, decode, measuring_progress, print_json, visible
 from lookahead.cli.settings import CompareSettings
+from lookahead.demo import DEMO_PROMPT
 from lookahead.text import Tokenizer
 
 WARM_UP_TOKENS = 8
@@ -54,9 +55,9 @@ def first_parting(rounds: Rounds) -> dict[str, int | None] | None:
     return next((difference for difference in found if difference is not None), None)
 
 
-def run(settings: CompareSettings, text: str, is_demo: bool) -> int:
+def run(settings: CompareSettings, text: str) -> int:
     """Compare on the prompt `text`, which may be the built-in one, print, and return the exit code."""
-    repeats = settings.repeats
+    repeats, is_demo = settings.repeats, text == DEMO_PROMPT
     consoles = Consoles.create(no_color=settings.no_color)
     if is_demo:
         consoles.notes.print("note: no prompt was given, so the built-in demonstration prompt is used")

@@ -17,29 +17,39 @@ if TYPE_CHECKING:
 _STDIN = "-"
 
 
-def read_prompt(settings: PromptSource) -> str:
-    """The prompt from its one source: the argument, a file, or standard input."""
-    text, source = _given_prompt(settings)
-    if text is None and stdin_is_piped():
-        text, source = _read_stdin(), "standard input"
-    if text is None:
+def read_prompt(settings: PromptSource, default: str = "") -> str:
+    """The prompt from its one source: the argument, a file, or standard input.
+
+    Args:
+        settings: Where it comes from.
+        default: The prompt where none is named, and standard input holds nothing, as in a scheduled job.
+
+    Raises:
+        InvalidArgumentError: There is none, or it is empty.
+    """
+    prompt, file, source = settings.prompt, settings.file, "standard input"
+    if prompt is not None and file is not None:
+        raise InvalidArgumentError(
+            f"two prompts: the argument {prompt[:30]!r} and --file {file}; give only one of them"
+        )
+    if _STDIN in (prompt, str(file)):
+        text = _read_stdin()
+    elif file is not None:
+        text, source = read_text(file, "the prompt", "--file"), f"--file {file}"
+    elif prompt is not None:
+        text, source = checked(prompt, "the prompt argument"), "the argument"
+    elif stdin_is_piped():
+        text = _read_stdin() or default
+    elif default:
+        text = default
+    else:
         raise InvalidArgumentError(
             "no prompt: give it as an argument, as in lookahead generate 'def add(a, b):', with --file PATH, or pipe "
             "it in"
         )
-    return _not_empty(text, source)
-
-
-def read_prompt_or(settings: PromptSource, default: str) -> tuple[str, bool]:
-    """The prompt, or `default` when there is none; and whether it is the default.
-
-    Standard input that was not asked for and holds nothing, as in a scheduled job, counts as no prompt.
-    """
-    text, source = _given_prompt(settings)
-    if text is not None:
-        return _not_empty(text, source), False
-    text = _read_stdin() if stdin_is_piped() else ""
-    return text or default, not text
+    if not text:
+        raise InvalidArgumentError(f"the prompt from {source} is empty; give at least one character to continue from")
+    return text
 
 
 def stdin_is_piped() -> bool:
@@ -80,34 +90,10 @@ def checked(text: str, what: str) -> str:
     return text
 
 
-def _given_prompt(settings: PromptSource) -> tuple[str | None, str]:
-    """The prompt from the argument or the file, `None` when neither was given; and where it is from."""
-    prompt, file = settings.prompt, settings.file
-    if prompt is not None and file is not None:
-        raise InvalidArgumentError(
-            f"two prompts: the argument {_shortened(prompt)} and --file {file}; give only one of them"
-        )
-    if _STDIN in (prompt, str(file)):
-        return _read_stdin(), "standard input"
-    if file is not None:
-        return read_text(file, "the prompt", "--file"), f"--file {file}"
-    return None if prompt is None else checked(prompt, "the prompt argument"), "the argument"
-
-
-def _not_empty(text: str, source: str) -> str:
-    if not text:
-        raise InvalidArgumentError(f"the prompt from {source} is empty; give at least one character to continue from")
-    return text
-
-
 def _read_stdin() -> str:
     if sys.stdin is None or sys.stdin.closed:
         return ""
     return decoded(sys.stdin.buffer.read(), "the prompt from standard input")
-
-
-def _shortened(text: str, most: int = 30) -> str:
-    return repr(text if len(text) <= most else text[: most - 1] + "…")
 
 
 def model_folder(path: Path | None) -> Path:

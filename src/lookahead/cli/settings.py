@@ -52,15 +52,6 @@ def _repeats(default: int, about: str) -> Any:
     return option("--repeats", RUN, about, positive_whole_number, default)
 
 
-def _server() -> Any:
-    about = "Use this `lookahead serve`, such as http://127.0.0.1:8000, instead of loading a model."
-    return option("--server URL", SOURCE, about, shown=False)
-
-
-def _api_key_file() -> Any:
-    return option("--api-key-file FILE", SOURCE, "Key for --server, in the first line.", shown=False)
-
-
 def _json(about: str = "Print one JSON object and nothing else.") -> Any:
     return option("--json", OUTPUT, about, default=False)
 
@@ -192,11 +183,24 @@ class PromptSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateSettings(DecodingSettings, PromptSource):
+class RemoteSettings:
+    """Which server answers, instead of a model that is loaded here."""
+
+    server: str | None = option(
+        "--server URL",
+        SOURCE,
+        "Use this `lookahead serve`, such as http://127.0.0.1:8000, instead of loading a model.",
+        shown=False,
+    )
+    api_key_file: Path | None = option(
+        "--api-key-file FILE", SOURCE, "Key for --server, in the first line.", shown=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings(DecodingSettings, PromptSource, RemoteSettings):
     """Settings of `lookahead generate`."""
 
-    server: str | None = _server()
-    api_key_file: Path | None = _api_key_file()
     parallel: int | None = option(
         "--parallel",
         RUN,
@@ -230,11 +234,9 @@ class CompareSettings(DecodingSettings, PromptSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatSettings(DecodingSettings):
+class ChatSettings(DecodingSettings, RemoteSettings):
     """Settings of `lookahead chat`."""
 
-    server: str | None = _server()
-    api_key_file: Path | None = _api_key_file()
     system: str | None = option("--system TEXT", CONVERSATION, "System message before the first turn.")
     template: Path | None = option(
         "--template FILE", CONVERSATION, "Chat template in Jinja, instead of the one that comes with the tokenizer."
@@ -255,13 +257,18 @@ class ChatSettings(DecodingSettings):
     learning: ClassVar = {"auto": {"memory": "process"}, "paper": {"pool_from_prompt": True}}
 
 
-def _max_rows() -> Any:
-    return option("--max-rows", RUN, "Most answers decoded at once.", positive_whole_number, 16)
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(TextSettings):
+    """Settings of the commands that decode many texts at once."""
 
-
-def _kv_bytes(shown: str = "any number") -> Any:
-    about = "Most bytes of keys and values that are held at once."
-    return option("--kv-bytes", RUN, about, positive_whole_number, shown=shown)
+    max_rows: int = option("--max-rows", RUN, "Most answers decoded at once.", positive_whole_number, 16)
+    kv_bytes: int | None = option(
+        "--kv-bytes",
+        RUN,
+        "Most bytes of keys and values that are held at once.",
+        positive_whole_number,
+        shown="any number; a server takes half of the free memory",
+    )
 
 
 _SHARED: Mapping[str, Mapping[str, Any]] = {"auto": {"memory": "process"}}
@@ -269,20 +276,18 @@ _SHARED: Mapping[str, Mapping[str, Any]] = {"auto": {"memory": "process"}}
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchSettings(DecodingSettings):
+class BatchSettings(DecodingSettings, EngineSettings):
     """Settings of `lookahead batch`."""
 
     prompts: Path = argument("PROMPTS", "JSON lines with an `id`, and a text in `prompt`.")
     output: Path = option("--output -o PATH", OUTPUT, "JSON lines, one for each prompt.", default=...)
     restart: bool = option("--restart", OUTPUT, "Throw the answers of an existing file away.", default=False)
-    max_rows: int = _max_rows()
-    kv_bytes: int | None = _kv_bytes()
     json: bool = _json("Print one JSON object with counts at the end, and nothing else.")
     learning: ClassVar = _SHARED
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(TextSettings):
+class ServeSettings(EngineSettings):
     """Settings of `lookahead serve`."""
 
     panels: ClassVar = (SOURCE, NETWORK, LIMITS, DRAFT, RUN)
@@ -322,8 +327,6 @@ class ServeSettings(TextSettings):
     max_body_bytes: int = option(
         "--max-body-bytes", LIMITS, "Most bytes of a request.", positive_whole_number, 8 * 2**20
     )
-    max_rows: int = _max_rows()
-    kv_bytes: int | None = _kv_bytes("half of the free memory")
     prompt_tokens: int = option(
         "--prompt-tokens", RUN, "Most tokens of prompts in one step.", positive_whole_number, 512
     )
