@@ -6,8 +6,7 @@ A `Backend` runs trees on a model, a `Sampler` selects tokens after nodes, a `Dr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +33,7 @@ class NodeOutputs(Protocol):
         """Logits of the token after `node`, `[1, vocabulary]` float32, in the backend's own kind of array."""
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What one step showed about one sequence.
 
     Attributes:
@@ -53,8 +51,8 @@ class StepResult:
     predicted: NDArray[np.int64] | Callable[[], NDArray[np.int64]]
     path: list[int]
     tokens: list[int]
-    top_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
-    top_probabilities: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), dtype=np.float32))
+    top_ids: NDArray[np.int64] = np.empty((0, 0), dtype=np.int64)
+    top_probabilities: NDArray[np.float32] = np.empty((0, 0), dtype=np.float32)
 
     @property
     def predictions(self) -> NDArray[np.int64]:
@@ -71,7 +69,7 @@ class StepResult:
         """The same step, with its first `certain` tokens taken as decided before it; see `TokenTree.beyond`."""
         if not certain:
             return self
-        return replace(self, tree=self.tree.beyond(certain), path=self.path[certain:], tokens=self.tokens[certain:])
+        return self._replace(tree=self.tree.beyond(certain), path=self.path[certain:], tokens=self.tokens[certain:])
 
     @property
     def selected_after(self) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from lookahead.core.protocols import Backend, Drafter, NodeOutputs, RowsDrafter, StepResult
 from lookahead.core.sequence import SequenceState
@@ -68,8 +68,7 @@ class Batch:
         return all(sequence.finished for sequence in self.sequences)
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a step came to for one sequence.
 
     Attributes:

@@ -136,13 +136,15 @@ class AutoDrafter:
     def _begins(self, tree: TokenTree) -> bool:
         """Add what is certain; whether there is something to search behind it."""
         self.budget.begin()
-        self._certain = 0
-        asked = [getattr(source, "certain", None) for source in self._sources]
-        ask = next((certain for certain in asked if certain is not None), None)
-        certain: list[int] = [] if ask is None else ask()
+        certain: list[int] = []
+        for source in self._sources:
+            if getattr(source, "certain", None) is not None:
+                certain = source.certain()  # type: ignore[attr-defined]
+                break
         if certain:
             tree.add_certain(certain[: self._most])
-        if self.budget.backs_off or (ask is not None and min(self._most, tree.room) <= len(certain)):
+        self._certain = 0
+        if self.budget.backs_off or (certain and min(self._most, tree.room) <= len(certain)):
             return False
         self._late += certain
         self._certain = len(certain)
