@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lookahead.drafting import DraftMemory, NGramMemory
 from lookahead.drafting.auto.batch import DraftBatch
-from lookahead.drafting.auto.texts import LONGEST, OCCURRENCE, REACH, RUNS, SEARCHED, find_matches
+from lookahead.drafting.auto.texts import BUCKETS, LONGEST, OCCURRENCE, RUNS, SEARCHED, find_matches
 from lookahead.errors import InvalidArgumentError
 
 
@@ -34,7 +34,7 @@ def search(text: list[int], context: list[int]) -> list[tuple[int, int]]:
 class Text:
     """One text in a batch."""
 
-    def __init__(self, tokens: list[int], reach: int = REACH) -> None:
+    def __init__(self, tokens: list[int], reach: int = 2 * BUCKETS) -> None:
         self.batch = DraftBatch(DraftMemory(NGramMemory(1, 4, 1)), 1, reach=reach)
         self.batch.begin(0, tokens)
 

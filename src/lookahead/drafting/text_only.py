@@ -11,16 +11,13 @@ from collections.abc import Sequence
 from lookahead.core.budget import FixedBudget
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
-from lookahead.drafting.auto.ngrams import NGramMemory
+from lookahead.drafting.auto.ngrams import OLD_SHARE, NGramMemory
 from lookahead.drafting.auto.predicted_text import PredictedText
 from lookahead.drafting.auto.sources import Source
 from lookahead.drafting.auto.weights import TEXT_WEIGHTS
 
 ORDERS = len(TEXT_WEIGHTS["nothing"]) - 1
 """Longest context of the memory, in tokens."""
-
-OLD_SHARE = 0.7
-"""What a frequency keeps of itself each time; a token that followed once counts the rest."""
 
 
 def text_memory(capacity: int = 1 << 15) -> DraftMemory:

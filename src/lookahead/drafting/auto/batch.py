@@ -24,12 +24,7 @@ from lookahead.drafting.auto.learning import (
 )
 from lookahead.drafting.auto.search import NODE, Room, Wanted, find
 from lookahead.drafting.auto.sources import MOST_LISTED, PRIOR, TokenPaths, allocate_listed, with_paths
-from lookahead.drafting.auto.texts import LONGEST, OCCURRENCE, REACH, SEARCHED, allocate_texts, with_room
-
-_RECALLED = 512
-"""Last tokens of a text that the memory learns when the model's predictions turn out not to be what is selected."""
-
-_EVERY = 1 << 30
+from lookahead.drafting.auto.texts import BUCKETS, LONGEST, OCCURRENCE, SEARCHED, allocate_texts, with_room
 
 
 class DraftBatch:
@@ -43,7 +38,8 @@ class DraftBatch:
         sources: How many sources list paths. If there are any, the batch has one place.
         places: How many texts there is room for at first.
         reach: Tokens of each text that are searched, at least.
-        rejected: After so many rejected tokens of a row, at most, what the model says is learned.
+        rejected: After so many rejected tokens of a row, at most, what the model says is learned; after all of them if
+            not given.
 
     Attributes:
         memory: See above.
@@ -64,8 +60,8 @@ class DraftBatch:
         explores: bool = False,
         sources: int = 0,
         places: int = 1,
-        reach: int = REACH,
-        rejected: int = _EVERY,
+        reach: int = 2 * BUCKETS,
+        rejected: int | None = None,
     ) -> None:
         self.memory = memory
         with memory.lock:
@@ -85,8 +81,8 @@ class DraftBatch:
         self._desk = allocate_desk(ngrams.writing, places * size, ngrams.orders)
         self.heard["share"] = 1.0
         self.listed = allocate_listed(sources, size)
-        explores = explores and self.reads and not chains
-        self._settings = np.array((chains, explores, ngrams.observed, rejected), dtype=SETTINGS)[()]
+        explores, learned = explores and self.reads and not chains, size if rejected is None else rejected
+        self._settings = np.array((chains, explores, ngrams.observed, learned), dtype=SETTINGS)[()]
         self._find, self._learn = TypedLoop(find), TypedLoop(learn)
         self._go_on = TypedLoop(go_on)
         self._owners: list[weakref.ref[Any] | None] = [None] * places
@@ -153,11 +149,11 @@ class DraftBatch:
         return int(accepted)
 
     def _recall(self, places: NDArray[np.int64]) -> None:
-        """Have the memory learn texts of which predictions turn out not to be what is selected."""
+        """Have the memory learn texts, as far as it has room, of which predictions are not what is selected."""
         heard = self.heard[places]
         for place in places[(heard["share"] < UNTRUSTED) & (heard["recalled"] == 0)].tolist():
             self.heard["recalled"][place] = 1
-            self._extend(place, -1, np.empty(0, dtype=np.int64), _RECALLED)
+            self._extend(place, -1, np.empty(0, dtype=np.int64), self.memory.ngrams.capacity)
 
     def make_room(self, tokens: int) -> None:
         """Make room for as many more tokens of each text."""

@@ -12,18 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import FIRST, compiled, inner
-from lookahead.drafting.auto.ngrams import EVIDENCE_PRIOR, Entries, Writing, write_entry
+from lookahead.drafting.auto.ngrams import EVIDENCE_PRIOR, OLD_SHARE, Entries, Writing, write_entry
 from lookahead.drafting.auto.sources import KEPT, MOST_LISTED, PRIOR, ListedArrays
 from lookahead.drafting.auto.texts import TextArrays, append, begin_text, read_context
 
 UNTRUSTED = 0.35
 """Share of selected tokens among the likeliest below which predictions that are not on the path teach nothing."""
-
-SEEN_ONCE = 0.3
-"""Share of a token that followed once, where the memory holds predictions: another may follow the next time."""
-
-_KEPT = 0.95
-"""What is left of the weight of a token in that share with each that follows."""
 
 _EVIDENCE_KEPT = 0.995
 """What is left of the record of a kind of evidence after each step of a text."""
@@ -155,7 +149,7 @@ def go_on(
             of_text["count"] = _add_recent(tokens[len(tokens) - 1 - back], of_text["count"], of_text["recent"])
     append(place, tokens, FIRST, len(tokens), known.texts)
     taught = min(taught, known.texts.lengths[place] - max(-known.texts.dropped[place], 0))
-    end, desk.likely[0] = known.texts.lengths[place], 1.0 if known.settings["observes"] else SEEN_ONCE
+    end, desk.likely[0] = known.texts.lengths[place], 1.0 if known.settings["observes"] else 1 - OLD_SHARE
     for back in range(1, taught):
         size = read_context(place, back - taught, known.trees[place], known.texts, desk.context)
         desk.following[0] = known.texts.tokens[place, end - taught + back]
@@ -189,7 +183,7 @@ def learn(step: Step, clock: int, known: Known, desk: Desk) -> tuple[int, int]:
             if not settings["observes"]:
                 _compare(said, selected, of_text)
             if settings["observes"] or of_text["share"] < UNTRUSTED:
-                _believe(said, likely, selected, 1.0 if settings["observes"] else SEEN_ONCE)
+                _believe(said, likely, selected, 1.0 if settings["observes"] else 1 - OLD_SHARE)
             _keep_guesses(root, nodes, said, likely, selected, of_text)
             if settings["explores"]:
                 _note_recent(root, said, selected, of_text, desk.recent)
@@ -276,8 +270,8 @@ def _compare(said: NDArray[np.int64], selected: NDArray[np.int64], of_text: Any)
     """Compare the selected tokens with those that the model thought likely."""
     for at in range(len(selected)):
         if selected[at] >= 0 and said[at, 0] >= 0:
-            of_text["seen"] = _KEPT * of_text["seen"] + 1.0
-            of_text["agreed"] *= _KEPT
+            of_text["seen"] = KEPT * of_text["seen"] + 1.0
+            of_text["agreed"] *= KEPT
             for rank in range(said.shape[1]):
                 if said[at, rank] == selected[at]:
                     of_text["agreed"] += 1.0

@@ -27,6 +27,10 @@ LEAST_PROBABILITY = 1e-4
 _UNLISTED = 0.3
 """What a token that is not listed is taken to have of the probability of the last one that is."""
 
+OLD_SHARE = 0.7
+"""What the frequency of a token that was seen to follow keeps of itself each time; one that followed once counts the
+rest: another may follow the next time."""
+
 EVIDENCE_PRIOR = 20.0
 """Tokens of each kind of evidence that are counted beforehand, as accepted as often as they should be."""
 

@@ -9,16 +9,12 @@ import numpy as np
 from lookahead.core.protocols import StepResult
 from lookahead.drafting.auto.sources import TokenPaths
 
-AHEAD = 64
-"""Tokens that are proposed of the predicted text."""
-
 NEARBY = 64
-"""How far ahead a place is looked for where the text goes on after a change."""
+"""Tokens that are proposed of the predicted text, and how far ahead a place is looked for where the text goes on after
+a change."""
 
 PLACES = 4
 """Most places where the text may go on."""
-
-PROBABILITY = 0.98
 
 
 class PredictedText:
@@ -55,14 +51,14 @@ class PredictedText:
         children: dict[tuple[int, int], int] = {}
         for place in self._places:
             node = -1
-            for token in self.tokens[place : place + AHEAD]:
+            for token in self.tokens[place : place + NEARBY]:
                 if (node, token) not in children:
                     children[node, token] = len(tokens)
                     tokens.append(token)
                     parents.append(node)
                 node = children[node, token]
         after = np.array(parents, dtype=np.int64)
-        return TokenPaths(np.array(tokens, dtype=np.int64), after, np.full(len(tokens), PROBABILITY))
+        return TokenPaths(np.array(tokens, dtype=np.int64), after, np.ones(len(tokens)))
 
     def observe(self, result: StepResult) -> None:
         """Follow the text."""

@@ -43,8 +43,6 @@ _GUESSES_COUNT = 0.25
 FORESEEN = 8
 """Tokens whose noise is foreseen, at most: it is drawn before they are come to."""
 
-_UNKNOWN = (np.zeros(0, dtype=np.float32),) * FORESEEN
-
 
 class Wanted(NamedTuple):
     """Which nodes are wanted, a row for each text.
@@ -62,12 +60,12 @@ class Wanted(NamedTuple):
     nodes: NDArray[np.int64]
     levels: NDArray[np.int64]
     least: NDArray[np.float64]
-    noise: tuple[NDArray[np.float32], ...] = _UNKNOWN
+    noise: tuple[NDArray[np.float32], ...] = (np.zeros(0, dtype=np.float32),) * FORESEEN
     temperature: float = 0.0
 
     def alone(self, row: int, noise: Noise, first: int) -> Wanted:
-        """One row, the tokens of whose text are sampled with this noise after the `first` ones."""
-        known = (*noise.places[first:], *_UNKNOWN)
+        """One row, the tokens of whose text are sampled with this noise after the `first` ones; no noise was known."""
+        known = (*noise.places[first:], *self.noise)
         places, nodes, levels, least = (values[row : row + 1].copy() for values in self[:4])
         return Wanted(places, nodes, levels, least, known[:FORESEEN], noise.temperature)
 

@@ -162,8 +162,8 @@ MOST_LISTED = 16
 PRIOR = 4.0
 """Tokens of a source that are counted beforehand, as if they had come true as often as it said."""
 
-KEPT = 0.97
-"""What the record of a source keeps of its weight with each step in which it listed something."""
+KEPT = 0.95
+"""What the record of a source, and that of the model's predictions in a text, keep of their weight with each step."""
 
 
 LISTED = np.dtype(

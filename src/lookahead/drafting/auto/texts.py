@@ -26,13 +26,12 @@ SEARCHED = 8
 MATCH_CLASSES = (2, 3, 4, 6, 9, 16, 24, 32)
 """Fewest agreeing tokens of each class of matches."""
 
-REACH = 1 << 16
-"""Tokens of a text that stay within reach, at least; at most twice as many do."""
-
 BUCKETS = 1 << 15
+"""Places of a text are looked for by the hash of what they follow, which is one of so many. Texts are usually kept for
+twice as many tokens, at least, and at most for four times as many: buckets stay short."""
+
 _PRIME = 2147483647
 _FACTOR = 1103515245
-_VISITED = 64
 _LEAST_ROOM = 4096
 
 
@@ -40,7 +39,7 @@ class TextArrays(NamedTuple):
     """One text in each place.
 
     The places that follow each run of 8, 4 and 2 tokens are chained, the newest first, as compressors do (LZ77). Adding
-    a token takes constant time, amortised; a search visits at most 64 places a run length and returns 8. Each token
+    a token takes constant time, amortised; a search visits the places of a bucket until it has 8. Each token
     that is kept takes 20 bytes, and each text 393 kB besides: 3 MB for the usual 65,536. The operating system fills
     pages when they are first written to.
 
@@ -118,9 +117,7 @@ def find_matches(place: int, context: NDArray[np.int64], size: int, texts: TextA
         for back in range(run):
             code = (code * _FACTOR + context[back] + 1) % _PRIME
         end = int(newest[place, index, code & (BUCKETS - 1)])
-        visited = 0
-        while end >= 0 and visited < _VISITED and count < len(found):
-            visited += 1
+        while end >= 0 and count < len(found):
             if end < length:
                 most = min(size, end)
                 agreeing = 0
