@@ -13,7 +13,6 @@ from lookahead.core.compiled import TypedLoop
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.learning import (
     HEARD,
-    MOST_TRIED,
     SETTINGS,
     UNTRUSTED,
     Known,
@@ -70,15 +69,15 @@ class DraftBatch:
         size, at_a_node = nodes + 1, ngrams.orders * ngrams.top_k + SEARCHED + (1 + sources) * MOST_LISTED
         self.texts, self.nodes = allocate_texts(places, 1, reach), np.zeros((places, size), dtype=NODE)
         self.room = Room(
-            np.zeros(size * at_a_node + MOST_TRIED, dtype=NODE),
+            np.zeros(size * at_a_node + size, dtype=NODE),
             np.zeros(size, dtype=np.int64),
             np.zeros((size, SEARCHED), dtype=OCCURRENCE),
             np.zeros(LONGEST, dtype=np.int64),
             np.zeros(ngrams.orders, dtype=np.int64),
         )
         self.counts = np.full(places, -1, dtype=np.int64)
-        self.heard = np.zeros(places, dtype=HEARD)
-        self._desk = allocate_desk(ngrams.writing, places * size, ngrams.orders)
+        self.heard, self._recent = np.zeros(places, dtype=HEARD), np.zeros((places, size), dtype=np.int64)
+        self._desk = allocate_desk(ngrams.writing, places * size, ngrams.orders, size)
         self.heard["share"] = 1.0
         self.listed = allocate_listed(sources, size)
         explores, learned = explores and self.reads and not chains, size if rejected is None else rejected
@@ -96,7 +95,8 @@ class DraftBatch:
                     return place
             places = 2 * len(self._owners)
             self.texts = with_room(self.texts, places, 0)
-            self.nodes, self.heard = _grown(self.nodes, places), _grown(self.heard, places)
+            arrays = self.nodes, self.heard, self._recent
+            self.nodes, self.heard, self._recent = (_grown(array, places) for array in arrays)
             self.counts = np.concatenate([self.counts, np.full_like(self.counts, -1)])
             self._owners += [None] * (places - len(self._owners))
             return self.take_place(owner)
@@ -130,7 +130,7 @@ class DraftBatch:
 
     @property
     def _known(self) -> Known:
-        places = self.texts, self.heard, self.listed, self.nodes, self.counts
+        places = self.texts, self.heard, self._recent, self.listed, self.nodes, self.counts
         return Known(self.memory.ngrams.entries, *places, self._weights, self._settings)
 
     def learn(self, step: Step) -> int:
@@ -142,7 +142,7 @@ class DraftBatch:
         ngrams = self.memory.ngrams
         self.make_room(len(step.tokens))
         if len(step.ids) > len(self._desk.following):
-            self._desk = allocate_desk(ngrams.writing, 2 * len(step.ids), ngrams.orders)
+            self._desk = allocate_desk(ngrams.writing, 2 * len(step.ids), ngrams.orders, self.nodes.shape[1])
         accepted, lost = self._learn(step, ngrams.tick(), self._known, self._desk)
         if lost:
             self._recall(step.places[step.places >= 0])

@@ -22,20 +22,16 @@ UNTRUSTED = 0.35
 _EVIDENCE_KEPT = 0.995
 """What is left of the record of a kind of evidence after each step of a text."""
 
-MOST_TRIED = 64
-"""Recent predictions that are kept to be tried."""
-
 HEARD = np.dtype(
     [
         ("seen", np.float64),  # selected tokens lately
         ("agreed", np.float64),  # how many of them were among those that the model thought likely
         ("share", np.float64),  # the one over the other
-        ("count", np.int64),  # of `recent`
+        ("count", np.int64),  # of its recent predictions, see `Known`
         ("guessed", np.int64),  # of `guesses`
         ("guesses", np.int64, (MOST_LISTED,)),  # what it said after the likeliest token rejected in the root's place
         ("likely", np.float64, (MOST_LISTED,)),  # how likely these are
         ("recalled", np.int64),  # whether the memory has learned the text itself
-        ("recent", np.int64, (MOST_TRIED,)),  # end of the prompt and what it predicted since, each once, latest first
     ]
 )
 """What the model said lately about a text."""
@@ -58,6 +54,8 @@ class Known(NamedTuple):
         entries: The n-gram memory.
         texts: The texts.
         heard: What the model said lately of each, `HEARD`s, `[places]`.
+        recent: The end of its prompt and what the model predicted since, each token once, the latest first, `[places,
+            nodes]`: no more can be tried.
         listed: What the sources of a text list.
         trees: The draft after each, `NODE`s, `[places, nodes]`.
         counts: How many nodes it has, `[places]`; -1 where none was looked for since the text went on.
@@ -68,6 +66,7 @@ class Known(NamedTuple):
     entries: Entries
     texts: TextArrays
     heard: NDArray[Any]
+    recent: NDArray[np.int64]
     listed: ListedArrays
     trees: NDArray[Any]
     counts: NDArray[np.int64]
@@ -117,9 +116,9 @@ class Desk(NamedTuple):
     likely: NDArray[np.float32]
 
 
-def allocate_desk(writing: Writing, nodes: int, orders: int) -> Desk:
-    """Room for steps of so many nodes in all, and contexts of up to `orders` tokens."""
-    following, context, recent = (np.zeros(size, dtype=np.int64) for size in (nodes, orders, MOST_TRIED))
+def allocate_desk(writing: Writing, nodes: int, orders: int, tried: int) -> Desk:
+    """Room for steps of so many nodes in all, contexts of up to `orders` tokens, and so many recent predictions."""
+    following, context, recent = (np.zeros(size, dtype=np.int64) for size in (nodes, orders, tried))
     return Desk(writing, following, context, recent, np.zeros(1, dtype=np.float32))
 
 
@@ -146,7 +145,7 @@ def go_on(
         of_text["seen"] = of_text["agreed"] = of_text["share"] = 1.0
         of_text["count"] = of_text["recalled"] = 0
         for back in range(len(tokens) - before if known.settings["explores"] else 0):
-            of_text["count"] = _add_recent(tokens[len(tokens) - 1 - back], of_text["count"], of_text["recent"])
+            of_text["count"] = _add_recent(tokens[len(tokens) - 1 - back], of_text["count"], known.recent[place])
     append(place, tokens, FIRST, len(tokens), known.texts)
     taught = min(taught, known.texts.lengths[place] - max(-known.texts.dropped[place], 0))
     end, desk.likely[0] = known.texts.lengths[place], 1.0 if known.settings["observes"] else 1 - OLD_SHARE
@@ -169,7 +168,7 @@ def learn(step: Step, clock: int, known: Known, desk: Desk) -> tuple[int, int]:
     Returns:
         How many drafted tokens were accepted, and how many texts the memory has yet to learn themselves.
     """
-    entries, texts, heard, listed, trees, counts, _, settings = known
+    entries, texts, heard, recent, listed, trees, counts, _, settings = known
     accepted, lost, begin, first = 0, 0, FIRST, FIRST
     for row in range(len(step.places)):
         place, root, end, last = step.places[row], step.roots[row], step.ends[row], first + step.added[row]
@@ -186,7 +185,7 @@ def learn(step: Step, clock: int, known: Known, desk: Desk) -> tuple[int, int]:
                 _believe(said, likely, selected, 1.0 if settings["observes"] else 1 - OLD_SHARE)
             _keep_guesses(root, nodes, said, likely, selected, of_text)
             if settings["explores"]:
-                _note_recent(root, said, selected, of_text, desk.recent)
+                of_text["count"] = _note_recent(root, said, selected, recent[place], of_text["count"], desk.recent)
             for is_text in (False, True):  # what is text now comes last, so that it counts
                 left = len(selected) if is_text else settings["rejected"]
                 for at in range(len(selected)):
@@ -312,26 +311,32 @@ def _keep_guesses(
 
 @inner
 def _note_recent(
-    root: int, said: NDArray[np.int64], selected: NDArray[np.int64], of_text: Any, fresh: NDArray[np.int64]
-) -> None:
-    """Put the two likeliest tokens after each node before the recent predictions, those after what is text now last."""
-    recent, count = of_text["recent"], FIRST
+    root: int,
+    said: NDArray[np.int64],
+    selected: NDArray[np.int64],
+    recent: NDArray[np.int64],
+    before: int,
+    fresh: NDArray[np.int64],
+) -> int:
+    """Put the two likeliest tokens after each node before the recent predictions, those after what is text now last;
+    there were `before` of them. Returns how many there are."""
+    count = FIRST
     for rank in range(min(said.shape[1], 2)):
         for is_text in (False, True):
             for at in range(len(selected)):
                 if (at <= root or selected[at] >= 0) == is_text and said[at, rank] >= 0:
                     count = _add_recent(said[at, rank], count, fresh)
-    for index in range(of_text["count"]):
+    for index in range(before):
         count = _add_recent(recent[index], count, fresh)
     for index in range(count):
         recent[index] = fresh[index]
-    of_text["count"] = count
+    return count
 
 
 @inner
 def _add_recent(token: int, count: int, recent: NDArray[np.int64]) -> int:
     """Add a token to the first `count`, unless it is one of them or there are enough; returns how many there are."""
-    if count == MOST_TRIED:
+    if count == len(recent):
         return count
     for index in range(count):
         if recent[index] == token:

@@ -113,7 +113,7 @@ def find(wanted: Wanted, known: Known, room: Room) -> None:
                 for candidate in range(begin, end):
                     waiting = _wait(candidate, least, waiting, node + 1 if chains else most, room)
                 if node == 0 and explores and known.heard[place]["share"] >= UNTRUSTED:
-                    end, waiting = _try_recent(end, waiting, most, row, wanted, known.heard[place], room)
+                    end, waiting = _try_recent(end, waiting, most, row, wanted, known, room)
             if node == waiting:
                 break
             nodes[node + 1] = room.candidates[room.queue[node]]
@@ -133,7 +133,7 @@ def _propose(
 ) -> int:
     """Write what may follow a node to the candidates from `begin` on, with the probabilities of their paths; returns
     where they end. All sources propose: a new one is a loop here."""
-    entries, texts, heard, listed, _, _, weights, _ = known
+    entries, texts, heard, _, listed, _, _, weights, _ = known
     candidates, _, followed, context, slots = room
     size, end = read_context(place, node, nodes, texts, context), begin
     longest = look_up(context, size, entries, slots)
@@ -244,11 +244,14 @@ def _wait(row: int, least: float, waiting: int, most: int, room: Room) -> int:
 
 
 @inner
-def _try_recent(end: int, waiting: int, most: int, row: int, wanted: Wanted, heard: Any, room: Room) -> tuple[int, int]:
+def _try_recent(
+    end: int, waiting: int, most: int, row: int, wanted: Wanted, known: Known, room: Room
+) -> tuple[int, int]:
     """Queue recent predictions after the root of a row, behind all that is better; returns where candidates end, and
     how many wait."""
-    for index in range(heard["count"]):
-        token = heard["recent"][index]
+    place = wanted.places[row]
+    for index in range(known.heard[place]["count"]):
+        token = known.recent[place, index]
         probability = 0.001 / (4.0 + index) * exp(_foreseen(token, 0, wanted))
         at = _candidate_of(token, FIRST, end, min(probability, 1.0), room.candidates)
         if at == end:
