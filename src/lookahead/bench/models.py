@@ -177,7 +177,8 @@ def read_prompts(task: TaskSpec, limit: int | None = None, *, faulty: bool = Fal
     try:
         lines = task.data.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"cannot read the prompts of task {task.name!r}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InvalidArgumentError(f"cannot read the prompts {task.data}: {reason}") from error
     prompts: list[Prompt] = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -186,9 +187,9 @@ def read_prompts(task: TaskSpec, limit: int | None = None, *, faulty: bool = Fal
                 raise InvalidArgumentError(prompt.fault)
             prompts.append(prompt)
     if not prompts:
-        raise InvalidArgumentError(f"task {task.name!r}: {task.data.name} holds no prompts")
+        raise InvalidArgumentError(f"{task.data} holds no prompts; write a JSON object with `id` and `prompt` on each line")
     if len({prompt.id for prompt in prompts}) < len(prompts):
-        raise InvalidArgumentError(f"task {task.name!r}: {task.data.name} has the same `id` twice; make them different")
+        raise InvalidArgumentError(f"{task.data} has the same `id` twice; make them different")
     if task.only is not None:
         prompts = [prompt for prompt in prompts if f"{prompt.task}/".startswith(f"{task.only}/")]
         if not prompts:

@@ -87,8 +87,8 @@ def _in_words(error: Exception) -> str:
     """What went wrong; who reads it needs the type of whatever is no error of ours."""
     if isinstance(error, LookaheadError):
         return str(error)
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:  # files of ours are named
-        return f"cannot write to standard output: {error.strerror}"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # files of ours are named
+        return f"cannot write to {error.filename or 'standard output'}: {error.strerror}"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
