@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 import lookahead
 from lookahead import Engine, LookaheadConfig, ModelChangedError, UnsupportedModelError
-from lookahead.server.errors import of_library
+from lookahead.server.errors import as_api_error
 from model_zoo import build
 from quick import quickly
 
@@ -237,4 +237,4 @@ def test_a_model_that_can_no_longer_be_run_ends_all_requests(model: PreTrainedMo
 
 
 def test_clients_of_a_server_are_told_to_ask_again() -> None:
-    assert of_library(ModelChangedError("the model changed")).status == 503
+    assert as_api_error(ModelChangedError("the model changed")).status == 503

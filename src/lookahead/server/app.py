@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from lookahead.errors import LookaheadError
 from lookahead.server import errors
 from lookahead.server.answers import ChatForm, CompletionForm
-from lookahead.server.errors import ApiError
+from lookahead.server.errors import ApiError, as_api_error
 from lookahead.server.grammar import callable_tools
 from lookahead.server.guard import Guard, ServerSettings
 from lookahead.server.metrics import Metrics
@@ -33,7 +33,7 @@ from lookahead.server.requests import (
 )
 from lookahead.server.responses import RESPONSES_NAMES, ResponsesForm, ResponsesRequest
 from lookahead.server.served_model import Prompt, ServedModel, read_images
-from lookahead.server.service import Service, as_api_error
+from lookahead.server.service import Service
 from lookahead.serving import Engine
 from lookahead.version import __version__
 

@@ -29,6 +29,8 @@ _TYPES = {
 
 _LONGEST_NAME = 100
 
+FAILED = 500
+
 CLOSE = {"Connection": "close"}
 """Header of an answer after which the connection is of no use."""
 
@@ -75,11 +77,15 @@ def refused(param: str, message: str) -> ApiError:
     return ApiError(400, message, param, "unsupported_value")
 
 
-def of_library(error: LookaheadError) -> ApiError:
-    """What the library refuses, in the same form."""
+def as_api_error(error: Exception) -> ApiError:
+    """Any error in the form that clients know: what the library refuses is the request's fault."""
+    if isinstance(error, ApiError):
+        return error
     if isinstance(error, ModelChangedError):
         return ApiError(503, str(error), None, "model_changed")
-    return ApiError(400, str(error), None, "invalid_value")
+    if isinstance(error, LookaheadError):
+        return ApiError(400, str(error), None, "invalid_value")
+    return ApiError(FAILED, "the server failed; its log says why")
 
 
 def not_json(content_type: str) -> ApiError:

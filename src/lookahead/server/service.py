@@ -13,10 +13,9 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from lookahead.errors import LookaheadError
 from lookahead.server import errors
 from lookahead.server.answers import CompletionForm, Form
-from lookahead.server.errors import CLOSE, ApiError, of_library
+from lookahead.server.errors import CLOSE, FAILED, ApiError, as_api_error
 from lookahead.server.generation import Generation, Piece
 from lookahead.server.guard import ServerSettings, write_line
 from lookahead.server.metrics import PROMPT_TOKENS, Metrics
@@ -154,7 +153,7 @@ def _check(request: ChoicesRequest) -> None:
         raise errors.refused("echo", "echo does not go with logprobs: only answers have log-probabilities here")
 
 
-CLIENT_LEFT, FAILED = 499, 500
+CLIENT_LEFT = 499
 
 
 async def deliver(http: Request, form: Form, generation: Generation, stream: bool) -> Response:
@@ -211,15 +210,6 @@ async def _events(form: Form, generation: Generation) -> AsyncIterator[bytes]:
             write_line("".join(format_exception(error)))
         yield _event(form.failure(told))
     yield form.last_event
-
-
-def as_api_error(error: Exception) -> ApiError:
-    """Any error in the form that clients know."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, LookaheadError):
-        return of_library(error)
-    return ApiError(FAILED, "the server failed; its log says why")
 
 
 def _event(data: dict[str, Any]) -> bytes:
