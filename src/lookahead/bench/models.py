@@ -187,7 +187,9 @@ def read_prompts(task: TaskSpec, limit: int | None = None, *, faulty: bool = Fal
                 raise InvalidArgumentError(prompt.fault)
             prompts.append(prompt)
     if not prompts:
-        raise InvalidArgumentError(f"{task.data} holds no prompts; write a JSON object with `id` and `prompt` on each line")
+        raise InvalidArgumentError(
+            f"{task.data} holds no prompts; write a JSON object with `id` and `prompt` on each line"
+        )
     if len({prompt.id for prompt in prompts}) < len(prompts):
         raise InvalidArgumentError(f"{task.data} has the same `id` twice; make them different")
     if task.only is not None:
