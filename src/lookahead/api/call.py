@@ -44,7 +44,7 @@ def decode_call(
     prediction: Prediction | None = None,
     parallel: ParallelGroup | None = None,
 ) -> torch.Tensor | LookaheadOutput:
-    """What `lookahead.generate` returns, which was called at `start` by `perf_counter`, with its arguments."""
+    """Decode a call of `lookahead.generate` that began at `start` (by `perf_counter`), and return its output."""
     session = open_session(arguments.model) if parallel is None else parallel.open_session(arguments.model)
     if arguments.prompts.inputs:
         check_own_prefill(arguments.prompts, config, arguments.config, session.refuses_inputs)
@@ -108,7 +108,7 @@ class Call:
         self._returns_cache = bool(wants_cache and call.keeps_cache)
 
     def run(self, start: float, on_step: OnStep | None) -> torch.Tensor | LookaheadOutput:
-        """Decode all rows, and give back what `lookahead.generate`, called at `start`, returns."""
+        """Decode all rows, and return the output of a call that began at `start`."""
         streamer, statistics = self._arguments.streamer, self._statistics
         feeder = (
             None if streamer is None else StreamFeeder(streamer, self._arguments.prompts.input_ids, self._pad_token)

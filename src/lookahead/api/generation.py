@@ -204,7 +204,7 @@ class FirstToken:
 
 
 def decode_plainly(model: Any, input_ids: torch.Tensor | None, arguments: dict[str, Any]) -> Any:
-    """What transformers' own `generate` returns; if it is a dict, with statistics of as many steps as tokens.
+    """Decode with transformers' own `generate`; a dict gets statistics that count one step for each token.
 
     Args:
         model: The model, or a wrapper.

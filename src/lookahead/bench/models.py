@@ -93,7 +93,7 @@ def load_assistant(method: MethodSpec, model: PreTrainedModel) -> PreTrainedMode
 
 
 def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Another object of the same model, weights shared: nothing that the library keeps for the one is known of it."""
+    """Copy a model object without its weights, which both share; the copy starts with nothing learned."""
     return open_session(model).sharing_weights()
 
 

@@ -269,7 +269,7 @@ def check_same(path: Path, then: Row, now: Row, what: str = "") -> None:
 
 
 def kept_lines(path: Path, *, restart: bool = False) -> list[Row]:
-    """What a file of JSON lines that is to be gone on with has already; nothing if there is none, or with `restart`.
+    """Read the rows of a file that a run continues; empty if the file does not exist, or with `restart`.
 
     Raises:
         InvalidArgumentError: It is no regular file, cannot be read, or holds something else.
@@ -347,7 +347,7 @@ def read_files(paths: Sequence[Path]) -> list[Row]:
 
 
 def difference(then: Any, now: Any) -> str:
-    """The first value that is another one, in words."""
+    """Describe the first value that differs."""
     if isinstance(then, dict) and isinstance(now, dict):
         for name in {**then, **now}:
             if then.get(name) != now.get(name):
@@ -367,7 +367,7 @@ def _check_regular(path: Path) -> None:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Let errors say which file could not be written; those of a full disk do not."""
+    """Add the file's name to errors that lack it, as those of a full disk do."""
     try:
         yield
     except OSError as error:

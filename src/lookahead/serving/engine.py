@@ -229,7 +229,7 @@ class Engine:
 
     @property
     def load(self) -> EngineLoad:
-        """What there is to do at the moment."""
+        """The engine's current load."""
         running, size = list(self._scheduler.running), self._memory.token_bytes
         waiting = len(self._arrivals) + len(self._scheduler.waiting)
         held = sum(request.row.capacity for request in running)
@@ -242,7 +242,7 @@ class Engine:
         return None if tokens is None else max(tokens // block * block - self._model.config(None).max_nodes, 0)
 
     def check_process(self) -> None:
-        """Refuse a fork of the process that made the engine: its threads and who holds its locks are not there.
+        """Refuse to run in a forked process, which has neither the engine's thread nor the holders of its locks.
 
         Raises:
             InvalidArgumentError: This process is one.

@@ -63,7 +63,7 @@ class EngineModel:
         return memory
 
     def config(self, given: LookaheadConfig | None) -> LookaheadConfig:
-        """How a request drafts, for which `given` is asked for.
+        """The drafting configuration of a request that asks for `given`.
 
         Raises:
             UnsupportedArgumentError: An engine cannot draft so.
@@ -99,7 +99,7 @@ class EngineModel:
         request.row.crop(request.cached - 1)
 
     def settle(self) -> None:
-        """A step is made."""
+        """Clean up after a step."""
         if self._watch is not None:
             self._watch.settle()
 

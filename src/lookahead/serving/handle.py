@@ -275,7 +275,7 @@ class EngineStatistics:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What an engine has to do at the moment.
+    """The current load of an engine.
 
     Attributes:
         waiting: Requests that wait for their turn.

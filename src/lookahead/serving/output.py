@@ -46,7 +46,7 @@ def make_output(
     statistics: Statistics,
     cache: Cache | None = None,
 ) -> torch.Tensor | LookaheadOutput | EncoderDecoderOutput:
-    """What `generate` returns of its rows: the texts `[batch, tokens]`, or all of it, as `arguments` ask for.
+    """Build the output of a call from its rows: the texts `[batch, tokens]`, or a dict if `arguments` ask for one.
 
     Args:
         sequences: The rows.
@@ -73,7 +73,7 @@ def make_output(
 
 
 def stack_texts(sequences: Sequence[TextSequence], pad_token: int | None) -> torch.Tensor:
-    """The texts as one tensor `[batch, tokens]`, those that ended early filled up with `pad_token`."""
+    """Stack the texts into one tensor `[batch, tokens]`, padded on the right with `pad_token`."""
     if len(sequences) == 1:
         return sequences[0].copy_ids()
     texts = [sequence.ids[0] for sequence in sequences]

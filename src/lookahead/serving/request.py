@@ -102,11 +102,11 @@ class Request:
 
     @property
     def reach(self) -> int:
-        """Tokens that it may come to with the coming step, drafts included."""
+        """Length in tokens that the text may reach in the coming step, drafts included."""
         return self.length + self.drafting.most_nodes
 
     def send(self, tokens: int) -> None:
-        """Send so many of the tokens that are not cached with the coming step."""
+        """Let the coming step send this many tokens that have no keys and values yet."""
         self.row.most_pending = tokens
 
     def serve(self, handle: RequestHandle, urgency: tuple[int, int], on_step: OnStep | None) -> None:

@@ -82,7 +82,7 @@ def _narrow(processor: LogitsProcessor, row: int, batch_size: int) -> LogitsProc
 def make_sampler(
     processors: LogitsProcessorList, config: GenerationConfig, noise: SamplingNoise, row: int
 ) -> TextSampler:
-    """Who selects the tokens of one row, as `config` has it; with its part of `noise`, where that says to sample."""
+    """Build the sampler of one row from `config`; a row that samples gets its part of `noise`."""
     keep = bool(config.return_dict_in_generate)
     return TextSampler(
         processor=processors if len(processors) else None,
@@ -124,7 +124,7 @@ class LogprobSampler:
         return token
 
     def take(self) -> list[TokenEvent]:
-        """What is noted of the tokens since the last time."""
+        """Take the events of the tokens selected since the last call."""
         noted, self._noted = self._noted, []
         events = []
         for token, top, read in noted:
@@ -167,7 +167,7 @@ class StopRule:
         return bool(self._others)
 
     def ends_by_length(self, sequence: TextSequence) -> bool:
-        """Whether `sequence`, which is complete, is so for its length alone."""
+        """Whether a complete `sequence` ended only because it reached its length limit."""
         if sequence.tokens[-1] in self._eos or self._max_length is None or sequence.length < self._max_length:
             return False
         texts = (criterion for criterion in self._others if isinstance(criterion, StopStringCriteria))
