@@ -19,7 +19,7 @@ from lookahead.drafting.auto.search import Wanted
 from lookahead.drafting.text_only import text_memory
 from ngram_access import insert, lookup
 
-VOCABULARY, ORDERS, TOP_K, LONGEST, STEPS, ROOM, REJECTED = 24, 3, 4, 6, 60, 9000, 3
+VOCABULARY, ORDERS, TOP_K, LONGEST, STEPS, ROOM = 24, 3, 4, 6, 60, 9000
 
 Told = tuple[np.ndarray, np.ndarray]
 """The likeliest tokens after a text and after each token of its draft, and their probabilities."""
@@ -164,7 +164,7 @@ def context(path: list[int]) -> list[int]:
 @pytest.mark.parametrize("texts", [3, 40])
 def test_rows_are_written_as_one_by_one_with_real_text_last(texts: int) -> None:
     random, model = np.random.default_rng(0), Model(5)
-    paths = Texts(*random.integers(0, VOCABULARY, (texts, 12)).tolist(), memory=small_memory(4096), rejected=REJECTED)
+    paths = Texts(*random.integers(0, VOCABULARY, (texts, 12)).tolist(), memory=small_memory(4096))
     expected = NGramMemory(ORDERS, 4096, TOP_K)
     for _ in range(8):
         drafts = paths.propose()
@@ -172,7 +172,7 @@ def test_rows_are_written_as_one_by_one_with_real_text_last(texts: int) -> None:
         told = []
         for text, draft, (tokens, (ids, shares)) in zip(paths.texts, drafts, found, strict=True):
             rows = [(context([*text, *draft[:row]]), ids[row], shares[row]) for row in range(len(ids))]
-            told += [*rows[len(tokens) : len(tokens) + REJECTED], *rows[: len(tokens)]]
+            told += [*rows[len(tokens) :], *rows[: len(tokens)]]
         paths.learn([tokens for tokens, _ in found], [said for _, said in found])
         for tokens, ids_of_row, shares_of_row in told:
             insert(expected, np.array([tokens]), ids_of_row[None], shares_of_row[None])

@@ -37,8 +37,6 @@ class DraftBatch:
         sources: How many sources list paths. If there are any, the batch has one place.
         places: How many texts there is room for at first.
         reach: Tokens of each text that are searched, at least.
-        rejected: After so many rejected tokens of a row, at most, what the model says is learned; after all of them if
-            not given.
 
     Attributes:
         memory: See above.
@@ -60,7 +58,6 @@ class DraftBatch:
         sources: int = 0,
         places: int = 1,
         reach: int = 2 * BUCKETS,
-        rejected: int | None = None,
     ) -> None:
         self.memory = memory
         with memory.lock:
@@ -80,8 +77,8 @@ class DraftBatch:
         self._desk = allocate_desk(ngrams.writing, places * size, ngrams.orders, size)
         self.heard["share"] = 1.0
         self.listed = allocate_listed(sources, size)
-        explores, learned = explores and self.reads and not chains, size if rejected is None else rejected
-        self._settings = np.array((chains, explores, ngrams.observed, learned), dtype=SETTINGS)[()]
+        explores = explores and self.reads and not chains
+        self._settings = np.array((chains, explores, ngrams.observed), dtype=SETTINGS)[()]
         self._find, self._learn = TypedLoop(find), TypedLoop(learn)
         self._go_on = TypedLoop(go_on)
         self._owners: list[weakref.ref[Any] | None] = [None] * places

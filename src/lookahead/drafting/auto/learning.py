@@ -41,7 +41,6 @@ SETTINGS = np.dtype(
         ("chains", np.int64),  # whether a draft is one path: the likeliest token, and the likeliest after that
         ("explores", np.int64),  # whether recent predictions are tried after the root, where nothing better is left
         ("observes", np.int64),  # whether what was selected stands for what the model predicts, which is not known
-        ("rejected", np.int64),  # after so many rejected tokens of a row, at most, what the model says is learned
     ]
 )
 """How the texts of a batch are drafted for and learned from."""
@@ -187,10 +186,8 @@ def learn(step: Step, clock: int, known: Known, desk: Desk) -> tuple[int, int]:
             if settings["explores"]:
                 of_text["count"] = _note_recent(root, said, selected, recent[place], of_text["count"], desk.recent)
             for is_text in (False, True):  # what is text now comes last, so that it counts
-                left = len(selected) if is_text else settings["rejected"]
                 for at in range(len(selected)):
-                    if left > 0 and said[at, 0] >= 0 and is_text == (at <= root or selected[at] >= 0):
-                        left -= 1
+                    if said[at, 0] >= 0 and is_text == (at <= root or selected[at] >= 0):
                         size = read_context(place, at - root, nodes, texts, desk.context)
                         write_entry(desk.context[:size], said[at], likely[at], clock, entries, desk.writing)
             append(place, step.tokens, first, last, texts)

@@ -35,10 +35,6 @@ from lookahead.integrations.vllm.settings import Settings
 _ORDERS = 8
 """Longest context of the memory. Other texts are searched by it alone, so it is twice that of a single text."""
 
-_REJECTED = 3
-"""Of so many tokens that were rejected, what the model says after them is learned. What comes after more of them is
-hardly ever asked for, and takes the place of what is."""
-
 
 @dataclass
 class ProposerStatistics:
@@ -110,9 +106,7 @@ class LookaheadProposer:
         if self._memory is None:
             self._memory = _new_memory() if reads else text_only.text_memory()
         self._memory.ngrams.occupy()
-        self._batch = DraftBatch(
-            self._memory, self._most_drafted, chains=True, places=self._most_requests, rejected=_REJECTED
-        )
+        self._batch = DraftBatch(self._memory, self._most_drafted, chains=True, places=self._most_requests)
         self._requests = Requests(self._batch)
         self._is_loaded = True
         if reads:
