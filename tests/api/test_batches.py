@@ -25,7 +25,7 @@ from batch_exactness import (
     run_batch_case,
 )
 from lookahead.backends.transformers.noise import SamplingNoise
-from lookahead.backends.transformers.tree_cache import TreeLayer
+from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.errors import UnsupportedArgumentError
 from lookahead.serving.output import StreamFeeder
 from model_zoo import ARCHITECTURES, MAX_POSITIONS, ROPE_CONTEXT, build, greedy
@@ -221,12 +221,12 @@ def test_where_positions_depend_on_the_longest_row_texts_are_exact_or_refused(na
 
 # --- the suite has teeth: with a fault put into the library, cases fail ---------------------------------------
 
-_commit, _narrow_all = TreeLayer.commit, lookahead.serving.request.row_processors
+_commit, _narrow_all = ModelRunner.commit, lookahead.serving.request.row_processors
 
 
-def _commits_the_first_row(self: TreeLayer, slots: list[list[int]]) -> None:
+def _commits_the_first_row(self: ModelRunner, kept: list[list[int]]) -> None:
     """Every row keeps the states that the first row accepted."""
-    _commit(self, [slots[0][: len(kept)] + kept[len(slots[0]) :] for kept in slots])
+    _commit(self, [list(kept[0])[: len(nodes)] + list(nodes)[len(kept[0]) :] for nodes in kept])
 
 
 def _narrows_to_the_first_row(processors: LogitsProcessorList, row: int, batch_size: int) -> LogitsProcessorList:
@@ -241,7 +241,7 @@ def _hands_over_at_once(self: StreamFeeder, step: lookahead.StepRecord) -> None:
 
 
 FAULTS: dict[str, tuple[object, str, Callable[..., Any], dict[str, Any]]] = {
-    "cache keeps another row's nodes": (TreeLayer, "commit", _commits_the_first_row, {}),
+    "cache keeps another row's nodes": (ModelRunner, "commit", _commits_the_first_row, {}),
     "processors of another row": (
         lookahead.serving.request,
         "row_processors",
@@ -292,7 +292,7 @@ def test_runner_reports_and_exits_by_the_result(
     monkeypatch.setattr(sys, "argv", ["run_batches.py", "--cases", "3", "--seed", "7", "--architectures", "llama"])
     assert run_batches.main() == 0
     assert capsys.readouterr().out.splitlines()[-1] == "3 passed, 0 failed"
-    monkeypatch.setattr(TreeLayer, "commit", _commits_the_first_row)
+    monkeypatch.setattr(ModelRunner, "commit", _commits_the_first_row)
     assert run_batches.main() == 1
     output = capsys.readouterr().out
     assert "MISMATCH" in output

@@ -185,9 +185,9 @@ def _positions_in_order(tree: TokenTree) -> Layout:
     return replace(layout, depths=np.arange(len(layout.order)))
 
 
-def _keeps_first_slots(self: TreeLayer, slots: list[list[int]], uploads: object) -> None:
+def _keeps_first_slots(self: TreeLayer, slots: list[int], uploads: object) -> None:
     """A cache that keeps as many states as were accepted, but not those that were accepted."""
-    self.lengths = [length + len(kept) for length, kept in zip(self.lengths, slots, strict=True)]
+    self.length += len(slots)
 
 
 def _full_everywhere(self: MaskBuilder, kind: str) -> tuple[int | None, int | None]:

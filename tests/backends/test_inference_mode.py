@@ -67,6 +67,6 @@ def test_what_grew_inside_is_written_to_outside() -> None:
     states = torch.arange(12.0).view(1, 1, 4, 3)
     with torch.inference_mode():
         layer.update(states, states)
-        layer.commit([range(4)])
+        layer.commit(range(4))
     keys, _ = layer.update(states, states)
     assert torch.equal(keys, torch.cat([states, states], dim=2))

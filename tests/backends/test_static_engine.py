@@ -84,7 +84,7 @@ def static_steps(
     with torch.no_grad():
         check = ModelRunner(model, 1)
         check_logits(check)
-    cache = StaticTreeCache(layer_shapes(check.cache), batch, capacity, CPU)
+    cache = StaticTreeCache(layer_shapes(check.rows[0].cache), batch, capacity, CPU)
     return StaticSteps(model, cache, pass_sizes(nodes), recorder or NoRecorder(), compiler)
 
 
@@ -345,7 +345,7 @@ def test_no_node_sees_what_is_not_text(name: str) -> None:
     def fill() -> None:
         # As large as it gets with a finite score: dense masks only add to scores.
         for buffer in steps.cache.buffers:
-            for row, length in enumerate(steps.cache.lengths(2)):
+            for row, length in enumerate(steps.cache.lengths):
                 buffer[:, row, :, length:] = 1e30
 
     assert_same(logits_of_steps(runner, batch=2, before_step=fill), logits_of_steps(ModelRunner(model, 2), batch=2))
@@ -402,17 +402,17 @@ def test_the_cache_keeps_what_was_committed() -> None:
         cache.commit(slots)
         for row in range(2):
             expected[row] += [fresh[row][slot] for slot in slots[row]]
-        assert cache.lengths(2) == [len(row) for row in expected]
+        assert cache.lengths == [len(row) for row in expected]
         assert cache.get_seq_length() == cache.longest == max(map(len, expected))
         for layer in (0, 2):
             for row, tokens in enumerate(expected):
                 assert cache.layers[layer].keys[row, 1, : len(tokens), 2].tolist() == tokens
                 assert cache.layers[layer].values[row, 0, : len(tokens), -1].tolist() == [-token for token in tokens]
     adopted = StaticTreeCache([shape, None, replace(shape, value_size=5)], 2, 30, CPU)
-    adopted.adopt(cache)
+    adopted.adopt([cache.text(0), cache.text(1)])
     cache.grow(40)
     for other in (cache, adopted):
-        assert other.lengths(2) == [len(tokens) for tokens in expected]
+        assert other.lengths == [len(tokens) for tokens in expected]
         for row, tokens in enumerate(expected):
             assert other.layers[2].keys[row, 0, : len(tokens), 0].tolist() == tokens
 

@@ -59,7 +59,7 @@ def test_replays_are_the_dynamic_steps(name: str) -> None:
         check = ModelRunner(model, 1)
         check_logits(check)
         recorder = CudaGraphRecorder(torch.device("cuda"))
-        cache = StaticTreeCache(layer_shapes(check.cache), 2, 128, model.device)
+        cache = StaticTreeCache(layer_shapes(check.rows[0].cache), 2, 128, model.device)
         steps = StaticSteps(model, cache, pass_sizes(32), recorder)
     for buffer in steps.cache.buffers:
         buffer.fill_(float("nan"))

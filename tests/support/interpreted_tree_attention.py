@@ -4,7 +4,6 @@ The interpreter must be chosen before Triton is imported, so `test_tree_attentio
 its own: `TRITON_INTERPRET=1 python -m pytest tests/support/interpreted_tree_attention.py`.
 """
 
-import copy
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -330,7 +329,9 @@ def test_models_give_the_logits_of_eager_attention_with_dense_masks(name: str) -
     prefixes = [TokenTree(text[:cached]) for text, cached in zip(TEXTS, (12, 3), strict=True)]
     runner.forward(prefixes)
     runner.commit([range(12), range(3)])
-    cache = copy.deepcopy(runner.cache)
+    shapes = layer_shapes(runner.rows[0].cache)
+    cache = StaticTreeCache(shapes, 2, 64, torch.device("cpu"))
+    cache.adopt(runner.texts)
     step = trees(runner)
     expected = runner.forward(step)
     logits = packed_forward(tree_model, cache, step)
@@ -344,7 +345,7 @@ def test_models_give_the_logits_of_eager_attention_with_dense_masks(name: str) -
 
 def packed_forward(model: PreTrainedModel, cache: object, step: list[TokenTree]) -> torch.Tensor:
     """Logits of every slot, from a pass with packed masks."""
-    layouts, lengths = [lay_out(tree) for tree in step], cache.lengths(2)
+    layouts, lengths = [lay_out(tree) for tree in step], cache.lengths
     nodes = max(len(layout.order) for layout in layouts)
     tokens, positions = np.zeros((2, nodes), dtype=np.int64), np.zeros((2, nodes), dtype=np.int64)
     ancestors = np.zeros((2, nodes, nodes), dtype=np.bool_)
@@ -378,7 +379,7 @@ def test_both_engines_with_the_kernel(name: str) -> None:
     model = build(name, attention=NAME)
     dynamic = ModelRunner(model, 1)
     torch.testing.assert_close(check_logits(dynamic), expected, rtol=1e-4, atol=1e-4)
-    shapes = layer_shapes(dynamic.cache)
+    shapes = layer_shapes(dynamic.rows[0].cache)
     for compiler in (None, "eager") if name == "gemma2" else (None,):
         cache = StaticTreeCache(shapes, 1, CHECK_LENGTH, model.device)
         steps = StaticSteps(model, cache, (1, 8), NoRecorder(), compiler)

@@ -189,7 +189,7 @@ class StepBench:
 
     def undo(self) -> None:
         """Forget what the last step kept."""
-        self._runner.cache.crop([self.context])
+        self._runner.rows[0].crop(self.context)
 
 
 def measure(

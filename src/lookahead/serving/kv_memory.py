@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.backends.base import TextRow
-from lookahead.backends.transformers.rows import Row
 from lookahead.backends.transformers.tree_cache import whole_blocks
 from lookahead.errors import InvalidArgumentError
 
@@ -55,7 +54,7 @@ class KVMemory:
         kv_bytes: int | None,
         reuses: bool,
         prefix_bytes: int,
-        make_row: Callable[[int], TextRow] = Row,
+        make_row: Callable[[int], TextRow],
         apart: bool = False,
     ) -> None:
         self.token_bytes = token_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import (
@@ -12,7 +14,6 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from lookahead.backends.transformers.static_cache import StaticTreeCache
 from lookahead.backends.transformers.tree_cache import TreeCache, TreeLayer
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 
@@ -25,11 +26,11 @@ _EMPTY_LAYERS: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_uti
 """Layers that never hold states; from transformers 5.20 on."""
 
 
-def adopt_cache(cache: Cache, mask: torch.Tensor) -> TreeCache:
-    """The tree cache to decode with, which begins with what `cache` holds and leaves that as it is.
+def adopt_cache(cache: Cache, mask: torch.Tensor) -> list[TreeCache]:
+    """What to decode with, for each row: caches that begin with what `cache` holds and leave that as it is.
 
     A cache of transformers has a column for every input token, hidden ones included; decoding goes on
-    with the tokens that count, each row contiguous from its start.
+    with the tokens that count.
 
     Args:
         cache: What the caller passed, or what the model made of a prompt.
@@ -49,54 +50,89 @@ def adopt_cache(cache: Cache, mask: torch.Tensor) -> TreeCache:
             f"past_key_values={type(cache).__name__} is not supported by lookahead decoding; pass a DynamicCache, the "
             "cache that an earlier call returned, or none"
         )
-    length = cache.get_seq_length()
-    if length == 0:
-        return TreeCache([_window(layer) for layer in cache.layers])
-    held = mask[:, :length].cpu()
+    adopted = [TreeCache([_window(layer) for layer in cache.layers]) for _ in mask]
+    if cache.get_seq_length() == 0:
+        return adopted
+    held = mask[:, : cache.get_seq_length()]
     filled = [layer for layer in cache.layers if layer.is_initialized and not isinstance(layer, _EMPTY_LAYERS)]
     if len(held) != filled[0].keys.shape[0]:
         raise InvalidArgumentError(
             f"past_key_values holds {filled[0].keys.shape[0]} rows, but input_ids has {len(held)}; they must be the "
             "same texts"
         )
-    _check_states(filled[0].keys, held)
-    adopted = TreeCache([_window(layer) for layer in cache.layers])
-    adopted.layers = [_adopt_layer(layer) for layer in cache.layers]
-    return adopted if bool(held.all()) else _without_hidden(adopted, held)
+    _check_states(filled[0].keys, held.cpu())
+    for row, (own, counted) in enumerate(zip(adopted, held, strict=True)):
+        own.layers = [_adopt_layer(layer, row, counted) for layer in cache.layers]
+    return adopted
 
 
-def return_cache(decoded: TreeCache, cache: Cache, mask: torch.Tensor) -> Cache:
+def _adopt_layer(layer: CacheLayerMixin, row: int, counted: torch.Tensor) -> TreeLayer:
+    """The tokens of a row that count, `[columns]` bool says which; without a copy if all do."""
+    if isinstance(layer, _EMPTY_LAYERS) or not layer.is_initialized:
+        return TreeLayer(_window(layer))
+    length, columns, place = int(counted.sum()), layer.keys.shape[2], slice(row, row + 1)
+    # Of a sliding layer the last columns are left.
+    picked = slice(None) if bool(counted.all()) else counted[-columns:].to(layer.keys.device).nonzero()[:, 0]
+    adopted = TreeLayer.holding(
+        layer.keys[place][:, :, picked], layer.values[place][:, :, picked], length, _window(layer)
+    )
+    if getattr(layer, "is_indexer_initialized", False):
+        keys = layer.indexer_keys[place][:, None, picked]
+        adopted.indexer = TreeLayer.holding(keys, keys[..., :0], length)
+    return adopted
+
+
+def return_cache(decoded: Sequence[TreeCache], cache: Cache, mask: torch.Tensor) -> Cache:
     """The cache that the caller gets: `cache` with what decoding added, as transformers would have left it.
 
     Args:
-        decoded: What was decoded, and is used no more; the buffers of a static one are.
+        decoded: What was decoded, for each row; it is used no more.
         cache: What the caller passed, or an empty one.
         mask: Which tokens of the text that was handed over count, `[batch, columns]` bool; later ones all do.
     """
-    if not bool(mask.all()):
-        decoded = _with_hidden(decoded, mask.cpu())
-    while len(cache.layers) < len(decoded.layers):
-        picks = decoded.layers[len(cache.layers)].indexer is not None
-        cache.layers.append(DynamicIndexedLayer() if picks else DynamicLayer())
+    rows = list(zip(decoded, mask.cpu(), strict=True))
+    layers = decoded[0].layers
+    while len(cache.layers) < len(layers):
+        cache.layers.append(DynamicLayer() if layers[len(cache.layers)].indexer is None else DynamicIndexedLayer())
     # Layers that borrow the states of others hold nothing, and decoding may not have come to them.
-    for layer, states in zip(cache.layers, decoded.layers, strict=False):
+    for index, (layer, states) in enumerate(zip(cache.layers, layers, strict=False)):
         if not states.is_initialized:
             continue
         if not layer.is_initialized:
             layer.lazy_initialization(states.keys, states.values)
-        start, end = 0, states.longest
+        window = _window(layer)
+        laid_out = [_laid_out(text.layers[index], counted, window) for text, counted in rows]
+        parts = [part[0] if len(part) == 1 else torch.cat(part) for part in zip(*laid_out, strict=True)]
+        layer.keys, layer.values, *indexer = parts
         if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = end
-            start = max(0, end - layer.sliding_window + 1)
-        start, end = start - states.dropped, end - states.dropped
-        rows = len(states.lengths)
-        layer.keys, layer.values = states.keys[:rows, :, start:end], states.values[:rows, :, start:end]
-        if isinstance(decoded, StaticTreeCache):
-            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
-        if states.indexer is not None and isinstance(layer, DynamicIndexedLayer):
-            layer.lazy_initialization_indexer(states.indexer.keys)
-            layer.indexer_keys = states.indexer.keys[:, 0, :end]
+            layer.cumulative_length = int(_columns(*rows[0])[-1]) + 1
+        if indexer and isinstance(layer, DynamicIndexedLayer):
+            layer.lazy_initialization_indexer(indexer[0])
+            layer.indexer_keys = indexer[0][:, 0]
     return cache
+
+
+def _columns(text: TreeCache | TreeLayer, counted: torch.Tensor) -> torch.Tensor:
+    """The columns of the tokens of a text; `counted` `[columns]` bool says which of the first ones are."""
+    columns = counted.nonzero()[:, 0]
+    columns = torch.cat([columns, torch.arange(len(counted), len(counted) + max(text.length - len(columns), 0))])
+    return columns[: text.length]
+
+
+def _laid_out(layer: TreeLayer, counted: torch.Tensor, window: int | None) -> list[torch.Tensor]:
+    """Keys, values and keys of the indexer, if there is one, of a text with a column for each hidden token as well; in
+    a layer with a window the last ones, as transformers keeps them."""
+    columns = _columns(layer, counted)
+    parts = [layer.keys, layer.values] if layer.indexer is None else [layer.keys, layer.values, layer.indexer.keys]
+    found = []
+    for states, dropped in zip(parts, (layer.dropped, layer.dropped, 0), strict=False):
+        kept = states[:, :, : layer.length - dropped]
+        if int(columns[-1]) >= layer.length or (dropped and window is None):
+            whole = states.new_full((*states.shape[:2], int(columns[-1]) + 1, states.shape[3]), _BLANK)
+            whole[:, :, columns[dropped:].to(states.device)] = kept
+            kept = whole
+        found.append(kept if window is None else kept[:, :, max(kept.shape[2] - window + 1, 0) :])
+    return found
 
 
 def _check_states(keys: torch.Tensor, held: torch.Tensor) -> None:
@@ -109,65 +145,5 @@ def _check_states(keys: torch.Tensor, held: torch.Tensor) -> None:
         )
 
 
-def _without_hidden(cache: TreeCache, held: torch.Tensor) -> TreeCache:
-    """A copy with the columns that count alone, `held` `[batch, columns]` bool, each row contiguous from its start."""
-    sources = [mine.nonzero()[:, 0] for mine in held]
-    # Attention multiplies what lies behind the end of a row by 0, so it must be finite.
-    return _moved(cache, sources, [torch.arange(len(places)) for places in sources], fill=0.0)
-
-
-def _with_hidden(cache: TreeCache, mask: torch.Tensor) -> TreeCache:
-    """A copy with a column for each hidden token as well, `mask` `[batch, columns]` bool."""
-    lengths = cache.lengths(len(mask))
-    targets = [_columns(mine, length) for mine, length in zip(mask, lengths, strict=True)]
-    return _moved(cache, [torch.arange(len(places)) for places in targets], targets, fill=_BLANK)
-
-
-def _moved(cache: TreeCache, sources: list[torch.Tensor], targets: list[torch.Tensor], fill: float) -> TreeCache:
-    """A copy of `cache` in which the columns `sources[row]` have become `targets[row]`, and `fill` is in all others."""
-    copied = TreeCache()
-    lengths = [int(places[-1]) + 1 if len(places) else 0 for places in targets]
-    for layer in cache.layers:
-        moved, *indexer = [_moved_layer(part, sources, targets, lengths, fill) for part in layer.parts]
-        moved.indexer = indexer[0] if indexer else None
-        copied.layers.append(moved)
-    return copied
-
-
-def _moved_layer(
-    layer: TreeLayer, sources: list[torch.Tensor], targets: list[torch.Tensor], lengths: list[int], fill: float
-) -> TreeLayer:
-    if not layer.is_initialized:
-        return TreeLayer()
-    copies = []
-    for held in (layer.keys, layer.values):
-        # Zeros for what a sliding layer has forgotten: its window hides them.
-        states = torch.nn.functional.pad(held[: len(lengths)], (0, 0, layer.dropped, 0))
-        moved = states.new_full((*states.shape[:2], max(lengths), states.shape[3]), fill)
-        for row, (source, target) in enumerate(zip(sources, targets, strict=True)):
-            moved[row][:, target.to(states.device)] = states[row][:, source.to(states.device)]
-        copies.append(moved)
-    return TreeLayer.holding(copies[0], copies[1], lengths)
-
-
-def _columns(mine: torch.Tensor, length: int) -> torch.Tensor:
-    """The columns of the first `length` tokens that count; `mine` `[columns]` bool says which of the first ones do."""
-    counted = mine.nonzero()[:, 0]
-    return torch.cat([counted, torch.arange(len(mine), len(mine) + max(length - len(counted), 0))])[:length]
-
-
 def _window(layer: CacheLayerMixin) -> int | None:
     return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-
-
-def _adopt_layer(layer: CacheLayerMixin) -> TreeLayer:
-    if isinstance(layer, _EMPTY_LAYERS) or not layer.is_initialized:
-        return TreeLayer(_window(layer))
-    length = layer.get_seq_length()
-    lengths = [length] * layer.keys.shape[0]
-    adopted = TreeLayer.holding(layer.keys, layer.values, lengths, _window(layer))
-    adopted.dropped = length - layer.keys.shape[2]
-    if getattr(layer, "is_indexer_initialized", False):
-        keys = layer.indexer_keys[:, None]
-        adopted.indexer = TreeLayer.holding(keys, keys[..., :0], lengths)
-    return adopted

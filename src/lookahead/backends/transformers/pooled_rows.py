@@ -128,7 +128,7 @@ class PooledRow(TextRow):
     def adopt(self, cache: TreeCache) -> None:
         """Begin with what a cache of one row holds."""
         cache.keep_all()
-        (length,) = cache.lengths(1)
+        length = cache.length
         self.reserve(length)
         columns = upload(self._pool.cache.buffers[0].device, self.columns(np.arange(length)))[0]
         for layer, own in zip(cache.layers, self._pool.cache.layers, strict=False):
@@ -238,7 +238,7 @@ class PooledRunner(RowsRunner):
         positions_end: bool = True,
     ) -> None:
         super().__init__(model, positions_end)
-        self._shapes, self._masks = tuple(shapes), MaskBuilder(model.config)
+        self._shapes = tuple(shapes)
         self._records = recorder is not None
         self.engine = "static" if self._records else "dynamic"
         self._recorder, self._clock = recorder or NoRecorder(), clock

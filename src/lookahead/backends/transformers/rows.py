@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from lookahead.backends.base import TextRow
+from lookahead.backends.transformers.static_cache import StaticTreeCache
 from lookahead.backends.transformers.tree_cache import TreeCache, TreeLayer
 
 
@@ -15,19 +16,23 @@ class Row(TextRow):
     """One text on a model: its keys and values.
 
     Args:
-        block: Tokens by which its room grows; see `TreeLayer.block`.
+        cache: The keys and values; an empty cache if not given.
+        block: Tokens by which the room of that grows; see `TreeLayer`.
 
     Attributes:
-        cache: The keys and values.
+        cache: As above.
+        padding: How many padding tokens its prompt had; they count where transformers counts them.
     """
 
-    def __init__(self, block: int | None = None) -> None:
-        self.cache = TreeCache(block=block)
+    padding = 0
+
+    def __init__(self, cache: TreeCache | None = None, block: int | None = None) -> None:
+        self.cache = TreeCache(block=block) if cache is None else cache
 
     @property
     def length(self) -> int:  # type: ignore[override]
         """Tokens whose keys and values are kept."""
-        return self.cache.length(0)
+        return self.cache.length
 
     @property
     def capacity(self) -> int:
@@ -40,34 +45,38 @@ class Row(TextRow):
 
     def crop(self, tokens: int) -> None:
         """Forget all behind the first `tokens` tokens."""
-        self.cache.crop([tokens])
+        self.cache.crop(tokens)
 
     def adopt(self, cache: TreeCache) -> None:
-        """Begin with what a cache of one row holds."""
+        """Begin with what a cache holds."""
         cache.keep_all()
-        self.cache.copy_start(cache, *cache.lengths(1))
+        self.cache.copy_start(cache, cache.length)
 
 
-class CacheRow(TextRow):
-    """One row of a cache of several, which come and go together.
+class StaticRow(TextRow):
+    """One row of static buffers.
 
     Args:
         cache: The keys and values of all rows.
         place: Which row it is.
 
     Attributes:
-        padding: How many padding tokens its prompt had; they count where transformers counts them.
+        padding: See `Row`.
     """
 
     padding = 0
 
-    def __init__(self, cache: TreeCache, place: int) -> None:
+    def __init__(self, cache: StaticTreeCache, place: int) -> None:
         self._cache, self._place = cache, place
 
     @property
     def length(self) -> int:  # type: ignore[override]
         """Tokens whose keys and values are kept."""
-        return self._cache.length(self._place)
+        return self._cache.lengths[self._place]
+
+    def crop(self, tokens: int) -> None:
+        """Forget all behind the first `tokens` tokens."""
+        self._cache.crop(tokens, self._place)
 
 
 States = list[tuple[torch.Tensor, torch.Tensor]]

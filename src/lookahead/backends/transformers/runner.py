@@ -1,8 +1,7 @@
 """Runs an unmodified transformers model on the trees of some texts: lay out, inputs, pass, results; then commit.
 
-Three kinds of runners differ in what they keep of the texts: `ModelRunner` has the rows of one call in one cache,
-`RowsRunner` has a cache for each of rows that come and go, and `ChainRunner` has running states, which cannot take back
-a token.
+Each text has a cache of its own. `RowsRunner` runs rows that come and go, `ModelRunner` those of one call, and
+`ChainRunner` those of a model with running states, which cannot take back a token.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 from lookahead.backends.base import Runner, check_chain
 from lookahead.backends.forward_result import ForwardResult, forward_results, nothing_listed
 from lookahead.backends.transfers import upload
-from lookahead.backends.transformers.attention import INVARIANT_ROWS
+from lookahead.backends.transformers.attention import INVARIANT, INVARIANT_ROWS
 from lookahead.backends.transformers.cache_exchange import adopt_cache
 from lookahead.backends.transformers.chain_cache import (
     ChainRow,
@@ -29,8 +28,9 @@ from lookahead.backends.transformers.layouts import Inputs, Packed, Padded, Step
 from lookahead.backends.transformers.limits import limits_of, shortest
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
-from lookahead.backends.transformers.rows import CacheRow, PackedCache, PaddedCache, Row
+from lookahead.backends.transformers.rows import PackedCache, PaddedCache, Row, StaticRow
 from lookahead.backends.transformers.static_steps import StaticSteps
+from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
 from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.config import MAX_NODES_PER_STEP, MOST_CHOSEN_NODES
 from lookahead.core.token_tree import Layout, TokenTree, lay_out
@@ -171,152 +171,49 @@ class TransformersRunner(Runner):
         self.commit([range(len(tree) if kept else 0) for tree, kept in zip(trees, keep, strict=True)])
 
 
-class ModelRunner(TransformersRunner):
-    """The sequences of one call: rows of one cache, padded to the largest tree.
-
-    Args:
-        model: Any transformers causal language model that `check_model` accepts.
-        batch_size: Sequences that run together.
-        cache: Keys and values of the beginning of each text; an empty cache if not given, whose sliding layers forget
-            what no later token sees.
-        device: See `Runner`.
-        steps: Runs trees of up to a certain size over fixed buffers; `cache` is copied into its own. Larger trees,
-            such as a prompt, are run as they are without it, unless its passes are of one size only.
-        most_nodes: Nodes, the root included, that a draft makes of a tree at most.
-        positions_end: See `Limits`.
-
-    Attributes:
-        cache: Keys and values.
-        rows: Those of the cache.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        batch_size: int,
-        cache: TreeCache | None = None,
-        device: torch.device | None = None,
-        steps: StaticSteps | None = None,
-        most_nodes: int = MOST_CHOSEN_NODES,
-        positions_end: bool = True,
-    ) -> None:
-        super().__init__(model, positions_end, device)
-        self._masks = MaskBuilder(model.config)
-        if cache is None:
-            cache = TreeCache(self._masks.windows)
-        if steps is not None or model.config._attn_implementation in PACKED_MASKS:
-            cache.keep_all()  # packed masks and static buffers are of all columns
-        self.cache = cache
-        self._steps = steps
-        if steps is not None:
-            steps.begin(cache)
-            self.cache = steps.cache
-        if steps is not None and steps.chunk is not None:
-            self._chunk = steps.chunk
-        self.rows = [CacheRow(self.cache, place) for place in range(batch_size)]
-        self._drafted = most_nodes
-        self._layout = Padded(model, self._masks, self._device)
-        self.is_invariant = self._layout.is_invariant
-        self._forgets = any(self._masks.windows)
-
-    def counts_hidden_after(self, between: bool) -> int | None:
-        """Longest text, hidden tokens included, in which the model counts no hidden token; `None` for any.
-
-        Args:
-            between: Whether some are hidden between others, and not only before the first that counts.
-        """
-        reach = self._masks.shortest_reach if between else None
-        return shortest(self._limits.places_after, self._limits.picks_after, reach)
-
-    def _pending(self, row: int, text: Sequence[int]) -> Sequence[int]:
-        kept = self.rows[row]
-        recompute_at = self._limits.recompute_at
-        if recompute_at is not None and not kept.before and kept.length < recompute_at - kept.padding <= len(text):
-            self.cache.forget(row)
-        return super()._pending(row, text)
-
-    def wants_draft(self, tree: TokenTree) -> bool:
-        """Whether anything should be drafted onto `tree`.
-
-        Not if it is a prompt too long to be sent with a mask, or the model would go by the draft's places in the cache.
-        """
-        start = max(row.length for row in self.rows)
-        return tree.root < LONGEST_DRAFTED_PREFILL and self._limits.allows(start, tree.root + self._drafted)
-
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
-        """See `Runner`; in a static pass, if there is one of that size."""
-        if self._steps is not None:
-            self._layouts = [lay_out(tree) for tree in trees]
-            results = self._steps.forward(self._step(range(len(trees)), trees), top_k)
-            if results is not None:
-                return results
-        return super().forward(trees, top_k)
-
-    def _step(self, places: Sequence[int], trees: Sequence[TokenTree]) -> Step:
-        self.cache.drop()  # before the masks are made
-        step = super()._step(places, trees)
-        step.dropped = self.cache.dropped if self._forgets else 0
-        return step
-
-    def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
-        inputs = self._layout.inputs(step)
-        return self._call(self.model, inputs, {"past_key_values": self.cache}).logits, inputs
-
-    def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """See `Runner`."""
-        self.cache.commit(self._slots_of(kept))
-
-    def _prefill_size(self, texts: int) -> int | None:
-        # A single text goes in one pass, which needs no mask of ours; a batch in chunks, as its mask grows with them.
-        return None if texts == 1 and not self.is_invariant else self._chunk
-
-    def take_prompt(self, cache: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
-        """See `TransformersRunner`."""
-        adopted = adopt_cache(cache, mask)
-        if self._steps is not None:
-            self._steps.begin(adopted)
-        else:
-            self.cache.layers = adopted.layers
-        for row, shift in zip(self.rows, shifts, strict=True):
-            row.shift = shift
-
-
 class RowsRunner(TransformersRunner):
     """Rows that come and go, each of which has keys and values of its own.
 
     Packed, one that joins or leaves moves nothing of the others. Padded, which any model that runs trees can do,
-    padding is computed for nothing, and the keys and values of all rows are copied for each pass.
+    padding is computed for nothing, and the keys and values of several rows are copied for each pass.
 
     Args:
         model: What runs; see `rows_runner`.
         positions_end: See `Limits`.
         packed: Whether its attention is that of packed rows.
         together: Whether rows of different lengths may share a padded pass; else each has its own.
+        device: See `TransformersRunner`.
 
     Attributes:
         packed: As above.
     """
 
     def __init__(
-        self, model: PreTrainedModel, positions_end: bool = True, packed: bool = True, together: bool = True
+        self,
+        model: PreTrainedModel,
+        positions_end: bool = True,
+        packed: bool = True,
+        together: bool = True,
+        device: torch.device | None = None,
     ) -> None:
-        super().__init__(model, positions_end)
-        masks = MaskBuilder(model.config)
-        self.rows: list[Row] = []
-        self.is_invariant = model.config._attn_implementation == INVARIANT_ROWS
+        super().__init__(model, positions_end, device)
+        self._masks = MaskBuilder(model.config)
+        self.rows: list[Any] = []
+        self.is_invariant = model.config._attn_implementation in (INVARIANT, INVARIANT_ROWS, BY_POSITION)
         self.packed, self._together = packed, together
-        self._padded_layout = Padded(model, masks, self._device)
-        self._packed_layout = Packed(model, masks, self._device)
+        self._padded_layout = Padded(model, self._masks, self._device)
+        self._packed_layout = Packed(model, self._masks, self._device)
 
     def new_row(self, block: int | None = None) -> Row:
         """See `Runner`."""
-        return Row(block)
+        return Row(block=block)
 
     def token_bytes(self) -> int:
         """See `Runner`; found by running one."""
-        self.rows = [Row(1)]
+        self.rows = [row := Row()]
         self.forward([TokenTree([0])])
-        return self.rows.pop().cache.token_bytes
+        self.rows = []
+        return row.cache.token_bytes
 
     def wants_draft(self, tree: TokenTree) -> bool:
         """Whether anything should be drafted onto `tree`: not if it is a part of a text, nor where the model would go
@@ -339,26 +236,146 @@ class RowsRunner(TransformersRunner):
         return [together, *alone] if together else alone
 
     def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
-        rows = [self.rows[place] for place in places]
-        cache: Any
-        if self.packed:
-            cache = PackedCache(rows, step.counts)
-            inputs = self._packed_layout.inputs(step, cache)
-        else:
-            cache = rows[0].cache if len(rows) == 1 else PaddedCache(rows, step.counts)
-            inputs = self._padded_layout.inputs(step)
+        cache = self._cache([self.rows[place] for place in places], step)
+        inputs = self._packed_layout.inputs(step, cache) if self.packed else self._padded_layout.inputs(step)
         return self._call(self.model, inputs, {"past_key_values": cache}).logits, inputs
+
+    def _cache(self, rows: Sequence[Any], step: Step) -> Any:
+        """What the model takes for the cache of some rows."""
+        if self.packed:
+            return PackedCache(rows, step.counts)
+        return rows[0].cache if len(rows) == 1 else PaddedCache(rows, step.counts)
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
         for row, slots in zip(self.rows, self._slots_of(kept), strict=True):
             if slots:
-                row.cache.commit([slots])
+                row.cache.commit(slots)
 
     def take_prompt(self, cache: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
         """See `TransformersRunner`."""
-        (row,), (row.shift,) = self.rows, shifts
-        row.adopt(adopt_cache(cache, mask))
+        for row, held, shift in zip(self.rows, adopt_cache(cache, mask), shifts, strict=True):
+            row.adopt(held)
+            row.shift = shift
+
+
+class ModelRunner(RowsRunner):
+    """The rows of one call, which are padded to the largest tree, in one pass.
+
+    Args:
+        model: Any transformers causal language model that `check_model` accepts.
+        batch_size: Sequences that run together.
+        caches: Keys and values of the beginning of each text; empty caches if not given. The sliding layers of a lone
+            one forget what no later token sees.
+        device: See `Runner`.
+        steps: Runs trees of up to a certain size over fixed buffers; `caches` are copied into these. Larger trees,
+            such as a prompt, are run as they are without it, unless its passes are of one size only.
+        most_nodes: Nodes, the root included, that a draft makes of a tree at most.
+        positions_end: See `Limits`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch_size: int,
+        caches: Sequence[TreeCache] | None = None,
+        device: torch.device | None = None,
+        steps: StaticSteps | None = None,
+        most_nodes: int = MOST_CHOSEN_NODES,
+        positions_end: bool = True,
+    ) -> None:
+        super().__init__(model, positions_end, packed=False, device=device)
+        self._drafted, self._steps = most_nodes, steps
+        caches = caches or [TreeCache(self._masks.windows) for _ in range(batch_size)]
+        # Packed masks, static buffers and padded passes are of all columns.
+        self._forgets = any(self._masks.windows) and batch_size == 1
+        self._forgets &= steps is None and model.config._attn_implementation not in PACKED_MASKS
+        if steps is None:
+            self.rows = [Row(self._held(cache)) for cache in caches]
+            return
+        steps.begin(caches)
+        self.rows = [StaticRow(steps.cache, place) for place in range(batch_size)]
+        if steps.chunk is not None:
+            self._chunk = steps.chunk
+
+    def _held(self, cache: TreeCache) -> TreeCache:
+        if not self._forgets:
+            cache.keep_all()
+        return cache
+
+    @property
+    def texts(self) -> list[TreeCache]:
+        """What is kept of each row, in memory that no later call uses."""
+        if self._steps is None:
+            return [row.cache for row in self.rows]
+        return [self._steps.cache.text(place) for place in range(len(self.rows))]
+
+    def counts_hidden_after(self, between: bool) -> int | None:
+        """Longest text, hidden tokens included, in which the model counts no hidden token; `None` for any.
+
+        Args:
+            between: Whether some are hidden between others, and not only before the first that counts.
+        """
+        reach = self._masks.shortest_reach if between else None
+        return shortest(self._limits.places_after, self._limits.picks_after, reach)
+
+    def _pending(self, row: int, text: Sequence[int]) -> Sequence[int]:
+        kept = self.rows[row]
+        recompute_at = self._limits.recompute_at
+        if recompute_at is not None and not kept.before and kept.length < recompute_at - kept.padding <= len(text):
+            kept.crop(0)
+        return super()._pending(row, text)
+
+    def wants_draft(self, tree: TokenTree) -> bool:
+        """Whether anything should be drafted onto `tree`.
+
+        Not if it is a prompt too long to be sent with a mask, or the model would go by the draft's places in the cache.
+        """
+        start = max(row.length for row in self.rows)
+        return tree.root < LONGEST_DRAFTED_PREFILL and self._limits.allows(start, tree.root + self._drafted)
+
+    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
+        """See `Runner`; in a static pass, if there is one of that size."""
+        if self._steps is not None:
+            self._layouts = [lay_out(tree) for tree in trees]
+            results = self._steps.forward(self._step(range(len(trees)), trees), top_k)
+            if results is not None:
+                return results
+        return super().forward(trees, top_k)
+
+    def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
+        return [list(range(len(trees)))]
+
+    def _step(self, places: Sequence[int], trees: Sequence[TokenTree]) -> Step:
+        step = super()._step(places, trees)
+        if self._forgets:
+            self.rows[0].cache.drop()  # before the masks are made
+            step.dropped = self.rows[0].cache.dropped
+        return step
+
+    def _cache(self, rows: Sequence[Any], step: Step) -> Any:
+        return super()._cache(rows, step) if self._steps is None else self._steps.cache
+
+    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+        """See `Runner`."""
+        if self._steps is None:
+            super().commit(kept)
+        else:
+            self._steps.cache.commit(self._slots_of(kept))
+
+    def _prefill_size(self, texts: int) -> int | None:
+        # A single text goes in one pass, which needs no mask of ours; a batch in chunks, as its mask grows with them.
+        return None if texts == 1 and not self.is_invariant else self._chunk
+
+    def take_prompt(self, cache: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
+        """See `TransformersRunner`."""
+        adopted = adopt_cache(cache, mask)
+        if self._steps is not None:
+            self._steps.begin(adopted)
+        for row, held, shift in zip(self.rows, adopted, shifts, strict=True):
+            row.shift = shift
+            if self._steps is None:
+                row.cache = self._held(held)
 
 
 class ChainRunner(TransformersRunner):

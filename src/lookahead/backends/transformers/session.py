@@ -107,11 +107,11 @@ class TreeCall(Call):
         engine = engine_model(model, config.pack_weights, config.invariant)
         kind = equivalence(model)
         self._prompts = prompts
-        cache: TreeCache | None = None
+        caches: list[TreeCache] | None = None
         if prompts.cache is not None:
-            cache = adopt_cache(prompts.cache, prompts.mask)
-        elif not bool(prompts.mask.all()):  # hidden tokens are laid out again in the cache that the caller gets
-            cache = TreeCache()
+            caches = adopt_cache(prompts.cache, prompts.mask)
+        elif not prompts.all_count:  # hidden tokens are laid out again in the cache that the caller gets
+            caches = [TreeCache() for _ in range(prompts.rows)]
         self._buffers = _static_buffers(engine, config, prompts, generation_config) if is_static else None
         steps = self._buffers.steps if self._buffers else None
         if steps is not None:
@@ -121,7 +121,7 @@ class TreeCall(Call):
         self.runner = runner = ModelRunner(
             engine,
             prompts.rows,
-            cache,
+            caches,
             prompts.input_ids.device,
             steps,
             config.max_nodes,
@@ -140,7 +140,7 @@ class TreeCall(Call):
         if keep_cache:
             given = self._prompts.cache
             given = empty_cache(self._model) or DynamicCache() if given is None else given
-            cache = return_cache(self.runner.cache, given, self._prompts.mask)
+            cache = return_cache(self.runner.texts, given, self._prompts.mask)
         if self._buffers is not None:
             self._buffers.release()
         return cache

@@ -1,4 +1,4 @@
-"""A tree cache with static buffers: no step allocates, and keys and values stay where they are."""
+"""Keys and values of several texts in static buffers: no step allocates, and they stay where they are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from transformers.cache_utils import Cache
 
 from lookahead.backends.transfers import upload
 from lookahead.backends.transformers.tree_cache import TreeCache, TreeLayer
@@ -40,15 +41,16 @@ def layer_shapes(cache: TreeCache) -> tuple[LayerShape | None, ...]:
     )
 
 
-class StaticTreeCache(TreeCache):
-    """A `TreeCache` for texts up to a length known beforehand.
+class StaticTreeCache(Cache):  # type: ignore[misc]
+    """The cache of a model for the texts of its rows, up to a length known beforehand.
 
     States of one size lie in one buffer `[states, rows, heads, capacity, size]` over all layers, so that what a commit
     moves is moved in all of them at once. While `columns` is set, a pass writes its nodes to those columns and gets
     whole buffers back, whatever the length of the text: the same shapes and the same work in Python for every step.
-    Without it, passes see the text so far, as those of any tree cache do.
+    Without it, passes see the texts so far; their nodes lie behind the longest one.
 
     Attributes:
+        lengths: Tokens of each text.
         columns: Columns that a static pass writes to, `[nodes]` int64 on the device; `None` in other passes.
         capacity: Columns of each buffer.
         batch: Rows that hold texts.
@@ -70,7 +72,7 @@ class StaticTreeCache(TreeCache):
         device: torch.device,
         rows: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(layers=[TreeLayer() for _ in shapes])
         self.columns: torch.Tensor | None = None
         self.capacity = 0
         self.batch = batch
@@ -78,13 +80,10 @@ class StaticTreeCache(TreeCache):
         self._shapes = tuple(shapes)
         self._device = device
         self._buffers: list[torch.Tensor] = []
-        for shape in shapes:
-            layer = TreeLayer()
-            self.layers.append(layer)
+        for layer, shape in zip(self.layers, shapes, strict=True):
             if shape is not None:
-                layer.dtype, layer.device = shape.dtype, device
-                layer.lengths = [0] * batch
-                layer.is_initialized = True
+                layer.dtype, layer.device, layer.is_initialized = shape.dtype, device, True
+        self.lengths = [0] * batch
         self.grow(capacity)
 
     @property
@@ -95,7 +94,7 @@ class StaticTreeCache(TreeCache):
     @property
     def longest(self) -> int:
         """Length of the longest row: where the scratch begins."""
-        return max(self.lengths(self.batch))
+        return max(self.lengths)
 
     def grow(self, capacity: int) -> None:
         """Move to buffers of `capacity` columns. References to the old buffers become stale."""
@@ -122,6 +121,11 @@ class StaticTreeCache(TreeCache):
         """Count all columns as those of a text: whoever writes to `columns` knows which are."""
         self._set_lengths([self.capacity] * self.batch)
 
+    def crop(self, tokens: int, row: int | None = None) -> None:
+        """Forget all behind the first `tokens` tokens, of one row or of all."""
+        rows = range(self.batch) if row is None else [row]
+        self._set_lengths([min(own, tokens) if place in rows else own for place, own in enumerate(self.lengths)])
+
     @contextmanager
     def written_at(self, columns: torch.Tensor) -> Iterator[None]:
         """For a static pass, which writes to these columns."""
@@ -136,7 +140,7 @@ class StaticTreeCache(TreeCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states of one layer, `[batch, heads, nodes, size]`; return its whole buffers in a static pass."""
         if self.columns is None:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
         layer = self.layers[layer_idx]
         layer.keys.index_copy_(2, self.columns, key_states)
         layer.values.index_copy_(2, self.columns, value_states)
@@ -152,8 +156,7 @@ class StaticTreeCache(TreeCache):
 
     def commit(self, slots: Sequence[Sequence[int]]) -> None:
         """Keep the states of `slots[row]` in every layer, behind the row's text; only misplaced states are copied."""
-        lengths = self.lengths(self.batch)
-        scratch = max(lengths)
+        lengths, scratch = self.lengths, self.longest
         rows, sources, targets = [], [], []
         for row, kept in enumerate(slots):
             for target, slot in enumerate(kept, start=lengths[row]):
@@ -172,18 +175,29 @@ class StaticTreeCache(TreeCache):
             for buffer in self._buffers:
                 buffer[:, row, :, target] = buffer[:, row, :, source]
 
-    def adopt(self, cache: TreeCache) -> None:
-        """Begin with the contents of another cache, of at most `capacity` tokens; nothing else is left."""
-        lengths = cache.lengths(self.batch)
-        longest = max(lengths)
-        for layer, own in zip(cache.layers, self.layers, strict=False):
+    def adopt(self, texts: Sequence[TreeCache]) -> None:
+        """Begin with what other caches hold, one for each row, of at most `capacity` tokens; nothing else is left."""
+        for row, cache in enumerate(texts):
+            for layer, own in zip(cache.layers, self.layers, strict=False):
+                if layer.is_initialized:
+                    # What a sliding layer has forgotten is hidden by its window.
+                    columns, count = slice(layer.dropped, cache.length), cache.length - layer.dropped
+                    own.keys[row, :, columns] = layer.keys[0, :, :count]
+                    own.values[row, :, columns] = layer.values[0, :, :count]
+        self._set_lengths([cache.length for cache in texts])
+
+    def text(self, row: int) -> TreeCache:
+        """What is kept of one row, in memory of its own."""
+        cache, place, length = TreeCache(), slice(row, row + 1), self.lengths[row]
+        for layer in self.layers:
+            held = TreeLayer()
             if layer.is_initialized:
-                # What a sliding layer has forgotten is hidden by its window.
-                columns = slice(layer.dropped, longest)
-                own.keys[: self.batch, :, columns] = layer.keys[:, :, : longest - layer.dropped]
-                own.values[: self.batch, :, columns] = layer.values[:, :, : longest - layer.dropped]
-        self._set_lengths(lengths)
+                keys, values = (states[place, :, :length].clone() for states in (layer.keys, layer.values))
+                held = TreeLayer.holding(keys, values, length)
+            cache.layers.append(held)
+        return cache
 
     def _set_lengths(self, lengths: list[int]) -> None:
-        for layer in self._filled:
-            layer.lengths = list(lengths)
+        self.lengths = lengths
+        for layer in self.layers:
+            layer.length = self.longest  # where scratch begins

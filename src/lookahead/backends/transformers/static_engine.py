@@ -83,7 +83,7 @@ class StaticBuffers:
             kept, self._state.static_steps = self._state.static_steps, None
         if kept is not None and kept[0] == self._made_for and capacity <= kept[1].cache.capacity <= 4 * capacity:
             self.steps = kept[1]
-            self.steps.cache.crop([0] * batch)
+            self.steps.cache.crop(0)
         else:
             del kept  # before new memory is taken
             rows = padded_batch(batch) if config.invariant else batch
@@ -172,7 +172,7 @@ def _pool_shapes(rows: RowsRunner, alone: PreTrainedModel, records: bool) -> Sha
 def _try_pool(rows: RowsRunner, alone: PreTrainedModel, records: bool) -> Shapes | str:
     """Compare logits of rows in a pool with those of each text alone."""
     model = rows.model
-    rows.rows = [row := Row(1)]
+    rows.rows = [row := Row()]
     rows.forward([TokenTree([0])])
     rows.rows, shapes = [], layer_shapes(row.cache)
     recorder = recorder_for(model.device) if records else None
@@ -225,7 +225,7 @@ def _try_static(model: PreTrainedModel, compiler: str | None = None) -> Shapes |
     """Compare logits of static steps with those of dynamic ones."""
     dynamic = ModelRunner(model, 1)
     expected = check_logits(dynamic)
-    shapes = layer_shapes(dynamic.cache)
+    shapes = layer_shapes(dynamic.rows[0].cache)
     try:
         sizes, recorder = pass_sizes(SMALLEST_TREE), recorder_for(model.device)
         most, capacity = None, CHECK_LENGTH

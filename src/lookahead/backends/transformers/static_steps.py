@@ -159,12 +159,12 @@ class StaticSteps:
         """Passes that were recorded so far, over all sizes."""
         return self._passes.recorded.count
 
-    def begin(self, cache: TreeCache) -> None:
-        """Begin with the texts of `cache`, which stays as it is."""
-        longest = max(cache.lengths(self.cache.batch))
+    def begin(self, texts: Sequence[TreeCache]) -> None:
+        """Begin with what these caches hold, one for each row; they stay as they are."""
+        longest = max(cache.length for cache in texts)
         if longest > self.cache.capacity:
             self._grow(longest)
-        self.cache.adopt(cache)
+        self.cache.adopt(texts)
 
     def forward(self, step: Step, top_k: int) -> list[ForwardResult] | None:
         """Run one step, if it is of a size that there are passes for.

@@ -1,4 +1,4 @@
-"""A key-value cache with room for a token tree behind the decided text."""
+"""A key-value cache of one text, with room for a token tree behind it."""
 
 from __future__ import annotations
 
@@ -20,43 +20,39 @@ _GROWTH = 64
 
 
 class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one model layer.
+    """Keys and values of one text in one layer.
 
-    A forward pass writes the nodes of its trees behind the longest row, as scratch. `commit` keeps the accepted ones,
-    each row contiguous from its start, and the next pass overwrites the rest. Rows may have different lengths; what
-    lies behind the end of a row is hidden from it by the attention mask.
+    A forward pass writes the nodes of a tree behind the text, as scratch. `commit` keeps the accepted ones, and the
+    next pass overwrites the rest.
 
-    A layer with a window forgets columns that no later token of any row sees, once there are some.
+    A layer with a window forgets columns that no later token sees, once there are some.
 
     Args:
         window: Tokens that a token sees, itself included; all if not given.
+        block: Tokens by which it grows; by a part of what it has if not given.
 
     Attributes:
-        keys: `[batch, heads, capacity, head_dim]`; `values` likewise.
-        lengths: Tokens of each row, those that were forgotten included; empty before the first pass.
-        block: Tokens by which it grows; if `None`, by a part of what it has.
-        window: As above.
+        keys: `[1, heads, capacity, head_dim]`; `values` likewise.
+        length: Tokens of the text, those that were forgotten included.
+        window, block: As above.
         dropped: Columns that were forgotten: the first one in `keys` is that of token number `dropped`.
         indexer: Keys by which the layer picks those that it attends to, without values; `None` if it attends to all.
     """
 
     def __init__(self, window: int | None = None, block: int | None = None) -> None:
         super().__init__()
-        self.lengths: list[int] = []
-        self.block = block
-        self.window = window
-        self.dropped = 0
+        self.length = self.dropped = 0
+        self.window, self.block = window, block
         self.indexer: TreeLayer | None = None
 
     @classmethod
-    def holding(
-        cls, keys: torch.Tensor, values: torch.Tensor, lengths: Sequence[int], window: int | None = None
-    ) -> TreeLayer:
-        """A layer with these keys and values, of rows of these lengths. They have no room behind the longest row, so
-        that nothing is written into them."""
+    def holding(cls, keys: torch.Tensor, values: torch.Tensor, length: int, window: int | None = None) -> TreeLayer:
+        """A layer with the last keys and values of a text of this length. There is no room behind them, so that nothing
+        is written into these tensors."""
         layer = cls(window)
         layer.lazy_initialization(keys, values)
-        layer.keys, layer.values, layer.lengths = keys, values, list(lengths)
+        layer.keys, layer.values = keys, values
+        layer.length, layer.dropped = length, length - keys.shape[2]
         return layer
 
     @property
@@ -64,17 +60,9 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         """Whether columns are forgotten."""
         return self.window is not None
 
-    @property
-    def longest(self) -> int:
-        """Length of the longest row: where the scratch begins."""
-        if len(self.lengths) == 1:
-            return self.lengths[0]
-        return max(self.lengths) if self.lengths else 0  # not `default=`, which torch.compile does not know
-
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take batch size, heads, head sizes, dtype and device from the first states that come."""
+        """Take heads, head sizes, dtype and device from the first states that come."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.lengths = [0] * key_states.shape[0]
         self.keys = key_states.new_empty((*key_states.shape[:2], 0, key_states.shape[3]))
         self.values = value_states.new_empty((*value_states.shape[:2], 0, value_states.shape[3]))
         self.is_initialized = True
@@ -82,10 +70,10 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write states `[batch, heads, nodes, head_dim]` behind the longest row; return all keys and values so far."""
+        """Write states `[1, heads, nodes, head_dim]` behind the text; return all keys and values so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, count = self.longest - self.dropped, key_states.shape[2]
+        start, count = self.length - self.dropped, key_states.shape[2]
         end = start + count
         if end > self.keys.shape[2]:
             self._grow(end)
@@ -96,29 +84,23 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """`update` for the keys `[batch, nodes, size]` of `indexer`, which are returned in the same way."""
+        """`update` for the keys `[1, nodes, size]` of `indexer`, which are returned in the same way."""
         if self.indexer is None:
             self.indexer = TreeLayer(block=self.block)
         keys = indexer_key_states[:, None]
         return self.indexer.update(keys, keys[..., :0])[0][:, 0]
 
-    @property
-    def parts(self) -> list[TreeLayer]:
-        """The layer and, if there is one, its indexer."""
-        return [self] if self.indexer is None else [self, self.indexer]
-
     def drop(self) -> None:
         """Forget the columns that no later token sees, if there are some. The others go to new tensors."""
-        if self.window is None or not self.is_initialized:
+        if self.window is None:
             return
-        unseen = min(self.lengths) - self.window - self.dropped
+        unseen = self.length - self.window - self.dropped
         if unseen <= self.window // _SLACK:
             return
-        kept = self.longest - self.dropped - unseen
-        capacity = max(kept, self.window + self.window // _SLACK) + _SCRATCH
+        kept = self.length - self.dropped - unseen
         for name in ("keys", "values"):
             states = getattr(self, name)
-            moved = states.new_zeros((*states.shape[:2], capacity, states.shape[3]))
+            moved = states.new_zeros((*states.shape[:2], kept + _SCRATCH, states.shape[3]))
             moved[:, :, :kept] = states[:, :, unseen : unseen + kept]
             setattr(self, name, moved)
         self.dropped += unseen
@@ -129,10 +111,8 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             setattr(self, name, torch.nn.functional.pad(getattr(self, name), (0, 0, self.dropped, 0)))
         self.window, self.dropped = None, 0
 
-    def commit(
-        self, slots: Sequence[Sequence[int]], uploads: dict[tuple[object, ...], torch.Tensor] | None = None
-    ) -> None:
-        """Keep the states of `slots[row]`, ascending places in the scratch, behind each row's text.
+    def commit(self, slots: Sequence[int], uploads: dict[tuple[object, ...], torch.Tensor] | None = None) -> None:
+        """Keep the states of `slots`, ascending places in the scratch, behind the text.
 
         Only states that lie in the wrong place are copied, so an accepted path that is contiguous costs nothing.
 
@@ -141,31 +121,26 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             uploads: Columns that other layers have brought to their devices, to be used again and added to.
         """
         uploads = {} if uploads is None else uploads
-        scratch = self.longest - self.dropped
-        for row, kept in enumerate(slots):
-            target = self.lengths[row] - self.dropped
-            settled = 0
-            while settled < len(kept) and scratch + kept[settled] == target + settled:
-                settled += 1
-            if settled < len(kept):
-                columns = [scratch + slot for slot in kept[settled:]]
-                key = self.keys.device, *columns
-                if key not in uploads:
-                    (uploads[key],) = upload(self.keys.device, np.array(columns))
-                source = uploads[key]
-                place = slice(target + settled, target + len(kept))
-                self.keys[row, :, place] = self.keys[row].index_select(1, source)
-                self.values[row, :, place] = self.values[row].index_select(1, source)
+        start = self.length - self.dropped
+        settled = next((place for place, slot in enumerate(slots) if slot != place), len(slots))
+        if settled < len(slots):
+            columns = [start + slot for slot in slots[settled:]]
+            key = self.keys.device, *columns
+            if key not in uploads:
+                (uploads[key],) = upload(self.keys.device, np.array(columns))
+            place = slice(start + settled, start + len(slots))
+            self.keys[:, :, place] = self.keys.index_select(2, uploads[key])
+            self.values[:, :, place] = self.values.index_select(2, uploads[key])
         # Last, so that an interruption leaves a shorter text, and never one with wrong states.
-        self.lengths = [length + len(kept) for length, kept in zip(self.lengths, slots, strict=True)]
+        self.length += len(slots)
 
     def get_seq_length(self) -> int:
-        """Tokens kept in the longest row."""
-        return self.longest
+        """Tokens of the text."""
+        return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that a query of `query_length` tokens sees, and where they begin."""
-        return self.longest - self.dropped + query_length, self.dropped
+        return self.length - self.dropped + query_length, self.dropped
 
     def get_max_length(self) -> int:
         """There is no maximum."""
@@ -178,7 +153,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             capacity = max(needed, step, self.keys.shape[2] + max(step, self.keys.shape[2] // _GROWTH))
         else:
             capacity = whole_blocks(needed, self.block)
-        kept = self.longest - self.dropped
+        kept = self.length - self.dropped
         for name in ("keys", "values"):
             states = getattr(self, name)
             with torch.inference_mode(False):  # a tensor of inference mode could not be written to outside of it
@@ -195,12 +170,12 @@ def whole_blocks(tokens: int, block: int) -> int:
 
 
 class TreeCache(Cache):  # type: ignore[misc]
-    """The cache of a whole model: a `TreeLayer` for each layer, made as the model comes to it. Callers never see it:
+    """Keys and values of one text: a `TreeLayer` for each layer, made as the model comes to it. Callers never see it:
     what a call takes and returns are caches of transformers.
 
     Args:
         windows: The window of each layer; the last one is that of all that follow. Without any, all keep all.
-        block: See `TreeLayer.block`.
+        block: See `TreeLayer`.
     """
 
     def __init__(self, windows: Sequence[int | None] = (), block: int | None = None) -> None:
@@ -224,56 +199,44 @@ class TreeCache(Cache):  # type: ignore[misc]
         filled = [layer for layer in self.layers if layer.is_initialized]
         return filled + [layer.indexer for layer in filled if layer.indexer is not None]
 
-    def lengths(self, batch_size: int) -> list[int]:
-        """Tokens kept, per row."""
+    @property
+    def length(self) -> int:
+        """Tokens of the text."""
         for layer in self.layers:
             if layer.is_initialized:
-                return list(layer.lengths)
-        return [0] * batch_size
-
-    def length(self, row: int) -> int:
-        """Tokens kept of one row."""
-        for layer in self.layers:
-            if layer.is_initialized:
-                return int(layer.lengths[row])
+                return int(layer.length)
         return 0
 
     @property
     def allocated(self) -> int:
-        """Tokens that there is room for, in each row."""
+        """Tokens that there is room for."""
         return max((layer.keys.shape[2] for layer in self._filled), default=0)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that a token takes, in each row."""
+        """Bytes that a token takes."""
         parts = [part for layer in self._filled for part in (layer.keys, layer.values)]
         return sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts)
 
     def copy_start(self, other: TreeCache, tokens: int) -> None:
-        """Begin with the first `tokens` tokens of another one, which has that many in each of its rows."""
+        """Begin with the first `tokens` tokens of another one, which has them."""
         for index, layer in enumerate(other.layers):
             if layer.is_initialized:
                 self.update(layer.keys.narrow(2, 0, tokens), layer.values.narrow(2, 0, tokens), index)
             if layer.indexer is not None:
                 self.update_indexer(layer.indexer.keys[:, 0, :tokens], index)
         for layer in self._filled:
-            layer.lengths = [tokens] * len(layer.lengths)
+            layer.length = tokens
 
-    def commit(self, slots: Sequence[Sequence[int]]) -> None:
-        """Keep the states of `slots[row]` in every layer; see `TreeLayer.commit`."""
-        filled = self._filled
-        if not filled:
-            return
-        before, scratch = filled[0].lengths, filled[0].longest
-        rows = list(zip(before, slots, strict=True))
-        if all(not kept or scratch - length == len(kept) - 1 - kept[-1] == -kept[0] for length, kept in rows):
-            lengths = [length + len(kept) for length, kept in rows]  # all of them lie in place
-            for layer in filled:
-                layer.lengths = lengths.copy()
-            return
+    def commit(self, slots: Sequence[int]) -> None:
+        """Keep the states of `slots` in every layer; see `TreeLayer.commit`."""
         uploads: dict[tuple[object, ...], torch.Tensor] = {}
-        for layer in filled:
-            layer.commit(slots, uploads)
+        in_place = not slots or slots[-1] == len(slots) - 1
+        for layer in self._filled:
+            if in_place:
+                layer.length += len(slots)
+            else:
+                layer.commit(slots, uploads)
 
     @property
     def dropped(self) -> int:
@@ -291,13 +254,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.keep_all()
 
-    def crop(self, lengths: Sequence[int]) -> None:
-        """Leave at most so many tokens of each row."""
+    def crop(self, tokens: int) -> None:
+        """Forget all behind the first `tokens` tokens."""
         for layer in self._filled:
-            layer.lengths = [min(kept, length) for kept, length in zip(layer.lengths, lengths, strict=True)]
-            if not any(layer.lengths):
-                layer.dropped = 0
-
-    def forget(self, row: int) -> None:
-        """Forget all of one row, so that its text is computed anew."""
-        self.crop([0 if place == row else length for place, length in enumerate(self.lengths(0))])
+            layer.length = min(layer.length, tokens)
+            layer.dropped = min(layer.dropped, layer.length)

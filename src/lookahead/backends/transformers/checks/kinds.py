@@ -129,7 +129,7 @@ class _Comparison:
         output = self._model.generate(
             ids, attention_mask=mask, max_new_tokens=1, do_sample=False, return_dict_in_generate=True
         )
-        padded, plain = (cache.layers[0].keys[0] for cache in (runner.cache, output.past_key_values))
+        padded, plain = (cache.layers[0].keys[0] for cache in (runner.texts[0], output.past_key_values))
         return self._same([padded[:, :_PROMPT]], [plain[:, padding : padding + _PROMPT]])
 
     def _runner(self, rows: int = 1, padding: int = 0) -> ModelRunner:
