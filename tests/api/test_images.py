@@ -25,7 +25,7 @@ from fuzz.families import build
 from fuzz.images import IMAGE_TOKEN, image_prompt, images
 from fuzz.variant import Variant
 from lookahead import LookaheadConfig, UnsupportedArgumentError, UnsupportedModelError
-from lookahead.backends.transformers.miniature_sizes import VOCABULARY
+from lookahead.backends.transformers.miniature import VOCABULARY
 from quick import quickly
 
 TREES = ["gemma3", "mistral3/multimodal", "qwen2_5_vl/multimodal", "qwen3_vl/multimodal", "llava/multimodal"]

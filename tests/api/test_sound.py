@@ -13,7 +13,7 @@ from fuzz.families import build
 from fuzz.images import IMAGE_TOKEN, image_prompt
 from fuzz.variant import Variant
 from lookahead import LookaheadConfig, UnsupportedArgumentError
-from lookahead.backends.transformers.miniature_sizes import VOCABULARY
+from lookahead.backends.transformers.miniature import VOCABULARY
 
 TEXT = [5, 6, 7, 8, 9, 10, 11, 6, 7, 8, 9, 10]
 SOUND_TOKEN = VOCABULARY - 2

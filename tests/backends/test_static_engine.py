@@ -581,7 +581,7 @@ def test_python_that_changes_with_the_text_is_found_out(monkeypatch: pytest.Monk
         return output
 
     monkeypatch.setattr(type(model.model), "forward", scaled)
-    assert static_engine._try_static(engine) == "passes of fixed shapes give other logits"
+    assert static_engine._static_shapes(engine) == "passes of fixed shapes give other logits"
 
 
 def test_compiled_without_breaks_and_once_for_each_size() -> None:

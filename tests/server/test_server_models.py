@@ -31,7 +31,7 @@ from transformers import (
 from fuzz.families import build
 from fuzz.images import IMAGE_TOKEN, image_prompt
 from fuzz.variant import Variant
-from lookahead.backends.transformers.miniature_sizes import VOCABULARY
+from lookahead.backends.transformers.miniature import VOCABULARY
 from lookahead.cli import main
 from lookahead.demo import demo_model_path
 from server_process import ServerProcess

@@ -79,6 +79,7 @@ class Call:
         model, prompts, asked = arguments.model, arguments.prompts, arguments.config
         self._arguments = arguments
         self._call = call = session.begin(prompts, config, asked)
+        runner = call.runner
         vocabulary = model.get_input_embeddings().num_embeddings if prediction is not None else 0
         predicted = predicted_texts(prediction, config, prompts.rows, vocabulary)
         packed = _packed_runner(arguments, config) if call.packs else None
@@ -86,18 +87,17 @@ class Call:
         if config.chooses_nodes and packed is not None:
             pace = SharedPace(partial(draft_pace, packed.model, config))
         elif config.chooses_nodes:
-            pace = draft_pace(model, config, prompts.rows, arguments.temperature, call.chains)
+            pace = draft_pace(model, config, prompts.rows, arguments.temperature, runner.chains)
         self._drafting = drafting = Drafting(
-            model, shielded(config, prompts.input_ids.device), pace, pool, call.most_nodes, call.chains
+            model, shielded(config, prompts.input_ids.device), pace, pool, runner.most_nodes, runner.chains
         )
         self._noise = noise = SamplingNoise(prompts.rows)
         self._requests = [
-            Request(arguments, drafting, noise, call.runner.last_length, row, predicted[row])
-            for row in range(prompts.rows)
+            Request(arguments, drafting, noise, runner.last_length, row, predicted[row]) for row in range(prompts.rows)
         ]
         self._statistics = Statistics()
         self._fills = self._requests[0].rule.has_eos  # rows that end before others, with padding
-        self._steps = steps = Steps(packed or call.runner, call.clock, pace, come_and_go=packed is not None)
+        self._steps = steps = Steps(packed or runner, call.clock, pace, come_and_go=packed is not None)
         if packed is None:
             steps.batch.sequences = [request.sequence for request in self._requests]
             steps.backend = call.backend(steps.batch, self._requests[0].rule.asks_others)
@@ -127,7 +127,7 @@ class Call:
             feeder.end()
         cache = self._call.release(keeps_cache)
         statistics.state_bytes, statistics.invariant_rows = self._call.state_bytes, self._call.invariant_rows
-        statistics.engine = self._call.engine
+        statistics.engine = self._call.runner.engine
         sequences = [request.sequence for request in self._requests]
         cache = cache if self._returns_cache else None
         output = make_output(sequences, self._arguments, self._pad_token, statistics, cache)

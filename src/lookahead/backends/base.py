@@ -211,20 +211,15 @@ class Call:
     Attributes:
         runner: Runs the trees.
         clock: The clock for its steps, in seconds.
-        chains: Whether it runs chains alone.
         packs: Whether rows that come and go could run the texts as well.
         keeps_cache: Whether the cache that a call leaves can be handed on.
-        most_nodes: Nodes that the tree of each row may have.
         invariant_rows: See `Statistics.invariant_rows`.
-        engine: See `Statistics.engine`.
     """
 
     runner: Runner
     clock: Callable[[], float]
-    chains = packs = keeps_cache = False
-    most_nodes = MAX_NODES_PER_STEP
+    packs = keeps_cache = False
     invariant_rows = 0
-    engine = "dynamic"
 
     @property
     def state_bytes(self) -> int:

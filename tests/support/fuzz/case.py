@@ -11,7 +11,7 @@ from fuzz.families import INDEXED, keeps_running_state
 from fuzz.images import IMAGE_TOKEN
 from fuzz.settings import draw_settings
 from fuzz.variant import Variant, draw_variant
-from lookahead.backends.transformers.miniature_sizes import VOCABULARY
+from lookahead.backends.transformers.miniature import VOCABULARY
 
 
 @dataclass(frozen=True)

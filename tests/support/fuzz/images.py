@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fuzz.families import CannotBuild
-from lookahead.backends.transformers.miniature_sizes import VOCABULARY
+from lookahead.backends.transformers.miniature import VOCABULARY
 
 IMAGE_TOKEN = VOCABULARY - 2
 _TOKEN_NAMES = ("image_token_id", "image_token_index", "image_patch_id")

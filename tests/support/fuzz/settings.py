@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from lookahead.backends.transformers.miniature_sizes import VOCABULARY
+from lookahead.backends.transformers.miniature import VOCABULARY
 
 PAD_TOKEN = 0
 

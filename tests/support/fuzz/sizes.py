@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lookahead.backends.transformers.miniature_sizes import HEAD_DIM, HEADS, HIDDEN
+from lookahead.backends.transformers.miniature import HEAD_DIM, HEADS, HIDDEN
 
 _SLIDING_FULL = ["sliding_attention", "full_attention"]
 _HYBRID = ["linear_attention", "full_attention"]

@@ -12,8 +12,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from fuzz.encoder_decoders import START_TOKEN
 from fuzz.sizes import MROPE, SPECIAL
 from fuzz.variant import Variant
-from lookahead.backends.transformers.miniature import is_doubled
-from lookahead.backends.transformers.miniature_sizes import (
+from lookahead.backends.transformers.miniature import (
     CONTEXTS,
     HEAD_DIM,
     HEADS,
@@ -23,6 +22,7 @@ from lookahead.backends.transformers.miniature_sizes import (
     TOWER_SIZES,
     VOCABULARY,
     WINDOWS,
+    is_doubled,
 )
 
 LANGUAGE = ("text_config", "llm_config", "language_config", "thinker_config", "text_encoder", "decoder", "vlm_config")

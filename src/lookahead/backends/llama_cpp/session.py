@@ -98,20 +98,20 @@ class GGUFCall(Call):
         self, model: GGUFModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
     ) -> None:
         _check(model, prompts, config)
-        self.chains = model.llama.has_states
-        self.most_nodes = most_nodes(model, config, prompts.rows)
-        nodes = min(config.max_nodes, self.most_nodes)
+        chains, most = model.llama.has_states, most_nodes(model, config, prompts.rows)
+        nodes = min(config.max_nodes, most)
         self.clock = gguf_clock(model)
         hidden = min(prompts.padding)
         cells = prompts.rows * (generation_config.max_length - hidden + nodes)
         self._model = model.llama
         self._keeps = model.keeps_text and prompts.rows == 1
-        sequences = 2 if self.chains else min(MOST_SEQUENCES, max(prompts.rows * (nodes - 1), 1))
+        sequences = 2 if chains else min(MOST_SEQUENCES, max(prompts.rows * (nodes - 1), 1))
         self._context = model.llama.acquire(cells, sequences, resumes=self._keeps)
         last = model.llama.last_length
         self.runner = (
-            LlamaChainRunner(self._context, last) if self.chains else LlamaRunner(self._context, prompts.rows, last)
+            LlamaChainRunner(self._context, last) if chains else LlamaRunner(self._context, prompts.rows, last)
         )
+        self.runner.most_nodes = most
         model.reused_tokens = self.runner.resume(prompts.tokens[0]) if self._keeps else 0
 
     def restore(self, error: BaseException) -> None:

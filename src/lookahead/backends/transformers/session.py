@@ -114,8 +114,6 @@ class TreeCall(Call):
             caches = [TreeCache() for _ in range(prompts.rows)]
         self._buffers = _static_buffers(engine, config, prompts, generation_config) if is_static else None
         steps = self._buffers.steps if self._buffers else None
-        if steps is not None:
-            self.engine = "compiled" if config.engine == "compiled" else "static"
         if config.invariant:
             self.invariant_rows = FIXED_ROWS if steps is not None else least_rows(engine)
         self.runner = runner = ModelRunner(
@@ -127,6 +125,8 @@ class TreeCall(Call):
             config.max_nodes,
             kind.holds("positions_end"),
         )
+        if steps is not None:
+            runner.engine = "compiled" if config.engine == "compiled" else "static"
         for row, before, padding in zip(runner.rows, prompts.before, prompts.padding, strict=True):
             row.before, row.padding = before, padding
         self._model = model
@@ -181,7 +181,6 @@ class ChainCall(Call):
     """As `TreeCall`, for a model that `runs_on_chains`. Made and raises as `Session.begin`."""
 
     runner: ChainRunner
-    chains = True
 
     def __init__(
         self, model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig

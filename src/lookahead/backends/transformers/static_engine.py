@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -160,44 +162,59 @@ def pooled_runner(
 
 def _pool_shapes(rows: RowsRunner, alone: PreTrainedModel, records: bool) -> Shapes | str:
     """What the layers keep of a token; why rows cannot lie in a pool, if so. Tried once per model."""
-    model, state = rows.model, state_of(rows.model)
-    setting = ("rows", records, model.config._attn_implementation, model.dtype, model.device)
-    with state.lock:
-        if setting not in state.static_shapes:
-            state.static_shapes[setting] = _try_pool(rows, alone, records)
-        return state.static_shapes[setting]
+    return _tried(rows.model, ("rows", records), partial(_try_pool, rows, alone, records))
+
+
+def _static_shapes(model: PreTrainedModel, compiled: bool = False) -> Shapes | str:
+    """What the layers keep of a token; why the model cannot be run with fixed shapes, if it cannot. Tried once per
+    model."""
+    # What Dynamo makes of the model is what may fail; a backend that does no more takes little time.
+    return _obstacle(model) or _tried(
+        model, ("texts", compiled), partial(_try_static, model, "eager" if compiled else None)
+    )
 
 
 @torch.no_grad()
-def _try_pool(rows: RowsRunner, alone: PreTrainedModel, records: bool) -> Shapes | str:
+def _tried(
+    model: PreTrainedModel, kind: tuple[object, ...], compare: Callable[[], tuple[Shapes, bool]]
+) -> Shapes | str:
+    """The shapes of layers, if passes of fixed shapes give the logits of others; why they do not, if so."""
+    state, setting = state_of(model), (*kind, model.config._attn_implementation, model.dtype, model.device)
+    with state.lock:
+        if setting not in state.static_shapes:
+            try:
+                shapes, same = compare()
+                state.static_shapes[setting] = shapes if same else "passes of fixed shapes give other logits"
+            except Exception as error:
+                # Whatever it is, a model that needs shapes or contents to be other than fixed runs as it did before.
+                why = f"passes of fixed shapes fail ({type(error).__name__}: {error})"
+                state.static_shapes[setting] = why
+        return state.static_shapes[setting]
+
+
+def _try_pool(rows: RowsRunner, alone: PreTrainedModel, records: bool) -> tuple[Shapes, bool]:
     """Compare logits of rows in a pool with those of each text alone."""
     model = rows.model
     rows.rows = [row := Row()]
     rows.forward([TokenTree([0])])
     rows.rows, shapes = [], layer_shapes(row.cache)
     recorder = recorder_for(model.device) if records else None
-    try:
-        pooled = PooledRunner(model, shapes, recorder, PausingClock(model.device))
-        pooled.take_memory(4 * CHECK_LENGTH, CHECK_LENGTH // 3, 3, SMALLEST_TREE)
-        same = reads_rows_alike(pooled, alone, exactly=False)
-    except Exception as error:  # as above
-        return f"passes of fixed shapes fail ({type(error).__name__}: {error})"
-    return shapes if same else "passes of fixed shapes give other logits"
+    pooled = PooledRunner(model, shapes, recorder, PausingClock(model.device))
+    pooled.take_memory(4 * CHECK_LENGTH, CHECK_LENGTH // 3, 3, SMALLEST_TREE)
+    return shapes, reads_rows_alike(pooled, alone, exactly=False)
 
 
-def _static_shapes(model: PreTrainedModel, compiled: bool = False) -> Shapes | str:
-    """What the layers keep of a token; why the model cannot be run with fixed shapes, if it cannot. Tried once per
-    model."""
-    obstacle = _obstacle(model)
-    if obstacle:
-        return obstacle
-    state = state_of(model)
-    setting = (model.config._attn_implementation, model.dtype, model.device, compiled)
-    with state.lock:
-        if setting not in state.static_shapes:
-            # What Dynamo makes of the model is what may fail; a backend that does no more takes little time.
-            state.static_shapes[setting] = _try_static(model, "eager" if compiled else None)
-        return state.static_shapes[setting]
+def _try_static(model: PreTrainedModel, compiler: str | None = None) -> tuple[Shapes, bool]:
+    """Compare logits of static steps with those of dynamic ones."""
+    dynamic = ModelRunner(model, 1)
+    expected = check_logits(dynamic)
+    shapes = layer_shapes(dynamic.rows[0].cache)
+    sizes, most, capacity = pass_sizes(SMALLEST_TREE), None, CHECK_LENGTH
+    if dynamic.is_invariant:
+        sizes, most, capacity = fixed_sizes(1), FIXED_ROWS, CHECK_LENGTH + FIXED_ROWS
+    buffers = StaticTreeCache(shapes, 1, capacity, model.device)
+    steps = StaticSteps(model, buffers, sizes, recorder_for(model.device), compiler, most)
+    return shapes, agree(check_logits(ModelRunner(model, 1, steps=steps)), expected, model.dtype)
 
 
 def _obstacle(model: PreTrainedModel) -> str:
@@ -218,26 +235,6 @@ def _obstacle(model: PreTrainedModel) -> str:
         if type(module).__module__.startswith("peft."):
             return "it has adapters"
     return ""
-
-
-@torch.no_grad()
-def _try_static(model: PreTrainedModel, compiler: str | None = None) -> Shapes | str:
-    """Compare logits of static steps with those of dynamic ones."""
-    dynamic = ModelRunner(model, 1)
-    expected = check_logits(dynamic)
-    shapes = layer_shapes(dynamic.rows[0].cache)
-    try:
-        sizes, recorder = pass_sizes(SMALLEST_TREE), recorder_for(model.device)
-        most, capacity = None, CHECK_LENGTH
-        if dynamic.is_invariant:
-            sizes, most, capacity = fixed_sizes(1), FIXED_ROWS, CHECK_LENGTH + FIXED_ROWS
-        buffers = StaticTreeCache(shapes, 1, capacity, model.device)
-        steps = StaticSteps(model, buffers, sizes, recorder, compiler, most)
-        logits = check_logits(ModelRunner(model, 1, steps=steps))
-    except Exception as error:
-        # Whatever it is, a model that needs shapes or contents to be other than fixed runs as it did before.
-        return f"passes of fixed shapes fail ({type(error).__name__}: {error})"
-    return shapes if agree(logits, expected, model.dtype) else "passes of fixed shapes give other logits"
 
 
 def _wiring(model: PreTrainedModel) -> tuple[object, ...]:
