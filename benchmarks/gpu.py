@@ -127,7 +127,7 @@ def kernel_rows(device: str, heads: int, groups: int, size: int) -> Iterator[Row
     """The kernel on random trees, against its definition and beside torch's masked attention."""
     from triton.testing import do_bench
 
-    from lookahead.backends.transformers.tree_attention.interface import dense_attention
+    from lookahead.backends.transformers.attention import dense_attention
     from lookahead.backends.transformers.tree_attention.kernel import tree_attention
     from lookahead.backends.transformers.tree_attention.packed_mask import pack, unpack
 

@@ -22,7 +22,7 @@ from lookahead.backends.transformers.checks import clones
 from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.invariant import modules
 from lookahead.backends.transformers.static_steps import FIXED_ROWS
-from lookahead.backends.transformers.tree_attention import unpack
+from lookahead.backends.transformers.tree_attention.packed_mask import unpack
 from model_zoo import ARCHITECTURES
 from tree_attention_cases import Step, attention_by_definition, states, steps, tolerance
 

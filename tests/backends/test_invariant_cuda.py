@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers import tree_attention
+from lookahead.backends.transformers.attention import BY_POSITION
 from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.static_steps import FIXED_ROWS
 from lookahead.backends.transformers.tree_attention.packed_mask import along_paths
@@ -35,7 +35,7 @@ def test_drafts_change_no_bit(name: str, dtype: torch.dtype) -> None:
     model, prompt = on_gpu(name, dtype), PROMPT.cuda()
     plain = decode(model, prompt, PLAIN)
     assert plain.statistics.invariant_rows == FIXED_ROWS
-    assert engine_model(model, invariant=True).config._attn_implementation == tree_attention.BY_POSITION
+    assert engine_model(model, invariant=True).config._attn_implementation == BY_POSITION
     for draft in (*DRAFTS, {"step_budget": 128}):
         assert_same_bits(decode(model, prompt, LookaheadConfig(invariant=True, **draft)), plain, draft)
 
@@ -74,7 +74,7 @@ def test_a_text_is_the_same_wherever_it_was_split_and_however_long_its_buffers_a
 @pytest.mark.parametrize("dtype", [torch.float32, *TYPES], ids=str)
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_the_kernel_is_attention_and_knows_no_company(dtype: torch.dtype, size: int) -> None:
-    from lookahead.backends.transformers.tree_attention.by_position import attention_by_position
+    from lookahead.backends.transformers.tree_attention.kernel import attention_by_position
 
     chain = [*range(-1, 63)]
     whole = Step([chain], [900], 5, None, None)

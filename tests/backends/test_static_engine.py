@@ -33,10 +33,10 @@ from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder, No
 from lookahead.backends.transformers.layouts import Step
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import state_of
+from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
-from lookahead.backends.transformers.static_cache import LayerShape, StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.static_steps import StaticInputs, StaticSteps, pass_sizes, rounded
-from lookahead.backends.transformers.tree_attention import unpack
+from lookahead.backends.transformers.tree_attention.packed_mask import unpack
 from lookahead.core.token_tree import TokenTree, lay_out
 from lookahead.demo import DEMO_PROMPT
 from model_zoo import ARCHITECTURES, SLIDING_WINDOW, VOCAB_SIZE, build

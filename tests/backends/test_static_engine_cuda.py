@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import Engine, LookaheadConfig
-from lookahead.backends.transformers import tree_attention
+from lookahead.backends.transformers.attention import TREE_ATTENTION
 from lookahead.backends.transformers.checks.clones import check_logits
 from lookahead.backends.transformers.engine_model import engine_model
 from lookahead.backends.transformers.graph_recorder import CudaGraphRecorder
 from lookahead.backends.transformers.model_state import state_of
+from lookahead.backends.transformers.rows import StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
-from lookahead.backends.transformers.static_cache import StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.static_steps import StaticSteps, pass_sizes
 from model_zoo import ARCHITECTURES, build
 
@@ -45,7 +45,7 @@ def test_texts_are_those_of_generate(name: str) -> None:
         model(torch.zeros((1, 1), dtype=torch.long, device="cuda"), use_cache=False)  # dynamic RoPE forgets
         assert torch.equal(lookahead.generate(model, prompt, lookahead_config=config, **GREEDY), expected), config
     engine = engine_model(model)
-    assert (engine.config._attn_implementation == tree_attention.NAME) >= (name in WITH_KERNEL)
+    assert (engine.config._attn_implementation == TREE_ATTENTION) >= (name in WITH_KERNEL)
     print(name, engine.config._attn_implementation, "static" if is_static(engine) else "dynamic")
     assert is_static(engine) <= (name not in BY_LENGTH)
     assert is_static(engine) >= (name in WITH_KERNEL)

@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.tree_attention import pack, packed_width, tree_attention_forward, unpack
-from lookahead.backends.transformers.tree_attention.interface import dense_attention
-from lookahead.backends.transformers.tree_attention.packed_mask import Pages
+from lookahead.backends.transformers.attention import dense_attention, tree_attention_forward
+from lookahead.backends.transformers.tree_attention.packed_mask import Pages, pack, packed_width, unpack
 from lookahead.errors import InvalidArgumentError, UnsupportedModelError
 from tree_attention_cases import Step, attention_by_definition, states, steps, tolerance
 
@@ -79,8 +78,8 @@ try:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lookahead.backends.transformers.tree_attention import by_position, running_softmax
     from lookahead.backends.transformers.tree_attention import kernel as kernel_module
+    from lookahead.backends.transformers.tree_attention import running_softmax
 except ModuleNotFoundError:
     triton = None
 
@@ -257,17 +256,17 @@ def test_kernel_by_position_compiles(
     softcap: float | None,
 ) -> None:
     """One kernel for all steps of a model: neither their nodes nor the room for the text are constants of it."""
-    own = Launches(by_position._attention_kernel)
-    monkeypatch.setattr(by_position, "_attention_kernel", own)
+    own = Launches(kernel_module._by_position_kernel)
+    monkeypatch.setattr(kernel_module, "_by_position_kernel", own)
     fixed = []
     for nodes, keys in ((64, 4096), (8, 700)):
         query = torch.empty(1, nodes, 32, size, dtype=dtype, device="meta").transpose(1, 2)
         key = torch.empty(1, 8, keys, size, dtype=dtype, device="meta")
         mask = torch.empty(1, 1, nodes, packed_width(nodes) + 200, dtype=torch.int32, device="meta")
-        result = by_position.attention_by_position(query, key, key, mask, size**-0.5, softcap)
+        result = kernel_module.attention_by_position(query, key, key, mask, size**-0.5, softcap)
         assert result.shape == (1, nodes, 32, size)
         constants = {name: own.arguments[name] for name in own.arguments if name.isupper()}
-        assert by_position.SPAN % constants["BLOCK_N"] == 0
+        assert kernel_module.SPAN % constants["BLOCK_N"] == 0
         fixed.append((constants, own.options))
     assert fixed[0] == fixed[1]
     for launch in (own, launches[1]):

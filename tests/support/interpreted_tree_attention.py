@@ -19,26 +19,17 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backends.transformers import static_engine
+from lookahead.backends.transformers.attention import BY_POSITION as BY_POSITION_NAME
+from lookahead.backends.transformers.attention import TREE_ATTENTION, dense_attention, register
 from lookahead.backends.transformers.checks.clones import CHECK_LENGTH, check_invariance, check_logits
 from lookahead.backends.transformers.graph_recorder import NoRecorder
+from lookahead.backends.transformers.rows import StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import SharedClone
-from lookahead.backends.transformers.static_cache import StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.static_steps import StaticSteps
-from lookahead.backends.transformers.tree_attention import BY_POSITION as BY_POSITION_NAME
-from lookahead.backends.transformers.tree_attention import (
-    NAME,
-    by_position,
-    pack,
-    register,
-    register_by_position,
-    running_softmax,
-    unpack,
-)
-from lookahead.backends.transformers.tree_attention.by_position import attention_by_position
-from lookahead.backends.transformers.tree_attention.interface import dense_attention
-from lookahead.backends.transformers.tree_attention.kernel import tree_attention
-from lookahead.backends.transformers.tree_attention.packed_mask import Pages, along_paths, packed_width
+from lookahead.backends.transformers.tree_attention import kernel, running_softmax
+from lookahead.backends.transformers.tree_attention.kernel import attention_by_position, tree_attention
+from lookahead.backends.transformers.tree_attention.packed_mask import Pages, along_paths, pack, packed_width, unpack
 from lookahead.backends.transformers.tree_attention.running_softmax import Tiling, choose_tiling
 from lookahead.core.token_tree import TokenTree, lay_out
 from model_zoo import SLIDING_WINDOW, build, in_type
@@ -225,7 +216,7 @@ def test_same_input_same_bits_whoever_else_is_in_the_batch() -> None:
 @pytest.fixture
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of a test lie in several splits."""
-    monkeypatch.setattr(by_position, "SPAN", 64)
+    monkeypatch.setattr(kernel, "SPAN", 64)
 
 
 @pytest.mark.usefixtures("short_splits")
@@ -323,8 +314,8 @@ def trees(runner: ModelRunner) -> list[TokenTree]:
 @pytest.mark.parametrize("name", quickly(NAMES, ["llama", "gemma2"]))
 @torch.inference_mode()
 def test_models_give_the_logits_of_eager_attention_with_dense_masks(name: str) -> None:
-    register()
-    eager, tree_model = build(name, attention="eager"), build(name, attention=NAME)
+    register(TREE_ATTENTION)
+    eager, tree_model = build(name, attention="eager"), build(name, attention=TREE_ATTENTION)
     runner = ModelRunner(eager, 2)
     prefixes = [TokenTree(text[:cached]) for text, cached in zip(TEXTS, (12, 3), strict=True)]
     runner.forward(prefixes)
@@ -374,9 +365,9 @@ def packed_forward(model: PreTrainedModel, cache: object, step: list[TokenTree])
 @torch.no_grad()
 def test_both_engines_with_the_kernel(name: str) -> None:
     """The kernel reads nothing that is not text, whatever lies in a static cache."""
-    register()
+    register(TREE_ATTENTION)
     expected = check_logits(ModelRunner(build(name, attention="eager"), 1))
-    model = build(name, attention=NAME)
+    model = build(name, attention=TREE_ATTENTION)
     dynamic = ModelRunner(model, 1)
     torch.testing.assert_close(check_logits(dynamic), expected, rtol=1e-4, atol=1e-4)
     shapes = layer_shapes(dynamic.rows[0].cache)
@@ -392,7 +383,7 @@ def test_both_engines_with_the_kernel(name: str) -> None:
 @torch.no_grad()
 def test_static_passes_of_one_size_are_invariant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that runs on CUDA, but for its products and graphs."""
-    register_by_position()
+    register(BY_POSITION_NAME)
     monkeypatch.setattr(static_engine, "FIXED_ROWS", 8)
     clone = SharedClone(in_type(name, torch.float16), BY_POSITION_NAME, False).module
     assert check_invariance(clone, partial(static_engine.fixed_runner, clone))
@@ -401,17 +392,19 @@ def test_static_passes_of_one_size_are_invariant(name: str, monkeypatch: pytest.
 @pytest.mark.exact
 @pytest.mark.usefixtures("one_split")
 def test_static_engine_with_the_kernel_writes_the_same_text(prompt: torch.Tensor) -> None:
-    register()
+    register(TREE_ATTENTION)
     config = LookaheadConfig(window_size=3, ngram_size=3, guess_set_size=3, pool_from_prompt=True, engine="static")
     expected = build("qwen2_mixed_sliding", attention="sdpa").generate(prompt, max_new_tokens=6, do_sample=False)
-    model = build("qwen2_mixed_sliding", attention=NAME)
+    model = build("qwen2_mixed_sliding", attention=TREE_ATTENTION)
     got = lookahead.generate(model, prompt, lookahead_config=config, max_new_tokens=6, do_sample=False)
     assert got.equal(expected)
 
 
 @torch.inference_mode()
 def test_passes_without_a_packed_mask_run_as_sdpa(prompt: torch.Tensor) -> None:
-    register()
+    register(TREE_ATTENTION)
     for name, attention in (("llama", "sdpa"), ("mistral_sliding", "sdpa"), ("gemma2", "eager")):
         expected = build(name, attention=attention).generate(prompt, max_new_tokens=12, do_sample=False)
-        assert build(name, attention=NAME).generate(prompt, max_new_tokens=12, do_sample=False).equal(expected)
+        assert (
+            build(name, attention=TREE_ATTENTION).generate(prompt, max_new_tokens=12, do_sample=False).equal(expected)
+        )

@@ -32,8 +32,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers import PreTrainedModel
 
 import lookahead
+from lookahead.backends.transformers.attention import dense_attention
 from lookahead.backends.transformers.tree_attention import kernel as tree_kernel
-from lookahead.backends.transformers.tree_attention.interface import dense_attention
 from lookahead.backends.transformers.tree_attention.packed_mask import SCRATCH, Pages, unpack
 
 aten = torch.ops.aten

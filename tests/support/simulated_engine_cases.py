@@ -18,7 +18,7 @@ from fuzz.families import build as build_family
 from fuzz.images import image_prompt
 from fuzz.variant import Variant
 from lookahead import Engine, LookaheadConfig, LookaheadWarning
-from lookahead.backends.transfers import Staged
+from lookahead.backends.machine import Staged
 from lookahead.backends.transformers import pooled_rows
 from lookahead.backends.transformers.pooled_rows import PooledRunner
 from model_zoo import ARCHITECTURES, build

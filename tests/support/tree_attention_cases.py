@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lookahead.backends.transformers.tree_attention import pack
+from lookahead.backends.transformers.tree_attention.packed_mask import pack
 
 
 @dataclass(frozen=True)

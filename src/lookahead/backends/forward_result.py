@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lookahead.backends.transfers import Downloads
+from lookahead.backends.machine import Downloads
 from lookahead.core.compiled import IS_COMPILED
 from lookahead.core.likeliest import BLOCK, list_likeliest, list_likeliest_bits
 

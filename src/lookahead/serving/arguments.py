@@ -11,7 +11,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from lookahead.backends.base import Prompts
-from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder
+from lookahead.backends.transformers.chain_cache import is_encoder_decoder
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import NGramPool
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError

@@ -28,7 +28,7 @@ from transformers.generation.logits_process import (
 
 from lookahead.backends.base import Prompts
 from lookahead.backends.forward_result import ForwardResult
-from lookahead.backends.transfers import Read
+from lookahead.backends.machine import Read
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError

@@ -7,13 +7,14 @@ from importlib.util import find_spec
 
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers import tree_attention
 from lookahead.backends.transformers.attention import (
+    BY_POSITION,
     FOLDED_SDPA,
     INVARIANT,
     INVARIANT_ROWS,
     LEAST_NODES,
     PACKED_ROWS,
+    TREE_ATTENTION,
     register,
 )
 from lookahead.backends.transformers.checks.clones import computes_the_same, is_invariant, reads_rows_alike
@@ -57,13 +58,13 @@ def engine_model(model: PreTrainedModel, pack_weights: bool = False, invariant: 
         _check_packing(model)
     if invariant:
         _check_invariant(model)
-        attention: str | None = INVARIANT if model.device.type == "cpu" else tree_attention.BY_POSITION
+        attention: str | None = INVARIANT if model.device.type == "cpu" else BY_POSITION
     else:
         attention = _attention_for_trees(model)
         if not pack_weights and attention is None:
             return model
     if attention is not None:
-        _REGISTER[attention]()
+        register(attention)
     clone = clone_for(model, attention, pack_weights, _computes_the_same)
     if isinstance(clone, SharedClone):
         return clone.module
@@ -85,7 +86,7 @@ def _attention_for_trees(model: PreTrainedModel) -> str | None:
     if config._attn_implementation != "sdpa" or not getattr(model, "_supports_attention_backend", False):
         return None
     if model.device.type == "cuda":
-        return tree_attention.NAME if find_spec("triton") is not None else None
+        return TREE_ATTENTION if find_spec("triton") is not None else None
     sizes = vars(config)  # as a dict: some configurations refuse to name a size that differs between layers
     heads, shared = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
     folds = model.device.type == "cpu" and isinstance(heads, int) and isinstance(shared, int) and shared < heads
@@ -127,8 +128,8 @@ def _check_invariant(model: PreTrainedModel) -> None:
 def _computes_the_same(model: PreTrainedModel, clone: PreTrainedModel, packing: bool | str) -> str | None:
     """Whether a clone does what the model does, and has the same bits in all company where these are asked for."""
     attention = clone.config._attn_implementation
-    trees = attention in (INVARIANT, tree_attention.BY_POSITION)  # which read nothing else
-    fixed = partial(fixed_runner, clone) if attention == tree_attention.BY_POSITION else None
+    trees = attention in (INVARIANT, BY_POSITION)  # which read nothing else
+    fixed = partial(fixed_runner, clone) if attention == BY_POSITION else None
     try:
         check_trees(clone)
     except UnsupportedModelError as error:
@@ -143,14 +144,6 @@ def _computes_the_same(model: PreTrainedModel, clone: PreTrainedModel, packing: 
     if attention == INVARIANT and least_rows(clone) > 1:
         vars(clone)[LEAST_NODES] = 4 if packing else 2
     return None
-
-
-_REGISTER = {
-    INVARIANT: register,
-    FOLDED_SDPA: register,
-    tree_attention.NAME: tree_attention.register,
-    tree_attention.BY_POSITION: tree_attention.register_by_position,
-}
 
 
 def rows_runner(model: PreTrainedModel, pack_weights: bool = False, invariant: bool = False) -> RowsRunner:
@@ -210,8 +203,9 @@ def packed_clone(model: PreTrainedModel, pack_weights: bool, invariant: bool) ->
         )
     if invariant:  # refused where passes of one text cannot be
         engine_model(model, pack_weights, invariant=True)
-    register()
-    clone = clone_for(model, INVARIANT_ROWS if invariant else PACKED_ROWS, pack_weights, _reads_rows)
+    attention = INVARIANT_ROWS if invariant else PACKED_ROWS
+    register(attention)
+    clone = clone_for(model, attention, pack_weights, _reads_rows)
     return clone.module if isinstance(clone, SharedClone) else clone
 
 

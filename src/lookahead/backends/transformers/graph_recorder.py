@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from lookahead.backends.base import Recorded
 from lookahead.backends.forward_result import pack_likeliest
 from lookahead.backends.machine import PausingClock, free_bytes
-from lookahead.backends.transformers.static_cache import StaticTreeCache
+from lookahead.backends.transformers.rows import StaticTreeCache
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Pass = Callable[[], Outputs]

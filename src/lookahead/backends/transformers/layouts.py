@@ -12,13 +12,11 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from lookahead.backends.transfers import upload
-from lookahead.backends.transformers.attention import INVARIANT, INVARIANT_ROWS, LEAST_NODES
+from lookahead.backends.machine import upload
+from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, INVARIANT_ROWS, LEAST_NODES
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
-from lookahead.backends.transformers.rows import PackedCache
-from lookahead.backends.transformers.static_cache import StaticTreeCache
-from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
+from lookahead.backends.transformers.rows import PackedCache, StaticTreeCache
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages, first_position
 from lookahead.core.token_tree import Layout
 

@@ -10,9 +10,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from lookahead.backends.transformers.attention import INVARIANT
-from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
-from lookahead.backends.transformers.tree_attention.interface import NAME as TREE_ATTENTION
+from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, TREE_ATTENTION
 from lookahead.backends.transformers.tree_attention.packed_mask import along_paths, first_position, pack, unpack
 from lookahead.errors import UnsupportedModelError
 

@@ -13,7 +13,7 @@ from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, 
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
-from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder, tried_source
+from lookahead.backends.transformers.chain_cache import is_encoder_decoder, tried_source
 
 HIDDEN = 64
 HEADS = 4

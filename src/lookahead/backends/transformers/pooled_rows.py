@@ -12,13 +12,12 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.base import TextRow
 from lookahead.backends.forward_result import ForwardResult, forward_results
-from lookahead.backends.machine import PausingClock, free_bytes
-from lookahead.backends.transfers import Staged, upload
+from lookahead.backends.machine import PausingClock, Staged, free_bytes, upload
 from lookahead.backends.transformers.graph_recorder import NoRecorder, Outputs, Recorder, Recordings
 from lookahead.backends.transformers.layouts import PackedStep, Step, ancestors, padded
 from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache
 from lookahead.backends.transformers.runner import LARGE, RowsRunner
-from lookahead.backends.transformers.static_cache import LayerShape, StaticTreeCache
 from lookahead.backends.transformers.static_steps import pass_sizes, rounded
 from lookahead.backends.transformers.tree_attention.packed_mask import BITS, SCRATCH, WORD, Pages, packed_width
 from lookahead.backends.transformers.tree_cache import TreeCache, whole_blocks

@@ -14,24 +14,22 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.base import Runner, check_chain
 from lookahead.backends.forward_result import ForwardResult, forward_results, nothing_listed
-from lookahead.backends.transfers import upload
-from lookahead.backends.transformers.attention import INVARIANT, INVARIANT_ROWS
-from lookahead.backends.transformers.cache_exchange import adopt_cache
+from lookahead.backends.machine import upload
+from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, INVARIANT_ROWS
 from lookahead.backends.transformers.chain_cache import (
     ChainRow,
+    is_encoder_decoder,
     is_forgetful,
     reads_whole,
     row_of_batch,
 )
-from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder
 from lookahead.backends.transformers.layouts import Inputs, Packed, Padded, Step
 from lookahead.backends.transformers.limits import limits_of, shortest
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import PackedCache, PaddedCache, Row, StaticRow
 from lookahead.backends.transformers.static_steps import StaticSteps
-from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
-from lookahead.backends.transformers.tree_cache import TreeCache
+from lookahead.backends.transformers.tree_cache import TreeCache, adopt_cache
 from lookahead.config import MAX_NODES_PER_STEP, MOST_CHOSEN_NODES
 from lookahead.core.token_tree import Layout, TokenTree, lay_out
 

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from lookahead.backends.transfers import Read, upload
+from lookahead.backends.machine import Read, upload
 from lookahead.backends.transformers.noise import MOST_BYTES, SamplingNoise
 from lookahead.core.protocols import Drafter
 from lookahead.core.sequence import SequenceState, Stop

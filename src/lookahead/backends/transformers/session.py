@@ -11,12 +11,10 @@ from transformers.cache_utils import Cache
 
 from lookahead.backends.base import Call, Prompts, Session
 from lookahead.backends.machine import PausingClock, step_clock
-from lookahead.backends.transformers.cache_exchange import adopt_cache, return_cache
-from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, check_states, empty_cache
+from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, check_states, empty_cache, source_of_row
 from lookahead.backends.transformers.checks.kinds import equivalence
 from lookahead.backends.transformers.checks.models import runs_on_chains, runs_rows
 from lookahead.backends.transformers.checks.texts import check_texts
-from lookahead.backends.transformers.encoder_decoder import source_of_row
 from lookahead.backends.transformers.engine_model import engine_model, rows_runner, runs_static
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
@@ -24,7 +22,7 @@ from lookahead.backends.transformers.shared_clone import chain_engine
 from lookahead.backends.transformers.snapshots import ModelWatch
 from lookahead.backends.transformers.static_engine import StaticBuffers, pooled_runner
 from lookahead.backends.transformers.static_steps import FIXED_ROWS
-from lookahead.backends.transformers.tree_cache import TreeCache
+from lookahead.backends.transformers.tree_cache import TreeCache, adopt_cache, return_cache
 from lookahead.config import LookaheadConfig
 from lookahead.errors import LookaheadWarning, UnsupportedArgumentError
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.attention import INVARIANT, INVARIANT_ROWS, LEAST_NODES
+from lookahead.backends.transformers.attention import BY_POSITION, INVARIANT, INVARIANT_ROWS, LEAST_NODES
 from lookahead.backends.transformers.chain_cache import is_forgetful
 from lookahead.backends.transformers.checks.clones import goes_on_rightly
 from lookahead.backends.transformers.invariant.modules import FINDINGS, empty_module, invariant_kind
@@ -24,7 +24,6 @@ from lookahead.backends.transformers.packed_linear import (
     can_pack,
 )
 from lookahead.backends.transformers.snapshots import all_modules, in_threads, preserved_state
-from lookahead.backends.transformers.tree_attention.interface import BY_POSITION
 
 FORWARD_IS_REPLACED = "it was compiled, or a hook stands in for the forward pass of one of its modules"
 DIFFERS = "a clone of it that shares its weights does not compute what it computes"

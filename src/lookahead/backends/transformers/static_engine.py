@@ -15,10 +15,9 @@ from lookahead.backends.transformers.graph_recorder import recorder_for
 from lookahead.backends.transformers.limits import limits_of
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.pooled_rows import PooledRunner
-from lookahead.backends.transformers.rows import Row
+from lookahead.backends.transformers.rows import LayerShape, Row, StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner, RowsRunner
 from lookahead.backends.transformers.shared_clone import can_be_cloned
-from lookahead.backends.transformers.static_cache import LayerShape, StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.static_steps import (
     FIXED_ROWS,
     SMALLEST_TREE,

@@ -10,12 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.forward_result import ForwardResult, forward_results
-from lookahead.backends.machine import PausingClock
-from lookahead.backends.transfers import Staged
+from lookahead.backends.machine import PausingClock, Staged
 from lookahead.backends.transformers.graph_recorder import Outputs, Recorder, Recordings
 from lookahead.backends.transformers.layouts import Step, ancestors, padded
 from lookahead.backends.transformers.masks import MaskBuilder
-from lookahead.backends.transformers.static_cache import StaticTreeCache
+from lookahead.backends.transformers.rows import StaticTreeCache
 from lookahead.backends.transformers.tree_attention.packed_mask import packed_width
 from lookahead.backends.transformers.tree_cache import TreeCache
 

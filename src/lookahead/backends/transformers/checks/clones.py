@@ -10,8 +10,7 @@ from itertools import pairwise
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.chain_cache import ChainRow
-from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder, tried_source
+from lookahead.backends.transformers.chain_cache import ChainRow, is_encoder_decoder, tried_source
 from lookahead.backends.transformers.findings import architecture, recall, remember
 from lookahead.backends.transformers.invariant.modules import foreign_product
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner

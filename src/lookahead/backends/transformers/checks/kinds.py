@@ -103,7 +103,7 @@ class _Comparison:
 
     def packed_rows(self) -> bool:
         """Two texts of different lengths in one row of tokens, and each alone."""
-        attention.register()
+        attention.register(attention.PACKED_ROWS)
         clone = SharedClone(self._model, attention.PACKED_ROWS, pack_weights=False)
         runner = RowsRunner(clone.module, self._ends)
         runner.rows = [Row(), Row()]

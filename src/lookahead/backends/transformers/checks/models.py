@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.backends.transformers.chain_cache import has_running_state
+from lookahead.backends.transformers.chain_cache import has_running_state, is_encoder_decoder
 from lookahead.backends.transformers.checks.clones import goes_on_rightly, vocabulary_size
 from lookahead.backends.transformers.checks.kinds import equivalence
-from lookahead.backends.transformers.encoder_decoder import is_encoder_decoder
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import Setting, forward_arguments, state_of
 from lookahead.backends.transformers.runner import ModelRunner
