@@ -337,8 +337,7 @@ def _visible(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) 
         return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
     if mask.dtype != torch.bool:
         raise InvalidArgumentError(
-            f"attention_mask is of {mask.dtype}; with soft-capped scores {TREE_ATTENTION!r} takes packed masks and bool "
-            "masks"
+            f"attention_mask is of {mask.dtype}; with soft-capped scores {TREE_ATTENTION!r} takes packed and bool masks"
         )
     return mask
 
