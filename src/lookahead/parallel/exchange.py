@@ -113,39 +113,28 @@ class Exchange:
             raise self._lost(error) from error
         assert work is not None
         started = monotonic()
-        try:
-            while True:
-                try:
-                    work.wait(timedelta(seconds=min(PATIENCE, self._timeout)))
-                    return
-                except RuntimeError as error:
-                    if work.is_completed():
-                        raise self._lost(error) from error
-                self._monitor.watch()
-                self._look(monotonic() - started)
-        finally:
-            self._monitor.unwatch()
-
-    def _look(self, waited: float) -> None:
-        """Raise if there is a reason why the others will not come."""
-        reason = self._reason()
-        if reason is None and waited > self._timeout:
-            reason = self._overdue()
-        if reason is not None:
-            raise self._ended(reason)
+        while True:
+            try:
+                work.wait(timedelta(seconds=min(PATIENCE, self._timeout)))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise self._lost(error) from error
+            reason = self._reason()
+            if reason is None and monotonic() - started > self._timeout:
+                reason = self._overdue()
+            if reason is not None:
+                raise self._ended(reason)
 
     def _lost(self, error: RuntimeError) -> ParallelError:
         """Which rank's connection broke: wait a while for the signs that tell."""
-        self._monitor.unwatch()
-        self._monitor.watch()
         started = monotonic()
         while monotonic() - started < self._timeout:
             reason = self._reason()
+            if reason is None and (silent := self._monitor.silent()):
+                reason = f"{self.who(silent)} died: a connection was closed and no heartbeat came since"
             if reason is not None:
                 return self._ended(reason)
-            silent = self._monitor.silent()
-            if silent:
-                return self._ended(f"{self.who(silent)} died: a connection was closed and no heartbeat came since")
             sleep(0.05)
         late = self._monitor.late()
         who = self.who(late) if late else "a rank"

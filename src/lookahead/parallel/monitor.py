@@ -1,4 +1,4 @@
-"""Heartbeats: each rank writes its own now and then, and reads those of the others while it waits.
+"""Heartbeats: each rank writes its own now and then, and reads those of the others.
 
 They say what a rank says of itself, and tell ranks apart once it is known that one has died. A rank that sends none is
 not dead for that: the thread that sends them needs Python's lock and a share of the processor, and on a busy machine
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from time import monotonic
 
 from torch.distributed.distributed_c10d import Store
@@ -18,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 INTERVAL = 0.5
 """Seconds between two heartbeats."""
 
-ROUNDS = 5
+ROUNDS = 6
 """Heartbeats of this rank after which a silent rank counts as dead. A live one sends at least two meanwhile; a busy
 machine slows all ranks alike."""
 
@@ -45,19 +44,6 @@ class Heartbeat:
     blamed: bool = False
 
 
-@dataclass
-class _Watch:
-    """What was read since a rank began to wait.
-
-    Attributes:
-        rounds: How many times all heartbeats were read.
-        heartbeats: How many new ones the rounds after the first found, by rank.
-    """
-
-    rounds: int = 0
-    heartbeats: Counter[int] = field(default_factory=Counter)
-
-
 class Monitor:
     """The heartbeats of a group, in a store that all ranks reach.
 
@@ -78,7 +64,7 @@ class Monitor:
         self._left = self._blamed = False
         self._failure = ""
         self._heartbeats: list[Heartbeat] = [Heartbeat()] * size
-        self._watch: _Watch | None = None
+        self._heard = [0] * size  # how many of its own this rank had sent when it read the last new one of each
         self._awake = threading.Event()
         self._stopped = threading.Event()
         self._answered = monotonic()
@@ -106,16 +92,6 @@ class Monitor:
         self._awake.set()
         self._thread.join(timeout=2 * INTERVAL)
 
-    def watch(self) -> None:
-        """Begin to read the heartbeats of the other ranks, while this one waits for them."""
-        if self._watch is None:
-            self._watch = _Watch()
-            self._awake.set()
-
-    def unwatch(self) -> None:
-        """Stop reading the heartbeats of the other ranks."""
-        self._watch = None
-
     @property
     def store_lost(self) -> bool:
         """Whether the connection to the store is broken."""
@@ -136,12 +112,8 @@ class Monitor:
         return [rank for rank, heartbeat in self._others() if heartbeat.left]
 
     def silent(self) -> list[int]:
-        """Ranks that have sent no heartbeat since `watch`; none before there was time for `ROUNDS` of them."""
-        watch = self._watch
-        if watch is None or watch.rounds < ROUNDS:
-            return []
-        # One may have been on its way.
-        return [rank for rank, _ in self._others() if watch.heartbeats[rank] < 2]
+        """Ranks of which no heartbeat was read in the time of `ROUNDS` of this rank."""
+        return [rank for rank, _ in self._others() if self._count - self._heard[rank] >= ROUNDS]
 
     def late(self) -> list[int]:
         """Ranks that have not come to the exchange that this one is in."""
@@ -164,8 +136,7 @@ class Monitor:
             self._awake.clear()
             try:
                 self._send_heartbeat()
-                if (watch := self._watch) is not None:
-                    self._read(watch)
+                self._read()
             except (RuntimeError, ValueError):
                 return  # a connection to the store that is lost does not come back
             self._answered = monotonic()
@@ -175,13 +146,12 @@ class Monitor:
         self._store.set(self._key(self.rank), json.dumps(asdict(heartbeat)))
         self._count += 1
 
-    def _read(self, watch: _Watch) -> None:
+    def _read(self) -> None:
         texts = self._store.multi_get([self._key(rank) for rank in range(self._size)])
         heartbeats = [Heartbeat(**json.loads(text)) for text in texts]
-        if watch.rounds:  # the first finds whatever was sent before
-            for rank, heartbeat in enumerate(heartbeats):
-                watch.heartbeats[rank] += heartbeat.count != self._heartbeats[rank].count
-        watch.rounds += 1
+        for rank, heartbeat in enumerate(heartbeats):
+            if heartbeat.count != self._heartbeats[rank].count:
+                self._heard[rank] = self._count
         self._heartbeats = heartbeats
 
     def _key(self, rank: int) -> str:
