@@ -139,7 +139,7 @@ def kept_steps(engine: PreTrainedModel) -> StaticSteps:
     """The steps that the last call with this engine released."""
     kept = state_of(engine).static_steps
     assert kept is not None
-    return kept[1]
+    return kept
 
 
 @contextmanager

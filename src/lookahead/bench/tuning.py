@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.engine_model import engine_model, runs_static
 from lookahead.backends.transformers.runner import ModelRunner
-from lookahead.backends.transformers.static_engine import StaticBuffers
+from lookahead.backends.transformers.static_engine import acquire_steps
 from lookahead.config import LookaheadConfig
 from lookahead.core.step_costs import StepCosts
 from lookahead.core.token_tree import TokenTree
@@ -150,7 +150,8 @@ class StepBench:
         module, steps = engine_model(model, pack_weights, invariant=False), None
         if runs_static(model, engine, invariant=False):
             sizes = LookaheadConfig(step_budget=max(NODE_COUNTS), engine=engine)
-            steps = StaticBuffers(module, sizes, 1, context + 2).steps
+            found = acquire_steps(module, sizes, 1, context + 2)
+            steps = None if isinstance(found, str) else found
         self._runner = ModelRunner(module, 1, steps=steps)
         self.text = self._random.integers(self._vocabulary, size=context + 1).tolist()
         last = self._runner.last_length

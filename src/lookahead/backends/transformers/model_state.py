@@ -43,7 +43,7 @@ class ModelState:
         clones: Shared-weight clones: what each was made of (`structure`), and the clone; in its place why there is
             none, where it did not do what it should.
         static_shapes: What its layers keep of a token; why, where static steps failed, or did not do what others do.
-        static_steps: Those that its last call released, and what they were made for: what was compiled and captured
+        static_steps: Those that its last call released: what was compiled and captured
             serves the next call as well.
         packing: Which packing makes its steps shortest, by number type and threads.
         costs: What its steps cost, by setting.
@@ -59,7 +59,7 @@ class ModelState:
     checked: set[Setting] = field(default_factory=set)
     clones: dict[Setting, tuple[list[object], SharedClone | str]] = field(default_factory=dict)
     static_shapes: dict[Setting, tuple[LayerShape | None, ...] | str] = field(default_factory=dict)
-    static_steps: tuple[Setting, StaticSteps] | None = None
+    static_steps: StaticSteps | None = None
     packing: dict[Setting, bool | str] = field(default_factory=dict)
     costs: dict[Setting, StepCosts] = field(default_factory=dict)
     paces: dict[Setting, Pace] = field(default_factory=dict)

@@ -17,11 +17,12 @@ from lookahead.backends.transformers.checks.models import runs_on_chains, runs_r
 from lookahead.backends.transformers.checks.texts import check_texts
 from lookahead.backends.transformers.engine_model import engine_model, rows_runner, runs_static
 from lookahead.backends.transformers.invariant.modules import least_rows
+from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
 from lookahead.backends.transformers.shared_clone import chain_engine
 from lookahead.backends.transformers.snapshots import ModelWatch
-from lookahead.backends.transformers.static_engine import StaticBuffers, pooled_runner
-from lookahead.backends.transformers.static_steps import FIXED_ROWS
+from lookahead.backends.transformers.static_engine import acquire_steps, pooled_runner
+from lookahead.backends.transformers.static_steps import FIXED_ROWS, StaticSteps
 from lookahead.backends.transformers.tree_cache import TreeCache, adopt_cache, return_cache
 from lookahead.config import LookaheadConfig
 from lookahead.errors import LookaheadWarning, UnsupportedArgumentError
@@ -110,8 +111,7 @@ class TreeCall(Call):
             caches = adopt_cache(prompts.cache, prompts.mask)
         elif not prompts.all_count:  # hidden tokens are laid out again in the cache that the caller gets
             caches = [TreeCache() for _ in range(prompts.rows)]
-        self._buffers = _static_buffers(engine, config, prompts, generation_config) if is_static else None
-        steps = self._buffers.steps if self._buffers else None
+        self._steps = steps = _static_steps(engine, config, prompts, generation_config) if is_static else None
         if config.invariant:
             self.invariant_rows = FIXED_ROWS if steps is not None else least_rows(engine)
         self.runner = runner = ModelRunner(
@@ -127,7 +127,7 @@ class TreeCall(Call):
             runner.engine = "compiled" if config.engine == "compiled" else "static"
         for row, before, padding in zip(runner.rows, prompts.before, prompts.padding, strict=True):
             row.before, row.padding = before, padding
-        self._model = model
+        self._model, self._engine = model, engine
         self.clock = step_clock(model.device) if steps is None else steps.clock
         self.keeps_cache = prompts.all_count or kind.holds("padded_caches")
         check_texts(model, runner, prompts, generation_config)
@@ -139,30 +139,30 @@ class TreeCall(Call):
             given = self._prompts.cache
             given = empty_cache(self._model) or DynamicCache() if given is None else given
             cache = return_cache(self.runner.texts, given, self._prompts.mask)
-        if self._buffers is not None:
-            self._buffers.release()
+        if self._steps is not None:  # for the next call; not after one that failed
+            state_of(self._engine).static_steps = self._steps
         return cache
 
 
-def _static_buffers(
+def _static_steps(
     engine: PreTrainedModel, config: LookaheadConfig, prompts: Prompts, generation_config: GenerationConfig
-) -> StaticBuffers | None:
-    """The buffers of a static engine; `None` if the model cannot be run so, and need not.
+) -> StaticSteps | None:
+    """The steps of a static engine; `None` if the model cannot be run so, and need not.
 
     Raises:
         UnsupportedArgumentError: Its passes would not be invariant without.
     """
     before = max(prompts.before)
     longest = before + generation_config.max_length
-    buffers = StaticBuffers(engine, config, prompts.rows, longest, before + prompts.width)
-    if buffers.steps is not None:
-        return buffers
+    steps = acquire_steps(engine, config, prompts.rows, longest, before + prompts.width)
+    if not isinstance(steps, str):
+        return steps
     if config.invariant and engine.device.type == "cuda":
         raise UnsupportedArgumentError(
             f"invariant=True is not possible for this {type(engine).__name__} and texts of {longest} tokens: it cannot "
-            f"be run with fixed shapes, as {buffers.obstacle}; use invariant=False"
+            f"be run with fixed shapes, as {steps}; use invariant=False"
         )
-    _warn_of_eager_steps(engine, buffers.obstacle)
+    _warn_of_eager_steps(engine, steps)
     return None
 
 

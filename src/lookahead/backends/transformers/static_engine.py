@@ -37,8 +37,10 @@ GROWS_BY = 1024
 again."""
 
 
-class StaticBuffers:
-    """Static steps, acquired for one call.
+def acquire_steps(
+    model: PreTrainedModel, config: LookaheadConfig, batch: int, longest: int, start: int | None = None
+) -> StaticSteps | str:
+    """Static steps for one call, those that the last one released if they fit; why there can be none, if so.
 
     Args:
         model: The module that runs the trees.
@@ -48,54 +50,36 @@ class StaticBuffers:
         start: Tokens of the longest prompt. With `engine="auto"` memory is taken for some more than these, and a size
             is captured only if enough tokens are left to pay for it; else for all of the text, and as soon as a
             step has that size.
-
-    Attributes:
-        steps: The steps; `None` if the model cannot be run with fixed shapes.
-        obstacle: Why not; empty if it can.
     """
-
-    def __init__(
-        self, model: PreTrainedModel, config: LookaheadConfig, batch: int, longest: int, start: int | None = None
-    ) -> None:
-        self.steps: StaticSteps | None = None
-        self.obstacle = ""
-        compiler = "inductor" if config.engine == "compiled" else None
-        shapes = _static_shapes(model, compiler is not None)
-        if isinstance(shapes, str):
-            self.obstacle = shapes
-            return
-        sizes, most = pass_sizes(config.max_nodes), None
-        if config.invariant:
-            sizes = fixed_sizes(batch)
-            most = sizes[0] + config.max_nodes  # a part of a prompt, and what is drafted
-        patient = config.engine == "auto" and not config.invariant and start is not None
-        text = min(longest, start + GROWS_BY) if patient and start is not None else longest
-        capacity = rounded(text + (most or 0) + sizes[-1])
-        first, picked = limits_of(model).places_after, limits_of(model).picks_after
-        if picked is not None and longest > picked:
-            self.obstacle = f"it does not attend to all keys of a text of more than {picked} tokens"
-            return
-        if first is not None and rounded(longest + (most or 0) + sizes[-1]) > first:
-            self.obstacle = f"it would take memory beyond {first} tokens for text"
-            return
-        self._state = state_of(model)
-        self._made_for = (_wiring(model), batch, sizes, compiler, most)
-        with self._state.lock:
-            kept, self._state.static_steps = self._state.static_steps, None
-        if kept is not None and kept[0] == self._made_for and capacity <= kept[1].cache.capacity <= 4 * capacity:
-            self.steps = kept[1]
-            self.steps.cache.crop(0)
-        else:
-            del kept  # before new memory is taken
-            rows = padded_batch(batch) if config.invariant else batch
-            buffers = StaticTreeCache(shapes, batch, capacity, model.device, rows)
-            self.steps = StaticSteps(model, buffers, sizes, recorder_for(model.device), compiler, most)
-        self.steps.last = longest if patient else None
-
-    def release(self) -> None:
-        """Keep the steps for the model's next call, in place of earlier ones. Not after a call that failed."""
-        if self.steps is not None:
-            self._state.static_steps = (self._made_for, self.steps)
+    compiler = "inductor" if config.engine == "compiled" else None
+    shapes = _static_shapes(model, compiler is not None)
+    if isinstance(shapes, str):
+        return shapes
+    sizes, most = pass_sizes(config.max_nodes), None
+    if config.invariant:
+        sizes = fixed_sizes(batch)
+        most = sizes[0] + config.max_nodes  # a part of a prompt, and what is drafted
+    patient = config.engine == "auto" and not config.invariant and start is not None
+    text = min(longest, start + GROWS_BY) if patient and start is not None else longest
+    capacity = rounded(text + (most or 0) + sizes[-1])
+    first, picked = limits_of(model).places_after, limits_of(model).picks_after
+    if picked is not None and longest > picked:
+        return f"it does not attend to all keys of a text of more than {picked} tokens"
+    if first is not None and rounded(longest + (most or 0) + sizes[-1]) > first:
+        return f"it would take memory beyond {first} tokens for text"
+    made_for, state = (_wiring(model), batch, sizes, compiler, most), state_of(model)
+    with state.lock:
+        steps, state.static_steps = state.static_steps, None
+    if steps is not None and steps.made_for == made_for and capacity <= steps.cache.capacity <= 4 * capacity:
+        steps.cache.crop(0)
+    else:
+        del steps  # before new memory is taken
+        rows = padded_batch(batch) if config.invariant else batch
+        buffers = StaticTreeCache(shapes, batch, capacity, model.device, rows)
+        steps = StaticSteps(model, buffers, sizes, recorder_for(model.device), compiler, most)
+        steps.made_for = made_for
+    steps.last = longest if patient else None
+    return steps
 
 
 def fixed_sizes(batch: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from lookahead.backends.machine import PausingClock, Staged
 from lookahead.backends.transformers.graph_recorder import Outputs, Recorder, Recordings
 from lookahead.backends.transformers.layouts import Step, ancestors, padded
 from lookahead.backends.transformers.masks import MaskBuilder
+from lookahead.backends.transformers.model_state import Setting
 from lookahead.backends.transformers.rows import StaticTreeCache
 from lookahead.backends.transformers.tree_attention.packed_mask import packed_width
 from lookahead.backends.transformers.tree_cache import TreeCache
@@ -132,6 +133,7 @@ class StaticSteps:
         clock: A clock in seconds that stands still while graphs are recorded.
         last: Tokens that the texts come to at most: where fewer than `PAYS_FROM` of them are left, nothing is recorded
             any more, and steps of sizes that were not are run elsewhere. Any number if `None`.
+        made_for: How the model was set when they were made for it.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class StaticSteps:
         self.chunk = None if most is None else self.sizes[-1]
         self._most = most
         self.last: int | None = None
+        self.made_for: Setting = ()
         self.clock = PausingClock(model.device)
         self._passes = Recordings(model, cache, recorder, self.clock, compiler=compiler)
         self._masks, self._device = MaskBuilder(model.config), model.device

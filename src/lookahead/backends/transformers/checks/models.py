@@ -11,7 +11,7 @@
 | Does a clone compute what it computes? | both read the same: `clones.computes_the_same` | the clone |
 | Are passes invariant? | `IN_THE_WAY`; all bits along a text: `clones.is_invariant` | `invariant=True` |
 | Are rows that share a pass read as each alone? | three texts: `clones.reads_rows_alike` | packed rows, or Engines |
-| Do static passes compute what others do? | the same steps: `static_engine.StaticBuffers` | they are not used |
+| Do static passes compute what others do? | the same steps: `static_engine.acquire_steps` | they are not used |
 """
 
 from __future__ import annotations
