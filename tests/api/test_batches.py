@@ -54,7 +54,7 @@ def test_random_cases_match(name: str, number: int) -> None:
     check(random_batch_case(Random(f"sample {name} {number}"), name))
 
 
-def test_rows_are_packed_unless_a_cache_is_wanted() -> None:
+def test_rows_are_packed_with_a_cache_or_without() -> None:
     model, shapes = build("llama"), []
     ids = torch.tensor([PROMPTS[0], (0,) * 10 + PROMPTS[1]])
     mask = (ids != 0).long()
@@ -62,7 +62,7 @@ def test_rows_are_packed_unless_a_cache_is_wanted() -> None:
         lambda module, inputs: shapes.append(inputs[0].shape[0]) if isinstance(module, torch.nn.Embedding) else None
     )
     try:
-        for options, rows in (({}, 1), ({"return_dict_in_generate": True}, 2), ({"do_sample": True}, 1)):
+        for options in ({}, {"return_dict_in_generate": True}, {"do_sample": True}):
             lookahead.generate(model, ids, attention_mask=mask, max_new_tokens=2)  # checks run before
             arguments = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False} | options
             torch.manual_seed(2)
@@ -70,9 +70,18 @@ def test_rows_are_packed_unless_a_cache_is_wanted() -> None:
             shapes.clear()
             torch.manual_seed(2)
             found = lookahead.generate(model, ids, **arguments)
-            assert set(shapes) == {rows}, options
-            if rows == 1:
+            assert set(shapes) == {1}, options
+            if "return_dict_in_generate" not in options:
                 assert torch.equal(found, expected)
+                continue
+            text, longer = expected.sequences, torch.cat([mask, torch.ones(2, 9, dtype=torch.long)], dim=1)
+            assert torch.equal(found.sequences, text)
+            arguments |= {"attention_mask": longer}
+            expected = model.generate(text, past_key_values=expected.past_key_values, **arguments)
+            shapes.clear()
+            found = lookahead.generate(model, text, past_key_values=found.past_key_values, **arguments)
+            assert set(shapes) == {1}
+            assert torch.equal(found.sequences, expected.sequences)
     finally:
         hook.remove()
 

@@ -15,7 +15,6 @@ from lookahead.backends.transformers.checks.kinds import equivalence
 from lookahead.backends.transformers.engine_model import packed_clone
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.prompt_pass import PromptPass
-from lookahead.backends.transformers.rows import Row
 from lookahead.backends.transformers.runner import RowsRunner
 from lookahead.config import LookaheadConfig
 from lookahead.core.pace import Pace
@@ -102,8 +101,8 @@ class Call:
             steps.batch.sequences = [request.sequence for request in self._requests]
             steps.backend = call.backend(steps.batch, self._requests[0].rule.asks_others)
         else:
-            for request in self._requests:
-                request.row = Row()
+            for request, row in zip(self._requests, runner.rows, strict=True):
+                request.row = row
         wants_cache = asked.return_dict_in_generate and asked.use_cache
         self._returns_cache = bool(wants_cache and call.keeps_cache)
 
@@ -172,6 +171,8 @@ class Call:
             self._lengthen()
             self._run_steps()
         if keeps_cache:
+            if steps.come_and_go:
+                steps.backend.rows = [request.row for request in self._requests]
             steps.backend.complete(padded_texts([request.sequence for request in self._requests], self._pad_token))
 
     def _run_steps(self) -> None:
@@ -196,12 +197,11 @@ def _packed_runner(arguments: Arguments, config: LookaheadConfig) -> RowsRunner 
     """What runs the rows of a call as an `Engine` runs requests, packed into one row of tokens; `None` where they are
     padded.
 
-    A cache that a call takes or leaves has padded rows. On a GPU a call for each row takes longer than padding does. Of
-    packed weights there is one copy for a model, which calls of one prompt have.
+    On a GPU a call for each row takes longer than padding does. Of packed weights there is one copy for a model, which
+    calls of one prompt have.
     """
-    model, prompts, asked = arguments.model, arguments.prompts, arguments.config
-    leaves_cache = asked.return_dict_in_generate and asked.use_cache
-    if prompts.rows == 1 or prompts.cache is not None or prompts.inputs or leaves_cache:
+    model, prompts = arguments.model, arguments.prompts
+    if prompts.rows == 1 or prompts.inputs:
         return None
     if (
         config.engine not in ("auto", "dynamic")

@@ -337,30 +337,32 @@ class PaddedCache(RowsCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states `[rows, heads, nodes, head_dim]` of one layer; returns those of all tokens and nodes."""
-        found = [
-            row.cache.update(key_states[place, None, :, :count], value_states[place, None, :, :count], layer_idx)
-            for place, (row, count) in enumerate(self._rows)
-        ]
-        keys, values = zip(*found, strict=True)
-        return self._padded(keys, key_states), self._padded(values, value_states)
+        padded = self._padded(key_states), self._padded(value_states)
+        for place, (row, count) in enumerate(self._rows):
+            keys, values = (states.narrow(0, place, 1).narrow(2, 0, count) for states in (key_states, value_states))
+            self._fill(padded, place, row.cache.update(keys, values, layer_idx))
+        return padded
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """The same for the keys `[rows, nodes, size]` of the indexer of one layer."""
-        new = indexer_key_states[:, None]
-        found = [
-            row.cache.update_indexer(indexer_key_states[place, None, :count], layer_idx)[:, None]
-            for place, (row, count) in enumerate(self._rows)
-        ]
-        return self._padded(found, new)[:, 0]
+        padded = self._padded(indexer_key_states[:, None])
+        for place, (row, count) in enumerate(self._rows):
+            found = row.cache.update_indexer(indexer_key_states[place, None, :count], layer_idx)
+            self._fill((padded,), place, (found[:, None],))
+        return padded[:, 0]
 
-    def _padded(self, rows: Sequence[torch.Tensor], new: torch.Tensor) -> torch.Tensor:
-        """`[rows, heads, longest text + nodes, head_dim]`."""
+    def _padded(self, new: torch.Tensor) -> torch.Tensor:
+        """`[rows, heads, longest text + nodes, head_dim]`, with the states of the nodes in it."""
         padded = new.new_zeros((*new.shape[:2], self._longest + new.shape[2], new.shape[3]))
-        for place, (states, (_, count)) in enumerate(zip(rows, self._rows, strict=True)):
-            before = states.shape[2] - count
-            padded[place, :, :before] = states[0, :, :before]
-            padded[place, :, self._longest : self._longest + count] = states[0, :, before:]
+        padded.narrow(2, self._longest, new.shape[2]).copy_(new)
         return padded
+
+    def _fill(self, padded: Sequence[torch.Tensor], place: int, found: Sequence[torch.Tensor]) -> None:
+        """Add those of the text of a row."""
+        row, _ = self._rows[place]
+        if row.length:
+            for whole, states in zip(padded, found, strict=True):
+                whole.narrow(0, place, 1).narrow(2, 0, row.length).copy_(states.narrow(2, 0, row.length))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens kept of the longest text."""
