@@ -114,7 +114,7 @@ def build(spec: Row, rows: Sequence[Row]) -> Table:
     elsewhere = {name for cell in (*columns, *lines) for name in cell.get("over", {})}
     kept = {name: wanted for name, wanted in limits.items() if name not in elsewhere}
     rows = [row for row in rows if _matches(row, kept)]  # a cell is compared with nothing outside of these
-    body = [[*line["cells"], *_cells(rows, line, columns, limits, runs)] for line in lines]
+    body = [[*line["cells"], *_cells(rows, chosen, line, columns, limits, runs)] for line in lines]
     return [*(spec.get("head") or spec["by"]), *(column["title"] for column in columns)], body
 
 
@@ -237,10 +237,12 @@ def _columns(spec: Row, rows: Sequence[Row], names: Mapping[str, str]) -> Iterat
             yield {**column, "where": where, "title": title}
 
 
-def _cells(rows: Sequence[Row], line: Row, columns: Sequence[Row], limits: Where, runs: RunSet | None) -> Iterator[str]:
-    """The cells of a line; `rows` are all of the table's files, of which `limits` takes those of the table."""
+def _cells(
+    rows: Sequence[Row], chosen: Sequence[Row], line: Row, columns: Sequence[Row], limits: Where, runs: RunSet | None
+) -> Iterator[str]:
+    """The cells of a line; `rows` are all of the table's files, of which `limits` takes those that are `chosen`."""
     here = line.get("where", {})
-    of_line = [row for row in rows if _matches(row, limits) and _matches(row, here)]
+    of_line = [row for row in chosen if _matches(row, here)]
     for column in columns:
         cell, of_cell, base = {**column, **line}, [row for row in of_line if _matches(row, column["where"])], []
         if "over" in cell:
