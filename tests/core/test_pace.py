@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.core.pace import MOST_CREDIT, Pace, PacedRow
+from lookahead.core.pace import MOST_CREDIT, REST, Pace, PacedRow
 from lookahead.core.step_costs import GRID, StepCosts
 from lookahead.core.step_time import StepTime
 
@@ -46,13 +46,14 @@ class Text:
 
     def decode(self, drafts: Iterator[Draft], tokens: int, likely: float = 0.2) -> None:
         """Decode so many more tokens."""
-        end = self.tokens + tokens
+        end, row = self.tokens + tokens, PacedRow(self.pace)
         while self.tokens < end:
-            row, sent, accepted, longer = PacedRow(self.pace), [0], 0, 1.0
+            sent, accepted, longer = [0], 0, 1.0
             row.begin()
+            if not row.backs_off:
+                row.offer(np.full(row.most, likely), sent.append)
             rests = row.backs_off
             if not rests:
-                row.offer(np.full(row.most, likely), sent.append)
                 accepted, longer = next(drafts)
                 accepted = min(accepted, sent[-1])
             nodes = 1 + sent[-1]
@@ -107,6 +108,19 @@ def test_whatever_drafts_cost_and_bring_little_is_lost_to_plain_decoding(
     assert text.lost <= FIXED_LOSS + MOST_CREDIT + 8 * cost * seconds_of(curve, 16)
 
 
+def test_a_promising_draft_ends_a_rest_until_promises_are_broken() -> None:
+    pace = Pace(StepCosts())
+    text = Text(pace)
+    text.decode(repeat((0, 1.0)), 1000)
+    while pace.credit.rest < 8 * REST:  # of many steps that are left
+        text.decode(repeat((0, 1.0)), 1, likely=0.01)
+    begin = text.seconds
+    text.decode(repeat((8, 1.0)), 200, likely=0.9)
+    assert text.seconds - begin < 100, "a text that is likely to be drafted for waits for the end of a rest"
+    text.decode(repeat((0, 1.0)), 20000, likely=0.9)
+    assert text.lost <= FIXED_LOSS + MOST_CREDIT, "promises are believed that were broken each time"
+
+
 def test_costs_that_jump_are_noticed() -> None:
     text = Text(Pace(StepCosts()))
     text.decode(repeat((3, 1.0)), 2000)
@@ -141,14 +155,13 @@ def test_chains_of_honest_probabilities_go_about_as_fast_as_with_the_best_fixed_
     def decode(nodes: int | None) -> float:
         """Tokens per plain step; each candidate follows the one before it, as sure as the text is easy there."""
         generator, pace = np.random.default_rng(0), Pace(StepCosts())
-        seconds = tokens = 0.0
+        row, seconds, tokens = PacedRow(pace), 0.0, 0.0
         for _ in range(3000):
             ease, sent = generator.choice([0.1, 0.6, 0.97]), [0 if nodes is None else nodes - 1]
-            row = PacedRow(pace)
             row.begin()
-            is_plain = nodes is None and row.backs_off
-            if nodes is None and not is_plain:
+            if nodes is None and not row.backs_off:
                 row.offer(ease ** np.arange(1, row.most + 1), sent.append)
+            is_plain = nodes is None and row.backs_off
             accepted = 0
             while accepted < sent[-1] and generator.random() < ease:
                 accepted += 1

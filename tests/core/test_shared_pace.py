@@ -101,8 +101,8 @@ class Load:
         end = self.tokens + tokens
         while self.tokens < end:
             self.shared.begin(self._rows)
-            rests = self.shared.backs_off
-            sent = 0 if rests else sum(send(self.shared, [[0.4] * 8] * self._rows))
+            sent = 0 if self.shared.backs_off else sum(send(self.shared, [[0.4] * 8] * self._rows))
+            rests = self.shared.backs_off  # or it was but a look
             share, longer = (0.0, 1.0) if rests else next(drafts)
             accepted = round(share * sent)
             took = (1 + self._slope * (self._rows + sent - 1)) * longer

@@ -55,6 +55,6 @@ def test_a_call_that_backs_off_gives_the_same_text() -> None:
 def generate_with(model: PreTrainedModel, prompt: torch.Tensor, rest: int, **options: Any) -> Any:
     """A call in a rest that has so many plain steps left."""
     for pace in state_of(model).paces.values():
-        pace.credit.rest = rest
+        pace.credit.rest = pace.credit.unseen = rest
     config = LookaheadConfig()
     return lookahead.generate(model, prompt, lookahead_config=config, return_dict_in_generate=True, **options)

@@ -39,7 +39,8 @@ FIRST_CREDIT, TRIAL, MOST_CREDIT = 5.0, 2.0, 16.0
 
 REST, COVER = 16, 100
 """Plain steps of the first rest; each is twice as long as the one before, up to `COVER` for each plain step that was
-lost. First rests of 64 steps cost texts of 128 tokens a fifth of their speed where early drafts were unlucky."""
+lost. First rests of 64 steps cost texts of 128 tokens a fifth of their speed where early drafts were unlucky. After
+as many steps of a rest a draft is looked for, and ends it if it promises to win more than `TRIAL`."""
 
 PLAIN_STEPS = 2
 """Of plain steps in a row so many are run and the last one is timed: the first after a draft took a third longer than
@@ -54,13 +55,16 @@ class Credit:
     """Whether drafting goes on: a running sum of what drafted steps saved, in plain steps.
 
     When what it may lose is spent, steps are plain for a rest, twice as long as the one before, until rests cover what
-    the trials between them lose. What drafts save later makes rests shorter again.
+    the trials between them lose. What drafts save later makes rests shorter again. Now and then a resting text looks
+    whether a draft promises much, for it may be another text than the one whose drafts failed; the next time later, if
+    that is not kept.
 
     Args:
         first: What may be lost before the first rest.
 
     Attributes:
         rest: Plain steps that are left of a rest.
+        unseen: Those of them until the next look.
         failures: Rests that drafts have not made up for.
     """
 
@@ -68,11 +72,14 @@ class Credit:
         self._left = first
         self.failures = 0
         self.rest = 0
+        self.unseen = 0
+        self._woken, self._broken = False, 0  # by a promise; how many were not kept since drafts paid
 
     def book(self, saved: float) -> None:
         """Note what a drafted step saved."""
         self._left += saved
         if self._left > MOST_CREDIT:
+            self._woken, self._broken = False, 0
             if self.failures and self._left > MOST_CREDIT + TRIAL:
                 self.failures -= 1
                 self._left -= TRIAL
@@ -82,10 +89,24 @@ class Credit:
             self.rest = min(REST << self.failures, int(COVER * (TRIAL - self._left)))
             self.failures = min(self.failures + 1, 32)
             self._left = TRIAL
+            self._broken = min(self._broken + self._woken, 32)
+            self._woken, self.unseen = False, REST << self._broken
 
     def wait(self) -> None:
         """Note a plain step of a rest."""
         self.rest -= 1
+        self.unseen -= 1
+
+    @property
+    def looks(self) -> bool:
+        """Whether it is time to look whether a draft promises much, in a rest."""
+        return self.rest > 0 >= self.unseen
+
+    def look(self, promised: float) -> None:
+        """End a rest if that is what a draft promises, in plain steps."""
+        self.unseen = REST
+        if promised > TRIAL:
+            self.rest, self._woken = 0, True
 
 
 class Pace:
@@ -125,7 +146,7 @@ class Pace:
     @property
     def rests(self) -> bool:
         """Whether the coming step is plain: because drafts do not pay, or to time it."""
-        return self.credit.rest > 0 or self._since >= self._interval
+        return (self.credit.rest > 0 and not self.credit.looks) or self._since >= self._interval
 
     @property
     def room(self) -> int:
@@ -153,12 +174,15 @@ class Pace:
         """
         costs, rows = self.costs, 1 if shared else self.rows
         plain = costs.plain(self.rows)
-        if self._since == 0 and not resends:
+        if self._since == 0 and not resends and not self.credit.rest:
             sent = len(likely)
             while sent and costs.seconds((pending + sent) * rows) > DEAR * plain:
                 sent //= 2
             return sent
-        chosen = _choose(likely, pending, rows, resends, plain * rows / self.rows, costs.curve)
+        chosen, gain = _choose(likely, pending, rows, resends, plain * rows / self.rows, costs.curve)
+        if self.credit.rest:
+            self.credit.look(gain)
+            chosen = 0 if self.credit.rest else chosen
         if chosen:  # what fills a pass of fixed size costs nothing
             chosen = min(costs.padded((pending + chosen) * rows) // rows - pending, len(likely))
         return chosen
@@ -225,7 +249,7 @@ class PacedRow:
     @property
     def reads_prompts(self) -> bool:
         """See `StepBudget`."""
-        return not self.backs_off
+        return not self.backs_off and not self._pace.credit.rest
 
     def begin(self) -> None:
         """See `StepBudget`."""
@@ -235,14 +259,17 @@ class PacedRow:
     def offer(self, likely: NDArray[np.float64], send: Send, pending: int = 1) -> None:
         """See `StepBudget`."""
         most = min(self.most, max(self._pace.room - pending, 0)) if self._resends else self.most
-        send(self._pace.choose(likely[:most], pending, self._resends))
+        chosen = self._pace.choose(likely[:most], pending, self._resends)
+        self.backs_off = self._pace.credit.rest > 0  # it was but a look
+        send(chosen)
 
 
 @compiled
 def _choose(
     likely: NDArray[np.float64], pending: int, rows: int, resends: bool, plain: float, curve: NDArray[np.float64]
-) -> int:
-    """How many candidates gain the most, in tokens; of others that come before them they need the more, the later.
+) -> tuple[int, float]:
+    """How many candidates gain the most, and how much that is, in tokens; of others that come before them they need
+    the more, the later.
 
     `rows` send as many each; `plain` is the seconds in which plain decoding brings a token.
     """
@@ -258,7 +285,7 @@ def _choose(
         if gain > most:
             chosen, most = sent + 1, gain
         before, last = probability if resends else 1.0, time
-    return chosen
+    return chosen, most
 
 
 def compile_pace() -> None:

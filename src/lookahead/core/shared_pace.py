@@ -32,6 +32,7 @@ class SharedPace:
         backs_off: Whether the coming step goes without a draft.
         least: How likely a candidate must be for it to be looked for.
         rows: How many it has.
+        reads_prompts: Whether predictions inside of prompts are wanted.
 
     Raises:
         InvalidArgumentError: `nodes` is out of range.
@@ -43,6 +44,7 @@ class SharedPace:
         self.backs_off = False
         self.least = 0.0
         self.rows = 0
+        self.reads_prompts = False
         self._first = first
         self._nodes = nodes
         self._paces: dict[tuple[int, float], Pace] = {}
@@ -52,13 +54,14 @@ class SharedPace:
     def begin(self, rows: int, temperature: float = 0.0) -> None:
         """Begin a step of so many rows, whose tokens are sampled with this temperature in the mean."""
         self._offers.clear()
-        self.rows = rows
+        self.rows, self.reads_prompts = rows, rows == 1
         if self._nodes is not None:
             self.backs_off = self._nodes <= rows
             return
         self._pace = pace = self._of_load(1 << max(rows - 1, 0).bit_length(), round(2 * temperature) / 2)
         pace.rows = rows
         self.backs_off, self.least = pace.rests, pace.least(rows) / 2
+        self.reads_prompts = rows == 1 and not pace.credit.rest
 
     def _of_load(self, load: int, temperature: float) -> Pace:
         """The pace of a load. It begins with what is known of the nearest one: requests come and go, and a load that
@@ -103,15 +106,16 @@ class SharedPace:
             offers: Of each row the probabilities that its candidates are accepted, descending.
             pending: Nodes of the step without them.
         """
-        if not offers:
-            return []
-        likely = np.concatenate(offers)
+        if self.backs_off:
+            return [0] * len(offers)
+        likely = np.concatenate([*offers, np.zeros(0)])
         order = np.argsort(-likely, kind="stable")  # those of a row stay in their order
         if self._pace is None:
             sent = min(max((self._nodes or 0) - pending, 0), len(order))
         else:
             room = max(self._pace.room - self.rows, self.rows)
             sent = self._pace.choose(likely[order[:room]], pending, shared=True)
+            self.backs_off = self._pace.credit.rest > 0  # it was but a look
         owners = np.repeat(np.arange(len(offers)), [len(offered) for offered in offers])
         counts: list[int] = np.bincount(owners[order[:sent]], minlength=len(offers)).tolist()
         return counts
@@ -146,7 +150,7 @@ class SharedRow:
     @property
     def reads_prompts(self) -> bool:
         """See `StepBudget`: rows that share steps fill the memory for each other, which is as good."""
-        return self._shared.rows == 1
+        return self._shared.reads_prompts
 
     def begin(self) -> None:
         """See `StepBudget`."""
