@@ -144,9 +144,14 @@ class Pace:
         return not self.costs.times.any()
 
     @property
+    def in_rest(self) -> bool:
+        """Whether drafts do not pay, so that steps are plain, or look for one at most."""
+        return self.credit.rest > 0
+
+    @property
     def rests(self) -> bool:
         """Whether the coming step is plain: because drafts do not pay, or to time it."""
-        return (self.credit.rest > 0 and not self.credit.looks) or self._since >= self._interval
+        return (self.in_rest and not self.credit.looks) or self._since >= self._interval
 
     @property
     def room(self) -> int:
@@ -174,15 +179,15 @@ class Pace:
         """
         costs, rows = self.costs, 1 if shared else self.rows
         plain = costs.plain(self.rows)
-        if self._since == 0 and not resends and not self.credit.rest:
+        if self._since == 0 and not resends and not self.in_rest:
             sent = len(likely)
             while sent and costs.seconds((pending + sent) * rows) > DEAR * plain:
                 sent //= 2
             return sent
         chosen, gain = _choose(likely, pending, rows, resends, plain * rows / self.rows, costs.curve)
-        if self.credit.rest:
+        if self.in_rest:
             self.credit.look(gain)
-            chosen = 0 if self.credit.rest else chosen
+            chosen = 0 if self.in_rest else chosen
         if chosen:  # what fills a pass of fixed size costs nothing
             chosen = min(costs.padded((pending + chosen) * rows) // rows - pending, len(likely))
         return chosen
@@ -251,7 +256,7 @@ class PacedRow:
     @property
     def reads_prompts(self) -> bool:
         """See `StepBudget`."""
-        return not self.backs_off and not self._pace.credit.rest
+        return not self.backs_off and not self._pace.in_rest
 
     def begin(self) -> None:
         """See `StepBudget`."""
@@ -262,7 +267,7 @@ class PacedRow:
         """See `StepBudget`."""
         most = min(self.most, max(self._pace.room - pending, 0)) if self._resends else self.most
         chosen = self._pace.choose(likely[:most], pending, self._resends)
-        self.backs_off = self._pace.credit.rest > 0  # it was but a look
+        self.backs_off = self._pace.in_rest  # it was but a look
         send(chosen)
 
 

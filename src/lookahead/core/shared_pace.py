@@ -32,7 +32,6 @@ class SharedPace:
         backs_off: Whether the coming step goes without a draft.
         least: How likely a candidate must be for it to be looked for.
         rows: How many it has.
-        reads_prompts: Whether predictions inside of prompts are wanted.
 
     Raises:
         InvalidArgumentError: `nodes` is out of range.
@@ -44,7 +43,6 @@ class SharedPace:
         self.backs_off = False
         self.least = 0.0
         self.rows = 0
-        self.reads_prompts = False
         self._first = first
         self._nodes = nodes
         self._paces: dict[tuple[int, float], Pace] = {}
@@ -54,14 +52,13 @@ class SharedPace:
     def begin(self, rows: int, temperature: float = 0.0) -> None:
         """Begin a step of so many rows, whose tokens are sampled with this temperature in the mean."""
         self._offers.clear()
-        self.rows, self.reads_prompts = rows, rows == 1
+        self.rows = rows
         if self._nodes is not None:
             self.backs_off = self._nodes <= rows
             return
         self._pace = pace = self._of_load(1 << max(rows - 1, 0).bit_length(), round(2 * temperature) / 2)
         pace.rows = rows
         self.backs_off, self.least = pace.rests, pace.least(rows) / 2
-        self.reads_prompts = rows == 1 and not pace.credit.rest
 
     def _of_load(self, load: int, temperature: float) -> Pace:
         """The pace of a load. It begins with what is known of the nearest one: requests come and go, and a load that
@@ -78,6 +75,11 @@ class SharedPace:
                 pace = self._paces[min(calibrated)[1], temperature].similar(load)
             self._paces[key] = pace
         return self._paces[key]
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether predictions inside of prompts are wanted."""
+        return self.rows == 1 and not (self._pace is not None and self._pace.in_rest)
 
     @property
     def most(self) -> int:
@@ -115,7 +117,7 @@ class SharedPace:
         else:
             room = max(self._pace.room - self.rows, self.rows)
             sent = self._pace.choose(likely[order[:room]], pending, shared=True)
-            self.backs_off = self._pace.credit.rest > 0  # it was but a look
+            self.backs_off = self._pace.in_rest  # it was but a look
         owners = np.repeat(np.arange(len(offers)), [len(offered) for offered in offers])
         counts: list[int] = np.bincount(owners[order[:sent]], minlength=len(offers)).tolist()
         return counts

@@ -51,7 +51,7 @@ class TokenRecyclingDrafter:
         listed = zip(result.top_ids.tolist(), result.top_probabilities.tolist(), strict=True)
         for token, (ids, shares) in zip(result.tree.tokens, listed, strict=True):
             if ids and ids[0] >= 0:
-                self._followers[token] = [(one, share) for one, share in zip(ids, shares, strict=True)][: self._kept]
+                self._followers[token] = list(zip(ids, shares, strict=True))[: self._kept]
 
     def statistics(self) -> dict[str, Any]:
         """How many tokens are known."""

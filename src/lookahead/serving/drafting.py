@@ -75,7 +75,7 @@ class Drafting:
             predicted: A text that is expected.
         """
         pace = self._pace if isinstance(self._pace, Pace) else None
-        reads = self._memory is not None and (pace is None or not pace.credit.rest)
+        reads = self._memory is not None and (pace is None or not pace.in_rest)
         read = warm_up_tokens(self._model, prompt, self.config.chooses_nodes) if reads else 0
         vocabulary = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
         budget = SharedRow(self._pace) if self.shares and isinstance(self._pace, SharedPace) else None
