@@ -316,7 +316,7 @@ class PooledRunner(RowsRunner):
         inputs, rows = self._new_inputs(nodes), cast(list[PooledRow], self.rows)
         inputs.stage(rows, step)
         (kept,) = upload(self._device, keep)
-        arguments = {"logits_to_keep": kept} if self._packed_layout.keeps_logits else {}
+        arguments = {"logits_to_keep": kept} if self._layout.keeps_logits else {}
         with self._pool.cache.written_at(inputs.columns.long()):
             arguments |= inputs.arguments(self.model, self._pool.cache)
             given = self.model(**arguments, past_key_values=self._pool.cache, use_cache=True, return_dict=True)

@@ -199,8 +199,7 @@ class RowsRunner(TransformersRunner):
         self.rows: list[Any] = []
         self.is_invariant = model.config._attn_implementation in (INVARIANT, INVARIANT_ROWS, BY_POSITION)
         self.packed, self._together = packed, together
-        self._padded_layout = Padded(model, self._masks, self._device)
-        self._packed_layout = Packed(model, self._masks, self._device)
+        self._layout = (Packed if packed else Padded)(model, self._masks, self._device)
 
     def new_row(self, block: int | None = None) -> Row:
         """See `Runner`."""
@@ -235,7 +234,8 @@ class RowsRunner(TransformersRunner):
 
     def _run(self, places: Sequence[int], step: Step) -> tuple[torch.Tensor, Inputs]:
         cache = self._cache([self.rows[place] for place in places], step)
-        inputs = self._packed_layout.inputs(step, cache) if self.packed else self._padded_layout.inputs(step)
+        layout = self._layout
+        inputs = layout.inputs(step, cache) if isinstance(layout, Packed) else layout.inputs(step)
         return self._call(self.model, inputs, {"past_key_values": cache}).logits, inputs
 
     def _cache(self, rows: Sequence[Any], step: Step) -> Any:
@@ -341,8 +341,7 @@ class ModelRunner(RowsRunner):
                 return results
         return super().forward(trees, top_k)
 
-    def _groups(self, trees: Sequence[TokenTree]) -> list[list[int]]:
-        return [list(range(len(trees)))]
+    _groups = TransformersRunner._groups  # however large they are
 
     def _step(self, places: Sequence[int], trees: Sequence[TokenTree]) -> Step:
         step = super()._step(places, trees)
