@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,28 +47,26 @@ class Counts:
 
 
 class Forced(LogitsProcessor):
-    """Leaves only the recorded token at each place after the prompt.
+    """Leaves only the recorded token at each place after the prompt."""
 
-    Args:
-        case: The text.
-        start: Tokens before the answer; those of the prompt if not given.
-        answers: Whether prompt lookup, which asks about each token before it sends it, gets the text as its answer. It
-            asks with logits that are all the same.
-    """
-
-    def __init__(self, case: Case, start: int | None = None, answers: bool = True) -> None:
-        self._answer, self._start = case.answer, len(case.prompt) if start is None else start
-        self._answers = answers
+    def __init__(self, case: Case) -> None:
+        self._case = case
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """See transformers; input_ids: `[1, S]`, scores: `[1, vocabulary]`."""
-        place = input_ids.shape[1] - self._start
-        is_question = not self._answers and bool((scores == scores[0, 0]).all())
-        if is_question or place >= len(self._answer):  # prompt lookup asks for more than it may send
+        place = input_ids.shape[1] - len(self._case.prompt)
+        if place >= len(self._case.answer):  # prompt lookup asks for more than it may send
             return scores
         forced = torch.full_like(scores, -torch.inf)
-        forced[:, self._answer[place]] = 0
+        forced[:, self._case.answer[place]] = 0
         return forced
+
+
+def forced(case: Case) -> dict[str, Any]:
+    """Arguments with which a model writes the answer of a case; none for a case without one."""
+    if not case.answer:
+        return {}
+    return {"max_new_tokens": len(case.answer), "logits_processor": LogitsProcessorList([Forced(case)])}
 
 
 def generate(model: Any, case: Case, config: LookaheadConfig | None, **more: Any) -> Counts:
@@ -82,19 +79,13 @@ def generate(model: Any, case: Case, config: LookaheadConfig | None, **more: Any
         **more: Further arguments of `generate`.
     """
     ids = torch.tensor([case.prompt], device=model.device)
-    start = 1 if model.config.is_encoder_decoder else ids.shape[1]
-    arguments: dict[str, Any] = {"do_sample": False, "attention_mask": torch.ones_like(ids)}
-    if case.answer:
-        arguments["max_new_tokens"] = len(case.answer)
-        arguments["logits_processor"] = LogitsProcessorList([Forced(case, start)])
+    arguments = {"do_sample": False, "attention_mask": torch.ones_like(ids)} | forced(case) | more
     call = model.generate if config is None else partial(lookahead.generate, model, lookahead_config=config)
     begin = now(model.device)
-    output = call(ids, return_dict_in_generate=True, **arguments | more)
+    output = call(ids, return_dict_in_generate=True, **arguments)
     seconds = now(model.device) - begin
-    tokens = output.sequences[0, start:].tolist()
-    if config is None:
-        return Counts(tokens, len(tokens), len(tokens), seconds)
-    nodes = output.statistics.nodes_per_step
+    tokens = output.sequences[0, ids.shape[1] :].tolist()
+    nodes = [1] * len(tokens) if config is None else output.statistics.nodes_per_step
     return Counts(tokens, len(nodes), sum(nodes), seconds)
 
 
@@ -152,14 +143,6 @@ def prompt_of(row: dict[str, Any]) -> str:
     if "instruction" in row:
         return f"{row['instruction']}\n\n{row['input']}\n\n"
     return str(row.get("prompt") or row["turns"][0])
-
-
-def read_extracts(path: Path, encode: Encode, limit: int) -> list[Case]:
-    """The first articles that a file asks to summarize, with every third sentence of each as its answer."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    texts = [(row["id"], row["turns"][0]) for row in rows if row["task"] == "summarization"][:limit]
-    answers = (" ".join(re.split(r"(?<=[.!?]) +", text.partition(": ")[2])[::3]) for _, text in texts)
-    return [Case(str(name), encode(text), encode(answer)) for (name, text), answer in zip(texts, answers, strict=True)]
 
 
 def encoder_of(tokenizer: Any, **arguments: Any) -> Encode:

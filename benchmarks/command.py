@@ -26,16 +26,15 @@ from lookahead.bench.rows import Row, RowsFile, check_same, describe_machine, ke
 from lookahead.cli import process
 from lookahead.cli.rendering import measuring_progress
 from lookahead.errors import LookaheadError
-from pages import draw_plots, fill_tables
+from plots import draw_plots
 from probe import Probe, instruction_sets
-from worth import compare_commits, compare_drafting
+from tables import fill_tables
+from worth import compare_commits
 
 PROBES = {
     "gpu": "the first half hour on a GPU: right, prices, speed, invariance, in three calls",
     "gguf_models": "texts, steps and CPU time of GGUF models, beside llama-cpp-python",
     "standard": "`auto` beside the best of its parts, line by line, in CPU time",
-    "serving": "many requests at once: tokens per second of CPU time at several loads",
-    "forced_text": "texts that a processor forces: steps and CPU time beside prompt lookup",
     "load": "a public load generator against the server, with drafts and without, and transformers serve",
     "same_bits": "whether every logit of invariant texts has the bits of plain decoding",
     "replay": "drafts against recorded answers, as if a model wrote them",
@@ -45,7 +44,6 @@ COMMANDS: dict[str, Callable[[Sequence[str], Console], int]] = {
     "tables": fill_tables,
     "plots": draw_plots,
     "worth": compare_commits,
-    "drafting_steps": compare_drafting,
 }
 """What is no probe; each has options of its own."""
 

@@ -15,8 +15,6 @@ the same seed.
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,20 +27,16 @@ from typing import Any
 import llama_cpp
 import torch
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
 from cases import Case, Counts, encoder_of, generate, now, read_cases
 from lookahead import LookaheadConfig
 from lookahead.bench.rows import Row
 from lookahead.bench.summary import first_difference
-from lookahead.demo import demo_model_path
-from probe import Probe, Turns, Unit, Way, load_model, option
+from models import RANDOM, load_model, load_tokenizer, model_folder, save_random
+from probe import Probe, Turns, Unit, Way, option
 
 EXACT = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32, "flash_attn": False}
-RANDOM = "random"
-RANDOM_SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
-RANDOM_SIZES |= {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64}
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
 PLAIN = LookaheadConfig(preset="autoregressive")
 TOOL = Path(__file__).parent.parent / "tools" / "convert_to_gguf.py"
@@ -53,7 +47,7 @@ class Options:
     """What to measure."""
 
     prompts: str = option("../shared/data/humaneval.jsonl", "JSON lines with `id`, and `prompt` or `turns`")
-    model: str = option("demo", "`demo`, `random` for a Llama of 91 million weights, or the folder of a Llama")
+    model: str = option("demo", "`demo`, `91m` for a random Llama of 91 million weights, or the folder of a Llama")
     types: tuple[str, ...] = option(("f32", "q8_0", "q4_k_m"), "number types of the weights")
     limit: int = option(10, "take the first so many prompts")
     max_new_tokens: int = option(128, "tokens to generate")
@@ -74,7 +68,7 @@ class Bench:
         self._length, self._kind = options.max_new_tokens, kind
         self._model: Any = lookahead.load_gguf(path)
         fast: Any = lookahead.load_gguf(path, fast_kv=True)
-        self._reference: Any = load_model(str(folder), "float32").model if kind == "f32" else None
+        self._reference: Any = load_model(str(folder), ends=False) if kind == "f32" else None
         for model in (self._model, fast, self._reference):
             if model is not None:
                 model.generation_config.eos_token_id = None
@@ -143,34 +137,22 @@ class Bench:
 
 def probe(options: Options) -> Probe:
     """The units: each prompt with each type."""
-    path = Path(options.prompts)
-    folder = demo_model_path() if options.model in ("demo", RANDOM) else Path(options.model)
     kept = tempfile.TemporaryDirectory()  # as long as the units are
 
     @lru_cache(maxsize=1)
     def bench(kind: str) -> Bench:
-        made = random_model(Path(kept.name)) if options.model == RANDOM else folder
-        file = Path(kept.name) / f"{kind}.gguf"
-        subprocess.run([sys.executable, TOOL, made, file, "--type", kind], check=True, capture_output=True)
-        return Bench(options, kind, made, file)
+        file, folder = Path(kept.name) / f"{kind}.gguf", model_folder(options.model)
+        if options.model in RANDOM:
+            folder = save_random(options.model, Path(kept.name) / options.model)
+        subprocess.run([sys.executable, TOOL, folder, file, "--type", kind], check=True, capture_output=True)
+        return Bench(options, kind, folder, file)
 
-    cases = read_cases(path, encoder_of(load_model(str(folder), "float32").tokenizer), options.limit)
+    path = Path(options.prompts)
+    cases = read_cases(path, encoder_of(load_tokenizer(options.model)), options.limit)
     units = [
         Unit(f"{kind} {case.id}", lambda kind=kind, case=case, seed=seed: bench(kind).rows(case, seed))  # type: ignore[misc]
         for kind in options.types
         for seed, case in enumerate(cases)
     ]
-    settings = {"model": {"name": RANDOM if options.model == RANDOM else folder.name}, "prompts": path.name}
+    settings = {"model": {"name": Path(options.model).name}, "prompts": path.name}
     return Probe(units, settings | {"max_new_tokens": options.max_new_tokens, "llama_cpp": llama_cpp.__version__})
-
-
-def random_model(scratch: Path) -> Path:
-    """A Llama with random weights and the demonstration model's tokens: large enough that its weights fill no cache."""
-    folder = scratch / RANDOM
-    if not folder.exists():
-        torch.manual_seed(0)
-        config = json.loads((demo_model_path() / "config.json").read_text())
-        LlamaForCausalLM(LlamaConfig(**config | RANDOM_SIZES)).save_pretrained(folder)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(demo_model_path() / name, folder)
-    return folder

@@ -31,37 +31,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessorList
 
 import lookahead
 import same_bits
-from cases import Case, Forced, encoder_of, generate, now, read_cases
+from cases import Case, encoder_of, forced, generate, now, read_cases
 from lookahead import Engine, LookaheadConfig
-from lookahead.bench.models import BenchModel, load, sharing_weights
+from lookahead.bench.models import sharing_weights
 from lookahead.bench.rows import Row
-from lookahead.bench.suite import ModelSpec
 from lookahead.bench.tuning import StepBench
 from lookahead.errors import InvalidArgumentError
+from models import load_model, load_tokenizer
 from probe import Probe, Unit, option
 
 PARTS = ("right", "prices", "speed", "invariance")
 
-LARGE: dict[str, int] = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
-TINY: dict[str, int] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 8192,
-}
 NODES = (1, 4, 8, 16, 32, 64, 128)
 HEADS = ((32, 8, 128), (16, 8, 256), (32, 32, 96), (40, 8, 80), (8, 8, 64))
 """Heads of queries, of keys, and their size, for which the kernel is tried."""
@@ -105,22 +88,20 @@ def seconds_of(device: str, work: Callable[[], object]) -> float:
     return now(device) - begin
 
 
-@lru_cache(maxsize=1)
-def large_model(device: str, tiny: int) -> Any:
-    """Random weights in bfloat16, made where they stay."""
-    positions = {"max_position_embeddings": 131072, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
-    special = {f"{name}_token_id": None for name in ("bos", "eos", "pad")}
-    config = LlamaConfig(**(TINY if tiny else LARGE), **positions, **special)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.generation_config.pad_token_id = 0
-    return model.eval()
+@lru_cache(maxsize=3)
+def model_of(name: str, dtype: str, device: str) -> Any:
+    """A model that is loaded once."""
+    return load_model(name, dtype, device)
 
 
-@lru_cache(maxsize=2)
-def demo_model(device: str, dtype: str) -> BenchModel:
-    """The demo model."""
-    return load(ModelSpec("demo", "demo", dtype=dtype), torch.device(device))
+def demo_model(device: str, dtype: str = "float32") -> Any:
+    """The demo model, with nothing learned."""
+    return sharing_weights(model_of("demo", dtype, device))
+
+
+def large_model(options: Options) -> Any:
+    """Random weights in bfloat16, made where they stay, with nothing learned."""
+    return sharing_weights(model_of("hard" if options.tiny else "8b", "bfloat16", options.device))
 
 
 def kernel_rows(device: str, heads: int, groups: int, size: int) -> Iterator[Row]:
@@ -156,62 +137,59 @@ def kernel_rows(device: str, heads: int, groups: int, size: int) -> Iterator[Row
             yield row
 
 
-def prompts_of(device: str) -> tuple[Any, list[Case]]:
-    """The demo model in float32 and 25 prompts of 4 tokens and more."""
-    loaded = demo_model(device, "float32")
-    ids = loaded.tokenizer(
-        "def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(self, x, y):\n"
-    ).input_ids
-    return sharing_weights(loaded.model), [Case(str(case), ids[: 4 + case % (len(ids) - 4)]) for case in range(25)]
+def prompts() -> list[Case]:
+    """25 prompts of the demo model, of 4 tokens and more."""
+    text = "def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(self, x, y):\n"
+    ids = load_tokenizer("demo")(text).input_ids
+    return [Case(str(case), ids[: 4 + case % (len(ids) - 4)]) for case in range(25)]
+
+
+def compared(kind: str, name: str, equal: bool, about: Row, exact: bool = True) -> Row:
+    """A row that says whether a text is that of `generate`; where it has to be, another one is an error."""
+    row: Row = {"kind": kind, "method": name, **about, "equal": equal}
+    return row | ({"error": f"{name}, {about}: another text than that of generate"} if exact and not equal else {})
 
 
 def texts_of_generate(device: str, name: str, config: LookaheadConfig, dtype: str) -> Iterator[Row]:
     """Texts of the demo model against transformers' own: greedy prompts, and every third one sampled."""
-    model = sharing_weights(demo_model(device, dtype).model)
-    for seed, case in enumerate(prompts_of(device)[1]):
+    model = demo_model(device, dtype)
+    for seed, case in enumerate(prompts()):
         how = {"max_new_tokens": 40, **(SAMPLED if seed % 3 == 2 else {})}
-        torch.manual_seed(seed)
-        wanted = generate(model, case, None, **how)
-        torch.manual_seed(seed)
-        found = generate(model, case, config, **how)
-        row: Row = {"kind": "text", "method": name, "dtype": dtype, "case": seed, "sampled": "top_p" in how}
-        row |= {"steps": found.steps, "nodes": found.nodes, "equal": found.tokens == wanted.tokens}
-        if not row["equal"] and dtype == "float32":
-            row["error"] = f"{name}, case {seed}: another text than that of generate"
-        yield row
+        counts = []
+        for way in (None, config):
+            torch.manual_seed(seed)
+            counts.append(generate(model, case, way, **how))
+        wanted, found = counts
+        about = {"dtype": dtype, "case": seed, "sampled": "top_p" in how, "steps": found.steps, "nodes": found.nodes}
+        yield compared("text", name, found.tokens == wanted.tokens, about, dtype == "float32")
 
 
 def texts_of_batch(device: str, name: str, config: LookaheadConfig) -> Iterator[Row]:
     """A greedy batch of three rows against transformers' own."""
-    model, cases = prompts_of(device)
-    ids = torch.tensor([cases[15].prompt] * 3, device=device)
+    model, ids = demo_model(device), torch.tensor([prompts()[15].prompt] * 3, device=device)
     how = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     equal = torch.equal(lookahead.generate(model, ids, lookahead_config=config, **how), model.generate(ids, **how))
-    row: Row = {"kind": "text of a batch", "method": name, "equal": equal}
-    yield row | ({} if equal else {"error": f"{name}: other texts of a batch than those of generate"})
+    yield compared("text of a batch", name, equal, {})
 
 
-def texts_of_engine(device: str, engine: str) -> Iterator[Row]:
+def texts_of_engine(device: str, name: str, config: LookaheadConfig) -> Iterator[Row]:
     """The same of requests that share an engine, half of them sampled, and come one after another."""
-    model, cases = prompts_of(device)
-    serving, handles = Engine(model, LookaheadConfig(engine=engine), max_rows=6), []
-    for seed, case in enumerate(cases[:16]):
+    model, handles = demo_model(device), []
+    engine = Engine(model, config, max_rows=6)
+    for seed, case in enumerate(prompts()[:16]):
         how = {"max_new_tokens": 20 + 3 * seed, **(SAMPLED if seed % 2 else {"do_sample": False})}
-        handles.append((case, how, serving.submit(case.prompt, seed=seed, **how)))
-        serving.step()
-    serving.run()
+        handles.append((case, how, engine.submit(case.prompt, seed=seed, **how)))
+        engine.step()
+    engine.run()
     for seed, (case, how, handle) in enumerate(handles):
         torch.manual_seed(seed)
         equal = handle.tokens == generate(model, case, None, **how).tokens
-        row: Row = {"kind": "text of an engine", "engine": handle.statistics.engine, "case": seed, "equal": equal}
-        yield row | (
-            {} if equal else {"error": f"an engine, {engine}, case {seed}: another text than that of generate"}
-        )
+        yield compared("text of an engine", name, equal, {"engine": handle.statistics.engine, "case": seed})
 
 
-def step_prices(device: str, options: Options, engine: str, context: int) -> Iterator[Row]:
+def step_prices(options: Options, engine: str, context: int) -> Iterator[Row]:
     """Milliseconds of a step by nodes, and what making it ready took."""
-    model = sharing_weights(large_model(device, options.tiny))
+    device, model = options.device, large_model(options)
     begin = now(device)
     with torch.no_grad():
         bench = StepBench(model, context, engine=engine)
@@ -238,9 +216,9 @@ def launches(device: str, work: Callable[[], object]) -> dict[str, int]:
     return {event.key: event.count for event in seen.key_averages() if event.key.startswith("cuda")}
 
 
-def transformers_prices(device: str, options: Options, name: str) -> Iterator[Row]:
+def transformers_prices(options: Options, name: str) -> Iterator[Row]:
     """A token of transformers' own `generate`: the difference of 68 and 4 new tokens."""
-    model = sharing_weights(large_model(device, options.tiny))
+    model = large_model(options)
     for context in options.contexts:
         case, times = Case("", [5 + place % 1000 for place in range(context)]), []
         for _ in range(3):
@@ -249,48 +227,42 @@ def transformers_prices(device: str, options: Options, name: str) -> Iterator[Ro
         yield {"kind": "transformers", "how": name, "context": context, "ms": times[-1], "all_ms": times}
 
 
-def forced_rows(device: str, options: Options, name: str) -> Iterator[Row]:
+def recorded(options: Options, path: str, count: int, prompt: int, answer: int) -> list[Case]:
+    """Recorded texts of a file, for the large model."""
+    encode = encoder_of(load_tokenizer("demo"))
+    return read_cases(Path(path), encode, count, prompt=prompt, answer=min(answer, options.new_tokens))
+
+
+def forced_rows(options: Options, name: str) -> Iterator[Row]:
     """Recorded texts that a processor forces upon the large model: steps and wall time of a call."""
-    model = sharing_weights(large_model(device, options.tiny))
-    encode = encoder_of(demo_model(device, "float32").tokenizer)
-    run = partial(generate, model, config=METHODS.get(name), **RIVALS.get(name, {}))
+    run = partial(generate, large_model(options), config=METHODS.get(name), **RIVALS.get(name, {}))
     for task, path in (("edits", options.edits), ("traces", options.traces)):
-        lengths = {"prompt": 256 if options.tiny else 1536, "answer": options.new_tokens}
-        for number, case in enumerate(read_cases(Path(path), encode, options.texts, **lengths)):
+        cases = recorded(options, path, options.texts, 256 if options.tiny else 1536, options.new_tokens)
+        for number, case in enumerate(cases):
             for _ in range(2 if number == 0 else 0):  # what is captured and compiled once is not measured
                 run(case)
             counts, prefill = run(case), run(case, max_new_tokens=1)
-            row: Row = {"kind": "forced", "task": task, "id": case.id, "method": name, "tokens": len(counts.tokens)}
-            row |= {"steps": counts.steps, "nodes": counts.nodes, "seconds": counts.seconds}
-            row |= {"prefill_seconds": prefill.seconds, "equal": counts.tokens == case.answer}
-            yield row | ({} if row["equal"] else {"error": f"{name} on {case.id}: another text than the recorded one"})
+            about = {"task": task, "id": case.id, "tokens": len(counts.tokens), "steps": counts.steps}
+            about |= {"nodes": counts.nodes, "seconds": counts.seconds, "prefill_seconds": prefill.seconds}
+            yield compared("forced", name, counts.tokens == case.answer, about)
 
 
-def engine_rows(device: str, options: Options, rows: int, preset: str) -> Iterator[Row]:
+def engine_rows(options: Options, rows: int, preset: str) -> Iterator[Row]:
     """Wall time of an engine whose requests are recorded texts, with drafts and without."""
-    model = sharing_weights(large_model(device, options.tiny))
-    encode = encoder_of(demo_model(device, "float32").tokenizer)
-    found = read_cases(Path(options.edits), encode, min(rows, 16), prompt=256, answer=min(96, options.new_tokens))
+    found = recorded(options, options.edits, min(rows, 16), 256, 96)
     cases = [found[place % len(found)] for place in range(rows)]
-    engine = Engine(model, LookaheadConfig(preset=preset), max_rows=rows)
+    engine = Engine(large_model(options), LookaheadConfig(preset=preset), max_rows=rows)
     for repeat in range(2):
-        handles = [
-            engine.submit(
-                case.prompt, max_new_tokens=len(case.answer), logits_processor=LogitsProcessorList([Forced(case)])
-            )
-            for case in cases
-        ]
+        handles = [engine.submit(case.prompt, **forced(case)) for case in cases]
         steps: list[float] = []
         while not all(handle.done for handle in handles):
-            steps.append(seconds_of(device, engine.step))
-        equal = sum(handle.tokens == case.answer for handle, case in zip(handles, cases, strict=True))
-        row: Row = {"kind": "engine", "rows": rows, "preset": preset, "repeat": repeat, "steps": len(steps)}
-        row |= {"seconds": sum(steps), "median_step_ms": 1000 * median(steps), "equal": equal}
+            steps.append(seconds_of(options.device, engine.step))
         graphs = engine.statistics.graphs
-        row |= {"graphs": graphs.count, "graph_seconds": graphs.seconds, "graph_bytes": graphs.bytes}
-        row["tokens"] = sum(len(case.answer) for case in cases)
-        wrong = {"error": f"{rows - equal} texts of {rows} rows with {preset} are not the recorded ones"}
-        yield row | (wrong if equal < rows else {})
+        about = {"rows": rows, "repeat": repeat, "steps": len(steps), "tokens": sum(len(case.answer) for case in cases)}
+        about |= {"seconds": sum(steps), "median_step_ms": 1000 * median(steps), "graphs": graphs.count}
+        about |= {"graph_seconds": graphs.seconds, "graph_bytes": graphs.bytes}
+        equal = all(handle.tokens == case.answer for handle, case in zip(handles, cases, strict=True))
+        yield compared("engine", preset, equal, about)
 
 
 def guarded(work: Callable[[], Iterable[Row]]) -> Iterator[Row]:
@@ -298,31 +270,29 @@ def guarded(work: Callable[[], Iterable[Row]]) -> Iterator[Row]:
     try:
         yield from work()
     except Exception as error:
-        yield {
-            "kind": "failed",
-            "error": f"{type(error).__name__}: {error}"[:800],
-            "trace": traceback.format_exc()[-4000:],
-        }
+        message, trace = f"{type(error).__name__}: {error}"[:800], traceback.format_exc()[-4000:]
+        yield {"kind": "failed", "error": message, "trace": trace}
 
 
-def units_of(options: Options, device: str) -> Iterator[tuple[str, str, Callable[[], Iterable[Row]]]]:
+def units_of(options: Options) -> Iterator[tuple[str, str, Callable[[], Iterable[Row]]]]:
     """The part, the name and the work of each unit."""
+    device = options.device
     rivals = [name for name in RIVALS if device != "cpu" or "compiled" not in name]
     for heads, groups, size in HEADS if device != "cpu" else ():
         yield "right", f"kernel {heads} {groups} {size}", partial(kernel_rows, device, heads, groups, size)
     for name, dtype in (("auto", "float32"), ("auto, eager", "float32"), ("paper", "float32"), ("auto", "bfloat16")):
         yield "right", f"texts, {name}, {dtype}", partial(texts_of_generate, device, name, METHODS[name], dtype)
-    for name, engine in (("auto", "auto"), ("auto, eager", "dynamic")):
+    for name in ("auto", "auto, eager"):
         yield "right", f"texts of a batch, {name}", partial(texts_of_batch, device, name, METHODS[name])
-        yield "right", f"texts of an engine, {engine}", partial(texts_of_engine, device, engine)
+        yield "right", f"texts of an engine, {name}", partial(texts_of_engine, device, name, METHODS[name])
     for context, engine in product(options.contexts, ("dynamic", "static")):
-        yield "prices", f"steps, {engine}, {context}", partial(step_prices, device, options, engine, context)
+        yield "prices", f"steps, {engine}, {context}", partial(step_prices, options, engine, context)
     for name in (rival for rival in rivals if "lookup" not in rival):
-        yield "prices", f"{name}, steps", partial(transformers_prices, device, options, name)
+        yield "prices", f"{name}, steps", partial(transformers_prices, options, name)
     for name in (*rivals, *METHODS):
-        yield "speed", f"forced, {name}", partial(forced_rows, device, options, name)
+        yield "speed", f"forced, {name}", partial(forced_rows, options, name)
     for rows, preset in product(LOADS[:2] if options.tiny else LOADS, ("autoregressive", "auto")):
-        yield "speed", f"engine, {rows} rows, {preset}", partial(engine_rows, device, options, rows, preset)
+        yield "speed", f"engine, {rows} rows, {preset}", partial(engine_rows, options, rows, preset)
     bits = same_bits.Options(device=options.device)
     for dtype, number in (("bfloat16", 0), ("bfloat16", 3), ("float16", 0)):
         yield "invariance", f"bits, qwen3, {dtype}, {number}", partial(same_bits.compare, "qwen3", dtype, number, bits)
@@ -339,6 +309,6 @@ def probe(options: Options) -> Probe:
         raise InvalidArgumentError(f"--parts {unknown[0]!r} is none of {', '.join(PARTS)}")
     if options.device != "cpu" and not torch.cuda.is_available():
         raise InvalidArgumentError(f"--device {options.device}: torch finds no CUDA device here")
-    found = units_of(options, options.device)
+    found = units_of(options)
     units = [Unit(name, partial(guarded, work)) for part, name, work in found if part in options.parts]
-    return Probe(units, {"model": TINY if options.tiny else LARGE})
+    return Probe(units, {"model": "hard" if options.tiny else "8b"})

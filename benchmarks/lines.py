@@ -21,25 +21,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
 from cases import Case, Counts, Encode, encoder_of, generate, now, read_cases
 from lookahead import Engine, LookaheadConfig
-from lookahead.demo import demo_model_path
 from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
 from lookahead.integrations.vllm import LookaheadProposer
-
-try:
-    from lookahead.core.step import Batch, decode
-except ModuleNotFoundError:  # the name that it had in 0.1
-    from lookahead.core.decoder import Batch, decode
+from models import load_model, load_tokenizer
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
-from playback import PlayedBackend, PlayedRow, TextScript, VLLMLoop, played_sequence, vllm_config
-
-ROOM = 512
-"""Tokens of a text of the small models at most."""
+from playback import VLLMLoop, play_text, vllm_config
 
 BEGINNINGS = ("Once upon a time, there was a", "One day, a", "In a small house lived a", "Long ago, in a forest, a")
 WHO = ("little bear", "brave girl", "grumpy cat", "boy named Ben", "tiny bird", "kind queen", "lazy dog", "red truck")
@@ -93,24 +84,9 @@ class Models:
 
     @cache  # noqa: B019, it lives as long as the process
     def load(self, name: str) -> Any:
-        """`demo`, `demo bfloat16`, `stories`; with random weights a Llama, `hard`, `forced`, `tiny`, or `hybrid`."""
-        if name in ("demo", "demo bfloat16", "stories"):
-            dtype = torch.bfloat16 if name == "demo bfloat16" else torch.float32
-            model = AutoModelForCausalLM.from_pretrained(self._path(name), dtype=dtype, local_files_only=True)
-            model.generation_config.eos_token_id = None  # every text has all its tokens
-            model.generation_config.pad_token_id = 0
-            return model.eval()
-        if name == "hybrid":
-            from probe import random_model  # of this checkout
-
-            return random_model("granite", 6, 256, "float32").model
-        hidden, layers, heads = {"hard": (256, 4, 4), "forced": (512, 8, 8), "tiny": (32, 1, 1)}[name]
-        config = AutoConfig.for_model(
-            "llama", vocab_size=4096, hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers,
-            num_attention_heads=heads, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        """`demo`, `demo bfloat16`, `stories`, or one of `RANDOM`; no token ends their texts."""
+        name, _, dtype = name.partition(" ")
+        return load_model(self._name(name), dtype or "float32", ends=False)
 
     def reload(self, name: str) -> None:
         """Load a model anew: what the library keeps for the old one goes with it."""
@@ -141,12 +117,12 @@ class Models:
         cases = read_cases(self._shared / f"data/{name}.jsonl", self._encode("demo"), prompt=1024, answer=192)
         return [case for case in cases[1::2] if len(case.answer) > 16]
 
-    def _path(self, name: str) -> Path:
-        return self._shared / "models/stories260k" if name == "stories" else Path(demo_model_path())
+    def _name(self, name: str) -> str:
+        return str(self._shared / "models/stories260k") if name == "stories" else name
 
     @cache  # noqa: B019
     def _encode(self, name: str) -> Encode:
-        return encoder_of(AutoTokenizer.from_pretrained(self._path(name), local_files_only=True))
+        return encoder_of(load_tokenizer(self._name(name)))
 
 
 class Runner:
@@ -208,9 +184,7 @@ class Runner:
             self._text_memory = text_memory()
         begin = now("cpu")
         drafter = build(nodes, self._text_memory) if across else build(nodes)
-        batch = Batch([played_sequence(case.prompt, case.answer, drafter)])
-        decode(PlayedBackend([PlayedRow(TextScript([*case.prompt, *case.answer]))]), batch)
-        sent = batch.statistics.nodes_per_step
+        sent = play_text(case.prompt, case.answer, drafter).nodes_per_step
         return Counts(case.answer, len(sent), sum(sent), now("cpu") - begin)
 
     def forget(self) -> None:
@@ -218,22 +192,15 @@ class Runner:
         self._text_memory = None
 
     def propose(self, drafted: int, config: Config, case: Case, turn: int) -> Counts:
-        """vLLM's proposer without logits."""
-        room = len(case.prompt) + len(case.answer) + drafted + 1
-        proposer = LookaheadProposer(vllm_config(4096, drafted, 1, room, learn="tokens"))
-        proposer.load_model(None)
-        begin = now("cpu")
-        loop = VLLMLoop(proposer, room)
-        loop.run([case.prompt], [case.answer])
-        return Counts(case.answer, len(loop.steps), 0, now("cpu") - begin)
-
-    def propose_with_logits(self, drafted: int, new: int, config: Config, case: Case, turn: int) -> Counts:
-        """vLLM's proposer that reads the logits of the model of stories."""
-        model = self._models.load("stories")
-        answer = list(generate(model, case, None, max_new_tokens=new).tokens)
+        """vLLM's proposer: for a recorded answer from its tokens, else with the logits of the model of stories."""
+        settings, answer, model = {"learn": "tokens"}, case.answer, None
+        if not answer:
+            settings, model = {}, self._models.load("stories")
+            answer = list(generate(model, case, None, max_new_tokens=128).tokens)
         head = SimpleNamespace(compute_logits=lambda logits: logits)  # what the proposer reads of vLLM's model
-        proposer = LookaheadProposer(vllm_config(ROOM, drafted, 1, ROOM))
-        proposer.load_model(head)
+        room = len(case.prompt) + len(answer) + drafted + 1
+        proposer = LookaheadProposer(vllm_config(4096, drafted, 1, room, **settings))
+        proposer.load_model(head if model else None)
 
         def read(texts: list[list[int]], drafts: list[list[int]]) -> None:
             with torch.inference_mode():
@@ -241,7 +208,7 @@ class Runner:
             head.compute_logits(logits[len(texts[0]) - 1 :].clone())
 
         begin = now("cpu")
-        loop = VLLMLoop(proposer, ROOM, read)
+        loop = VLLMLoop(proposer, room, read if model else None)
         loop.run([case.prompt], [answer])
         return Counts(answer, len(loop.steps), 0, now("cpu") - begin)
 
@@ -270,7 +237,7 @@ def quick_lines(models: Models, runner: Runner) -> Iterator[Line]:
     run, fixed = partial(runner.texts, "tiny", 0, expects=True), LookaheadConfig(step_budget=16)
     yield Line("forced code_edits, predicted, 16 nodes", models.recorded("code_edits"), 48, run, fixed)
     yield from replay_lines(models, runner)
-    yield Line("vLLM, logits, 8 drafted", stories, 11, partial(runner.propose_with_logits, 8, 128))
+    yield Line("vLLM, logits, 8 drafted", stories, 11, partial(runner.propose, 8))
 
 
 def replay_lines(models: Models, runner: Runner) -> Iterator[Line]:

@@ -2,42 +2,42 @@
 
     python benchmarks plots docs/images
 
-They are drawn from the rows of this repository: speed and S of the methods, the scaling law, kinds of work that were
-replayed, and what users of a server get. None has more than eight groups of bars or five lines; what they leave out is
-in the tables.
+They are drawn from the rows of this repository: S by the nodes of a step, the scaling law, and kinds of work that were
+replayed.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
-from statistics import median
 from typing import Any
+
+from rich.console import Console
 
 from lookahead.bench.rows import Row, named, read_lines
 from lookahead.bench.scaling_law import PAPER_LAW, fit, law_points
 from lookahead.bench.summary import MethodSummary, RunSet
 from lookahead.errors import InvalidArgumentError
 
-MOST_BARS, MOST_LINES = 8, 5
+RESULTS = Path(__file__).parent / "results"
+
+MOST_LINES = 5
 
 BACK, INK, SOFT, GRID = "#ffffff", "#1b1f24", "#59636e", "#d1d9e0"
-STRONG, MILD, PALE = "#0a5fb4", "#86b6e4", "#b4bcc6"
 LINES = ("#0a5fb4", "#b35c00", "#1a7f37", "#8250df", "#5f6b77")
+MILD = "#86b6e4"
 
 _DARK = {
     BACK: "#14181d",
     INK: "#e8edf2",
     SOFT: "#9da7b3",
     GRID: "#3a434d",
-    STRONG: "#58a6ff",
     MILD: "#2f6096",
-    PALE: "#56616e",
-    **dict(zip(LINES[1:], ("#ffa657", "#6bc46d", "#c297ff", "#aab4c0"), strict=True)),
+    **dict(zip(LINES, ("#58a6ff", "#ffa657", "#6bc46d", "#c297ff", "#aab4c0"), strict=True)),
 }
 """What each colour is on a dark page."""
 
@@ -47,143 +47,53 @@ _WIDTH = 7.6
 _SIZED = re.compile(r"^(.*?), (\d+)(, .*)?$")
 """A method of several sizes: its name, its size, and what else there is to the name."""
 
-SERVERS = {"lookahead serve": STRONG, "lookahead serve, no drafts": MILD, "transformers serve": PALE}
-WORK = {"answers": "answers in a chat", "code_edits": "edits of code", "agent_traces": "steps of agents"}
+WORK = {"agent_traces": "steps of agents", "code_edits": "edits of code", "answers": "answers in a chat"}
 MEMORIES = {True: "drafts from earlier requests as well", False: "drafts from its own prompt and text"}
 REPLAYED = {"kind": "replay", "method": "auto, text only", "size": "tree of 32"}
 
 
-@dataclass(frozen=True)
-class Bars:
-    """Bars of one colour.
-
-    Attributes:
-        label: What the colour stands for.
-        color: It.
-        values: The value of the bar at each place, and the ends of the line across it; 0 and 0 for no line.
-    """
-
-    label: str
-    color: str
-    values: Mapping[float, tuple[float, float, float]]
-
-
-def draw_all(results: Path, folder: Path) -> None:
-    """Draw all plots into folders of `folder`, which are made if they are not there.
+def draw_plots(given: Sequence[str], notes: Console) -> int:
+    """Draw the plots of the pages from the rows of this repository; returns the exit status.
 
     Raises:
-        InvalidArgumentError: matplotlib is not installed, or `folder` is a file.
+        InvalidArgumentError: matplotlib is not installed, or the folder is a file.
         OSError: They cannot be written.
     """
+    parser = argparse.ArgumentParser(prog="python benchmarks plots", description=draw_plots.__doc__)
+    parser.add_argument("folder", type=Path, help="where the plots go, in folders by page")
+    folder = parser.parse_args(given).folder
     if find_spec("matplotlib") is None:
         raise InvalidArgumentError(f"plots in {folder} need matplotlib: pip install 'lookahead-decoding[plot]'")
     if folder.exists() and not folder.is_dir():
         raise InvalidArgumentError(f"{folder} is a file; give the name of a folder")
     plots = {
-        "bench/demo-speed.svg": ("bench/demo.jsonl", speed),
         "bench/stories260k-S.svg": ("bench/stories.jsonl", sizes),
         "paper/stories260k-stories-law.svg": ("bench/paper-grid.jsonl", law),
         "replay/kinds-of-work.svg": ("replay.jsonl", kinds_of_work),
-        "server/load.svg": ("load.jsonl", load),
     }
     for name, (source, draw) in plots.items():
-        save(draw(read_lines(results / source)), folder / name)
-
-
-def speed(rows: Sequence[Row]) -> Any:
-    """The best speeds over `generate`: of each preset, and of transformers' methods, one."""
-    best: dict[str, MethodSummary] = {}
-    for method in sorted(RunSet(rows).methods, key=_speed, reverse=True):
-        if _speed(method) and not method.rows[0]["reference"]:
-            best.setdefault(method.preset or method.method, method)
-    methods = list(best.values())[:MOST_BARS]
-    kinds = {"auto": STRONG, "other methods of this library": MILD, "transformers": PALE}
-    series = []
-    for kind, color in kinds.items():
-        of_kind = [(place, method.over_reference) for place, method in enumerate(methods) if _kind(method) == kind]
-        values = {place: (ratio.median, ratio.lower, ratio.upper) for place, ratio in of_kind if ratio is not None}
-        series.append(Bars(kind, color, values))
-    title = f"Speed over transformers' plain decoding: {rows[0]['model']}, 4 kinds of prompts"
-    label = "speed in CPU time: median and middle half of the prompts"
-    return bars([method.method for method in methods], series, "{:.2f}x", (title, label), 4.2)
-
-
-def _speed(method: MethodSummary) -> float:
-    return method.over_reference.median if method.over_reference else 0.0
-
-
-def _kind(method: MethodSummary) -> str:
-    if method.preset is None:
-        return "transformers"
-    return "auto" if method.preset == "auto" else "other methods of this library"
+        save(draw(read_lines(RESULTS / source)), folder / name)
+    notes.print(f"plots written into {folder}", soft_wrap=True)
+    return 0
 
 
 def kinds_of_work(rows: Sequence[Row]) -> Any:
     """S on recorded answers, by the kind of work: a pair of bars each, with a memory for all requests and without."""
     rows = [row for row in rows if REPLAYED.items() <= row.items()]
-    series = []
-    for offset, (across, label) in zip((-0.18, 0.18), MEMORIES.items(), strict=True):
-        values = {}
-        for place, task in enumerate(reversed(WORK)):
-            found = [row for row in rows if (row["task"], row["across"]) == (task, across)]
-            values[place + offset] = (
-                sum(row["tokens"] for row in found) / sum(row["steps"] for row in found),
-                0.0,
-                0.0,
-            )
-        series.append(Bars(label, STRONG if across else MILD, values))
-    title, label = "Tokens per step on real answers, by the kind of work", "S, tokens per step; plain decoding has 1"
-    return bars(list(WORK.values())[::-1], series, "{:.1f}", (title, label), 2.9, 0.36)
-
-
-def load(rows: Sequence[Row]) -> Any:
-    """Tokens per second that users of servers get: medians of the repeats, and lines from least to most."""
-    rows = [row for row in rows if row["kind"] == "run"]
-    users = sorted({row["users"] for row in rows})
-    series = []
-    for offset, (server, color) in zip((-0.26, 0, 0.26), SERVERS.items(), strict=True):
-        values = {}
-        for place, count in enumerate(users):
-            found = [row["tokens_per_second"] for row in rows if (row["server"], row["users"]) == (server, count)]
-            values[place + offset] = (median(found), min(found), max(found))
-        series.append(Bars(server, color, values))
-    names = [f"{count} users" if count > 1 else "1 user" for count in users]
-    text = "Tokens per second that users of a server get", "tokens per second, all users together"
-    return bars(names, series, "{:.0f}", text, 3.6, 0.23)
-
-
-def bars(
-    names: Sequence[str], series: Sequence[Bars], form: str, text: tuple[str, str], inches: float, height: float = 0.7
-) -> Any:
-    """A figure of bars, the first at the top.
-
-    Args:
-        names: What stands beside each place.
-        series: The bars.
-        form: How a value is written behind its bar.
-        text: The title, and what the axis below counts.
-        inches: Height of the figure.
-        height: Of a bar, in places.
-    """
-    figure, axes = _new_figure(inches, text)
-    for one in series:
-        axes.barh(
-            list(one.values), [value for value, _, _ in one.values.values()], height, color=one.color, label=one.label
-        )
-        for place, (value, least, most) in one.values.items():
-            axes.plot([least, most], [place] * 2, color=INK, linewidth=1.2)
-            paper = {"facecolor": BACK, "edgecolor": BACK, "pad": 1}  # no line goes through a number
-            offset = {"xytext": (6, 0), "textcoords": "offset points"}
-            axes.annotate(
-                form.format(value), (max(value, most), place), va="center", fontsize=10, color=INK, bbox=paper, **offset
-            )
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.45, -0.55)
-    axes.set_xlim(0, 1.12 * max(max(values) for one in series for values in one.values.values()))
-    if form != "{:.0f}":
-        axes.axvline(1, color=SOFT, linestyle="--", linewidth=1)
+    text = "Tokens per step on real answers, by the kind of work", "S, tokens per step; plain decoding has 1"
+    figure, axes = _new_figure(2.9, text)
+    for offset, color, (across, label) in zip((-0.18, 0.18), (LINES[0], MILD), MEMORIES.items(), strict=True):
+        groups = [[row for row in rows if (row["task"], row["across"]) == (task, across)] for task in WORK]
+        values = [sum(row["tokens"] for row in group) / sum(row["steps"] for row in group) for group in groups]
+        places = [place + offset for place in range(len(WORK))]
+        bars = axes.barh(places, values, 0.36, color=color, label=label)
+        axes.bar_label(bars, fmt="%.1f", padding=6, fontsize=10, color=INK)
+    axes.set_yticks(range(len(WORK)), list(WORK.values()))
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.axvline(1, color=SOFT, linestyle="--", linewidth=1)
     axes.grid(axis="x", color=GRID)
-    _legend(axes, 3)
+    _legend(axes, 2)
     return figure
 
 

@@ -7,56 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cases import Case, Counts
-from lookahead.bench.models import BenchModel, load
 from lookahead.bench.repetition import repeated_cycle_share
 from lookahead.bench.rows import Row
-from lookahead.bench.suite import ModelSpec
 from lookahead.bench.summary import first_difference
-from lookahead.errors import InvalidArgumentError, LookaheadError
+from lookahead.errors import LookaheadError
 
 Way = Callable[[Case, int], Counts | None]
-
-RANDOM = "random"
-RANDOM_CONFIG: dict[str, Any] = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 49152,
-    "max_position_embeddings": 4096,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-"""A Llama of 461 million parameters, 923 MB in bfloat16."""
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": RANDOM_CONFIG,
-    "granite": {
-        **RANDOM_CONFIG,
-        "model_type": "granitemoehybrid",
-        "num_hidden_layers": 24,
-        "num_local_experts": 0,
-        "shared_intermediate_size": 2816,
-        "attention_multiplier": 0.015625,
-        "position_embedding_type": "nope",
-        "mamba_d_head": 64,
-        "mamba_d_state": 128,
-        "tie_word_embeddings": True,
-    },
-    "bart": {
-        "model_type": "bart",
-        "num_hidden_layers": 12,
-        "max_position_embeddings": 2048,
-        "forced_eos_token_id": None,
-    },
-}
-"""Models with random weights by family: the Llama, a hybrid with the shapes of Granite 4, of whose layers every sixth
-has attention and the others a Mamba 2 state, 417 million parameters, and BART, whose encoder reads the prompt."""
 
 WARM_UP_TOKENS = 8
 
@@ -95,38 +52,6 @@ class Probe:
 def option(default: Any, help: str) -> Any:
     """An option of a probe, for a field of its `Options`; lists are given with blanks between their elements."""
     return field(default=default, metadata={"help": help})
-
-
-def load_model(name: str, dtype: str) -> BenchModel:
-    """A model on the CPU: `"demo"`, `"random"` for `RANDOM_CONFIG`, or that of a folder.
-
-    Raises:
-        InvalidArgumentError: It cannot be loaded.
-    """
-    if name == RANDOM:
-        spec = ModelSpec("random Llama", None, random=RANDOM_CONFIG, dtype=dtype)
-    else:
-        spec = ModelSpec(Path(name).name, name if name == "demo" else Path(name), dtype=dtype)
-    return load(spec, torch.device("cpu"))
-
-
-def random_model(family: str, layers: int | None, hidden_size: int, dtype: str) -> BenchModel:
-    """A model of one of `FAMILIES`, with so many layers, or as many as it has there.
-
-    Raises:
-        InvalidArgumentError: There is no such family.
-    """
-    if family not in FAMILIES:
-        raise InvalidArgumentError(f"--family {family!r} is none of {', '.join(map(repr, FAMILIES))}")
-    sizes = {**FAMILIES[family], "hidden_size": hidden_size}
-    sizes["num_hidden_layers"] = count = layers or sizes["num_hidden_layers"]
-    name = {"llama": "random Llama", "bart": "random BART"}.get(family, "random Granite hybrid")
-    if family == "bart":
-        sizes["decoder_layers"] = count
-    if family == "granite":
-        kinds = ["full_attention" if number % 6 == min(5, count - 1) else "linear_attention" for number in range(count)]
-        sizes |= {"layer_types": kinds, "mamba_n_heads": 2 * hidden_size // sizes["mamba_d_head"]}
-    return load(ModelSpec(name, None, random=sizes, dtype=dtype), torch.device("cpu"))
 
 
 class Turns:

@@ -19,15 +19,13 @@ from cases import Case, read_cases, tokenizer_of
 from lookahead.bench.repetition import repeated_cycle_share
 from lookahead.bench.rows import Row
 from lookahead.config import LookaheadConfig
-from lookahead.core.statistics import Statistics
-from lookahead.core.step import Batch, decode
 from lookahead.drafting import PredictedText, build_chain_drafter, build_drafter
 from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
 from lookahead.errors import InvalidArgumentError
 from probe import Probe, Unit, option
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
-from playback import PlayedBackend, PlayedRow, TextScript, played_sequence
+from playback import play_text
 
 MakeDrafter = Callable[[Case], Any]
 
@@ -62,22 +60,12 @@ def drafters_of(name: str, nodes: int, branches: bool, across: bool) -> MakeDraf
     return lambda case: build(nodes, memory, PredictedText(list(case.expected)) if expects else None)
 
 
-def replay(case: Case, make: MakeDrafter) -> Statistics:
-    """Draft for one recorded answer; what it took."""
-    text = [*case.prompt, *case.answer]
-    sequence = played_sequence(case.prompt, case.answer, make(case))
-    batch = Batch([sequence])
-    decode(PlayedBackend([PlayedRow(TextScript(text))]), batch)
-    assert sequence.tokens == text
-    return batch.statistics
-
-
 def replayed(task: str, cases: Sequence[Case], name: str, across: bool) -> Iterator[Row]:
     """A row for each size of draft and recording."""
     for size, (nodes, branches) in SIZES.items():
         make = drafters_of(name, nodes, branches, across)
         for number, case in enumerate(cases):
-            sent = replay(case, make).nodes_per_step
+            sent = play_text(case.prompt, case.answer, make(case)).nodes_per_step
             row: Row = {"kind": "replay", "task": task, "id": case.id, "part": number % 2, "method": name}
             row |= {"across": across, "tokens": len(case.answer), "size": size}
             yield {**row, "steps": len(sent), "drafted": sum(sent) - len(sent)}

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import lookahead
 from cases import read_texts
 from lookahead import LookaheadConfig
 from lookahead.bench.rows import Row
 from lookahead.errors import UnsupportedArgumentError
-from probe import RANDOM, Probe, Unit, load_model, option
+from models import RANDOM, load_model, load_tokenizer
+from probe import Probe, Unit, option
 
 BUDGETS = (1, 7, 16, 33, 64)
 PRESETS = ("auto", "token_recycling", "context_matches", "paper", "jacobi")
@@ -30,22 +30,6 @@ PAPER = {1: (1, 2, 1), 7: (4, 2, 3), 16: (6, 3, 2), 33: (8, 4, 3), 64: (10, 5, 6
 """Window, length of n-grams and guesses that make so many nodes at most; for 1 the smallest there are, which make 2."""
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 PLAIN = LookaheadConfig(preset="autoregressive", invariant=True)
-
-_TINY: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 211,
-    "max_position_embeddings": 512,
-    "sliding_window": 16,
-    "num_local_experts": 4,
-    **{f"{name}_token_id": None for name in ("bos", "eos", "pad")},
-}
-FAMILIES = {"qwen3": "qwen3", "gemma3": "gemma3_text", "mixtral": "mixtral"}
-"""Families of which a tiny model with random weights is made, and what transformers calls them."""
 
 PROMPTS = {"demo": "humaneval.jsonl", "stories260k": "stories.jsonl"}
 """What models with trained weights read."""
@@ -77,7 +61,7 @@ SHARES = {
     "mixtral": Share(14, 14, 24, 16),
     "stories260k": Share(50, 26, 24, 24),
     "demo": Share(16, 10, 24, 16),
-    RANDOM: Share(5, 5, 8, 6),
+    "random": Share(5, 5, 8, 6),
 }
 
 
@@ -93,13 +77,9 @@ class Options:
 
 @lru_cache(maxsize=2)
 def load(name: str, dtype: str, models: str, device: str) -> tuple[Any, Any]:
-    """A model, and its tokenizer if it has one."""
-    if name in FAMILIES:
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(FAMILIES[name], **_TINY))
-        return model.to(device, getattr(torch, dtype)).eval(), None
-    loaded = load_model(name if name in ("demo", RANDOM) else str(Path(models) / name), dtype)
-    return loaded.model.to(device), None if name == RANDOM else loaded.tokenizer
+    """A model, and its tokenizer if it has weights that were trained."""
+    path = name if name == "demo" or name in RANDOM else str(Path(models) / name)
+    return load_model(path, dtype, device, ends=False), None if name in RANDOM else load_tokenizer(path)
 
 
 class Comparison:
@@ -178,11 +158,12 @@ def compare(name: str, dtype: str, number: int, options: Options) -> Iterator[Ro
         yield {"kind": "refused", "model": name, "dtype": dtype, "prompt": number, "error": f"{name}, {dtype}: {error}"}
         return
     alone.drafts(number, BUDGETS, sampled=False)
-    if name != RANDOM:
+    is_large = name == "random"
+    if not is_large:
         alone.drafts(number, (BUDGETS[1 + number % 4],), sampled=True)
         alone.splits()
     batch = Comparison(model, ids[: 2 + number // 4 % 7], share.new_tokens)
-    if number % 4 == 3 and name != RANDOM:
+    if number % 4 == 3 and not is_large:
         for sampled in (False, True):
             batch.drafts(number, (BUDGETS[1 + number // 4 % 4],), sampled)
     for row in (*alone.rows, *batch.rows):

@@ -6,6 +6,7 @@ A page holds a table between `<!-- table: NAME -->` and `<!-- end -->`; what is 
 
 from __future__ import annotations
 
+import argparse
 import re
 import string
 import sys
@@ -15,7 +16,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from lookahead.bench.rows import Row, read_lines
+from rich.console import Console
+
+from lookahead.bench.rows import Row, named, read_lines
 from lookahead.bench.scaling_law import law_fit
 from lookahead.bench.summary import MethodSummary, RunSet, summarise
 from lookahead.errors import InvalidArgumentError
@@ -58,6 +61,29 @@ Table = tuple[list[str], list[list[str]]]
 
 Where = Mapping[str, Any]
 """Values of fields, by their paths."""
+
+
+def fill_tables(given: Sequence[str], notes: Console) -> int:
+    """Make the tables of Markdown pages anew from rows; returns the exit status.
+
+    A table lies between `<!-- table: NAME -->` and `<!-- end -->`; TABLES says which rows, lines and columns it has.
+    """
+    parser = argparse.ArgumentParser(prog="python benchmarks tables", description=fill_tables.__doc__)
+    parser.add_argument("tables", type=Path, help="TOML file that declares tables")
+    parser.add_argument("pages", type=Path, nargs="+", help="Markdown files that hold them")
+    parser.add_argument("--check", action="store_true", help="change nothing; the exit status is 1 if a table is old")
+    options = parser.parse_args(given)
+    tables, is_old = TableFile(options.tables), False
+    for path in options.pages:
+        old = path.read_text(encoding="utf-8")
+        new = tables.fill(old)
+        if new != old:
+            is_old = True
+            notes.print(f"{path}: {'not what the rows say' if options.check else 'written'}", soft_wrap=True)
+            if not options.check:
+                with named(path):
+                    path.write_text(new, encoding="utf-8")
+    return int(is_old and options.check)
 
 
 class TableFile:

@@ -146,7 +146,10 @@ class Comparison:
 
     def __init__(self, base: Source, here: Source, shared: Path, quick: bool) -> None:
         self._sources, self._shared, self._quick = (base, here), shared, quick
-        tools = [ROOT / name for name in ("benchmarks/lines.py", "benchmarks/cases.py", "tools/playback.py")]
+        tools = [
+            ROOT / name
+            for name in ("benchmarks/lines.py", "benchmarks/cases.py", "benchmarks/models.py", "tools/playback.py")
+        ]
         how = _digest(path.read_bytes() for path in tools)
         if quick:
             names = [f"quick-{how}-{source.name}.jsonl" for source in self._sources]
@@ -247,7 +250,7 @@ def _shown(name: str, found: Estimate, cases: int) -> str:
     return f"  {name:42} {cases:4} cases {values}"
 
 
-def compare_commits(given: Sequence[str], notes: Console, only: str = "") -> int:
+def compare_commits(given: Sequence[str], notes: Console) -> int:
     """Compare this checkout with another commit, in pairs; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python benchmarks worth", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -255,7 +258,7 @@ def compare_commits(given: Sequence[str], notes: Console, only: str = "") -> int
     parser.add_argument("--base", required=True, metavar="COMMIT", help="what this checkout is compared with")
     parser.add_argument("--quick", action="store_true", help="S alone, at fixed numbers of nodes")
     parser.add_argument("--turns", type=int, help="turns in all (1 if quick, else 3)")
-    parser.add_argument("--only", default=only, metavar="TEXT", help="only lines whose names hold it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only lines whose names hold it")
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="folder of data and models")
     options = parser.parse_args(given)
     turns = options.turns or (1 if options.quick else 3)
@@ -272,8 +275,3 @@ def compare_commits(given: Sequence[str], notes: Console, only: str = "") -> int
     for turn in range(turns):
         comparison.turn(turn, names)
     return report(comparison, names, turns, ["S"] if options.quick else list(LIMITS))
-
-
-def compare_drafting(given: Sequence[str], notes: Console) -> int:
-    """`worth` of the seconds that steps book as drafting: one text at 16 nodes, and 16 texts at 4 nodes each."""
-    return compare_commits(given, notes, only="drafting alone")

@@ -40,8 +40,8 @@ from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.texts import MATCH_CLASSES
 from lookahead.drafting.auto.weights import MATCHES, feature_names
 from lookahead.drafting.text_only import text_memory
-from probe import load_model
-from replay import replay
+from models import load_model, load_tokenizer
+from playback import play_text
 
 OFF_PATH = 0.3
 """What a node beside the accepted path counts: the model says what comes after it, but the text never goes there."""
@@ -127,9 +127,9 @@ class Part(NamedTuple):
 
 def decode(name: str, path: Path, options: argparse.Namespace, share: float) -> list[Part]:
     """The lessons of texts of a model, which count `share` a part."""
-    loaded, parts, is_special = load_model(name, "float32"), list[Part](), name == options.kept
-    loaded.model.generation_config.eos_token_id = None
-    prompts = read_cases(path, encoder_of(loaded.tokenizer))
+    model, parts, is_special = load_model(name, ends=False), list[Part](), name == options.kept
+    context = model.config.max_position_embeddings
+    prompts = read_cases(path, encoder_of(load_tokenizer(name)))
     if len(prompts) > MOST_WHOLE:
         prompts = prompts[options.skip : options.skip + options.limit]
     for is_kept, sampling in product((False, True), ({"do_sample": False}, SAMPLED)):
@@ -139,13 +139,13 @@ def decode(name: str, path: Path, options: argparse.Namespace, share: float) -> 
         )
         for prompt in prompts:
             ids = torch.tensor([prompt.prompt])
-            if loaded.context is None or ids.shape[1] + options.max_new_tokens <= loaded.context:
+            if ids.shape[1] + options.max_new_tokens <= context:
                 drafter = RecordingDrafter(shared or DraftMemory(), options.nodes, warm_up=512)
                 drafter.lessons = lessons
                 config = LookaheadConfig(drafter=lambda drafter=drafter: drafter, step_budget=options.nodes)
                 arguments = {"max_new_tokens": options.max_new_tokens, **sampling}
                 torch.manual_seed(0)
-                lookahead.generate(loaded.model, ids, lookahead_config=config, **arguments)
+                lookahead.generate(model, ids, lookahead_config=config, **arguments)
     return parts
 
 
@@ -153,14 +153,10 @@ def replay_file(path: Path, across: bool, options: argparse.Namespace) -> list[L
     """The lessons of every second recording of a file."""
     lessons, shared = list[Lesson](), text_memory() if across else None
 
-    def make(_: Any) -> RecordingDrafter:
-        memory, nodes = shared or text_memory(), options.nodes
-        drafter = RecordingDrafter(memory, nodes, explore=False)
-        drafter.lessons = lessons
-        return drafter
-
     for recording in read_cases(path, tokenizer_of(options.tokenizer)[1])[::2]:
-        replay(recording, make)
+        drafter = RecordingDrafter(shared or text_memory(), options.nodes, explore=False)
+        drafter.lessons = lessons
+        play_text(recording.prompt, recording.answer, drafter)
     return lessons
 
 

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.sequence import SequenceState
+from lookahead.core.statistics import Statistics
+from lookahead.core.step import Batch, decode
 from lookahead.core.token_tree import TokenTree
 
 if TYPE_CHECKING:
@@ -176,6 +178,15 @@ def played_sequence(
     return SequenceState(
         prompt, drafter, sampler, lambda sequence: len(sequence.tokens) >= len(text), most_tokens=len(text), **more
     )
+
+
+def play_text(prompt: Sequence[int], answer: Sequence[int], drafter: Any) -> Statistics:
+    """Draft for one recorded answer, of which alone the drafter learns; what it took."""
+    text = [*prompt, *answer]
+    batch = Batch([played_sequence(prompt, answer, drafter)])
+    decode(PlayedBackend([PlayedRow(TextScript(text))]), batch)
+    assert batch.sequences[0].tokens == text
+    return batch.statistics
 
 
 def vllm_config(vocabulary: int, drafted: int, requests: int, room: int, **settings: Any) -> SimpleNamespace:

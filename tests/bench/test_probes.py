@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from cases import Case, Counts
 from lookahead.errors import UnsupportedArgumentError
-from model_zoo import VOCAB_SIZE, build
-from word_model import save_word_tokenizer
+from models import load_model
 
 command, probe = (importlib.import_module(name) for name in ("command", "probe"))
 
@@ -37,23 +35,6 @@ def as_before() -> Any:
     torch.set_num_threads(threads)
     torch.random.set_rng_state(state)
     command.transformers.utils.logging.set_verbosity(verbosity)
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with a tokenizer of as many words."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    build("llama", seed=0).save_pretrained(folder)
-    save_word_tokenizer(folder, [f"w{number}" for number in range(VOCAB_SIZE)])
-    return folder
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    rows = [{"id": str(start), "prompt": " ".join(f"w{start + i % 3}" for i in range(8))} for start in (1, 4)]
-    path = tmp_path / "words.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture
@@ -133,7 +114,7 @@ def test_rows_of_other_settings_are_kept_apart(
     ("arguments", "words"),
     [
         (["counting", "--size", "0"], "whole number of at least 1"),
-        (["forced_text", "--methods", "guessing", "--layers", "1", "--hidden-size", "32"], "'guessing' is none of"),
+        (["gpu", "--parts", "guessing"], "'guessing' is none of"),
         (["nothing"], "invalid choice"),
     ],
 )
@@ -182,38 +163,8 @@ def test_ways_take_turns_and_are_compared_with_the_first(capsys: pytest.CaptureF
 
 
 def test_random_model_has_half_a_billion_weights() -> None:
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**probe.RANDOM_CONFIG))
+    model = load_model("random", "bfloat16", "meta")
     assert 450e6 < sum(parameter.numel() for parameter in model.parameters()) < 500e6
-
-
-def test_forced_texts_are_written_by_each_method(measure: Measure, tmp_path: Path) -> None:
-    edit = {
-        "id": 1,
-        "instruction": "Add one.",
-        "input": "def f(x):\n    return x",
-        "output": "def f(x):\n    return x + 1",
-    }
-    step = {"id": 2, "prompt": "bash-$ ls tests\n", "output": "ls tests/unit"}
-    for name, row in (("edits", edit), ("traces", step)):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    files = ["--edits", tmp_path / "edits.jsonl", "--traces", tmp_path / "traces.jsonl"]
-    assert measure("forced_text", *files, "--layers", 1, "--hidden-size", 32, "--max-new-tokens", 12) == 0
-    header, *rows = rows_in(tmp_path)
-    assert [row["method"] for row in rows if row["task"] == "edits"] == list(header["methods"])
-    assert all(row["equal"] and row["steps"] <= row["tokens"] for row in rows)
-
-
-def test_the_serving_probe_counts_each_method_at_each_load(
-    measure: Measure, model_folder: Path, prompts: Path, tmp_path: Path
-) -> None:
-    methods = ["drafts", "plain", "4 drafts", "batches"]
-    arguments = ["--model", model_folder, "--prompts", prompts, "--loads", 1, 2, "--repeats", 1, "--max-new-tokens", 6]
-    assert measure("serving", *arguments, "--methods", *methods) == 0
-    rows = [row for row in rows_in(tmp_path) if "repeat" in row]
-    assert [(row["load"], row["method"]) for row in rows] == [(load, name) for load in (1, 2) for name in methods]
-    assert all(row["tokens"] == 12 and row["differ"] == 0 and row["over_plain"] > 0 for row in rows)
-    assert all(row["nodes_per_row"] >= 1 for row in rows if "batches" not in row["method"])
 
 
 def test_the_first_half_hour_on_a_gpu_runs_without_one(

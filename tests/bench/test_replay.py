@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cases import Case, read_cases, tokenizer_of
+from cases import read_cases, tokenizer_of
 from command import main
 from lookahead.demo import demo_model_path
-from lookahead.drafting import NoDrafter
 from lookahead.errors import InvalidArgumentError
-from replay import replay
 
 EDIT = {
     "id": "e",
@@ -25,10 +23,6 @@ EDIT = {
 
 def letters(text: str) -> list[int]:
     return [ord(letter) for letter in text]
-
-
-def test_without_a_draft_each_token_is_a_step() -> None:
-    assert replay(Case("r", [1, 2], [3, 4, 5]), lambda _: NoDrafter()).steps == 3
 
 
 def test_an_edit_expects_its_input(tmp_path: Path) -> None:

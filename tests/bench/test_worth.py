@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lookahead.core.step import Batch, decode
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import NoDrafter
-from playback import PlayedBackend, PlayedRow, TextScript, VLLMLoop, played_sequence
+from playback import PlayedBackend, PlayedRow, TextScript, VLLMLoop, play_text
 from worth import FAILS, PASSES, UNDECIDED, Comparison, Estimate, estimate, report
 
 
@@ -41,10 +40,7 @@ def test_four_times_the_turns_halve_an_interval() -> None:
 
 
 def test_a_played_text_is_decoded_without_a_model() -> None:
-    batch = Batch([played_sequence([1, 2], [3, 4, 5], NoDrafter())])
-    decode(PlayedBackend([PlayedRow(TextScript([1, 2, 3, 4, 5]))]), batch)
-    assert batch.sequences[0].tokens == [1, 2, 3, 4, 5]
-    assert batch.statistics.steps == 3
+    assert play_text([1, 2], [3, 4, 5], NoDrafter()).steps == 3
 
 
 def test_a_text_says_its_token_on_its_path_and_nothing_elsewhere() -> None:

@@ -7,20 +7,12 @@ from random import Random
 import numpy as np
 import pytest
 
-from lookahead.core.statistics import Statistics
-from lookahead.core.step import Batch, decode
 from lookahead.drafting import NGramMemory, PredictedText
 from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
 from ngram_access import insert, lookup
-from playback import PlayedBackend, PlayedRow, TextScript, played_sequence
+from playback import play_text
 
 LINE = [5, 6, 7, 8, 9, 10, 11, 12]
-
-
-def replay(prompt: list[int], answer: list[int], drafter: object) -> Statistics:
-    batch = Batch([played_sequence(prompt, answer, drafter)])
-    decode(PlayedBackend([PlayedRow(TextScript([*prompt, *answer]))]), batch)
-    return batch.statistics
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -48,42 +40,42 @@ def test_shares_are_running_means_at_each_length(seed: int) -> None:
 @pytest.mark.parametrize("build", [build_text_drafter, build_text_chain_drafter])
 def test_what_the_prompt_has_takes_few_steps(build: object) -> None:
     prompt = [1, 2, *LINE, 3]
-    assert replay(prompt, [1, 2, *LINE], build(16)).steps <= 3  # type: ignore[operator]
+    assert play_text(prompt, [1, 2, *LINE], build(16)).steps <= 3  # type: ignore[operator]
 
 
 def test_requests_draft_from_those_before_them() -> None:
     memory, answer = text_memory(), [30, *LINE, *LINE[::-1]]
-    first = replay([1], answer, build_text_drafter(16, memory)).steps
-    assert replay([2], answer, build_text_drafter(16, memory)).steps < first
-    assert replay([2], answer, build_text_drafter(16)).steps == first
+    first = play_text([1], answer, build_text_drafter(16, memory)).steps
+    assert play_text([2], answer, build_text_drafter(16, memory)).steps < first
+    assert play_text([2], answer, build_text_drafter(16)).steps == first
 
 
 def test_the_memory_is_bounded_and_forgets_what_is_oldest() -> None:
     memory, random = text_memory(64), Random(0)
     texts = [[random.randrange(1000) for _ in range(50)] for _ in range(20)]
     for text in texts:
-        replay([1], text, build_text_drafter(16, memory))
+        play_text([1], text, build_text_drafter(16, memory))
     statistics = memory.ngrams.statistics()
     assert max(statistics["entries"]) <= statistics["capacity"] == 64
-    newest, oldest = (replay([2], text, build_text_drafter(16, memory)).steps for text in (texts[-1], texts[0]))
+    newest, oldest = (play_text([2], text, build_text_drafter(16, memory)).steps for text in (texts[-1], texts[0]))
     assert newest < oldest
 
 
 def test_the_most_frequent_continuation_is_the_first() -> None:
     prompt = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 9, 7, 1, 2]
-    assert replay(prompt, [3, 4], build_text_chain_drafter(3)).steps == 1
+    assert play_text(prompt, [3, 4], build_text_chain_drafter(3)).steps == 1
 
 
 def test_a_predicted_text_is_drafted_from() -> None:
     random = Random(0)
     text = [random.randrange(100, 1000) for _ in range(40)]
-    assert replay([1], text, build_text_drafter(16, predicted=PredictedText(text))).steps <= 4
+    assert play_text([1], text, build_text_drafter(16, predicted=PredictedText(text))).steps <= 4
 
 
 def test_tokens_that_are_unlikely_are_not_drafted() -> None:
     random = Random(1)
     prompt = [random.randrange(6) for _ in range(200)]
-    filled, likely = (replay(prompt, LINE, build_text_drafter(16, least=least)) for least in (0.0, 0.4))
+    filled, likely = (play_text(prompt, LINE, build_text_drafter(16, least=least)) for least in (0.0, 0.4))
     assert likely.mean_nodes < filled.mean_nodes
-    sure = replay([1, 2, *LINE, 1], [2, *LINE], build_text_drafter(16, least=0.1))
+    sure = play_text([1, 2, *LINE, 1], [2, *LINE], build_text_drafter(16, least=0.1))
     assert sure.steps < len(LINE)
