@@ -125,13 +125,20 @@ def kernel_rows(device: str, heads: int, groups: int, size: int) -> Iterator[Row
             found = tree_attention(query, key, value, mask, size**-0.5).float()
             wanted = dense_attention(query, key, value, seen, size**-0.5).float()
             error = float((found - wanted).norm() / wanted.norm())
-            row: Row = {"kind": "kernel", "heads": heads, "groups": groups, "size": size}
-            row |= {"context": context, "nodes": nodes, "relative_error": error}
             bias = torch.zeros_like(seen, dtype=torch.bfloat16).masked_fill(~seen, torch.finfo(torch.bfloat16).min)
             repeated = [states.repeat_interleave(heads // groups, 1) for states in (key, value)]
             attend = partial(torch.nn.functional.scaled_dot_product_attention, query, *repeated, bias)
-            row["kernel_us"] = 1000 * do_bench(partial(tree_attention, query, key, value, mask, size**-0.5))
-            row["sdpa_us"] = 1000 * do_bench(attend)
+            row: Row = {
+                "kind": "kernel",
+                "heads": heads,
+                "groups": groups,
+                "size": size,
+                "context": context,
+                "nodes": nodes,
+                "relative_error": error,
+                "kernel_us": 1000 * do_bench(partial(tree_attention, query, key, value, mask, size**-0.5)),
+                "sdpa_us": 1000 * do_bench(attend),
+            }
             if not error < 0.01:
                 row["error"] = f"the kernel is wrong by {error:.3f} at {row}"
             yield row
@@ -242,8 +249,15 @@ def forced_rows(options: Options, name: str) -> Iterator[Row]:
             for _ in range(2 if number == 0 else 0):  # what is captured and compiled once is not measured
                 run(case)
             counts, prefill = run(case), run(case, max_new_tokens=1)
-            about = {"task": task, "id": case.id, "tokens": len(counts.tokens), "steps": counts.steps}
-            about |= {"nodes": counts.nodes, "seconds": counts.seconds, "prefill_seconds": prefill.seconds}
+            about = {
+                "task": task,
+                "id": case.id,
+                "tokens": len(counts.tokens),
+                "steps": counts.steps,
+                "nodes": counts.nodes,
+                "seconds": counts.seconds,
+                "prefill_seconds": prefill.seconds,
+            }
             yield compared("forced", name, counts.tokens == case.answer, about)
 
 
@@ -258,9 +272,17 @@ def engine_rows(options: Options, rows: int, preset: str) -> Iterator[Row]:
         while not all(handle.done for handle in handles):
             steps.append(seconds_of(options.device, engine.step))
         graphs = engine.statistics.graphs
-        about = {"rows": rows, "repeat": repeat, "steps": len(steps), "tokens": sum(len(case.answer) for case in cases)}
-        about |= {"seconds": sum(steps), "median_step_ms": 1000 * median(steps), "graphs": graphs.count}
-        about |= {"graph_seconds": graphs.seconds, "graph_bytes": graphs.bytes}
+        about = {
+            "rows": rows,
+            "repeat": repeat,
+            "steps": len(steps),
+            "tokens": sum(len(case.answer) for case in cases),
+            "seconds": sum(steps),
+            "median_step_ms": 1000 * median(steps),
+            "graphs": graphs.count,
+            "graph_seconds": graphs.seconds,
+            "graph_bytes": graphs.bytes,
+        }
         equal = all(handle.tokens == case.answer for handle, case in zip(handles, cases, strict=True))
         yield compared("engine", preset, equal, about)
 

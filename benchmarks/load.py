@@ -170,12 +170,14 @@ class Bench:
         """A load by aiperf, in its terms. Answers do not end early: it takes one without text for an error."""
         prompts = folder / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-        command = [self._options.aiperf, "profile", "--model", name, "--url", url, "--endpoint-type", "completions"]
-        command += ["--streaming", "--concurrency", str(users), "--request-count", str(len(texts)), "--ui", "none"]
-        command += ["--input-file", str(prompts), "--custom-dataset-type", "single_turn", "--tokenizer", self._model]
-        for field, value in (("max_tokens", self._options.max_tokens), ("temperature", 0), ("ignore_eos", "true")):
-            command += ["--extra-inputs", f"{field}:{value}"]
-        command += ["--output-artifact-dir", str(folder)]
+        extra = (f"max_tokens:{self._options.max_tokens}", "temperature:0", "ignore_eos:true")
+        command = [
+            *(self._options.aiperf, "profile", "--model", name, "--url", url, "--endpoint-type", "completions"),
+            *("--streaming", "--concurrency", str(users), "--request-count", str(len(texts)), "--ui", "none"),
+            *("--input-file", str(prompts), "--custom-dataset-type", "single_turn", "--tokenizer", self._model),
+            *(word for value in extra for word in ("--extra-inputs", value)),
+            *("--output-artifact-dir", str(folder)),
+        ]
         subprocess.run(command, env={"PATH": "/usr/bin:/bin", "HOME": str(folder)}, check=True, capture_output=True)
         report = json.loads((folder / "profile_export_aiperf.json").read_text(encoding="utf-8"))
         row: Row = {name: report[name].get(figure) for name, figure in AIPERF.items() if name in report}
@@ -186,13 +188,21 @@ class Bench:
         options = self._options
         prompts, report = folder / "prompts.jsonl", folder / "report.json"
         prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
-        backend = {"kind": "openai_http", "target": url, "model": name, "request_format": "/v1/completions"}
-        backend |= {"max_tokens": options.max_tokens, "extras": {"body": {"temperature": 0}}}
-        command = [options.guidellm, "run", "--disable-console", "--backend", json.dumps(backend)]
-        command += ["--profile", json.dumps({"kind": "concurrent", "streams": [users]})]
-        command += ["--constraint", f"kind=max_requests,count={len(texts)}"]
-        command += ["--constraint", f"kind=max_duration,seconds={options.seconds}"]
-        command += ["--data", f"kind=json_file,path={prompts}", "--output", f"kind=json,path={report}"]
+        backend = {
+            "kind": "openai_http",
+            "target": url,
+            "model": name,
+            "request_format": "/v1/completions",
+            "max_tokens": options.max_tokens,
+            "extras": {"body": {"temperature": 0}},
+        }
+        command = [
+            *(options.guidellm, "run", "--disable-console", "--backend", json.dumps(backend)),
+            *("--profile", json.dumps({"kind": "concurrent", "streams": [users]})),
+            *("--constraint", f"kind=max_requests,count={len(texts)}"),
+            *("--constraint", f"kind=max_duration,seconds={options.seconds}"),
+            *("--data", f"kind=json_file,path={prompts}", "--output", f"kind=json,path={report}"),
+        ]
         home = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "HF_HUB_OFFLINE": "1"}
         subprocess.run(command, env=home, check=True, capture_output=True)
         return self._figures(json.loads(report.read_text(encoding="utf-8"))["benchmarks"][0])
@@ -202,9 +212,14 @@ class Bench:
         metrics, seconds = benchmark["metrics"], benchmark["duration"]
         counts = metrics.pop("request_totals")
         tokens = metrics["output_token_count"]["successful"]["total_sum"]
-        row: Row = {"requests": counts["successful"], "not_completed": counts["errored"] + counts["incomplete"]}
-        row |= {"tokens": int(tokens), "seconds": seconds, "tokens_per_second": tokens / seconds}
-        row |= {name: metrics[metric]["successful"]["median"] for name, metric in GUIDELLM.items()}
+        row: Row = {
+            "requests": counts["successful"],
+            "not_completed": counts["errored"] + counts["incomplete"],
+            "tokens": int(tokens),
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            **{name: metrics[metric]["successful"]["median"] for name, metric in GUIDELLM.items()},
+        }
         return row | ({"error": f"{counts['errored']} requests failed"} if counts["errored"] else {})
 
 

@@ -80,13 +80,22 @@ class Turns:
             counts = runs[name]
             if counts is not None:
                 tokens = list(counts.tokens)
-                row: Row = {"kind": "run", "id": case.id, "method": name, "prompt_tokens": len(case.prompt)}
-                row |= {"tokens": len(tokens), "steps": counts.steps, "nodes": counts.nodes}
-                row |= {"cpu_seconds": round(counts.seconds, 5), "equal": tokens == wanted}
-                row["cycle_tokens"] = round(repeated_cycle_share(tokens) * len(tokens), 3)
-                row["first_difference"] = first_difference(tokens, wanted)
-                wrong = {"error": f"{name} on {case.id}: another text"} if self._exact and not row["equal"] else {}
-                yield row | wrong
+                row: Row = {
+                    "kind": "run",
+                    "id": case.id,
+                    "method": name,
+                    "prompt_tokens": len(case.prompt),
+                    "tokens": len(tokens),
+                    "steps": counts.steps,
+                    "nodes": counts.nodes,
+                    "cpu_seconds": round(counts.seconds, 5),
+                    "cycle_tokens": round(repeated_cycle_share(tokens) * len(tokens), 3),
+                    "first_difference": first_difference(tokens, wanted),
+                    "equal": tokens == wanted,
+                }
+                if self._exact and not row["equal"]:
+                    row["error"] = f"{name} on {case.id}: another text"
+                yield row
 
     def _warm_up(self, case: Case) -> Iterator[Row]:
         for name, way in list(self._ways.items()):

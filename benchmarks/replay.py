@@ -66,17 +66,33 @@ def replayed(task: str, cases: Sequence[Case], name: str, across: bool) -> Itera
         make = drafters_of(name, nodes, branches, across)
         for number, case in enumerate(cases):
             sent = play_text(case.prompt, case.answer, make(case)).nodes_per_step
-            row: Row = {"kind": "replay", "task": task, "id": case.id, "part": number % 2, "method": name}
-            row |= {"across": across, "tokens": len(case.answer), "size": size}
-            yield {**row, "steps": len(sent), "drafted": sum(sent) - len(sent)}
+            yield {
+                "kind": "replay",
+                "task": task,
+                "id": case.id,
+                "part": number % 2,
+                "method": name,
+                "across": across,
+                "size": size,
+                "tokens": len(case.answer),
+                "steps": len(sent),
+                "drafted": sum(sent) - len(sent),
+            }
 
 
 def texts(task: str, cases: Sequence[Case]) -> Iterator[Row]:
     """A row for each recording: lengths, and how much of the answer lies in a repeated cycle."""
     for case in cases:
         tokens, share = len(case.answer), round(repeated_cycle_share(case.answer), 3)
-        row: Row = {"kind": "text", "task": task, "id": case.id, "prompt_tokens": len(case.prompt)}
-        yield {**row, "tokens": tokens, "cycle_share": share, "cycle_tokens": round(tokens * share, 3)}
+        yield {
+            "kind": "text",
+            "task": task,
+            "id": case.id,
+            "prompt_tokens": len(case.prompt),
+            "tokens": tokens,
+            "cycle_share": share,
+            "cycle_tokens": round(tokens * share, 3),
+        }
 
 
 def probe(options: Options) -> Probe:

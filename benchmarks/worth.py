@@ -16,15 +16,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,6 @@ FOLDER = ROOT / "build/worth"
 LIMITS = {"S": -0.01, "speed": -0.02}
 SAMPLES = 4000
 PASSES, FAILS, UNDECIDED = "passes", "FAILS", "undecided"
-MOST_TURNS = 99
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,6 @@ class Estimate:
     def verdict(self, limit: float) -> str:
         """Whether it is certainly above a limit, or below."""
         return PASSES if self.low > limit else FAILS if self.high <= limit else UNDECIDED
-
-    def more_turns(self, turns: int, limit: float) -> int:
-        """How many turns beside those there are would settle it, if it stays where it is."""
-        distance = self.median - limit
-        width = self.median - self.low if distance > 0 else self.high - self.median
-        needed = turns * (width / distance) ** 2 if distance else math.inf
-        return min(max(math.ceil(min(needed, MOST_TURNS)) - turns, 1), MOST_TURNS)
 
 
 def estimate(ratios: Mapping[str, Sequence[float]]) -> Estimate:
@@ -206,11 +197,6 @@ class Comparison:
                 found.setdefault(key, []).append(base[by] / here[by])
         return found
 
-    def microseconds(self, line: str, turns: int) -> list[float]:
-        """Microseconds of a step, of the base and of this checkout: medians of the cases."""
-        sides = [[row for turn in range(turns) for row in self.rows(line, turn)[side]] for side in (0, 1)]
-        return [median(1e6 * row["seconds"] / row["steps"] for row in rows) for rows in sides]
-
 
 def unit_of(row: Row) -> tuple[str, int]:
     """The line and turn of what a file keeps together."""
@@ -219,35 +205,28 @@ def unit_of(row: Row) -> tuple[str, int]:
 
 def report(comparison: Comparison, names: Sequence[str], turns: int, measures: Sequence[str]) -> int:
     """Print a line for each line and measure, and what it comes to; returns the exit status."""
-    verdicts: list[str] = []
-    lacking = 0
+    verdicts: Counter[str] = Counter()
     for what in measures:
-        limit, whole = LIMITS[what], dict[str, list[float]]()
+        limit, together = LIMITS[what], dict[str, list[float]]()
         print(f"\n{what}, here over base, in %: median, interval (must be above {limit:+.0%})")
         for name in names:
             ratios = comparison.ratios(name, turns, what)
-            whole |= {f"{name}, {case}": values for case, values in ratios.items()}
-            found = estimate(ratios)
-            verdict, more = found.verdict(limit), ""
-            if verdict == UNDECIDED:
-                turns_lacking = found.more_turns(turns, limit)
-                lacking = max(lacking, turns_lacking)
-                count = f"{turns_lacking}{'+' if turns_lacking >= MOST_TURNS else ''}"
-                more = f": {count} more turns" if comparison.rows(name, turns - 1)[0] else ": no more cases"
-            verdicts.append(verdict)
-            times = "" if what == "S" else ", {:.0f} to {:.0f} us a step".format(*comparison.microseconds(name, turns))
-            print(_shown(name, found, len(ratios)), f"{verdict}{more}{times}")
-        print(_shown("all cases together", estimate(whole), len(whole)), estimate(whole).verdict(limit))
-    counts = {verdict: verdicts.count(verdict) for verdict in (PASSES, FAILS, UNDECIDED)}
-    print("\n" + ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
-    if counts[UNDECIDED] and not counts[FAILS]:
-        print(f"undecided: about {lacking} more turns are needed; the same command with --turns {turns + lacking}")
-    return 1 if counts[FAILS] else 3 if counts[UNDECIDED] else 0
+            together |= {f"{name}, {case}": values for case, values in ratios.items()}
+            verdicts[_show(name, ratios, limit)] += 1
+        _show("all cases together", together, limit)
+    print("\n" + ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
+    if verdicts[UNDECIDED]:
+        print(f"undecided: --turns {4 * turns} halves the intervals, where there are more cases or times are compared")
+    return 1 if verdicts[FAILS] else 3 if verdicts[UNDECIDED] else 0
 
 
-def _shown(name: str, found: Estimate, cases: int) -> str:
-    values = f"{100 * found.median:+6.2f} [{100 * found.low:+6.2f}, {100 * found.high:+6.2f}]"
-    return f"  {name:42} {cases:4} cases {values}"
+def _show(name: str, ratios: Mapping[str, Sequence[float]], limit: float) -> str:
+    """Print what the ratios of some cases come to; the verdict."""
+    found = estimate(ratios)
+    low, middle, high = (100 * value for value in (found.low, found.median, found.high))
+    verdict = found.verdict(limit)
+    print(f"  {name:42} {len(ratios):4} cases {middle:+6.2f} [{low:+6.2f}, {high:+6.2f}] {verdict}")
+    return verdict
 
 
 def compare_commits(given: Sequence[str], notes: Console) -> int:

@@ -11,7 +11,7 @@ import pytest
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import NoDrafter
 from playback import PlayedBackend, PlayedRow, TextScript, VLLMLoop, play_text
-from worth import FAILS, PASSES, UNDECIDED, Comparison, Estimate, estimate, report
+from worth import FAILS, PASSES, UNDECIDED, Comparison, estimate, report
 
 
 def cases(*ratios: float) -> dict[str, list[float]]:
@@ -32,11 +32,6 @@ def test_a_verdict_goes_by_the_ends_of_the_interval(change: float, verdict: str)
 
 def test_turns_of_a_case_count_as_their_mean() -> None:
     assert estimate({"a": [1.25, 0.8], "b": [1.0]}).median == pytest.approx(0)
-
-
-def test_four_times_the_turns_halve_an_interval() -> None:
-    assert Estimate(0.0, -0.02, 0.02).more_turns(3, -0.01) == 9
-    assert Estimate(-0.02, -0.04, 0.0).more_turns(1, -0.01) == 3
 
 
 def test_a_played_text_is_decoded_without_a_model() -> None:
@@ -89,4 +84,4 @@ def test_the_exit_status_is_that_of_the_worst_line(
     comparison = Comparison(SimpleNamespace(name="a"), SimpleNamespace(name="b"), tmp_path, quick=True)
     add(comparison, "x", [10] * 3, steps)
     assert report(comparison, ["line"], 1, ["S"]) == status
-    assert ("more turns" in capsys.readouterr().out) == (status == 3)
+    assert ("undecided: --turns 4" in capsys.readouterr().out) == (status == 3)

@@ -15,31 +15,30 @@ section 4, Eq. 4 to 7.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lookahead.bench.rows import Row
 from lookahead.bench.summary import RunSet
 from lookahead.errors import InvalidArgumentError
 
 
-def expected_tokens(alpha: float, length: int, guesses: int = 1) -> float:
+def expected_tokens(alpha: Any, length: int, guesses: int = 1) -> Any:
     """Expected number of tokens that a step adds when it verifies several guesses: Eq. 5.
 
     `(gamma + 1) - sum over i = 1..gamma of (1 - alpha^i)^b`, with gamma = `length` and b = `guesses`. The longest
     accepted beginning counts, and the token that the model selects after it.
 
     Args:
-        alpha: Probability that a token of a guess passes, given that those before it did; from 0 to 1.
+        alpha: Probability that a token of a guess passes, given that those before it did; from 0 to 1, or an array.
         length: gamma, tokens of a guess; at least 0.
         guesses: b, guesses that are verified; at least 0.
 
     Returns:
         Tokens, from 1 to `length` + 1.
     """
-    return float(length + 1 - sum((1 - alpha**i) ** guesses for i in range(1, length + 1)))
+    return length + 1 - sum((1 - alpha**i) ** guesses for i in range(1, length + 1))
 
 
 class ScalingLaw(NamedTuple):
@@ -55,7 +54,7 @@ class ScalingLaw(NamedTuple):
 
     def step_compression(self, window_size: int, ngram_size: int) -> float:
         """S for W = G = `window_size` and N = `ngram_size`: `(f - 1 + E(tokens)) / f`, E(tokens) from Eq. 5."""
-        return (self.f - 1 + expected_tokens(self.alpha, ngram_size - 1, window_size)) / self.f
+        return float(self.f - 1 + expected_tokens(self.alpha, ngram_size - 1, window_size)) / self.f
 
 
 class Measured(NamedTuple):
@@ -88,7 +87,7 @@ def fit(points: Sequence[Measured]) -> Fit:
     """The alpha and f with the least sum of squared differences between Eq. 7 and measured S.
 
     For a given alpha Eq. 7 is linear in 1/f, `S - 1 = (E(tokens) - 1) / f`, so that the best f has a closed form;
-    alpha is searched on a grid that is refined around its best point, to 1e-9.
+    alpha is searched on a grid of 1e-4.
 
     Args:
         points: What was measured with W = G. Different sizes are needed: one alone fits any alpha.
@@ -98,26 +97,16 @@ def fit(points: Sequence[Measured]) -> Fit:
     """
     if len({(point.window_size, point.ngram_size) for point in points}) < 2:
         raise InvalidArgumentError(f"{len(points)} points do not tell alpha from f; measure S for two sizes or more")
-    gains = np.array([point.step_compression - 1 for point in points], dtype=np.float64)
-    low, high = 0.0, 1.0
-    for _ in range(10):
-        grid = np.linspace(low, high, 101)
-        costs = [_cost(alpha, points, gains)[0] for alpha in grid]
-        best, width = float(grid[int(np.argmin(costs))]), (high - low) / 100
-        low, high = max(0.0, best - width), min(1.0, best + width)
-    cost, rate = _cost(best, points, gains)
-    if rate <= 0:
+    gains = np.array([point.step_compression - 1 for point in points])
+    alphas = np.linspace(0, 1, 10_001)[1:]
+    most = np.stack([expected_tokens(alphas, point.ngram_size - 1, point.window_size) - 1 for point in points])
+    rates = np.clip(gains @ most / (most**2).sum(axis=0), 0, 1)  # 1/f for each alpha
+    costs = ((gains[:, None] - rates * most) ** 2).sum(axis=0)
+    best = int(np.argmin(costs))
+    if rates[best] <= 0:
         raise InvalidArgumentError("no measured S is above 1: there is nothing to fit, whatever alpha and f")
-    return Fit(ScalingLaw(best, 1 / rate), float(np.sqrt(cost / len(points))))
-
-
-def _cost(alpha: float, points: Sequence[Measured], gains: NDArray[np.float64]) -> tuple[float, float]:
-    """Sum of squared differences for the best 1/f that goes with `alpha`, and that 1/f, from 0 to 1."""
-    most = np.array([expected_tokens(alpha, point.ngram_size - 1, point.window_size) - 1 for point in points])
-    square = float(most @ most)
-    rate = min(1.0, max(0.0, float(most @ gains) / square)) if square > 0 else 0.0
-    differences = gains - rate * most
-    return float(differences @ differences), rate
+    law = ScalingLaw(float(alphas[best]), 1 / float(rates[best]))
+    return Fit(law, float(np.sqrt(costs[best] / len(points))))
 
 
 PAPER_LAW = ScalingLaw(alpha=0.425, f=3.106)

@@ -179,11 +179,6 @@ class MethodSummary:
         return nodes / (_sum(self.rows, "steps") or 1)
 
     @property
-    def most_nodes(self) -> int:
-        """Nodes of the largest step."""
-        return max(max(row["nodes_per_step"], default=0) for row in self.rows)
-
-    @property
     def time_per_token(self) -> float | None:
         """Milliseconds per token by the clock that counts, median of the runs."""
         times = [seconds for row in self.rows if (seconds := _seconds(row, self._all.clock)) is not None]
