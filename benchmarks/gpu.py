@@ -38,7 +38,7 @@ from cases import Case, encoder_of, forced, generate, now, read_cases
 from lookahead import Engine, LookaheadConfig
 from lookahead.bench.models import sharing_weights
 from lookahead.bench.rows import Row
-from lookahead.bench.tuning import StepBench
+from lookahead.bench.tuning import StepBench, seconds_of
 from lookahead.errors import InvalidArgumentError
 from models import load_model, load_tokenizer
 from probe import Probe, Unit, option
@@ -79,13 +79,6 @@ class Options:
     texts: int = option(6, "recorded texts of each file")
     new_tokens: int = option(192, "tokens of a recorded text")
     repeats: int = option(7, "timings of each step; medians count")
-
-
-def seconds_of(device: str, work: Callable[[], object]) -> float:
-    """Wall time of some work on a GPU, from one idle moment of the device to the next; on a CPU its CPU time."""
-    begin = now(device)
-    work()
-    return now(device) - begin
 
 
 @lru_cache(maxsize=3)
@@ -206,17 +199,17 @@ def step_prices(options: Options, engine: str, context: int) -> Iterator[Row]:
                 bench.step(bench.tree(nodes))
                 bench.undo()
 
-            first, *times = [1000 * seconds_of(device, step) for _ in range(options.repeats + 1)]
+            first, *times = [1000 * seconds_of(model.device, step) for _ in range(options.repeats + 1)]
             row: Row = {"kind": "step", "engine": engine, "context": context, "nodes": nodes, "first_ms": first}
-            yield row | {"ms": median(times), "calls": launches(device, step)}
+            yield row | {"ms": median(times), "calls": launches(model.device, step)}
     yield {"kind": "prepared", "engine": engine, "context": context, "seconds": now(device) - begin}
 
 
-def launches(device: str, work: Callable[[], object]) -> dict[str, int]:
+def launches(device: torch.device, work: Callable[[], object]) -> dict[str, int]:
     """How often some work calls the driver: launches, copies, waits."""
     from torch.profiler import ProfilerActivity, profile
 
-    if device == "cpu":
+    if device.type == "cpu":
         return {}
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         seconds_of(device, work)
@@ -270,7 +263,7 @@ def engine_rows(options: Options, rows: int, preset: str) -> Iterator[Row]:
         handles = [engine.submit(case.prompt, **forced(case)) for case in cases]
         steps: list[float] = []
         while not all(handle.done for handle in handles):
-            steps.append(seconds_of(options.device, engine.step))
+            steps.append(seconds_of(torch.device(options.device), engine.step))
         graphs = engine.statistics.graphs
         about = {
             "rows": rows,

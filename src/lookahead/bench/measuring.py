@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from time import perf_counter, process_time
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from lookahead.api.generation import generate
 from lookahead.bench.models import BenchModel, Prompt, encode, load, load_assistant, read_prompts, sharing_weights
-from lookahead.bench.rows import Request, ResultsFile, Row, Run, build_row
+from lookahead.bench.rows import Request, Row, RowsFile, Run, build_row, check_request
 from lookahead.bench.suite import MethodSpec, ModelSpec, Suite, TaskSpec
 from lookahead.errors import InvalidArgumentError, LookaheadError
 
@@ -68,6 +68,9 @@ class ForwardCounter:
 
 
 WARM_UP_TOKENS = 8
+
+Starting = Callable[[str], None]
+Finished = Callable[[Row | None], None]
 
 
 class MethodRunner:
@@ -159,19 +162,6 @@ def timed(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[list[int
     return tokens, output, process_time() - cpu, perf_counter() - wall
 
 
-@dataclass(frozen=True)
-class Watcher:
-    """Receives the progress of a benchmark.
-
-    Attributes:
-        starting: Called with what is done next, in words.
-        finished: Called once for each run, with its row, or with `None` if the file had it already.
-    """
-
-    starting: Callable[[str], None]
-    finished: Callable[[Row | None], None]
-
-
 class Benchmark:
     """A suite on one device, with its prompts read.
 
@@ -202,44 +192,49 @@ class Benchmark:
         prompts = sum(len(self._prompts[task.name]) for task in tasks)
         return prompts * len(self._suite.methods) * self._suite.repeats
 
-    def measure(self, file: ResultsFile, circumstances: dict[str, Any], watcher: Watcher) -> None:
+    def measure(self, file: RowsFile, circumstances: Row, starting: Starting, finished: Finished) -> None:
         """Measure what the file lacks.
+
+        Args:
+            file: The rows there are.
+            circumstances: Versions and machine of this run.
+            starting: Called with what is done next, in words.
+            finished: Called once for each run, with its row, or with `None` if the file had it already.
 
         Raises:
             InvalidArgumentError: A model cannot be loaded, a method cannot run, or the file has rows of other settings.
         """
         for spec in self._suite.models:
-            self._measure_model(spec, file, circumstances, watcher)
+            starting(f"loading {spec.name}")
+            self._measure_model(spec, file, circumstances, starting, finished)
 
     def _measure_model(
-        self, spec: ModelSpec, file: ResultsFile, circumstances: dict[str, Any], watcher: Watcher
+        self, spec: ModelSpec, file: RowsFile, circumstances: Row, starting: Starting, finished: Finished
     ) -> None:
-        watcher.starting(f"loading {spec.name}")
         model = load(spec, self._device)
         passes = [
             [self._requests(model, task, prompt, repeat) for prompt in self._prompts[task.name]]
             for task in self._suite.tasks_of(spec)
             for repeat in range(self._suite.repeats)
         ]
-        for requests in passes:
-            for of_prompt in requests:
-                file.check(of_prompt)
+        for request in chain(*chain(*passes)):
+            check_request(file, request, circumstances)
         runners: dict[str, MethodRunner] = {}
         for requests in passes:
             self._forget_unfinished(requests, file)
             ready: set[str] = set()
             for request in chain(*requests):
                 if request.key in file:
-                    watcher.finished(None)
+                    finished(None)
                     continue
-                watcher.starting(f"{spec.name} · {request.task.name} · {request.prompt.id} · {request.method.name}")
+                starting(f"{spec.name} · {request.task.name} · {request.prompt.id} · {request.method.name}")
                 if request.method.name not in ready:
                     self._prepare(request, runners)
                     ready.add(request.method.name)
                 run = runners[request.method.name].run(request.input_ids, request.task, request.prompt.number)
                 row = build_row(request, run, circumstances)
                 file.append(row)
-                watcher.finished(row)
+                finished(row)
 
     def _prepare(self, request: Request, runners: dict[str, MethodRunner]) -> None:
         """Warm a method up before its first run of a pass; one with a memory begins with an empty one."""
@@ -258,7 +253,7 @@ class Benchmark:
             for order, method in (*turns[first:], *turns[:first])
         ]
 
-    def _forget_unfinished(self, requests: Sequence[Sequence[Request]], file: ResultsFile) -> None:
+    def _forget_unfinished(self, requests: Sequence[Sequence[Request]], file: RowsFile) -> None:
         """Drop the rows of methods with a memory that did not come to the end of the pass.
 
         What they had learned is gone; going on from the middle would measure something that never happens.

@@ -65,13 +65,14 @@ def load(spec: ModelSpec, device: torch.device) -> BenchModel:
     Raises:
         InvalidArgumentError: It cannot be loaded; the message names the model.
     """
-    if spec.path is not None and Path(spec.path).suffix.lower() == ".gguf":
-        return _load_gguf(spec)
-    tokenizer_path = spec.tokenizer or spec.path or "demo"
+    path = spec.path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(_folder(tokenizer_path), local_files_only=True)
-        model = _random(spec, tokenizer) if spec.path is None else _load(spec.path, getattr(torch, spec.dtype))
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        if path is not None and Path(path).suffix.lower() == ".gguf":
+            model = load_gguf(path)
+            return BenchModel(spec, model, model.tokenizer, model_identity(model))
+        tokenizer = AutoTokenizer.from_pretrained(_folder(spec.tokenizer or path or "demo"), local_files_only=True)
+        model = _random(spec, tokenizer) if path is None else _load(path, getattr(torch, spec.dtype))
+    except (LookaheadError, OSError, ValueError, TypeError, RuntimeError) as error:
         raise InvalidArgumentError(f"models: {spec.name!r} cannot be loaded: {error}") from error
     model = model.to(device).eval()
     return BenchModel(spec, model, tokenizer, model_identity(model))
@@ -95,15 +96,6 @@ def load_assistant(method: MethodSpec, model: PreTrainedModel) -> PreTrainedMode
 def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Copy a model object without its weights, which both share; the copy starts with nothing learned."""
     return open_session(model).sharing_weights()
-
-
-def _load_gguf(spec: ModelSpec) -> BenchModel:
-    assert spec.path is not None
-    try:
-        model = load_gguf(spec.path)
-    except LookaheadError as error:
-        raise InvalidArgumentError(f"models: {spec.name!r} cannot be loaded: {error}") from error
-    return BenchModel(spec, model, model.tokenizer, model_identity(model))
 
 
 def _folder(path: Path | str) -> Path:

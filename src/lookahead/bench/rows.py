@@ -186,6 +186,9 @@ class RowsFile:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._rows
 
+    def __getitem__(self, key: Hashable) -> Row:
+        return self._rows[key][0]
+
     @property
     def rows(self) -> list[Row]:
         """All rows, oldest first."""
@@ -216,36 +219,26 @@ class RowsFile:
             self._file = self._target.open("a", **_ENCODING)
 
 
-class ResultsFile(RowsFile):
-    """The rows of a suite."""
+def open_results(path: Path, *, restart: bool = False) -> RowsFile:
+    """The rows of a suite: begin a file, go on with it, or throw the rows of an existing one away.
 
-    def __init__(self, path: Path, circumstances: Mapping[str, Any], *, restart: bool = False) -> None:
-        """Open a file to go on with it, or begin it.
+    Raises:
+        InvalidArgumentError: The file holds something else.
+        OSError: It cannot be written.
+    """
+    return RowsFile(path, _checked(path, kept_lines(path, restart=restart)), key_of)
 
-        Args:
-            path: Where it is.
-            circumstances: Versions and machine of this run.
-            restart: Throw the rows of an existing file away.
 
-        Raises:
-            InvalidArgumentError: The file holds something else.
-            OSError: It cannot be written.
-        """
-        super().__init__(path, _checked(path, kept_lines(path, restart=restart)), key_of)
-        self._circumstances = dict(circumstances)
+def check_request(file: RowsFile, request: Request, circumstances: Row) -> None:
+    """Refuse to go on where the row of a request was measured in another way.
 
-    def check(self, requests: Sequence[Request]) -> None:
-        """Refuse to go on where a row of the same names was measured in another way.
-
-        Raises:
-            InvalidArgumentError: There is such a row; the message says what is different.
-        """
-        for request in requests:
-            if request.key in self:
-                row = self._rows[request.key][0]
-                now = {**request.settings(), **self._circumstances}
-                what = f" {request.method.name!r} on {request.prompt.id!r}"
-                check_same(self.path, {**row, **row["settings"]}, now, what)
+    Raises:
+        InvalidArgumentError: It was; the message says what is different.
+    """
+    if request.key in file:
+        row = file[request.key]
+        what = f" {request.method.name!r} on {request.prompt.id!r}"
+        check_same(file.path, {**row, **row["settings"]}, {**request.settings(), **circumstances}, what)
 
 
 def check_same(path: Path, then: Row, now: Row, what: str = "") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -45,7 +46,7 @@ class Point:
     Attributes:
         nodes: Nodes of the tree, the root included.
         context: Tokens of text in the cache.
-        seconds: Median time of a step, by the clock that suits the device (see `Stopwatch`).
+        seconds: Median time of a step, by the clock that suits the device (see `clock_of`).
         repeats: Steps timed.
     """
 
@@ -86,38 +87,20 @@ class Measurement:
         return asdict(self) | {"bandwidth": self.bandwidth}
 
 
-class Stopwatch:
-    """Times pieces of work on one device.
+def clock_of(device: torch.device) -> str:
+    """`"cpu"` or `"wall"`, the better clock: on a CPU that others share, wall time counts their work too."""
+    return "cpu" if device.type == "cpu" else "wall"
 
-    On a CPU the CPU time of the process is the better clock: on a machine that others share, wall time counts their
-    work too. On any other device it is wall time, from one idle moment of the device to the next.
 
-    Attributes:
-        clock: Name of the clock, `"cpu"` or `"wall"`.
-        times: Seconds of each piece of work, by its name.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.clock = "cpu" if device.type == "cpu" else "wall"
-        self.times: dict[Hashable, list[float]] = {}
-        self._now = process_time if device.type == "cpu" else perf_counter
-        self._device = device
-
-    def time(self, name: Hashable, work: Callable[[], object]) -> None:
-        """Do the work and keep its time under `name`."""
-        self._wait()
-        begin = self._now()
-        work()
-        self._wait()
-        self.times.setdefault(name, []).append(self._now() - begin)
-
-    def seconds(self, name: Hashable) -> float:
-        """The median of the times kept under `name`."""
-        return median(self.times[name])
-
-    def _wait(self) -> None:
-        if self._device.type in ("cuda", "mps", "xpu"):
-            getattr(torch, self._device.type).synchronize()
+def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
+    """Time of some work by the clock of the device, from one idle moment of it to the next."""
+    now = process_time if clock_of(device) == "cpu" else perf_counter
+    wait = getattr(torch, device.type).synchronize if device.type in ("cuda", "mps", "xpu") else lambda: None
+    wait()
+    begin = now()
+    work()
+    wait()
+    return now() - begin
 
 
 class StepBench:
@@ -222,7 +205,7 @@ def measure(
     for name, values in (("node_counts", node_counts), ("contexts", contexts), ("repeats", [repeats])):
         if not values or min(values) < 1:
             raise InvalidArgumentError(f"{name}={values} must be at least 1, and at least one number")
-    watch = Stopwatch(model.device)
+    times: dict[Hashable, list[float]] = defaultdict(list)
     weight_bytes = bytes_read(model)
     note = progress or (lambda _: None)
     with torch.no_grad():
@@ -230,18 +213,19 @@ def measure(
         benches = [StepBench(model, context, pack_weights=pack_weights) for context in contexts]
         for repeat in range(repeats + 1):
             if repeat == 1:
-                watch.times.clear()  # the warm-up
+                times.clear()  # the warm-up
             note("reading the weights")
-            watch.time("limit", reader.read)
+            times["limit"].append(seconds_of(model.device, reader.read))
             for bench, nodes in product(benches, node_counts):
                 note(f"{nodes} nodes, context {bench.context}")
-                watch.time((nodes, bench.context), partial(bench.step, bench.tree(nodes)))
+                work = partial(bench.step, bench.tree(nodes))
+                times[nodes, bench.context].append(seconds_of(model.device, work))
                 bench.undo()
     points = [
-        Point(nodes, context, watch.seconds((nodes, context)), repeats)
+        Point(nodes, context, median(times[nodes, context]), repeats)
         for context, nodes in product(contexts, node_counts)
     ]
-    return Measurement(points, weight_bytes, reader.seconds(watch.seconds("limit")), watch.clock)
+    return Measurement(points, weight_bytes, reader.seconds(median(times["limit"])), clock_of(model.device))
 
 
 def timings(node_counts: Sequence[int], contexts: Sequence[int], repeats: int) -> int:

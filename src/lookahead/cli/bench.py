@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lookahead.bench.measuring import Benchmark, Watcher
-from lookahead.bench.rows import ResultsFile, Row, describe_machine, read_files
+from lookahead.bench.measuring import Benchmark
+from lookahead.bench.rows import Row, RowsFile, describe_machine, open_results, read_files
 from lookahead.bench.scaling_law import law_fit, law_points
 from lookahead.bench.suite import Suite
 from lookahead.bench.summary import Difference, RunSet, differences, summarise
@@ -38,7 +38,7 @@ def run(settings: BenchSettings, suite: Suite) -> int:
     benchmark = Benchmark(suite, device, settings.limit)
     circumstances: dict[str, Any] = {"machine": describe_machine(device), "versions": process.versions()}
     advice = "smaller models, a smaller max_new_tokens or fewer methods with pack_weights"
-    with ResultsFile(settings.output, circumstances, restart=settings.restart) as file:
+    with open_results(settings.output, restart=settings.restart) as file:
         try:
             with quiet_libraries(), memory_errors_explained(f"on {device} while measuring", advice):
                 _measure(benchmark, file, circumstances, consoles.notes)
@@ -67,7 +67,7 @@ def fit_law(settings: LawSettings) -> int:
     return process.OK
 
 
-def _measure(benchmark: Benchmark, file: ResultsFile, circumstances: dict[str, Any], notes: Console) -> None:
+def _measure(benchmark: Benchmark, file: RowsFile, circumstances: dict[str, Any], notes: Console) -> None:
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with measuring_progress(notes, *columns) as bar:
         task = bar.add_task("", total=benchmark.runs)
@@ -81,7 +81,7 @@ def _measure(benchmark: Benchmark, file: ResultsFile, circumstances: dict[str, A
                 for found in _new_errors(row, file.rows):
                     notes.print(f"DIFFERENT: {found}")
 
-        benchmark.measure(file, circumstances, Watcher(starting, finished))
+        benchmark.measure(file, circumstances, starting, finished)
 
 
 def _new_errors(row: Row, rows: list[Row]) -> list[Difference]:
