@@ -66,7 +66,7 @@ def test_sequences_join_and_leave_between_steps(sample: bool) -> None:
                         drafter,
                         sampler,
                         lambda text, end=end: len(text.tokens) >= end,
-                        on_step=records[index].append,
+                        listeners=[records[index].append],
                         index=index,
                     )
                 )

@@ -112,7 +112,9 @@ class Call:
         feeder = (
             None if streamer is None else StreamFeeder(streamer, self._arguments.prompts.input_ids, self._pad_token)
         )
-        self._listen(on_step, feeder)
+        listeners = [on_step, None if feeder is None else feeder.add, self._leave_noise]
+        for request in self._requests:
+            request.sequence.listeners = [listener for listener in listeners if listener is not None]
         statistics.seconds.prepare += perf_counter() - start
         keeps_cache = self._returns_cache or self._arguments.prompts.cache is not None
         try:
@@ -133,19 +135,10 @@ class Call:
         self._drafting.release()
         return output
 
-    def _listen(self, on_step: OnStep | None, feeder: StreamFeeder | None) -> None:
-        """Tell `on_step` of every step, the streamer of every token, and the noise of rows that need no more."""
-
-        def tell(record: StepRecord) -> None:
-            if on_step is not None:
-                on_step(record)
-            if feeder is not None:
-                feeder.add(record)
-            if record.finished and self._fills:
-                self._noise.leave(record.index)
-
-        for request in self._requests:
-            request.sequence.on_step = tell
+    def _leave_noise(self, record: StepRecord) -> None:
+        """Keep no noise for a row that needs no more."""
+        if record.finished and self._fills:
+            self._noise.leave(record.index)
 
     @property
     def _pad_token(self) -> int | None:
@@ -180,8 +173,8 @@ class Call:
         while left := [request for request in requests if not request.sequence.finished]:
             steps.run(left if steps.come_and_go else requests, self._statistics)
             for request in left:
-                if request.error is not None:
-                    raise request.error
+                if request.sequence.error is not None:
+                    raise request.sequence.error
 
     def _lengthen(self) -> None:
         """Let rows go on that ended before others: without an end-of-sequence token transformers pads nothing."""

@@ -20,7 +20,7 @@ Stop = Callable[[Any], bool]
 
 
 class SequenceState:
-    """The text of one sequence, with its drafter, its sampler, its stop rule and its listener.
+    """The text of one sequence, with its drafter, its sampler, its stop rule and its listeners.
 
     It belongs to no batch: between two steps it may join one or leave it.
 
@@ -29,16 +29,17 @@ class SequenceState:
         drafter: Proposes tokens for this sequence alone. If it raises, the text goes on without drafts.
         sampler: Selects the tokens.
         stop: Ends the text.
-        on_step: Called with each step, after the backend has settled.
-        index: Which sequence of its call it is, for `on_step`.
+        listeners: Called with each step, after the backend has settled.
+        index: Which sequence of its call it is, for listeners.
         most_tokens: Length of `tokens` at which the text is complete at the latest, if that is known; no draft reaches
             further.
 
     Attributes:
         tokens: Token ids of the text so far.
-        finished: Whether the text is complete.
+        finished: Whether the text is complete, or nothing is added to it any more.
+        error: What its sampler, its stop rule or a listener raised, if anything.
         steps: Steps this sequence has taken.
-        watcher: Called with each step and all that it showed, before `on_step`, if anybody watches.
+        watcher: Called with each step and all that it showed, before the listeners, if anybody watches.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class SequenceState:
         drafter: Drafter,
         sampler: Sampler,
         stop: Stop,
-        on_step: OnStep | None = None,
+        listeners: Sequence[OnStep] = (),
         index: int = 0,
         most_tokens: int | None = None,
     ) -> None:
@@ -55,10 +56,11 @@ class SequenceState:
         self.drafter = drafter
         self.sampler = sampler
         self.stop = stop
-        self.on_step = on_step
+        self.listeners = listeners
         self.index = index
         self.most_tokens = sys.maxsize if most_tokens is None else most_tokens
         self.finished = False
+        self.error: BaseException | None = None
         self.steps = 0
         self.watcher: StepWatcher | None = None
         self.ask_drafter(lambda drafter: drafter.start(self.tokens), None)
@@ -67,6 +69,10 @@ class SequenceState:
     def is_last_token(self) -> bool:
         """Whether the coming token certainly completes the text, so that there is nothing to draft."""
         return len(self.tokens) + 1 >= self.most_tokens
+
+    def fail(self, error: BaseException) -> None:
+        """Add nothing to the text any more, because of `error`."""
+        self.error, self.finished = error, True
 
     def ask_drafter(self, ask: Callable[[Drafter], T], otherwise: T) -> T:
         """What `ask` returns for the drafter; `otherwise` if it raises, and then drafting stops."""

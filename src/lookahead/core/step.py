@@ -1,14 +1,16 @@
 """The decoding step: draft a tree for each text, run them in one pass, walk them, keep what was accepted, learn.
 
 Nothing here knows a clock or a price. How many nodes are sent, drafters decide (`lookahead.core.pace`). Who owns the
-batch may time its steps by what `step` marks, and tells the pace what they did.
+batch may time its steps by what `step` marks, and tells the pace what they did. What the code of one sequence raises, a
+processor or a listener of its own, ends that sequence alone (`SequenceState.error`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from lookahead.core.protocols import Backend, Drafter, NodeOutputs, RowsDrafter, StepResult
 from lookahead.core.sequence import SequenceState
@@ -23,24 +25,21 @@ Phase = Literal["draft", "forward", "verify", "commit", "watch", "learn"]
 """The parts of a step, in order. Nobody watches most of the time."""
 
 
-class Verify(Protocol):
-    """Walks the trees of a step; `verify` does."""
-
-    def __call__(self, batch: Batch, trees: Sequence[TokenTree], outputs: Sequence[Any]) -> list[Walk | None]:
-        """Walk the tree of each sequence; `None` where there is nothing to walk."""
-
-
-def verify(batch: Batch, trees: Sequence[TokenTree], outputs: Sequence[NodeOutputs]) -> list[Walk | None]:
-    """Walk the tree of each sequence, which grows by the tokens selected; `None` for one that is finished, or of whose
-    prompt the step carried a part alone."""
-    return [verify_row(*row) for row in zip(batch.sequences, trees, outputs, strict=True)]
-
-
-def verify_row(sequence: SequenceState, tree: TokenTree, outputs: NodeOutputs) -> Walk | None:
-    """Walk the tree of one sequence; see `verify`."""
-    if sequence.finished or not tree.needs_logits[tree.root]:
-        return None
-    return follow(tree, lambda node: select_token(sequence, outputs, node), sequence.append)
+def verify(
+    sequences: Sequence[SequenceState], trees: Sequence[TokenTree], outputs: Sequence[NodeOutputs]
+) -> list[Walk | None]:
+    """Walk the tree of each sequence, whose text grows by the tokens selected; `None` for one that is finished, of
+    whose prompt the step carried a part alone, or that failed."""
+    walks: list[Walk | None] = []
+    for sequence, tree, output in zip(sequences, trees, outputs, strict=True):
+        walk = None
+        if not sequence.finished and tree.needs_logits[tree.root]:
+            try:
+                walk = follow(tree, partial(select_token, sequence, output), sequence.append)
+            except Exception as error:
+                sequence.fail(error)
+        walks.append(walk)
+    return walks
 
 
 @dataclass
@@ -51,14 +50,14 @@ class Batch:
         sequences: One for each row of the backend. Between two steps others may take their place, or they may become
             more or fewer, as the backend's rows do.
         statistics: Counts are added to it.
-        verify: Walks the trees of a step.
+        verify: Walks the trees of a step; `verify` does where each sequence has the outputs of all its nodes.
         share_out: Called with the trees when each drafter has proposed, to send what waits for the proposals of others.
         mark: Called with each part of a step when it is over.
     """
 
     sequences: Sequence[SequenceState]
     statistics: Statistics = field(default_factory=Statistics)
-    verify: Verify = verify
+    verify: Callable[[Sequence[Any], Sequence[TokenTree], Sequence[Any]], list[Walk | None]] = verify
     share_out: Callable[[Sequence[TokenTree]], None] | None = None
     mark: Callable[[Phase], None] = lambda phase: None
 
@@ -67,41 +66,36 @@ class Batch:
         """Whether all texts are complete."""
         return all(sequence.finished for sequence in self.sequences)
 
-
-class Outcome(NamedTuple):
-    """What a step came to for one sequence.
-
-    Attributes:
-        row: Its place in the batch.
-        result: What its drafter learns from.
-        record: What its listeners are told.
-    """
-
-    row: int
-    result: StepResult
-    record: StepRecord
+    def raise_error(self) -> None:
+        """Raise what ended a sequence, if anything did."""
+        for sequence in self.sequences:
+            if sequence.error is not None:
+                raise sequence.error
 
 
-@dataclass(frozen=True)
-class DoneStep:
+class DoneStep(NamedTuple):
     """What a step did.
 
     Attributes:
         trees: What was sent, for each sequence.
-        outcomes: Of each sequence whose text went on: none of one that is finished, or of which a part of the prompt
-            was sent.
+        results: What it showed about each sequence; `None` where no text went on.
         lists: Whether some drafter wanted predictions listed.
     """
 
     trees: Sequence[TokenTree]
-    outcomes: Sequence[Outcome]
+    results: Sequence[StepResult | None]
     lists: bool
 
 
 def decode(backend: Backend, batch: Batch) -> None:
-    """Decode until all sequences are finished; their texts grow in place."""
+    """Decode until all sequences are finished; their texts grow in place.
+
+    Raises:
+        Exception: What the sampler, the stop rule or a listener of a sequence raised.
+    """
     while not batch.finished:
         step(backend, batch)
+        batch.raise_error()
 
 
 def step(backend: Backend, batch: Batch) -> DoneStep:
@@ -113,12 +107,12 @@ def step(backend: Backend, batch: Batch) -> DoneStep:
 
     top_k = max(sequence.ask_drafter(lambda drafter: drafter.top_k, 0) for sequence in sequences)
     outputs = backend.forward(trees, top_k)
-    for sequence, tree, result in zip(sequences, trees, outputs, strict=True):
+    for sequence, tree, output in zip(sequences, trees, outputs, strict=True):
         if tree.needs_logits[tree.root] and not sequence.finished:
-            sequence.sampler.look_ahead(sequence, tree, result)
+            sequence.sampler.look_ahead(sequence, tree, output)
     mark("forward")
     # A device still computes here. What drafters need not know before they draft again could be learned meanwhile.
-    walks = batch.verify(batch, trees, outputs)
+    walks = batch.verify(sequences, trees, outputs)
     mark("verify")
 
     backend.commit([_kept(*row) for row in zip(sequences, trees, walks, strict=True)])
@@ -129,13 +123,14 @@ def step(backend: Backend, batch: Batch) -> DoneStep:
         watch.ask(sequences, trees)
         mark("watch")
 
-    outcomes = [_settle(row, sequences[row], outputs[row], walk) for row, walk in enumerate(walks) if walk is not None]
-    _learn(batch, outcomes)
+    results = [_settle(*row) for row in zip(sequences, outputs, walks, strict=True)]
+    _learn(sequences, results)
     mark("learn")
 
-    for outcome in outcomes:
-        _tell(batch, outcome, watch)
-    return DoneStep(trees, outcomes, top_k > 0)
+    for row, result in enumerate(results):
+        if result is not None:
+            _tell(batch, row, result, watch)
+    return DoneStep(trees, results, top_k > 0)
 
 
 def _draft(backend: Backend, batch: Batch) -> list[TokenTree]:
@@ -230,31 +225,34 @@ def _kept(sequence: SequenceState, tree: TokenTree, walk: Walk | None) -> list[i
     return [*range(tree.root + 1), *walk.path]
 
 
-def _settle(row: int, sequence: SequenceState, outputs: NodeOutputs, walk: Walk) -> Outcome:
-    """What the step came to; the sequence is told, its drafter not yet."""
-    tree = walk.tree
+def _settle(sequence: SequenceState, outputs: NodeOutputs, walk: Walk | None) -> StepResult | None:
+    """What the step showed about a sequence whose text went on."""
+    if walk is None:
+        return None
     sequence.steps += 1
     sequence.finished = walk.stopped
     listed = outputs.top_ids, outputs.top_probabilities
-    result = StepResult(tree, lambda: outputs.predictions, walk.path, walk.tokens, *listed)
-    record = StepRecord(sequence.index, sequence.steps, walk.tokens, len(tree) - tree.root, sequence.finished)
-    return Outcome(row, result, record)
+    return StepResult(walk.tree, lambda: outputs.predictions, walk.path, walk.tokens, *listed)
 
 
-def _learn(batch: Batch, outcomes: Sequence[Outcome]) -> None:
+def _learn(sequences: Sequence[SequenceState], results: Sequence[StepResult | None]) -> None:
     """Let drafters learn from the step."""
     ask_drafters(
-        [(batch.sequences[outcome.row], outcome.result) for outcome in outcomes],
+        [(sequence, result) for sequence, result in zip(sequences, results, strict=True) if result is not None],
         lambda drafter, result: drafter.observe(result),
-        lambda kind, drafters, results: kind.observe_rows(drafters, results),
+        lambda kind, drafters, group: kind.observe_rows(drafters, group),
     )
 
 
-def _tell(batch: Batch, outcome: Outcome, watch: Watch | None) -> None:
+def _tell(batch: Batch, row: int, result: StepResult, watch: Watch | None) -> None:
     """Count the step of one sequence, and tell those who watch or listen."""
-    sequence, record = batch.sequences[outcome.row], outcome.record
+    sequence, nodes = batch.sequences[row], len(result.tree) - result.tree.root
+    record = StepRecord(sequence.index, sequence.steps, result.tokens, nodes, sequence.finished)
     batch.statistics.record(record)
-    if watch is not None and sequence.watcher is not None:
-        sequence.watcher(watch.step(outcome.row, outcome.result, record, batch.statistics.seconds))
-    if sequence.on_step is not None:
-        sequence.on_step(record)
+    try:
+        if watch is not None and sequence.watcher is not None:
+            sequence.watcher(watch.step(row, result, record, batch.statistics.seconds))
+        for listener in sequence.listeners:
+            listener(record)
+    except Exception as error:
+        sequence.fail(error)

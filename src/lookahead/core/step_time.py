@@ -73,21 +73,21 @@ class StepTimer:
     def end(self, batch: Batch, done: DoneStep) -> StepTime | None:
         """What it took and brought; `None` if that says nothing of drafts: it completed all texts, so that there was
         nothing to draft, or added to none, or rows were padded to a prompt."""
-        trees, outcomes = done.trees, done.outcomes
+        trees, results = done.trees, [result for result in done.results if result is not None]
         steps = zip(batch.sequences, trees, strict=True)
         prompts = any(tree.root > 0 and (self._packed or sequence.steps <= 1) for sequence, tree in steps)
-        if not outcomes or self._completes or (prompts and not self._packed):
+        if not results or self._completes or (prompts and not self._packed):
             return None
         seconds = self._clock() - self._start
         return StepTime(
             nodes=sum(map(len, trees)) if self._packed else max(map(len, trees)) * len(trees),
             context=self._context,
             seconds=seconds,
-            tokens=sum(len(outcome.result.tokens) for outcome in outcomes),
-            rows=len(outcomes),
+            tokens=sum(len(result.tokens) for result in results),
+            rows=len(results),
             # A drafter that has lost its trust in predictions wants none listed.
             drafted=done.lists or any(len(tree) > tree.root + 1 + tree.certain for tree in trees),
             prompts=prompts,
             certain_nodes=sum(tree.certain for tree in trees),
-            certain_tokens=sum(outcome.result.certain_tokens for outcome in outcomes),
+            certain_tokens=sum(result.certain_tokens for result in results),
         )

@@ -50,7 +50,7 @@ def walks_alone(batch: Batch, asks_others: bool) -> bool:
 
 
 class SharedVerification:
-    """Verification on several ranks, as a `lookahead.core.step.Verify`.
+    """Verification on several ranks, as `lookahead.core.step.verify`.
 
     Tokens are selected row after row, as in one process, since all rows sample from one random state. A rank
     continues from row to row while the walks stay in its own branches. So one sequence takes at most two exchanges,
@@ -67,12 +67,13 @@ class SharedVerification:
         self._exchange = exchange
         self._alone = alone
 
-    def __call__(self, batch: Batch, trees: Sequence[TokenTree], outputs: Sequence[ForwardResult]) -> list[Walk | None]:
+    def __call__(
+        self, sequences: Sequence[Any], trees: Sequence[TokenTree], outputs: Sequence[ForwardResult]
+    ) -> list[Walk | None]:
         """Walk the trees of all sequences; the same walks on every rank."""
         if self._alone:
             self._runner.share(np.empty(0, dtype=np.int32))
-            return verify(batch, trees, outputs)
-        sequences: Sequence[Any] = batch.sequences
+            return verify(sequences, trees, outputs)
         walks = [None if sequence.finished else Walk(tree) for sequence, tree in zip(sequences, trees, strict=True)]
         parts = zip(sequences, outputs, walks, strict=True)
         rows = [

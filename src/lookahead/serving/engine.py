@@ -302,7 +302,7 @@ class Engine:
             self._leave_all(requests, error)
             raise
         else:
-            self._leave_all([one for one in requests if one.sequence.finished or one.error is not None])
+            self._leave_all([one for one in requests if one.sequence.finished])
         finally:
             requests.clear()
 

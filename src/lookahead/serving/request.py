@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from traceback import walk_tb
 from types import FrameType
-from typing import cast
+from typing import Any
 
 from lookahead.backends.base import Runner, Session, TextRow
 from lookahead.backends.transformers.checks.texts import check_length
@@ -21,7 +21,7 @@ from lookahead.serving.handle import RequestHandle, TokenEvent
 from lookahead.serving.kv_memory import KVMemory
 from lookahead.serving.output import StreamFeeder, make_output
 from lookahead.serving.prepared import Arguments
-from lookahead.serving.selecting import LogprobSampler, StopRule, last_lengths, make_sampler, row_processors
+from lookahead.serving.selecting import LogprobSampler, StopRule, last_lengths, row_processors
 
 
 class Request:
@@ -42,7 +42,6 @@ class Request:
         sequence: The text, for `step`.
         rule: When it is complete.
         row: Its keys and values, where rows come and go.
-        error: What went wrong with it alone, if anything did.
         handle: What a caller has of it who submitted it.
         urgency: See `scheduler.urgency`.
     """
@@ -64,17 +63,23 @@ class Request:
         prompts = arguments.prompts
         self.arguments, self.drafting, self.predicted = arguments, drafting, predicted
         self.rule = rule = StopRule(arguments.criteria)
-        self.error: BaseException | None = None
         self._feeder: StreamFeeder | None = None
-        processors = row_processors(arguments.processors, place, prompts.rows)
-        sampler = make_sampler(processors, arguments.config, noise, place)
-        self._logprobs = None if logprobs is None else LogprobSampler(sampler, logprobs)
+        processors, config = row_processors(arguments.processors, place, prompts.rows), arguments.config
+        keeps = bool(config.return_dict_in_generate)
+        sampling: dict[str, Any] = {
+            "processor": processors if len(processors) else None,
+            "noise": noise if config.do_sample else None,
+            "row": place,
+            "keep_logits": keeps and bool(config.output_logits),
+            "keep_scores": keeps and bool(config.output_scores),
+        }
+        self._sampler = TextSampler(**sampling) if logprobs is None else LogprobSampler(logprobs, **sampling)
         tokens = prompts.tokens[place]
         self.sequence = TextSequence(
             prompts.input_ids[place : place + 1].long(),  # as the texts that transformers returns
             tokens,
             drafting.drafter(len(tokens), predicted),
-            cast(TextSampler, self._logprobs or sampler),
+            self._sampler,
             rule,
             last_lengths(last_length, prompts, rule.has_eos)[place],
             index=place,
@@ -110,36 +115,29 @@ class Request:
         self.row.most_pending = tokens
 
     def serve(self, handle: RequestHandle, urgency: tuple[int, int], on_step: OnStep | None) -> None:
-        """Become a request of an engine: each step is told to `handle`, `on_step` and the streamer. What the last two
-        raise is an error of this request alone."""
+        """Become a request of an engine: each step is told to `handle`, `on_step` and the streamer."""
         self.handle, self.urgency = handle, urgency
-        listeners = [] if on_step is None else [on_step]
+        listeners: list[OnStep] = [self._tell_handle]
+        if on_step is not None:
+            listeners.append(on_step)
         if self.arguments.streamer is not None:
             self._feeder = StreamFeeder(self.arguments.streamer, self.arguments.prompts.input_ids, None)
             self._feeder.start()
             listeners.append(self._feeder.add)
+        self.sequence.listeners = listeners
 
-        def tell(record: StepRecord) -> None:
-            handle.add(record, self._events(record.tokens))
-            try:
-                for listener in listeners:
-                    listener(record)
-            except Exception as error:
-                self.error = error
-
-        self.sequence.on_step = tell
-
-    def _events(self, tokens: list[int]) -> list[TokenEvent]:
-        if self._logprobs is None:
-            return [TokenEvent(token) for token in tokens]
-        return self._logprobs.take()
+    def _tell_handle(self, record: StepRecord) -> None:
+        if isinstance(self._sampler, LogprobSampler):
+            self.handle.add(record, self._sampler.take())
+        else:
+            self.handle.add(record, [TokenEvent(token) for token in record.tokens])
 
     def end(self, error: BaseException | None = None) -> None:
         """Tell the handle how it ended: complete, with an error, or cancelled."""
         self.sequence.watcher = None
-        self.sequence.on_step = None  # which refers to this object: what it holds is to go with it, not some time later
+        self.sequence.listeners = ()  # which refer to this object: what it holds is to go with it, not some time later
         self.drafting.keep()
-        error = error or self.error
+        error = error or self.sequence.error
         try:
             if self._feeder is not None:
                 self._feeder.end()

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from transformers import (
     EosTokenCriteria,
-    GenerationConfig,
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
@@ -27,9 +26,7 @@ from transformers.generation.logits_process import (
 )
 
 from lookahead.backends.base import Prompts
-from lookahead.backends.forward_result import ForwardResult
 from lookahead.backends.machine import Read
-from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 from lookahead.serving.handle import TokenEvent
@@ -79,42 +76,28 @@ def _narrow(processor: LogitsProcessor, row: int, batch_size: int) -> LogitsProc
     return narrowed
 
 
-def make_sampler(
-    processors: LogitsProcessorList, config: GenerationConfig, noise: SamplingNoise, row: int
-) -> TextSampler:
-    """Build the sampler of one row from `config`; a row that samples gets its part of `noise`."""
-    keep = bool(config.return_dict_in_generate)
-    return TextSampler(
-        processor=processors if len(processors) else None,
-        noise=noise if config.do_sample else None,
-        row=row,
-        keep_logits=keep and bool(config.output_logits),
-        keep_scores=keep and bool(config.output_scores),
-    )
-
-
-class LogprobSampler:
-    """A sampler that notes the log-probabilities of what another one selects.
+class LogprobSampler(TextSampler):
+    """A sampler that notes the log-probabilities of what it selects.
 
     Args:
-        sampler: The other one.
         top: How many of the likeliest tokens to note each time.
+        **options: As for `TextSampler`.
     """
 
-    needs_logits = True
-
-    def __init__(self, sampler: TextSampler, top: int) -> None:
-        self._sampler = sampler
+    def __init__(self, top: int, **options: Any) -> None:
+        super().__init__(**options)
         self._top = top
         self._noted: list[tuple[int, int, Read]] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
+    @property
+    def needs_logits(self) -> bool:
+        """See `TextSampler`."""
+        return True
 
-    def select(self, sequence: TextSequence, outputs: ForwardResult, node: int) -> int:
+    def select(self, sequence: TextSequence, outputs: Any, node: int) -> int:
         """The token after `node`, to follow the text of `sequence`."""
-        sampler = self._sampler
-        token = sampler.select(sequence, outputs, node) if sampler.needs_logits else int(outputs.predictions[node])
+        selects = super().needs_logits
+        token = super().select(sequence, outputs, node) if selects else int(outputs.predictions[node])
         logprobs = outputs.logits_after(node)[0].log_softmax(-1)
         top = min(self._top, len(logprobs))
         values, ids = logprobs.topk(top)

@@ -9,15 +9,13 @@ from typing import Any
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import Statistics
-from lookahead.core.step import Batch, step, verify_row
+from lookahead.core.step import Batch, step
 from lookahead.core.step_time import StepTimer
-from lookahead.core.token_tree import TokenTree
-from lookahead.core.walk import Walk
 from lookahead.serving.request import Request
 
 
 class Steps:
-    """Runs requests, step by step.
+    """Runs requests, step by step, timed for a pace.
 
     Args:
         backend: Runs their trees.
@@ -44,22 +42,17 @@ class Steps:
         # A thread's own time is a call into the system.
         self._timer = StepTimer(perf_counter if pace is None else clock, perf_counter, packed=come_and_go)
         self.batch = Batch((), mark=self._timer.mark)
-        self._requests: Sequence[Request] = ()
-        if come_and_go:
-            self.batch.verify = self._verify
 
     def run(self, requests: Sequence[Request], statistics: Statistics) -> None:
         """Make one step.
 
         Args:
-            requests: Who takes part. A processor or criterion that raises ends its own request alone, where rows come
-                and go: `Request.error` says so.
+            requests: Who takes part. What one of them raises is in `SequenceState.error`.
             statistics: Counts and times are added to it.
         """
         batch = self.batch
         batch.sequences, batch.statistics = [request.sequence for request in requests], statistics
         if self.come_and_go:
-            self._requests = requests
             self.backend.rows = [request.row for request in requests]
         pace = self._pace_of(requests)
         batch.share_out = pace.share_out if isinstance(pace, SharedPace) else None
@@ -69,7 +62,7 @@ class Steps:
             if pace is not None and (taken := self._timer.end(batch, done)) is not None:
                 pace.book(taken)
         finally:  # an error keeps this object, which is not to keep requests
-            batch.sequences = self._requests = ()
+            batch.sequences = ()
             if self.come_and_go:  # nor rows, whose memory others may take
                 self.backend.rows = []
 
@@ -81,17 +74,6 @@ class Steps:
                 return None
             pace.begin(len(requests), sum(request.arguments.temperature for request in requests) / len(requests))
         return pace
-
-    def _verify(self, batch: Batch, trees: Sequence[TokenTree], outputs: Sequence[Any]) -> list[Walk | None]:
-        """Walks the tree of each request by itself."""
-        walks: list[Walk | None] = [None] * len(trees)
-        for row, request in enumerate(self._requests):
-            try:
-                walks[row] = verify_row(request.sequence, trees[row], outputs[row])
-            except Exception as error:
-                request.error = error
-                request.sequence.finished = True
-        return walks
 
     def prefill(self, requests: Sequence[Request], chunk_size: int | None) -> int:
         """Send long texts ahead in parts, so that the first step has few pending tokens; returns how many passes."""
