@@ -251,22 +251,35 @@ def replay_lines(models: Models, runner: Runner) -> Iterator[Line]:
     yield Line("vLLM, tokens, 8 drafted", cases, len(cases), partial(runner.propose, 8))
 
 
+def text_lines(models: Models, runner: Runner, count: int) -> Iterator[Line]:
+    """What people do with a model, each of so many cases: what `standard` compares settings on, and `worth` times."""
+    for task in ("humaneval", "gsm8k"):
+        cases = models.task(task)[-count:]
+        for model in ("demo", "demo bfloat16"):
+            yield Line(f"{task}, {model}", cases, count, partial(runner.texts, model, 128))
+        yield Line(f"{task} sampled at 0.8, demo", cases, count, partial(runner.texts, "demo", 96, heat=0.8))
+    for heat in (0.0, 0.8, 1.0):
+        name = f"stories{f' sampled at {heat:g}' if heat else ''}"
+        yield Line(name, models.stories()[:count], count, partial(runner.texts, "stories", 200, heat=heat))
+    mixed = models.prompts()[:count]
+    yield Line("hard", mixed, count, partial(runner.texts, "hard", 192, heat=1.0))
+    yield Line("short calls", mixed, count, partial(runner.texts, "hard", 16, heat=1.0))
+    for file in FORCED[:2]:
+        for model in ("forced", "hybrid"):
+            yield Line(f"forced {file}, {model}", models.recorded(file)[:count], count, partial(runner.texts, model, 0))
+    for load in (1, 4, 16, 64):
+        yield Line(f"Engine, {load} requests", mixed[: max(count // load, 4)], count, partial(runner.serve, load))
+
+
 def full_lines(models: Models, runner: Runner) -> Iterator[Line]:
-    """S and time, at fixed numbers of nodes and with as many as pay."""
-    demo, stories, kept = models.prompts(), models.stories(), LookaheadConfig(memory="process")
-    for name, config in (("auto", LookaheadConfig()), ("16 nodes", LookaheadConfig(step_budget=16))):
-        yield Line(f"demo, {name}", demo, 16, partial(runner.texts, "demo", 128), config)
-        yield Line(f"stories, {name}", stories, 16, partial(runner.texts, "stories", 200), config)
-        for file in FORCED[:2]:
-            yield Line(f"forced {file}, {name}", models.recorded(file), 8, partial(runner.texts, "forced", 0), config)
-    forget = partial(models.reload, "demo")
-    yield Line("demo, memory kept, auto", demo, 16, partial(runner.texts, "demo", 128), kept, forget)
-    for heat in (0.8, 1.0):
-        yield Line(f"sampled, temperature {heat}, auto", demo, 16, partial(runner.texts, "demo", 96, heat=heat))
-    yield Line("hard, auto", demo, 8, partial(runner.texts, "hard", 192, heat=1.0))
-    yield Line("short calls, auto", demo, 32, partial(runner.texts, "hard", 16, heat=1.0))
-    for load in (2, 8):
-        yield Line(f"serving {load} requests, auto", demo[::load], 8, partial(runner.serve, load), kept, forget)
+    """S and time, with as many nodes as pay and at fixed numbers."""
+    fixed, kept = LookaheadConfig(step_budget=16), LookaheadConfig(memory="process")
+    for line in text_lines(models, runner, 12):
+        yield line
+        if line.name in ("humaneval, demo", "stories", "forced code_edits, forced"):
+            yield replace(line, name=f"{line.name}, 16 nodes", config=fixed)
+    demo, forget = models.prompts(), partial(models.reload, "demo")
+    yield Line("demo, memory kept", demo, 16, partial(runner.texts, "demo", 128), kept, forget)
     long = [case for case in demo if len(case.prompt) > 200]
     for rows, nodes in ((1, 16), (16, 4)):
         config, name = LookaheadConfig(step_budget=nodes), f"drafting alone, {rows} texts of {nodes} nodes"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lines import FORCED, Config, Line, Models, Runner
+from lines import Config, Line, Models, Runner, text_lines
 from lookahead import LookaheadConfig
 from lookahead.bench.rows import Row
 from probe import Probe, Turns, Unit, option
@@ -37,26 +37,6 @@ class Options:
     shared: str = option("../shared", "folder of data and models")
     only: str = option("", "only lines with that in their names")
     cases: int = option(12, "cases of a line")
-
-
-def lines(models: Models, runner: Runner, count: int) -> Iterator[Line]:
-    """All there are, each of so many cases."""
-    for task in ("humaneval", "gsm8k"):
-        cases = models.task(task)[-count:]
-        for model in ("demo", "demo bfloat16"):
-            yield Line(f"{task}, {model}", cases, count, partial(runner.texts, model, 128))
-        yield Line(f"{task} sampled at 0.8, demo", cases, count, partial(runner.texts, "demo", 96, heat=0.8))
-    for heat in (0.0, 0.8, 1.0):
-        name = f"stories{f' sampled at {heat:g}' if heat else ''}"
-        yield Line(name, models.stories()[:count], count, partial(runner.texts, "stories", 200, heat=heat))
-    mixed = models.prompts()[:count]
-    yield Line("hard", mixed, count, partial(runner.texts, "hard", 192, heat=1.0))
-    yield Line("short calls", mixed, count, partial(runner.texts, "hard", 16, heat=1.0))
-    for file in FORCED[:2]:
-        for model in ("forced", "hybrid"):
-            yield Line(f"forced {file}, {model}", models.recorded(file)[:count], count, partial(runner.texts, model, 0))
-    for load in (1, 4, 16, 64):
-        yield Line(f"Engine, {load} requests", mixed[: max(count // load, 4)], count, partial(runner.serve, load))
 
 
 def measure(line: Line) -> Iterator[Row]:
@@ -99,5 +79,5 @@ def held_out(seconds: Mapping[str, Sequence[float]]) -> Row:
 def probe(options: Options) -> Probe:
     """The units: each line."""
     models = Models(Path(options.shared))
-    chosen = [line for line in lines(models, Runner(models), options.cases) if options.only in line.name]
+    chosen = [line for line in text_lines(models, Runner(models), options.cases) if options.only in line.name]
     return Probe([Unit(line.name, partial(measure, line)) for line in chosen])

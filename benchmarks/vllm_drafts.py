@@ -37,6 +37,7 @@ os.environ |= {
 import torch
 import vllm
 
+from cases import read_texts
 from models import model_folder, save_random
 
 METHODS = ("no drafts", "ngram", "suffix", "lookahead", "lookahead, full drafts")
@@ -102,16 +103,6 @@ class Switch:
             drafts = proposer.propose(sampled, lengths, tokens, slot_mappings=slot_mappings)
         self.drafts += sum(map(len, drafts))
         return drafts
-
-
-def prompts_of(path: Path, count: int) -> Iterator[str]:
-    """Texts of a file of prompts, or of edits: what to do, the file, and the beginning of the new one."""
-    for line in path.read_text(encoding="utf-8").splitlines()[:count]:
-        row = json.loads(line)
-        if "instruction" in row:
-            yield f"# {row['instruction']}\n\n# Before:\n{row['input']}\n\n# After:\n"
-        else:
-            yield row.get("prompt") or row["turns"][0]
 
 
 class Bench:
@@ -187,7 +178,7 @@ class Bench:
     def rows(self, path: Path) -> Iterator[Row]:
         """A row for each method. Times are the median of the rounds."""
         options = self._options
-        texts = [self._tokenizer(text).input_ids[-PROMPT_TOKENS:] for text in prompts_of(path, options.prompts + 1)]
+        texts = [self._tokenizer(text).input_ids[-PROMPT_TOKENS:] for text in read_texts(path)[: options.prompts + 1]]
         rounds = [self.round(texts[:-1], texts[-1]) for _ in range(options.rounds)]
         for name in METHODS:
             of_method = [totals[name] for totals in rounds]
