@@ -74,9 +74,10 @@ class Engine:
         for name, value in (sizes | {"prefix_bytes": prefix_bytes}).items():
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise InvalidArgumentError(f"{name}={value!r} must be a whole number, at least 1")
-        self._model = EngineModel(model, config)
-        self._memory = memory = self._model.open(max_rows, kv_bytes, prefix_bytes, prefix_cache)
-        self._scheduler = Scheduler(max_rows, memory, prompt_tokens)
+        self._model = EngineModel(model, config, max_rows, kv_bytes, prefix_cache, prefix_bytes)
+        self._memory = self._model.memory
+        self.statistics = EngineStatistics(graphs=self._model.runner.recorded)
+        self._scheduler = Scheduler(max_rows, self._memory, prompt_tokens, self.statistics)
         self._arrivals: deque[Request] = deque()
         self._submitted = 0
         self._changed = Condition()  # held for the arrivals, and by who waits for some
@@ -84,7 +85,6 @@ class Engine:
         self._thread: Thread | None = None
         self._closing = False
         self._process = os.getpid()
-        self.statistics = EngineStatistics(graphs=self._model.runner.recorded)
 
     def submit(
         self,
@@ -124,9 +124,14 @@ class Engine:
             raise InvalidArgumentError("this Engine is closed; make another one")
         if logprobs is not None and (not isinstance(logprobs, int) or logprobs < 0):
             raise InvalidArgumentError(f"logprobs={logprobs!r} must be a whole number, at least 0")
-        config = self._model.config(lookahead_config)
-        arguments = self._read_arguments(input_ids, kwargs)
-        model, runner, drafting = self._model.model, self._model.runner, self._model.drafting(config)
+        config = self._model.config_of(lookahead_config)
+        model, runner = self._model.model, self._model.runner
+        ids = torch.as_tensor(input_ids)
+        ids = ids[None] if ids.dim() == 1 else ids
+        check_prompt_ids(ids)
+        arguments: Arguments = hand_over(model, ids.to(model.device), kwargs, lambda read: read, checked=True)
+        check_request(arguments, self._model.config, self._model.session, runner)
+        drafting = self._model.drafting(config)
         check_room(arguments, runner, self._memory, drafting.most_nodes)
         expected = predicted_texts(prediction, config, 1, model.get_input_embeddings().num_embeddings)[0]
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
@@ -145,17 +150,6 @@ class Engine:
             self._changed.notify_all()
         return handle
 
-    def _read_arguments(self, input_ids: torch.Tensor | Sequence[int], kwargs: dict[str, Any]) -> Arguments:
-        """What transformers makes of the arguments of `submit`."""
-        ids = torch.as_tensor(input_ids)
-        ids = ids[None] if ids.dim() == 1 else ids
-        check_prompt_ids(ids)
-        model = self._model.model
-        found = hand_over(model, ids.to(model.device), dict(kwargs), lambda given: given, checked=True)
-        arguments: Arguments = found
-        check_request(arguments, self._model.config(None), self._model.session, self._model.runner)
-        return arguments
-
     def step(self) -> int:
         """Run one step for the requests whose turn it is.
 
@@ -168,13 +162,8 @@ class Engine:
         """
         self.check_process()
         with self._stepping, torch.no_grad():
-            self._take_arrivals()
-            if self._unfinished:
-                self._follow_model()
+            self._update()
             requests = self._scheduler.plan()
-            self._memory.settle(self._scheduler.running)
-            self.statistics.preempted = self._scheduler.preempted
-            self.statistics.prompt_tokens, self.statistics.reused_tokens = self._memory.asked, self._memory.reused
             self._read_inputs(requests)
             if requests:
                 self._run(requests)
@@ -239,7 +228,7 @@ class Engine:
     def longest_text(self) -> int | None:
         """Most tokens that a text may come to beside the largest draft of the engine's own; any number if `None`."""
         tokens, block = self._memory.tokens, self._memory.block
-        return None if tokens is None else max(tokens // block * block - self._model.config(None).max_nodes, 0)
+        return None if tokens is None else max(tokens // block * block - self._model.config.max_nodes, 0)
 
     def check_process(self) -> None:
         """Refuse to run in a forked process, which has neither the engine's thread nor the holders of its locks.
@@ -260,7 +249,7 @@ class Engine:
 
     @property
     def _unfinished(self) -> int:
-        return len(self._arrivals) + len(self._scheduler.waiting) + len(self._scheduler.running)
+        return len(self._arrivals) + len(self._scheduler.requests)
 
     def _serve(self) -> None:
         while True:
@@ -276,18 +265,20 @@ class Engine:
 
     def _cancel_all(self) -> None:
         with self._stepping:
-            self._take_arrivals()
-            for request in [*self._scheduler.waiting, *self._scheduler.running]:
+            for request in [*self._arrivals, *self._scheduler.requests]:
                 request.handle.cancel()
 
-    def _take_arrivals(self) -> None:
-        """Queue new requests, and remove cancelled ones."""
+    def _update(self) -> None:
+        """Queue new requests, remove cancelled ones, and follow the model if it has changed."""
         with self._changed:
             while self._arrivals:
                 self._scheduler.add(self._arrivals.popleft())
-        for request in [*self._scheduler.waiting, *self._scheduler.running]:
+        for request in self._scheduler.requests:
             if request.handle.cancelled:
                 self._leave(request)
+        idle = not self._scheduler.running  # who is served one after another does not wait for this in between
+        if self._scheduler.requests and self._model.has_changed(thorough=idle):
+            self._follow_model()
 
     def _run(self, requests: list[Request]) -> None:
         """One step. Its requests are taken out of the list: an error keeps its callers' variables, and so this list."""
@@ -316,15 +307,12 @@ class Engine:
                 self._leave(request, error)
 
     def _follow_model(self) -> None:
-        """If the model is not what it was, begin anew with what it is: nothing of before may go into a text.
+        """Begin anew with what the model is now: nothing of before may go into a text.
 
         Raises:
             LookaheadError: It cannot be run as it is now; all requests have ended with that.
         """
-        idle = not self._scheduler.running  # who is served one after another does not wait for this in between
-        if not self._model.has_changed(thorough=idle):
-            return
-        requests = [*self._scheduler.waiting, *self._scheduler.running]
+        requests = self._scheduler.requests
         begun = [request for request in requests if request.sequence.steps]
         for request in begun:
             self._leave(

@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from lookahead.backends.base import Runner
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.prompt_pass import PromptPass
 from lookahead.config import LookaheadConfig
@@ -26,50 +25,65 @@ class EngineModel:
     Args:
         model: The model.
         config: How requests draft that say nothing about it.
+        max_rows, kv_bytes, prefix_cache, prefix_bytes: As for `Engine`.
 
     Attributes:
-        model: As above.
+        model: As given.
+        config: Likewise.
         session: How it is run.
         runner: What runs its rows.
+        memory: Where their keys and values are.
         steps: Makes steps of requests.
     """
 
-    runner: Runner
-    steps: Steps
-
-    def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: LookaheadConfig | None,
+        max_rows: int,
+        kv_bytes: int | None,
+        prefix_cache: bool,
+        prefix_bytes: int | None,
+    ) -> None:
         if not isinstance(model, PreTrainedModel):
             raise InvalidArgumentError(f"model={type(model).__name__} is no transformers language model")
         self.model = model
-        self._config = _checked(LookaheadConfig(memory="process") if config is None else config)
+        self.config = config = _checked(LookaheadConfig(memory="process") if config is None else config)
         self.session = open_session(model)
-        self._shared = SharedPace(self._pace, self._config.step_budget)
-
-    def open(self, max_rows: int, kv_bytes: int | None, prefix_bytes: int | None, prefix_cache: bool) -> KVMemory:
-        """Begin to run rows, and make room for their keys and values; arguments as for `Engine`."""
+        self._shared = SharedPace(self._pace, config.step_budget)
         if prefix_bytes is None:
             prefix_bytes = PREFIX_BYTES if kv_bytes is None else kv_bytes
-        self._sizes = max_rows, kv_bytes, prefix_bytes if prefix_cache else 0
-        self.runner, kv_bytes, prefix_bytes = self.session.open_rows(self._config, *self._sizes)
-        self.config(None)
+        self._rows = config, max_rows, kv_bytes, prefix_bytes if prefix_cache else 0
+        self.runner, kv_bytes, prefix_bytes = self.session.open_rows(*self._rows)
+        self.config_of(config)  # which it may refuse
         reuses = prefix_cache and self.runner.shares_beginnings
-        self._compares_bits = reuses or bool(self._config.pack_weights)
-        self._watch = self.session.watch(self.runner, self._compares_bits)
+        self._compares_bits = reuses or bool(config.pack_weights)
+        self.memory = KVMemory(self.runner, kv_bytes, prefix_bytes if reuses else None)
         self.steps = Steps(self.runner, self.session.clock, self._shared)
-        room = self.runner.token_bytes(), kv_bytes, reuses, prefix_bytes
-        memory = KVMemory(*room, lambda block: self.runner.new_row(block), self.runner.keeps_apart)
-        self._memory = memory.tokens, memory.block, max_rows, self._config.max_nodes
-        self.runner.take_memory(*self._memory)
-        return memory
+        self._begin()
 
-    def config(self, given: LookaheadConfig | None) -> LookaheadConfig:
-        """The drafting configuration of a request that asks for `given`.
+    def reopen(self) -> None:
+        """Run the model as it is now.
+
+        Raises:
+            LookaheadError: It cannot be run.
+        """
+        self.runner = self.memory.runner = self.steps.backend = self.session.open_rows(*self._rows)[0]
+        self._begin()
+
+    def _begin(self) -> None:
+        """Give the runner its memory, and watch the model from now on."""
+        self.runner.take_memory(self.memory.tokens, self.memory.block, self._rows[1], self.config.max_nodes)
+        self._watch = self.session.watch(self.runner, self._compares_bits)
+
+    def config_of(self, given: LookaheadConfig | None) -> LookaheadConfig:
+        """How a request drafts that asks for `given`.
 
         Raises:
             UnsupportedArgumentError: An engine cannot draft so.
             InvalidArgumentError: Its trees have a fixed shape, for which llama.cpp has not enough sequence ids.
         """
-        config = self._config if given is None else _checked(given)
+        config = self.config if given is None else _checked(given)
         if config.preset in ("paper", "jacobi") and config.max_nodes > self.runner.most_nodes:
             raise InvalidArgumentError(
                 f"preset={config.preset!r} sends up to {config.max_nodes} nodes for each row, but llama.cpp has "
@@ -84,7 +98,7 @@ class EngineModel:
 
     def _pace(self, rows: int, temperature: float) -> Pace:
         """The pace of steps with so many rows of this model."""
-        return draft_pace(self.runner.model, self._config, rows, temperature, self.runner.chains)
+        return draft_pace(self.runner.model, self.config, rows, temperature, self.runner.chains)
 
     def read_inputs(self, request: Request) -> None:
         """Let the model itself read a prompt that is more than tokens. All but its last token stays: that one is sent
@@ -106,16 +120,6 @@ class EngineModel:
     def has_changed(self, thorough: bool) -> bool:
         """Whether the model is not what it was; see `ModelWatch`."""
         return self._watch is not None and self._watch.has_changed(thorough=thorough)
-
-    def reopen(self) -> None:
-        """Run the model as it is now.
-
-        Raises:
-            LookaheadError: It cannot be run.
-        """
-        self.runner = self.steps.backend = self.session.open_rows(self._config, *self._sizes)[0]
-        self.runner.take_memory(*self._memory)
-        self._watch = self.session.watch(self.runner, self._compares_bits)
 
 
 def _checked(config: LookaheadConfig | None) -> LookaheadConfig:

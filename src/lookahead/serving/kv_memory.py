@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.backends.base import TextRow
+from lookahead.backends.base import Runner, TextRow
 from lookahead.backends.transformers.tree_cache import whole_blocks
 from lookahead.errors import InvalidArgumentError
 
@@ -32,49 +32,37 @@ class KVMemory:
     """Room for keys and values, in tokens.
 
     Args:
-        token_bytes: Bytes that a token takes.
+        runner: What runs the rows. Where it `keeps_apart`, finished texts come on top of `kv_bytes`; else they take
+            what running requests leave of it.
         kv_bytes: Most bytes to hold at once, any number if `None`.
-        reuses: Whether requests begin with the keys and values of others.
-        prefix_bytes: Most bytes of finished texts.
-        make_row: Makes an empty row, whose room grows by so many tokens.
-        apart: Whether finished texts come on top of `kv_bytes`; else they take what running requests leave of it.
+        prefix_bytes: Most bytes of finished texts; `None` if requests do not begin with the keys and values of others.
 
     Attributes:
+        runner: As given.
         tokens: Most tokens to hold at once, any number if `None`.
         most_bytes: Most bytes to hold at once, those of finished texts included; any number if `None`.
         block: Tokens by which the room of a row grows.
-        token_bytes: As given.
-        asked: Tokens of all texts that began.
-        reused: Those that another text had.
+        token_bytes: Bytes that a token takes.
     """
 
-    def __init__(
-        self,
-        token_bytes: int,
-        kv_bytes: int | None,
-        reuses: bool,
-        prefix_bytes: int,
-        make_row: Callable[[int], TextRow],
-        apart: bool = False,
-    ) -> None:
-        self.token_bytes = token_bytes
+    def __init__(self, runner: Runner, kv_bytes: int | None, prefix_bytes: int | None) -> None:
+        self.runner = runner
+        self.token_bytes = token_bytes = runner.token_bytes()
         self.tokens = None if kv_bytes is None else kv_bytes // token_bytes
         if self.tokens == 0:
             raise InvalidArgumentError(
                 f"kv_bytes={kv_bytes} is too small: keys and values of one token take {token_bytes} bytes"
             )
         self.block = BLOCK if self.tokens is None else min(max(self.tokens // FEWEST_BLOCKS, 1), BLOCK)
-        self._prefixes = PrefixCache() if reuses else None
-        self._prefix_tokens = prefix_bytes // token_bytes
-        self._apart = apart
-        kept_on_top = self._prefix_tokens if apart else 0
+        self._prefixes = None if prefix_bytes is None else PrefixCache()
+        self._prefix_tokens = (prefix_bytes or 0) // token_bytes
+        kept_on_top = self._prefix_tokens if runner.keeps_apart else 0
         self.most_bytes = None if self.tokens is None else (self.tokens + kept_on_top) * token_bytes
-        self._make_row = make_row
-        self.asked = self.reused = 0
 
     def new_row(self) -> TextRow:
         """An empty row."""
-        return self._make_row(self.block)
+        row: TextRow = self.runner.new_row(self.block)
+        return row
 
     def drop(self, request: Request) -> None:
         """Forget keys and values of a request; they will be computed anew."""
@@ -140,14 +128,11 @@ class KVMemory:
                     if row.capacity <= self.reserved(request.reach):
                         row.crop(common)
                         request.row = row
-        self.asked += len(text)
-        self.reused += request.cached
-        request.handle.statistics.reused_tokens = request.cached
         return True
 
     def _room(self, running: Sequence[Request]) -> int:
         """Tokens of finished texts that there is room for."""
-        if self.tokens is None or self._apart:
+        if self.tokens is None or self.runner.keeps_apart:
             return self._prefix_tokens
         return min(self.tokens - sum(self.reserved(request.reach) for request in running), self._prefix_tokens)
 

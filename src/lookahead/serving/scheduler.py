@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lookahead.serving.handle import EngineStatistics
     from lookahead.serving.kv_memory import KVMemory
     from lookahead.serving.request import Request
 
@@ -33,27 +34,32 @@ class Scheduler:
         max_rows: Most requests that run at once.
         room: Where keys and values go.
         prompt_tokens: Most tokens of prompts in one step, so that a long prompt does not hold up the others.
+        statistics: Requests that wait again, and tokens that requests begin with, are added to it.
 
     Attributes:
         waiting: In the order in which they will run.
         running: The most urgent first.
-        preempted: How often a running request had to wait again.
     """
 
-    def __init__(self, max_rows: int, room: KVMemory, prompt_tokens: int) -> None:
+    def __init__(self, max_rows: int, room: KVMemory, prompt_tokens: int, statistics: EngineStatistics) -> None:
         self._max_rows = max_rows
         self._room = room
         self._prompt_tokens = prompt_tokens
+        self._statistics = statistics
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.preempted = 0
+
+    @property
+    def requests(self) -> list[Request]:
+        """All of them."""
+        return [*self.waiting, *self.running]
 
     def add(self, request: Request) -> None:
         """Let a request wait for its turn."""
         insort(self.waiting, request, key=_urgency)
 
     def remove(self, request: Request) -> None:
-        """Remove a request that has finished or was cancelled."""
+        """Remove a request that has finished, failed or was cancelled."""
         (self.running if request in self.running else self.waiting).remove(request)
 
     def plan(self) -> list[Request]:
@@ -66,11 +72,13 @@ class Scheduler:
         while len(self.running) > 1 and not self._fits(self.running):
             last = self.running.pop()
             self._room.drop(last)
-            self.preempted += 1
+            self._statistics.preempted += 1
             self.add(last)
         while self.waiting and len(self.running) < self._max_rows and self._fits([*self.running, self.waiting[0]]):
             insort(self.running, self.waiting.pop(0), key=_urgency)
-        return self._share_out()
+        requests = self._share_out()
+        self._room.settle(self.running)
+        return requests
 
     def _fits(self, requests: Sequence[Request]) -> bool:
         room = self._room
@@ -80,8 +88,12 @@ class Scheduler:
         """The requests that take part: all that decode, and prompts up to the token budget for them."""
         served, left = [], self._prompt_tokens
         for request in self.running:
-            if not request.cached and not (left and self._room.begin(request, self.running)):
-                continue
+            if not request.cached:
+                if not left or not self._room.begin(request, self.running):
+                    continue
+                self._statistics.prompt_tokens += request.length
+                self._statistics.reused_tokens += request.cached
+                request.handle.statistics.reused_tokens = request.cached
             pending = request.length - request.cached
             tokens = pending if pending == 1 else min(pending, left)
             if tokens:
