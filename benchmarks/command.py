@@ -118,11 +118,11 @@ def named(options: Any) -> Row:
 def parse(given: Sequence[str], name: str | None, module: Any) -> argparse.Namespace:
     """The command line, with the options of the probe that it names."""
     listed = "\n".join(f"  {probe:16} {what}" for probe, what in PROBES.items())
-    others = "\n".join(f"  {other:16} {(call.__doc__ or '').splitlines()[0]}" for other, call in COMMANDS.items())
+    commands = "\n".join(f"  {other:16} {(call.__doc__ or '').splitlines()[0]}" for other, call in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="python benchmarks",
         description=str(__doc__ if module is None else module.__doc__),
-        epilog=f"probes:\n{listed}\ncommands with options of their own:\n{others}",
+        epilog=f"probes:\n{listed}\ncommands with options of their own:\n{commands}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("probe", choices=list(PROBES), metavar="PROBE", help="one of those below")

@@ -107,8 +107,8 @@ class Bench:
             return generate(model, case, config, max_new_tokens=self._length, **SAMPLING).tokens
 
         drafted = sampled(self._model, LookaheadConfig())
-        others = {"sampled, no drafts": (self._model, PLAIN), "sampled": (self._reference, None)}
-        for name, (model, config) in others.items():
+        ways = {"sampled, no drafts": (self._model, PLAIN), "sampled": (self._reference, None)}
+        for name, (model, config) in ways.items():
             if model is not None:
                 place = first_difference(drafted, sampled(model, config))
                 row = {"type": self._kind, "id": case.id, "method": name, "first_difference": place}
@@ -122,8 +122,8 @@ class Bench:
 
         def run(case: Case, _: int) -> Counts:
             sent: list[int] = []
-            whole = type(llama).eval
-            llama.eval = lambda new: (sent.append(len(new)), whole(llama, new))  # of this one object
+            evaluate = type(llama).eval
+            llama.eval = lambda new: (sent.append(len(new)), evaluate(llama, new))  # of this one object
             llama.reset()
             begin, tokens = now("cpu"), []
             for token in llama.generate(case.prompt, temp=0.0, top_k=1, repeat_penalty=1.0):

@@ -65,10 +65,10 @@ def held_out(seconds: Mapping[str, Sequence[float]]) -> Row:
         name = max((name for name in seconds if name != "auto"), key=lambda way: np.median(speeds[way][parts != part]))
         chosen.append(name)
         best[parts == part] = times[name][parts == part]
-    whole = estimate({str(place): [ratio] for place, ratio in enumerate(best / times["auto"])})
+    compared = estimate({str(place): [ratio] for place, ratio in enumerate(best / times["auto"])})
     figures = {
         "best_speed": np.median(times["plain"] / best), "auto_speed": np.median(speeds["auto"]),
-        "over_best": 1 + whole.median, "low": 1 + whole.low, "high": 1 + whole.high,
+        "over_best": 1 + compared.median, "low": 1 + compared.low, "high": 1 + compared.high,
     }  # fmt: skip
     return {
         "best": " / ".join(dict.fromkeys(chosen[::-1])),

@@ -89,10 +89,10 @@ class Source:
 
 
 def _digest(parts: Iterator[bytes]) -> str:
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        whole.update(hashlib.sha256(part).digest())
-    return whole.hexdigest()[:12]
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()[:12]
 
 
 class Worker:

@@ -91,9 +91,9 @@ def convert(folder: Path, output: Path, kind: str = "f32") -> None:
         _write(folder, output, *TYPES[kind])
         return
     with tempfile.TemporaryDirectory() as scratch:
-        whole = Path(scratch) / "f32.gguf"
-        _write(folder, whole, *TYPES["f32"])
-        _quantize(whole, output, BY_LLAMA_CPP[kind])
+        float32_file = Path(scratch) / "f32.gguf"
+        _write(folder, float32_file, *TYPES["f32"])
+        _quantize(float32_file, output, BY_LLAMA_CPP[kind])
 
 
 def _write(folder: Path, output: Path, number_type: GGMLQuantizationType, file_type: LlamaFileType) -> None:

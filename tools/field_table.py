@@ -30,7 +30,7 @@ def field_table() -> str:
                 raise ValueError(f"{body.__name__}.{name} has no description")
             places.setdefault((name, field.description), []).append(place)
     rows = [(name, tuple(found), said) for (name, said), found in places.items()]
-    rows += [(one.name, tuple(place for place in one.places if place in _BODIES), _told(one)) for one in UNUSED]
+    rows += [(one.name, tuple(place for place in one.places if place in _BODIES), _fate(one)) for one in UNUSED]
     lines = ["| field | endpoints | what happens |", "| --- | --- | --- |"]
     for name, found, said in rows:
         if found:
@@ -38,7 +38,7 @@ def field_table() -> str:
     return "\n".join(lines)
 
 
-def _told(unused: Unused) -> str:
+def _fate(unused: Unused) -> str:
     """What happens to a field that is not used."""
     if unused.harmless is ANY:
         return f"asks for nothing: {unused.reason}"

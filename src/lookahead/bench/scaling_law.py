@@ -130,10 +130,10 @@ def law_points(rows: Sequence[Row], before_cycles: bool = False) -> list[Measure
 
 def law_fit(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """alpha and f of the scaling law: the paper's, and those that fit these rows."""
-    whole = law_points(rows)
-    large = [point for point in whole if point.ngram_size >= LARGE_NGRAM and point.window_size >= LARGE_WINDOW]
+    every_point = law_points(rows)
+    large = [point for point in every_point if point.ngram_size >= LARGE_NGRAM and point.window_size >= LARGE_WINDOW]
     fits = {
-        "here, whole outputs": whole,
+        "here, whole outputs": every_point,
         "here, before the first cycle": law_points(rows, before_cycles=True),
         f"here, whole outputs, without N < {LARGE_NGRAM} and W < {LARGE_WINDOW}": large,
     }

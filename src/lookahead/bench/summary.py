@@ -229,9 +229,9 @@ class MethodSummary:
         at = {_run_of(row): row for row in self._all.by_method.get(base or "", [])}
         ratios: dict[Any, list[float]] = {}
         for row in self.rows:
-            seconds, others = (_seconds(one, self._all.clock) for one in (row, at.get(_run_of(row))))
-            if seconds is not None and others is not None:
-                ratios.setdefault(_run_of(row)[:-1], []).append(others / seconds)
+            seconds, base_seconds = (_seconds(one, self._all.clock) for one in (row, at.get(_run_of(row))))
+            if seconds is not None and base_seconds is not None:
+                ratios.setdefault(_run_of(row)[:-1], []).append(base_seconds / seconds)
         if not ratios:
             return None
         lower, middle, upper = np.percentile([median(values) for values in ratios.values()], [25, 50, 75]).tolist()
