@@ -94,7 +94,7 @@ def demo_model(device: str, dtype: str = "float32") -> Any:
 
 def large_model(options: Options) -> Any:
     """Random weights in bfloat16, made where they stay, with nothing learned."""
-    return sharing_weights(model_of("hard" if options.tiny else "8b", "bfloat16", options.device))
+    return sharing_weights(model_of("tiny" if options.tiny else "8b", "bfloat16", options.device))
 
 
 def kernel_rows(device: str, heads: int, groups: int, size: int) -> Iterator[Row]:
@@ -326,4 +326,4 @@ def probe(options: Options) -> Probe:
         raise InvalidArgumentError(f"--device {options.device}: torch finds no CUDA device here")
     found = units_of(options)
     units = [Unit(name, partial(guarded, work)) for part, name, work in found if part in options.parts]
-    return Probe(units, {"model": "hard" if options.tiny else "8b"})
+    return Probe(units, {"model": "tiny" if options.tiny else "8b"})
