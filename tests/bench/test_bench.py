@@ -102,7 +102,9 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, runs: int) -> None:
 # what is measured
 
 
-def test_all_methods_on_all_tasks(bench: Bench, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_methods_write_the_reference_text_on_all_tasks(
+    bench: Bench, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench(MODEL + TASK + SAMPLED + PLAIN + ENGINE + AUTO + KEPT + LOOKUP + OTHERS) == 0
     out, err = capsys.readouterr()
     assert "tiny, words" in out
@@ -169,7 +171,7 @@ def test_steps_of_assisted_generation_are_those_of_the_model(model_folder: Path)
     assert counter.steps(tokens) == (nodes, lengths), "it has ended"
 
 
-def test_random_models_and_cut_prompts(bench: Bench, folder: Path) -> None:
+def test_prompts_are_cut_to_leave_room_for_new_tokens(bench: Bench, folder: Path) -> None:
     model = (
         '[[models]]\nname = "random"\ntokenizer = "tiny"\nseed = 5\n'
         "random = { hidden_size = 16, intermediate_size = 16, num_hidden_layers = 1, num_attention_heads = 2, "
@@ -233,7 +235,7 @@ def test_a_method_with_a_memory_begins_every_pass_with_an_empty_one(
 # what is not measured twice
 
 
-def test_goes_on_where_it_stopped(
+def test_an_interrupted_run_goes_on_where_it_stopped(
     bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     suite = MODEL + TASK + PLAIN + ENGINE + LOOKUP
@@ -348,7 +350,9 @@ def test_differences_are_counted_where_rounding_decides(
     assert {row["exact"] for row in rows_in(folder)} == {False}
 
 
-def test_transformers_refuses_a_method(bench: Bench, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_method_that_transformers_refuses_is_named(
+    bench: Bench, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench(MODEL + TASK + PLAIN + LOOKUP.replace("prompt_lookup_num_tokens", "prompt_look")) == 2
     message = refused(capsys)
     assert "'lookup'" in message

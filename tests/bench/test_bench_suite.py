@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_the_file_says(folder: Path) -> None:
+def test_every_key_of_the_file_is_read(folder: Path) -> None:
     path = folder / "suite.toml"
     random = '[[models]]\nname = "made"\nrandom = { hidden_size = 8 }\nseed = 4\n'
     assisted = '[[methods]]\nname = "assisted"\ntransformers = { num_beams_ = 1 }\nassistant = "demo"\n'
@@ -49,7 +49,7 @@ def test_what_the_file_says(folder: Path) -> None:
     assert auto.keeps_draws(sampled)
 
 
-def test_several_at_once(folder: Path) -> None:
+def test_each_makes_several_tables_of_one(folder: Path) -> None:
     path = folder / "suite.toml"
     tasks = '[[tasks]]\ndata = "words.jsonl"\nmax_new_tokens = 3\n'
     tasks += "[tasks.each]\ngreedy = {}\nlong = { max_new_tokens = 9 }\n"
@@ -62,7 +62,7 @@ def test_several_at_once(folder: Path) -> None:
     assert suite.methods[2].lookahead == LookaheadConfig(preset="auto", memory="process", step_budget=9)
 
 
-def test_tasks_of_some_models(folder: Path) -> None:
+def test_tasks_may_name_their_models(folder: Path) -> None:
     path = folder / "suite.toml"
     other = MODEL.replace('name = "tiny"', 'name = "other"')
     path.write_text(MODEL + other + TASK + SAMPLED + 'models = ["other"]\n' + PLAIN)
@@ -75,7 +75,7 @@ def test_penalties_are_settings_only_where_there_are_some() -> None:
     assert SamplingSpec(repetition_penalty=1.1).settings()["repetition_penalty"] == 1.1
 
 
-def test_prompts_may_lie_elsewhere(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_prompts_are_found_in_the_data_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("suites") / "suite.toml"
     path.write_text(MODEL.replace('"tiny"\n', '"demo"\n') + TASK + PLAIN)
     with pytest.raises(InvalidArgumentError, match=r"tasks\[0\].data='words.jsonl'.*--data"):
@@ -84,7 +84,7 @@ def test_prompts_may_lie_elsewhere(folder: Path, tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_suites_that_come_along(path: Path, folder: Path) -> None:
+def test_every_suite_of_the_repository_is_valid(path: Path, folder: Path) -> None:
     data = folder / "data"
     data.mkdir()
     for name in ("humaneval", "classeval", "gsm8k", "spec_bench", "stories"):
@@ -138,7 +138,9 @@ WHOLE = MODEL + TASK + PLAIN
         (WHOLE + AUTO + 'assistant = "demo"\n', ["methods[1].assistant is no key"]),
     ],
 )
-def test_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], suite: str, words: list[str]) -> None:
+def test_wrong_keys_and_values_are_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], suite: str, words: list[str]
+) -> None:
     path = folder / "suite.toml"
     path.write_text(suite)
     assert main(["bench", "run", str(path), "--output", str(folder / "out.jsonl")]) == 2
@@ -149,7 +151,7 @@ def test_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], suite
     assert not (folder / "out.jsonl").exists()
 
 
-def test_no_suite(capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_no_suite_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "run", "none.toml", "--output", "out.jsonl"]) == 2
     assert "cannot read the benchmark none.toml" in capsys.readouterr().err
 
@@ -165,14 +167,14 @@ def test_no_suite(capsys: pytest.CaptureFixture[str]) -> None:
         ('{"id": "a", "prompt": "x"}\n', "question", "needs a text in `question`, as task 'words' says"),
     ],
 )
-def test_prompt_files_that_cannot_be_used(tmp_path: Path, lines: str, field: str | None, message: str) -> None:
+def test_unusable_prompt_files_are_refused(tmp_path: Path, lines: str, field: str | None, message: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(lines)
     with pytest.raises(InvalidArgumentError, match=message):
         read_prompts(TaskSpec("words", path, field))
 
 
-def test_prompts_by_field(tmp_path: Path) -> None:
+def test_prompts_are_read_from_the_named_field(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"id": 1, "question": "x", "prompt": "y"}\n{"id": 2, "question": ["z", "w"]}\n')
     prompts = read_prompts(TaskSpec("words", path, "question"))
@@ -181,14 +183,14 @@ def test_prompts_by_field(tmp_path: Path) -> None:
     assert len(read_prompts(TaskSpec("words", path, "question"), limit=1)) == 1
 
 
-def test_every_so_many_th_prompt(tmp_path: Path) -> None:
+def test_every_takes_each_nth_prompt(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(f'{{"id": {number}, "prompt": "x"}}\n' for number in range(7)))
     prompts = read_prompts(TaskSpec("words", path, every=3, prompts=2))
     assert [(prompt.id, prompt.number) for prompt in prompts] == [("0", 0), ("3", 3)]
 
 
-def test_only_the_prompts_of_a_kind(tmp_path: Path) -> None:
+def test_only_takes_the_prompts_of_a_task(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     kinds = ("chat/long", "code", "chat/long", "chat", "chatter")
     path.write_text("".join(f'{{"id": {n}, "task": "{kind}", "prompt": "x"}}\n' for n, kind in enumerate(kinds)))

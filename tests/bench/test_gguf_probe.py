@@ -13,7 +13,7 @@ pytest.importorskip("llama_cpp", reason=REASON)
 
 
 @pytest.mark.usefixtures("compiled_loops")
-def test_methods_are_compared(tmp_path: Path) -> None:
+def test_every_method_writes_the_float32_text(tmp_path: Path) -> None:
     tool()
     (tmp_path / "words.jsonl").write_text(json.dumps({"id": "a", "prompt": "def add(a, b):\n    return"}) + "\n")
     options = ["--prompts", str(tmp_path / "words.jsonl"), "--max-new-tokens", "24", "--types", "f32", "--nodes", "16"]

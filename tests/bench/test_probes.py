@@ -118,7 +118,7 @@ def test_rows_of_other_settings_are_kept_apart(
         (["nothing"], "invalid choice"),
     ],
 )
-def test_what_is_refused(
+def test_wrong_arguments_are_refused_before_a_file_is_written(
     measure: Measure,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],

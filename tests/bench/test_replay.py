@@ -34,14 +34,14 @@ def test_an_edit_expects_its_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"id": 1}', '{"id": 1, "prompt": "", "output": "x"}'])
-def test_what_is_no_case_is_refused(tmp_path: Path, line: str) -> None:
+def test_lines_that_are_no_case_are_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_text(line + "\n", encoding="utf-8")
     with pytest.raises(InvalidArgumentError, match="line 1"):
         read_cases(path, letters)
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     path.write_text("{}", encoding="utf-8")
     with pytest.raises(InvalidArgumentError):

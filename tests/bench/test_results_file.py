@@ -43,7 +43,7 @@ def test_a_symbolic_link_stays_one(tmp_path: Path, exists: bool) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs devices of a Unix")
 @pytest.mark.parametrize("kind", ["device", "link to a device", "pipe", "folder"])
-def test_what_is_no_regular_file_is_refused_and_left_as_it_is(tmp_path: Path, kind: str) -> None:
+def test_irregular_files_are_refused_and_left_alone(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "output"
     if kind == "device":
         path = Path("/dev/full")

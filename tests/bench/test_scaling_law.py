@@ -55,7 +55,7 @@ def test_eq_7_is_the_mean_of_simulated_steps() -> None:
     assert law.step_compression(guesses, length + 1) == pytest.approx(tokens.mean(), abs=error)
 
 
-def test_numbers_that_the_paper_prints() -> None:
+def test_the_papers_figures_follow_from_the_law() -> None:
     # Table 3, row 8: S = 1.96 for N = 5, W = G = 15; the law "aligns well to some extent".
     assert PAPER_LAW.step_compression(15, 5) == pytest.approx(1.96, abs=0.03)
 
@@ -95,7 +95,7 @@ def test_fit_is_a_minimum_when_the_points_scatter() -> None:
         assert found.deviation <= deviation(other_alpha, other_f) + 1e-12
 
 
-def test_points_that_cannot_be_fitted() -> None:
+def test_points_of_one_size_or_without_gain_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="two sizes"):
         fit([Measured(15, 5, 2.0), Measured(15, 5, 2.1)])
     with pytest.raises(InvalidArgumentError, match="no measured S is above 1"):

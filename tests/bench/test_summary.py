@@ -143,7 +143,7 @@ def test_speed_is_of_the_same_pass_and_the_right_engine() -> None:
     assert first(summarise([row("plain", "a", [1], 1.0, device="cuda")])).clock == "wall"
 
 
-def test_whether_outputs_are_identical_and_have_to_be() -> None:
+def test_identical_says_whether_a_difference_is_an_error() -> None:
     other = row("engine", "a", [1, 1, 1], 1.0, output=[0, 1, 7])
     rows = [row("plain", "a", [1, 1, 1], 1.0), other]
     assert first(summarise(rows)).methods[1].identical == "NO, 0 of 1"
@@ -159,11 +159,11 @@ def test_whether_outputs_are_identical_and_have_to_be() -> None:
     ("output", "expected", "index"),
     [([1, 2], [1, 2], None), ([1, 3], [1, 2], 1), ([1], [1, 2], 1), ([1, 2, 3], [1, 2], 2), ([], [1], 0)],
 )
-def test_first_difference(output: list[int], expected: list[int], index: int | None) -> None:
+def test_first_difference_is_an_index_or_none(output: list[int], expected: list[int], index: int | None) -> None:
     assert first_difference(output, expected) == index
 
 
-def test_rows_that_only_count_steps() -> None:
+def test_old_rows_without_nodes_or_times_are_summarised() -> None:
     """Old rows know how many nodes there were in all, and how many steps gave how many tokens; some were not timed."""
     old = {**row("auto", "a", [4, 8], 0.6), "nodes": 16, "accepted_lengths": {"4": 1, "8": 1}, "cpu_seconds": None}
     del old["nodes_per_step"]
@@ -179,7 +179,7 @@ def test_compressed_rows_are_read(tmp_path: Path) -> None:
     assert read_rows(path) == ROWS
 
 
-def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
+def test_files_measured_in_two_ways_are_refused(tmp_path: Path) -> None:
     first, again, elsewhere = (tmp_path / f"{name}.jsonl" for name in "abc")
     first.write_text(json.dumps(row("plain", "a", [1, 1], 1.0)) + "\n")
     again.write_text(json.dumps(row("plain", "a", [1, 1], 3.0)) + "\n")
@@ -194,7 +194,7 @@ def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"), [("{\n", "line 1 is no JSON"), ('{"kind": "header"}\n', "line 1 is no result of")]
 )
-def test_files_that_hold_something_else(tmp_path: Path, text: str, message: str) -> None:
+def test_files_of_other_content_are_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "bad.jsonl").write_text(text)
     with pytest.raises(InvalidArgumentError, match=message):
         read_files([tmp_path / "bad.jsonl"])

@@ -143,7 +143,7 @@ def test_tables_are_compared_with_check_and_written_without(declared: Path, caps
         ("", "table 'speeds' cannot be made: KeyError\\('speeds'"),
     ],
 )
-def test_what_is_refused(declared: Path, text: str, message: str) -> None:
+def test_unreadable_or_impossible_tables_are_refused(declared: Path, text: str, message: str) -> None:
     declared.write_text(text)
     with pytest.raises(InvalidArgumentError, match=message):
         TableFile(declared).table("speeds")

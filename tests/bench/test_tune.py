@@ -42,7 +42,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 # the command
 
 
-def test_shows_draws_and_stores(
+def test_tune_prints_a_table_and_stores_the_curve(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo: Any
 ) -> None:
     folder = tmp_path / "cache" / "lookahead-decoding" / "cost"
@@ -108,7 +108,7 @@ def test_tune_stores_nothing_when_interrupted(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_out_of_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_says_what_to_reduce(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory(*arguments: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
 
@@ -163,24 +163,24 @@ def test_trees_are_those_of_a_drafter(llama: Any) -> None:
         assert len(bench.tree(1)) == 1, "the cache is as it was"
 
 
-def test_contexts_that_do_not_fit() -> None:
+def test_contexts_beyond_the_model_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="contexts has 100000"):
         measure(build("gpt2"), [1], [100000], 1)
 
 
 @pytest.mark.parametrize("wrong", [{"node_counts": []}, {"contexts": [0]}, {"repeats": 0}])
-def test_numbers_that_cannot_be_measured(llama: Any, wrong: dict[str, Any]) -> None:
+def test_numbers_below_one_are_refused(llama: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
         measure(llama, **wrong)
 
 
-def test_more_candidates_than_tokens(llama: Any) -> None:
+def test_more_candidates_than_tokens_are_refused(llama: Any) -> None:
     vocabulary = llama.config.vocab_size
     with torch.no_grad(), pytest.raises(InvalidArgumentError, match="node_counts"):
         StepBench(llama, context=4).tree(BRANCH * vocabulary + 2)
 
 
-def test_bytes_that_a_step_reads(llama: Any, demo: Any) -> None:
+def test_bytes_read_leave_out_an_untied_embedding(llama: Any, demo: Any) -> None:
     whole = sum(parameter.numel() * 4 for parameter in llama.parameters())
     embeddings = llama.get_input_embeddings().weight.numel() * 4
     assert isinstance(llama, LlamaForCausalLM)

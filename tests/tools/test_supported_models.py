@@ -41,7 +41,7 @@ def test_no_family_gives_wrong_text() -> None:
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", "trees"), ("xlnet", "refused"), ("qwen3_5+image", "chains")])
-def test_what_is_said_is_what_happens(family: str, kind: str) -> None:
+def test_recorded_verdicts_match_the_checks(family: str, kind: str) -> None:
     assert TOOL.try_family(family).kind == kind == KINDS[family]
 
 
