@@ -1,10 +1,8 @@
-"""From tokens to text as they come, up to a stop string; the bytes of single tokens; conversations as plain text."""
+"""From tokens to text as they come, up to a stop string; conversations as plain text."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Sequence
-from functools import cache
 from typing import Protocol
 
 _CONTEXT = 6
@@ -107,35 +105,6 @@ def held_back(text: str, marks: Sequence[str]) -> int:
         ),
         default=0,
     )
-
-
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def token_bytes(text: str, piece: str) -> bytes:
-    """The bytes of a token.
-
-    Args:
-        text: The token, decoded by itself.
-        piece: As the vocabulary has it.
-    """
-    if "\ufffd" not in text:
-        return text.encode()
-    if match := _BYTE.fullmatch(piece):
-        return bytes([int(match[1], 16)])
-    characters = _byte_level()
-    if all(character in characters for character in piece):
-        return bytes(characters[character] for character in piece)
-    return text.encode()
-
-
-@cache
-def _byte_level() -> dict[str, int]:
-    """Bytes by the characters that stand for them in byte-level vocabularies: printable Latin-1 characters stand for
-    themselves, all others for the characters from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def conversation_text(turns: Iterable[tuple[str, str]]) -> str:

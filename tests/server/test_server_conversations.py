@@ -149,3 +149,36 @@ def test_reasoning_between_special_tokens(special: tuple[TestClient, Any]) -> No
     assert item["content"][0]["text"] == never["reasoning_content"]
     told = client.post("/v1/responses", json=asked | {"logit_bias": {end: 100}, "max_output_tokens": 40}).json()
     assert [item["type"] for item in told["output"]] == ["message"]
+
+
+CHANNELS = (
+    "{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if tools %}{{ tools | tojson }} in <|channel|>commentary{% endif %}"
+    "<|start|>assistant{# then <|channel|>analysis or <|channel|>final #}"
+)
+
+
+def test_answers_in_channels(demo: Any) -> None:
+    """As GPT-OSS writes them: between special tokens, of which some end the answer."""
+    model, tokenizer = deepcopy(demo[0]), deepcopy(demo[1])
+    torch.manual_seed(0)
+    marks = [f"<|{name}|>" for name in ("start", "channel", "message", "constrain", "end", "return", "call")]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    ids = dict(zip(marks, tokenizer.convert_tokens_to_ids(marks), strict=True))
+    model.generation_config.eos_token_id = [ids["<|return|>"], ids["<|call|>"]]
+    tokenizer.chat_template = CHANNELS
+    served = ServedModel("x", model, tokenizer, Engine(model, kv_bytes=2**28), LookaheadConfig(), context_length=2048)
+    bias = {str(ids["<|channel|>"]): 100, str(ids["<|end|>"]): 20, str(ids["<|return|>"]): 10}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": FORM}}
+    with TestClient(create_app([served], ServerSettings()), base_url="http://localhost") as client:
+        called = ask(client, tools=[WEATHER], tool_choice="required")
+        (call,) = called["message"]["tool_calls"]
+        assert called["finish_reason"] == "tool_calls"
+        assert set(json.loads(call["function"]["arguments"])) == {"place", "unit"}
+        formed = ask(client, response_format=form, logit_bias=bias)["message"]
+        assert set(json.loads(formed["content"])) == {"a"}
+        begun = ask(client, tools=[CLOCK], logit_bias={str(ids["<|channel|>"]): 100}, max_tokens=30)["message"]
+        told = [begun.get("reasoning_content"), begun["content"], begun.get("tool_calls")]
+        assert any(told)
+        assert not any("<|" in text for text in told[:2] if text)

@@ -22,7 +22,7 @@ from lookahead.server.guard import ServerSettings
 from lookahead.server.plan import TreeWatcher, make_plan
 from lookahead.server.requests import ChatRequest, Message
 from lookahead.server.served_model import Prompt, ServedModel
-from lookahead.server.tools import FORMATS, HERMES, AnswerReader, Thinking, ToolFormat, format_of
+from lookahead.server.tools import FORMATS, HARMONY, HERMES, AnswerReader, Thinking, ToolFormat, format_of
 from lookahead.text import TextBuilder
 from random_schemas import random_schema
 
@@ -198,16 +198,19 @@ def chat_request(**fields: Any) -> ChatRequest:
     return ChatRequest.model_validate({"model": "x", "messages": TURN} | fields)
 
 
-def accepted(text: str, request: ChatRequest, *rest: Any) -> bool:
+def accepted(text: str, request: ChatRequest, *rest: Any, **options: Any) -> bool:
     """Whether the grammar of a request allows a whole answer."""
-    asked = grammar_of(request, *rest, {})
+    asked = grammar_of(request, *rest, {}, **options)
     assert asked is not None
     matcher = llguidance.LLMatcher(BYTES, asked[0])
     assert not matcher.get_error()
     return bool(matcher.consume_tokens(BYTES.tokenize_str(text)) and matcher.is_accepting())
 
 
-@pytest.mark.parametrize("format_", FORMATS, ids=lambda format_: format_.name)
+TEXT_FORMATS = [format_ for format_ in FORMATS if format_.name != "harmony"]
+
+
+@pytest.mark.parametrize("format_", TEXT_FORMATS, ids=lambda format_: format_.name)
 def test_each_format_allows_calls_and_reads_them(format_: ToolFormat) -> None:
     one, two = ONE_CALL[format_.name], TWO_CALLS[format_.name]
     for choice in ("auto", "required"):
@@ -226,6 +229,40 @@ def test_each_format_allows_calls_and_reads_them(format_: ToolFormat) -> None:
             rest, calls = reader.finish()
             assert shown == ""
             assert rest.content == ("" if count else text)
+            assert [each["function"] for each in calls] == [{"name": "clock", "arguments": "{}"}] * count
+
+
+THOUGHT = "<|channel|>analysis<|message|>So?<|end|><|start|>assistant"
+CALL = "<|channel|>commentary to=functions.clock <|constrain|>json<|message|>{}"
+FINAL = "<|channel|>final<|message|>"
+
+
+def test_channels_allow_one_call_or_a_final_text_and_are_read() -> None:
+    (format_,) = set(FORMATS).difference(TEXT_FORMATS)
+    form = {"response_format": {"type": "json_object"}}
+    for choice in ("auto", "required"):
+        request = chat_request(tools=[CLOCK], tool_choice=choice)
+        assert accepted(CALL, request, Thinking.MAY, format_, reasoning=HARMONY)
+        assert accepted(THOUGHT + CALL, request, Thinking.MAY, format_, reasoning=HARMONY)
+        assert not accepted(CALL * 2, request, Thinking.MAY, format_, reasoning=HARMONY)
+        text = accepted(f"{THOUGHT}{FINAL}Of course.", request, Thinking.MAY, format_, reasoning=HARMONY)
+        assert text is (choice == "auto")
+        assert not accepted("Of course.", request, Thinking.MAY, format_, reasoning=HARMONY)
+    for tools in ({}, {"tools": [CLOCK]}):
+        request = chat_request(**tools, **form)
+        assert accepted(f'{THOUGHT}{FINAL}{{"a": 1}}', request, Thinking.MAY, format_, reasoning=HARMONY)
+        assert not accepted(f"{THOUGHT}{FINAL}text", request, Thinking.MAY, format_, reasoning=HARMONY)
+    for text, expected, count in (
+        (f"{THOUGHT}{FINAL}Of <|course", ("So?", "Of <|course"), 0),
+        (f"{FINAL}<", ("", "<"), 0),
+        (THOUGHT + CALL, ("So?", ""), 1),
+    ):
+        for size in (1, 3, 1000):
+            reader = AnswerReader(Thinking.MAY, format_, HARMONY)
+            parts = [reader.add(text[place : place + size]) for place in range(0, len(text), size)]
+            rest, calls = reader.finish()
+            parts.append(rest)
+            assert ("".join(part.reasoning for part in parts), "".join(part.content for part in parts)) == expected
             assert [each["function"] for each in calls] == [{"name": "clock", "arguments": "{}"}] * count
 
 
@@ -260,7 +297,7 @@ def test_a_draft_at_which_a_grammar_fails_changes_no_answer(demo: Any) -> None:
 
 def test_a_format_beside_tools_is_that_of_answers_without_calls() -> None:
     request = chat_request(tools=[CLOCK], response_format={"type": "json_object"})
-    *others, last = FORMATS
+    *others, last = TEXT_FORMATS
     with pytest.raises(ApiError, match="begin like JSON"):
         grammar_of(request, Thinking.NEVER, last, {})
     for format_ in others:
@@ -280,6 +317,7 @@ def test_formats_are_known_by_the_templates_of_their_models() -> None:
         "deepseek-v3": """{{'<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['function']['name'] + """
         """'\\n' + '```json' + '\\n'}}""",
         "deepseek-v3.1": """{{'<｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>'}}""",
+        "harmony": """{{- "functions." + tool_call.name + "<|channel|>commentary " }}""",
     }
     for name, line in lines.items():
         found = format_of("{% if tools %}" + line)

@@ -237,4 +237,4 @@ def test_a_model_that_can_no_longer_be_run_ends_all_requests(model: PreTrainedMo
 
 
 def test_clients_of_a_server_are_told_to_ask_again() -> None:
-    assert as_api_error(ModelChangedError("the model changed")).status == 503
+    assert as_api_error(ModelChangedError("the model changed")).status_code == 503

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lookahead.server.errors import ApiError
@@ -102,37 +102,35 @@ class Form:
 
     def usage(self, generation: Generation) -> dict[str, Any]:
         """Counts of the whole request."""
-        prompt = sum(len(plan.prompt) for plan in self._plans)
-        completion = sum(answer.tokens for answer in generation.answers)
+        counts = [answer.statistics for answer in generation.answers]
+        prompt, completion = sum(len(plan.prompt) for plan in self._plans), sum(count.tokens for count in counts)
         usage: dict[str, Any] = {
             "usage": {
                 "prompt_tokens": prompt,
                 "completion_tokens": completion,
                 "total_tokens": prompt + completion,
-                "prompt_tokens_details": {"cached_tokens": self._reused(generation)},
+                # each prompt counts once, however many answers it gets
+                "prompt_tokens_details": {
+                    "cached_tokens": sum(one.reused_tokens for one in counts[:: self._request.n])
+                },
             }
         }
-        if drafts := sum((answer.accepted for answer in generation.answers), Counter[int]()):
-            usage["metrics"] = {"speculative_decoding": _speculation(generation, drafts)}
-        if any(plan.prediction is not None for plan in self._plans):
+        steps = [step for count in counts for step in zip(count.nodes_per_step, count.accepted_lengths, strict=True)]
+        if drafts := [(nodes - 1, tokens - 1) for nodes, tokens in steps if nodes > 1]:
+            usage["metrics"] = {"speculative_decoding": _speculation(drafts)}
+        if any(plan.arguments["prediction"] is not None for plan in self._plans):
             accepted, rejected = (
-                sum(counts) for counts in zip(*(each.predicted for each in generation.answers), strict=True)
+                sum(counts) for counts in zip(*(answer.predicted for answer in generation.answers), strict=True)
             )
             details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
             usage["usage"]["completion_tokens_details"] = details
         if self._request.lookahead.statistics:
-            steps, nodes = (sum(getattr(answer, name) for answer in generation.answers) for name in ("steps", "nodes"))
             usage["lookahead"] = {
-                "steps": steps,
-                "nodes": nodes,
-                "tokens_per_step": completion / steps if steps else 0.0,
+                "steps": len(steps),
+                "nodes": sum(nodes for nodes, _ in steps),
+                "tokens_per_step": completion / len(steps) if steps else 0.0,
             }
         return usage
-
-    def _reused(self, generation: Generation) -> int:
-        """Prompt tokens that another text had: each prompt counts once, however many answers it gets."""
-        first = generation.answers[:: self._request.n]
-        return sum(answer.handle.statistics.reused_tokens for answer in first)
 
     def choice(self, answer: Answer, text: str, entries: Sequence[TokenEvent]) -> dict[str, Any]:
         """One answer, complete: its text, and what there is to say of its tokens."""
@@ -146,20 +144,19 @@ class Form:
         return self._served.text_of(token), list(self._served.bytes_of(token))
 
 
-def _speculation(generation: Generation, drafts: Mapping[int, int]) -> dict[str, Any]:
+def _speculation(drafts: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """What was drafted for a request, and accepted, in vLLM's form.
 
     Args:
-        generation: The answers.
-        drafts: Steps with a draft by how many of its tokens were accepted.
+        drafts: How many tokens each draft had, and how many of them were accepted.
     """
-    steps, accepted = sum(drafts.values()), sum(count * steps for count, steps in drafts.items())
-    sent = sum(answer.draft_tokens for answer in generation.answers)
+    sent, accepted = (sum(counts) for counts in zip(*drafts, strict=True))
+    histogram = Counter(tokens for _, tokens in drafts)
     return {
-        "mean_acceptance_length": 1 + accepted / steps,
+        "mean_acceptance_length": 1 + accepted / len(drafts),
         "draft_acceptance_rate": accepted / sent,
-        "acceptance_histogram": [drafts.get(count, 0) for count in range(max(drafts) + 1)],
-        "num_spec_steps": steps,
+        "acceptance_histogram": [histogram[tokens] for tokens in range(max(histogram) + 1)],
+        "num_spec_steps": len(drafts),
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": sent,
     }
@@ -178,7 +175,7 @@ class CompletionForm(Form):
 
     def choice(self, answer: Answer, text: str, entries: Sequence[TokenEvent]) -> dict[str, Any]:
         """See `Form`."""
-        return self._choice(answer.index, self._echo(answer) + text, entries, answer.finish_reason)
+        return self._choice(answer.index, self._echo(answer) + text, entries, answer.handle.finish_reason)
 
     def opening(self, generation: Generation) -> list[dict[str, Any]]:
         """See `Form`: the prompts, if they are to be told."""
@@ -195,7 +192,7 @@ class CompletionForm(Form):
     def delta(self, answer: Answer, piece: Piece | None) -> dict[str, Any]:
         """See `Form`."""
         if piece is None:
-            return self._choice(answer.index, "", [], answer.finish_reason)
+            return self._choice(answer.index, "", [], answer.handle.finish_reason)
         return self._choice(answer.index, piece.text, piece.logprobs, None)
 
     def _choice(
@@ -220,6 +217,12 @@ class CompletionForm(Form):
         }
 
 
+def answer_reader(served: ServedModel, request: ChatRequest, prompt: Sequence[int]) -> AnswerReader:
+    """What tells reasoning and calls from text in an answer."""
+    format_ = served.tool_format if callable_tools(request) else None
+    return AnswerReader(served.thinking(prompt), format_, served.reasoning)
+
+
 class ChatForm(Form):
     """Of `/v1/chat/completions`."""
 
@@ -230,9 +233,7 @@ class ChatForm(Form):
 
     def __init__(self, served: ServedModel, request: ChatRequest, plans: Sequence[Plan]) -> None:
         super().__init__(served, request, plans)
-        thinking = served.thinking(plans[0].prompt)
-        format_ = served.tool_format if callable_tools(request) else None
-        self._readers = [AnswerReader(thinking, format_) for _ in range(request.n)]
+        self._readers = [answer_reader(served, request, plans[0].prompt) for _ in range(request.n)]
 
     def choice(self, answer: Answer, text: str, entries: Sequence[TokenEvent]) -> dict[str, Any]:
         """See `Form`."""
@@ -242,7 +243,7 @@ class ChatForm(Form):
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
         message |= {"reasoning_content": reasoning} if reasoning else {}
         message |= {"tool_calls": calls} if calls else {}
-        reason = "tool_calls" if calls else answer.finish_reason
+        reason = "tool_calls" if calls else answer.handle.finish_reason
         return {"index": answer.index, "message": message, "logprobs": self._logprobs(entries), "finish_reason": reason}
 
     def opening(self, generation: Generation) -> list[dict[str, Any]]:
@@ -271,7 +272,7 @@ class ChatForm(Form):
         delta: dict[str, Any] = {name: text for name, text in pieces.items() if text}
         if calls:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
-        reason = "tool_calls" if calls else answer.finish_reason
+        reason = "tool_calls" if calls else answer.handle.finish_reason
         return {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
     def _logprobs(self, entries: Sequence[TokenEvent]) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
 from PIL.Image import Image
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -34,7 +34,6 @@ from lookahead.server.requests import (
 from lookahead.server.responses import RESPONSES_NAMES, ResponsesForm, ResponsesRequest
 from lookahead.server.served_model import Prompt, ServedModel, read_images
 from lookahead.server.service import Service
-from lookahead.serving import Engine
 from lookahead.version import __version__
 
 _OWN_ARGUMENTS = {
@@ -62,12 +61,17 @@ def create_app(models: Sequence[ServedModel], settings: ServerSettings) -> FastA
                 await asyncio.to_thread(served.engine.close, True)
             service.close()
 
-    app = FastAPI(title="lookahead", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    _add_errors(app)
+    failures: dict[Any, Any] = dict.fromkeys((HTTPException, RequestValidationError, LookaheadError, Exception), _tell)
+    app = FastAPI(
+        title="lookahead",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers=failures,
+    )
     service = app.state.service = Service(models, settings)
     metrics = service.metrics[models[0].name]
-    for served in models:
-        _add_gauges(service.metrics[served.name], served.engine)
     app.add_middleware(Guard, settings=settings, refused=metrics.refused)
     _add_state(app, service, metrics)
     _add_texts(app, service, settings)
@@ -169,17 +173,6 @@ def _add_texts(app: FastAPI, service: Service, settings: ServerSettings) -> None
         return {"prompt": await service.prepared(lambda: served.tokenizer.decode(request.tokens))}
 
 
-def _add_gauges(metrics: Metrics, engine: Engine) -> None:
-    metrics.gauge("vllm:num_requests_running", "Answers that are being made.", lambda: engine.load.running)
-    metrics.gauge("vllm:num_requests_waiting", "Answers that wait for their turn.", lambda: engine.load.waiting)
-    metrics.gauge("lookahead:kv_bytes", "Keys and values of running answers.", lambda: engine.load.kv_bytes)
-    metrics.gauge("lookahead:prefix_bytes", "Keys and values that are kept.", lambda: engine.load.prefix_bytes)
-    if (most := engine.load.most_kv_bytes) is not None:  # else there is nothing that it could be a share of
-        about = "Share of the memory for keys and values that running answers hold."
-        metrics.gauge("vllm:kv_cache_usage_perc", about, lambda: engine.load.kv_bytes / most)
-        metrics.gauge("lookahead:kv_limit_bytes", "Most bytes of keys and values, kept ones included.", lambda: most)
-
-
 def _card(served: ServedModel) -> dict[str, Any]:
     return {
         "id": served.name,
@@ -215,26 +208,6 @@ def _chat_prompt(served: ServedModel, request: ChatRequest, images: Sequence[Ima
     return served.encode_chat(request.messages, callable_tools(request), options, images)
 
 
-def _is_json(content_type: str) -> bool:
-    kind = content_type.partition(";")[0].strip().lower()
-    return kind.endswith(("/json", "+json"))
-
-
-def _add_errors(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    @app.exception_handler(LookaheadError)
-    @app.exception_handler(Exception)
-    async def any_error(request: Request, error: Exception) -> Response:
-        told = as_api_error(error)
-        return JSONResponse(told.body(), told.status, told.headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def validation_error(request: Request, error: RequestValidationError) -> Response:
-        sent = request.headers.get("content-type", "")
-        if not _is_json(sent):
-            return await any_error(request, errors.not_json(sent))
-        return await any_error(request, errors.of_validation(list(error.errors())))
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        return await any_error(request, ApiError(error.status_code, str(error.detail), headers=error.headers))
+async def _tell(request: Request, error: Exception) -> Response:
+    """The answer to a request that failed."""
+    return as_api_error(error, request.headers.get("content-type", "")).response()

@@ -10,6 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
 from lookahead.errors import LookaheadError, ModelChangedError
 
 _TYPES = {
@@ -31,11 +35,14 @@ _LONGEST_NAME = 100
 
 FAILED = 500
 
+CLIENT_LEFT = 499
+"""In the log, for a client that has gone before its answer."""
+
 CLOSE = {"Connection": "close"}
 """Header of an answer after which the connection is of no use."""
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """What a client is told instead of an answer.
 
     Args:
@@ -54,22 +61,25 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = dict(headers or {})
+        super().__init__(status, message, headers)
+        self.param, self.code = param, code
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
         """The same error, where the field to blame has the name that `names` gives it."""
         name = names.get(self.param or "", self.param)
-        message = self.message
+        message = self.detail
         if self.param is not None and name is not None and message.startswith(self.param):
             message = name + message[len(self.param) :]
-        return ApiError(self.status, message, name, self.code, self.headers)
+        return ApiError(self.status_code, message, name, self.code, self.headers)
 
     def body(self) -> dict[str, Any]:
         """The body of the answer."""
-        kind = _TYPES.get(self.status, "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        kind = _TYPES.get(self.status_code, "server_error")
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        return JSONResponse(self.body(), self.status_code, self.headers)
 
 
 def refused(param: str, message: str) -> ApiError:
@@ -77,10 +87,20 @@ def refused(param: str, message: str) -> ApiError:
     return ApiError(400, message, param, "unsupported_value")
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """Any error in the form that clients know: what the library refuses is the request's fault."""
+def as_api_error(error: Exception, content_type: str = "") -> ApiError:
+    """Any error in the form that clients know: what the library refuses is the request's fault.
+
+    Args:
+        error: The error.
+        content_type: What the request says that its body is.
+    """
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, error.detail, headers=error.headers)
+    if isinstance(error, RequestValidationError):
+        sent_otherwise = isinstance(error.body, bytes) or not content_type
+        return _not_json(content_type) if sent_otherwise else of_validation(list(error.errors()))
     if isinstance(error, ModelChangedError):
         return ApiError(503, str(error), None, "model_changed")
     if isinstance(error, LookaheadError):
@@ -88,7 +108,7 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(FAILED, "the server failed; its log says why")
 
 
-def not_json(content_type: str) -> ApiError:
+def _not_json(content_type: str) -> ApiError:
     """A body that is not sent as JSON, as curl does with `-d` alone."""
     sent = f"as {content_type[:_LONGEST_NAME]!r}" if content_type else "without the header Content-Type"
     return ApiError(
@@ -110,8 +130,8 @@ def of_validation(details: list[dict[str, Any]]) -> ApiError:
         reason = _REASONS.get(place[-1])
         said = f"{param} is not supported by this server" + (f": {reason}" if reason else "")
         return ApiError(400, said, param, "unsupported_parameter")
-    if found["type"] in ("missing",):
-        return ApiError(400, f"{param} is missing", param, "missing_required_parameter")
+    if found["type"] == "missing":
+        return ApiError(400, f"{param or 'the body'} is missing", param, "missing_required_parameter")
     if found["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", None, "invalid_json")
     return ApiError(400, f"{param or 'the body'}: {found['msg']}", param, "invalid_value")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from lookahead.server.metrics import FINISHED, FIRST_TOKEN, LEFT, PER_TOKEN, WHO
 from lookahead.server.plan import Plan, Tree, TreeWatcher
 from lookahead.server.served_model import ServedModel
 from lookahead.serving import RequestHandle
-from lookahead.serving.handle import TokenEvent
+from lookahead.serving.handle import RequestStatistics, TokenEvent
 from lookahead.text import TextBuilder
 
 
@@ -32,17 +31,15 @@ class Piece:
         text: Text that is certain by now.
         tokens: Its tokens.
         nodes: Nodes that the step sent.
-        place: Tokens of the answer before it.
-        logprobs: What there is to say of the tokens, if that was asked for.
-        tree: What the step proposed, likewise.
+        tree: What the step proposed, if that was asked for.
+        logprobs: What there is to say of the tokens, likewise.
     """
 
     text: str
-    tokens: list[int] = field(default_factory=list)
-    nodes: int = 0
-    place: int = 0
+    tokens: list[int]
+    nodes: int
+    tree: Tree | None
     logprobs: list[TokenEvent] = field(default_factory=list)
-    tree: Tree | None = None
 
 
 class Answer:
@@ -56,63 +53,47 @@ class Answer:
         tell: Takes each `Piece`, in the engine's thread.
 
     Attributes:
-        finish_reason: `"stop"` or `"length"`, when it is complete.
-        tokens: Tokens so far.
-        steps: Steps so far.
-        nodes: Nodes that these sent.
-        accepted: How many steps that sent a draft had so many drafted tokens accepted.
-        draft_tokens: Tokens of the drafts.
+        handle: The engine's request, with its counts.
     """
 
     def __init__(self, served: ServedModel, plan: Plan, index: int, seed: int, tell: Callable[[Piece], None]) -> None:
-        self.plan, self.index = plan, index
-        self.finish_reason: str | None = None
-        self.tokens = self.steps = self.nodes = self.draft_tokens = 0
-        self.accepted: Counter[int] = Counter()
+        self.plan, self.index, self._tell = plan, index, tell
         self._builder = TextBuilder(served.tokenizer, plan.prompt, plan.stops, plan.dropped)
         self._watcher = TreeWatcher()
-        self._tell = tell
+        self._read = 0  # tokens that were told
         processors, config = plan.steer(self._watcher)
         self.handle: RequestHandle = served.engine.submit(
             plan.prompt,
             seed=seed,
             lookahead_config=config,
             on_step=self._on_step,
-            prediction=plan.prediction,
-            logprobs=plan.logprobs,
-            attention_mask=torch.ones((1, len(plan.prompt)), dtype=torch.long),
             logits_processor=processors,
             stopping_criteria=StoppingCriteriaList([_StopText(self._builder)]),
-            pad_token_id=next(iter(plan.ends), 0),
-            **plan.inputs,
-            **plan.options,
+            **plan.arguments,
         )
+
+    @property
+    def statistics(self) -> RequestStatistics:
+        """Its counts."""
+        return self.handle.statistics
 
     @property
     def predicted(self) -> tuple[int, int]:
         """How many tokens of the predicted text came, and how many did not."""
-        expected = len(self.plan.prediction or ())
-        came = min(self.handle.statistics.predicted_tokens, expected)
+        expected = len(self.plan.arguments["prediction"] or ())
+        came = min(self.statistics.predicted_tokens, expected)
         return came, expected - came
 
     def _on_step(self, record: StepRecord) -> None:
-        place, self.tokens = self.tokens, self.tokens + len(record.tokens)
-        self.steps += 1
-        self.nodes += record.nodes
-        if record.nodes > 1:
-            self.draft_tokens += record.nodes - 1
-            self.accepted[max(len(record.tokens) - 1, 0)] += 1
         text = self._builder.finish() if record.finished else self._builder.take()
-        if record.finished:
-            ended = self._builder.stopped or record.tokens[-1] in self.plan.ends
-            self.finish_reason = "stop" if ended else "length"
-        self._tell(Piece(text, record.tokens, record.nodes, place, tree=self._watcher.tree))
+        self._tell(Piece(text, record.tokens, record.nodes, self._watcher.tree))
 
     def add_logprobs(self, piece: Piece) -> None:
-        """Tell in a piece what there is to say of its tokens, if that was asked for."""
-        if self.plan.logprobs is not None:
-            events = self.handle.events_since(piece.place)[: len(piece.tokens)]
+        """Tell in the next piece what there is to say of its tokens, if that was asked for."""
+        if self.plan.arguments["logprobs"] is not None:
+            events = self.handle.events_since(self._read)[: len(piece.tokens)]
             piece.logprobs = [event for event in events if event.token not in self.plan.ends]
+        self._read += len(piece.tokens)
 
 
 class _StopText(StoppingCriteria):  # type: ignore[misc]
@@ -193,7 +174,7 @@ class Generation:
                 raise event
             left -= 1
             self._settled = left == 0
-            self._metrics.count(FINISHED, label=answer.finish_reason or "abort")
+            self._metrics.count(FINISHED, label=answer.handle.finish_reason)
             yield answer, None
 
     def _count(self, index: int, piece: Piece) -> None:

@@ -7,6 +7,7 @@ before it. One grammar says so: `start` of the first part, in which `@body` is t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 from llguidance import hf as llguidance_hf
 from numpy.typing import NDArray
 from transformers import LogitsProcessor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lookahead.core.protocols import StepResult
 from lookahead.drafting.auto.sources import TokenPaths
@@ -29,14 +31,34 @@ from lookahead.server.requests import (
     StructuredOutputs,
     TextRequest,
 )
-from lookahead.server.tools import THINK, THOUGHT, Thinking, ToolFormat, call_rules, literal, up_to
-from lookahead.text import token_bytes
+from lookahead.server.tools import TAGS, ReasoningFormat, Thinking, ToolFormat, call_rules, literal, up_to
 
 _FORCED = 0.99
 """How likely a token is that has to follow one which is not certain."""
 
 _FEW = 8
 """Most tokens to choose from for each to be drafted."""
+
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_LEVEL = {character: byte for byte, character in bytes_to_unicode().items()}
+"""Bytes by the characters that stand for them in byte-level vocabularies."""
+
+
+def token_bytes(text: str, piece: str) -> bytes:
+    """The bytes of a token.
+
+    Args:
+        text: The token, decoded by itself.
+        piece: As the vocabulary has it.
+    """
+    if "\ufffd" not in text:
+        return text.encode()
+    if match := _BYTE.fullmatch(piece):
+        return bytes([int(match[1], 16)])
+    if all(character in _BYTE_LEVEL for character in piece):
+        return bytes(_BYTE_LEVEL[character] for character in piece)
+    return text.encode()
 
 
 def grammar_tokenizer(tokenizer: Any, vocabulary: int, ends: Collection[int]) -> LLTokenizer:
@@ -210,7 +232,11 @@ class GrammarSource:
 
 
 def grammar_of(
-    request: TextRequest, thinking: Thinking, format_: ToolFormat | None, special: Mapping[str, int]
+    request: TextRequest,
+    thinking: Thinking,
+    format_: ToolFormat | None,
+    special: Mapping[str, int],
+    reasoning: ReasoningFormat = TAGS,
 ) -> tuple[str, str] | None:
     """The grammar of the answers, and the field that asks for it; `None` for any text.
 
@@ -219,23 +245,25 @@ def grammar_of(
         thinking: Whether the model may reason before its answer.
         format_: How it writes calls.
         special: Its special tokens.
+        reasoning: How it writes reasoning.
 
     Raises:
         ApiError: What is asked for cannot be read, or does not go together.
     """
     body = _body(request)
     tools = callable_tools(request) if isinstance(request, ChatRequest) else []
+    mark = literal(reasoning.answer, special)
     if not tools or format_ is None:
         if body is None:
             return None
-        rules = ["start: @body"]
+        rules = [f"start: {mark} @body"]
     else:
         assert isinstance(request, ChatRequest)
         try:
-            rules = _answer_rules(request, tools, format_, special, body is not None)
+            rules = _answer_rules(request, tools, format_, special, mark, body is not None)
         except (ValueError, TypeError, RecursionError) as error:
             raise refused("tools", f"tools: the parameters cannot be read: {error}") from error
-    rules = ["%llguidance {}", *_thinking_rules(thinking, rules, special), "TEXT: /(.|\\n)*/"]
+    rules = ["%llguidance {}", *_thinking_rules(thinking, reasoning, rules, special), "TEXT: /(.|\\n)*/"]
     parts: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": "\n".join(rules)}]
     if body is not None:
         parts.append(body[0] | {"name": "body"})
@@ -250,51 +278,51 @@ def _answer_rules(
     tools: Sequence[FunctionTool],
     format_: ToolFormat,
     special: Mapping[str, int],
+    mark: str,
     has_body: bool,
 ) -> list[str]:
+    """Rules of an answer that may be calls; `mark` stands before any other."""
     named = isinstance(request.tool_choice, NamedTool)
     rules = call_rules(format_, tools, special, request.parallel_tool_calls is not False and not named)
     trigger = literal(format_.trigger, special)
     if named or request.tool_choice == "required":
         return [f"start: {trigger} calls", *rules]
-    if has_body and not format_.after_text:
+    if has_body and not (format_.after_text or mark):
         raise refused("tools", "tools of this model do not go with another form of answers: its calls begin like JSON")
-    if has_body:
-        return [f"start: {trigger} calls | @body", *rules]
+    if has_body or mark:
+        return [f"start: {trigger} calls | {mark} {'@body' if has_body else 'TEXT'}", *rules]
     if format_.after_text:
         return ["start: TEXT | trigger calls", up_to("trigger", format_.trigger, special), *rules]
     # What begins like a call is one; no other text begins with its first character.
     return [f"start: {trigger} calls | /([^{format_.trigger[0]}](.|\\n)*)?/", *rules]
 
 
-def _thinking_rules(thinking: Thinking, rules: list[str], special: Mapping[str, int]) -> list[str]:
+def _thinking_rules(
+    thinking: Thinking, reasoning: ReasoningFormat, rules: list[str], special: Mapping[str, int]
+) -> list[str]:
     if thinking is Thinking.NEVER:
         return rules
     answer = rules[0].replace("start:", "answer:", 1)
-    thought = up_to("thought", THOUGHT, special)
-    gap = "gap: /\\n{0,2}/"
-    if thinking is Thinking.BEGUN:
-        return ["start: thought gap answer", thought, gap, answer, *rules[1:]]
-    return [f"start: ({literal(THINK, special)} thought gap)? answer", thought, gap, answer, *rules[1:]]
+    thought, gap = up_to("thought", reasoning.end, special), "gap: /\\n{0,2}/"
+    start = "thought gap answer"
+    if thinking is Thinking.MAY:
+        start = f"({literal(reasoning.begin, special)} thought gap)? answer"
+    return [f"start: {start}", thought, gap, answer, *rules[1:]]
 
 
 def _body(request: TextRequest) -> tuple[dict[str, Any], str] | None:
     """The form of a text as a part of a grammar, and the field that asks for it."""
-    asked = request.response_format if isinstance(request, ChatRequest) else None
-    structured = request.structured_outputs
-    body: dict[str, Any] | None = None
-    if isinstance(asked, JsonObjectFormat):
-        body = {"json_schema": compact({"type": "object"})}
-    elif isinstance(asked, JsonSchemaFormat):
-        body = {"json_schema": compact(asked.json_schema.schema_)}
-    if structured is None:
-        return None if body is None else (body, "response_format")
-    if body is not None:
-        raise refused("structured_outputs", "structured_outputs does not go with response_format; leave one out")
+    asked, field = request.structured_outputs, "structured_outputs"
+    format_ = request.response_format if isinstance(request, ChatRequest) else None
+    if isinstance(format_, (JsonObjectFormat, JsonSchemaFormat)):
+        if asked is not None:
+            raise refused(field, "structured_outputs does not go with response_format; leave one out")
+        schema = {"type": "object"} if isinstance(format_, JsonObjectFormat) else format_.json_schema.schema_
+        asked, field = StructuredOutputs(json=schema), "response_format"
     try:
-        return _structured(structured), "structured_outputs"
+        return None if asked is None else (_structured(asked), field)
     except Exception as error:  # of the reader of GBNF, which raises what it likes
-        raise refused("structured_outputs", f"structured_outputs cannot be read: {error}") from error
+        raise refused(field, f"{field} cannot be read: {error}") from error
 
 
 def _structured(asked: StructuredOutputs) -> dict[str, Any]:

@@ -17,11 +17,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from lookahead.server.errors import CLOSE, ApiError
+from lookahead.server.errors import CLIENT_LEFT, CLOSE, ApiError
 
 OPEN_PATHS = ("/health", "/", "/page/page.js", "/page/page.css", "/page/icon.svg")
 """What may be asked for without a key."""
@@ -66,42 +65,27 @@ class ServerSettings:
 
 
 def guarded_protocol(seconds: float) -> type[H11Protocol]:
-    """A protocol that closes connections on which no request has begun for a while.
+    """A protocol that closes connections on which no request has begun for a while. uvicorn does so after a response
+    alone, and up to the first byte of the next request.
 
     Args:
         seconds: In which the head of a request must have arrived.
     """
 
     class Guarded(H11Protocol):
-        _timer: asyncio.TimerHandle | None = None
-
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._watch()
+            self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
         def data_received(self, data: bytes) -> None:
+            waiting, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
             super().data_received(data)
-            self._watch()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            self._stop()
-
-        def _watch(self) -> None:
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._stop()
-            elif self._timer is None:
-                self._timer = self.loop.call_later(seconds, self._close)
-
-        def _stop(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-
-        def _close(self) -> None:
-            self._timer = None
+            if waiting is None:
+                return
             if self.cycle is None or self.cycle.response_complete:
-                self.transport.close()
+                self.timeout_keep_alive_task = waiting
+            else:
+                waiting.cancel()
 
     return Guarded
 
@@ -143,7 +127,11 @@ class Guard:
             await send(message)
 
         try:
-            await self._let_through(scope, receive, answer)
+            self._check_host(scope)
+            self._check_key(scope)
+            await self._app(scope, self._limited(scope, receive), answer)
+        except ApiError as error:
+            await error.response()(scope, receive, answer)
         finally:
             if status >= 400:
                 self._refused(status)
@@ -151,17 +139,6 @@ class Guard:
             stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             entry = {"time": stamp, "id": number, "method": scope["method"], "path": scope["path"], "status": status}
             write_line(json.dumps({**entry, "seconds": seconds, **notes}))
-
-    async def _let_through(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            self._check_host(scope)
-            self._check_key(scope)
-            body = await self._body(scope, receive)
-        except ApiError as error:
-            await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
-            return
-        if body is not None:
-            await self._app(scope, _replay(body, receive), send)
 
     def _check_host(self, scope: Scope) -> None:
         """Refuse what a web page asks of this machine under a name of its own, which it has resolve to here (DNS
@@ -187,44 +164,34 @@ class Guard:
             message = "this server asks for an API key that it knows, as Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body; `None` if the client has gone.
+    def _limited(self, scope: Scope, receive: Receive) -> Receive:
+        """`receive` for a body that must not be too large, or take too long: else it raises an `ApiError`.
 
         Raises:
-            ApiError: It is too large, or takes too long.
+            ApiError: The body is said to be too large.
         """
         most, length = self._settings.max_body_bytes, Headers(scope=scope).get("content-length", "0")
         too_large = ApiError(413, f"the body is larger than {most} bytes", code="body_too_large", headers=CLOSE)
         if not length.isdigit() or int(length) > most:
             raise too_large
-        parts, size = [], 0
-        deadline = time.monotonic() + self._settings.read_timeout
-        while True:
+        size, deadline, arrived = 0, time.monotonic() + self._settings.read_timeout, False
+
+        async def limited() -> Message:
+            nonlocal size, arrived
             try:
-                message = await asyncio.wait_for(receive(), max(deadline - time.monotonic(), 0.001))
+                wait = None if arrived else max(deadline - time.monotonic(), 0.001)
+                message = await asyncio.wait_for(receive(), wait)
             except asyncio.TimeoutError:
                 raise ApiError(408, "the body did not arrive in time", code="timeout", headers=CLOSE) from None
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
+            if message["type"] == "http.disconnect" and not arrived:
+                raise ApiError(CLIENT_LEFT, "the client has gone before its request had arrived")
+            size += len(message.get("body", b""))
+            arrived = not message.get("more_body", False)
             if size > most:
                 raise too_large
-            if not message.get("more_body", False):
-                return b"".join(parts)
+            return message
 
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    sent = False
-
-    async def again() -> Message:
-        nonlocal sent
-        if sent:
-            return await receive()
-        sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
+        return limited
 
 
 def _is_loopback(host: str) -> bool:

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
+from lookahead.serving import Engine
+from lookahead.serving.handle import EngineLoad
+
 if TYPE_CHECKING:
     from lookahead.server.generation import Answer
 
@@ -47,15 +50,24 @@ _TIMES = {
 """What each histogram is about, and its bounds, in seconds."""
 
 
+_GAUGES: dict[str, tuple[str, Callable[[EngineLoad], float]]] = {
+    "vllm:num_requests_running": ("Answers that are being made.", lambda load: load.running),
+    "vllm:num_requests_waiting": ("Answers that wait for their turn.", lambda load: load.waiting),
+    "lookahead:kv_bytes": ("Keys and values of running answers.", lambda load: load.kv_bytes),
+    "lookahead:prefix_bytes": ("Keys and values that are kept.", lambda load: load.prefix_bytes),
+}
+
+
 class Metrics:
     """Counts of one served model, labelled with its name.
 
     Args:
         model: Its name.
+        engine: Its engine.
         others: Of another model of the same server; all are told together.
     """
 
-    def __init__(self, model: str, others: Metrics | None = None) -> None:
+    def __init__(self, model: str, engine: Engine, others: Metrics | None = None) -> None:
         self._model = model
         self._registry: CollectorRegistry = CollectorRegistry() if others is None else others._registry
         self._families: dict[str, Any] = {} if others is None else others._families
@@ -67,10 +79,13 @@ class Metrics:
             self._family(Counter, name, about).labels(model)  # which is told from now on, even if it stays 0
         for name, (about, bounds) in _TIMES.items():
             self._family(Histogram, name, about, buckets=bounds).labels(model)
-
-    def gauge(self, name: str, about: str, value: Callable[[], float]) -> None:
-        """Add a number that is asked for when it is told."""
-        self._family(Gauge, name, about).labels(self._model).set_function(value)
+        gauges = dict(_GAUGES)
+        if (most := engine.load.most_kv_bytes) is not None:  # else there is nothing that it could be a share of
+            about = "Share of the memory for keys and values that running answers hold."
+            gauges["vllm:kv_cache_usage_perc"] = about, lambda load: load.kv_bytes / most
+            gauges["lookahead:kv_limit_bytes"] = "Most bytes of keys and values, kept ones included.", lambda load: most
+        for name, (about, value) in gauges.items():
+            self._family(Gauge, name, about).labels(model).set_function(lambda value=value: value(engine.load))
 
     def count(self, name: str, amount: int = 1, label: str | int | None = None) -> None:
         """Add to a counter; `label` is what it has besides the model."""
@@ -96,9 +111,9 @@ class Metrics:
         """Count the prompts of answers that are through, `count` of each, and how long these waited."""
         for answer in answers[::count]:
             self.count(_ASKED, len(answer.plan.prompt))
-            self.count(_REUSED, answer.handle.statistics.reused_tokens)
+            self.count(_REUSED, answer.statistics.reused_tokens)
         for answer in answers:
-            if (waited := answer.handle.statistics.queue_seconds) is not None:
+            if (waited := answer.statistics.queue_seconds) is not None:
                 self.time(_QUEUE, waited)
 
     def refused(self, status: int) -> None:

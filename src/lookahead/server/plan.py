@@ -31,7 +31,8 @@ from lookahead.server.requests import (
     joined,
 )
 from lookahead.server.served_model import Prompt, ServedModel, prompt_room
-from lookahead.server.tools import Thinking
+from lookahead.server.tools import TAGS, Thinking
+from lookahead.trace import TracedStep
 
 _LEAST_TEMPERATURE = 0.01
 
@@ -45,33 +46,27 @@ class Plan:
 
     Attributes:
         prompt: Its token ids.
-        inputs: What else the model reads of it.
-        options: Arguments of `Engine.submit` besides processors, criteria and seed.
+        arguments: Of `Engine.submit`, besides those that each answer has by itself.
         seed: Of the first answer; that of each further one is one larger.
         stops: Texts that end an answer.
-        logprobs: How many rivals of each token to tell; nothing if `None`.
         penalties: For presence and for frequency, of tokens that the answer has.
         config: How to draft.
         ends: Tokens that end an answer.
         grammar: What matches answers to their grammar, at its beginning, if they follow one.
         dropped: Special tokens that are no part of the text, all of them if `None`.
-        prediction: Token ids of the text that is expected, if one is.
         watches: Whether the tree of each step is kept.
     """
 
     prompt: list[int]
-    inputs: dict[str, Any]
-    options: dict[str, Any]
+    arguments: dict[str, Any]
     seed: int
     stops: list[str]
-    logprobs: int | None
     penalties: tuple[float, float]
     config: LookaheadConfig
     ends: frozenset[int]
-    grammar: LLMatcher | None = None
-    dropped: frozenset[int] | None = None
-    prediction: list[int] | None = None
-    watches: bool = False
+    grammar: LLMatcher | None
+    dropped: frozenset[int] | None
+    watches: bool
 
     def steer(self, watcher: TreeWatcher) -> tuple[LogitsProcessorList, LookaheadConfig]:
         """Logits processors of one answer, and how it drafts; `watcher` is told of each step if that is wanted."""
@@ -111,32 +106,40 @@ def make_plan(
     room = prompt_room(served, tokens, settings.max_prompt_tokens, field)
     length = _length(request, room, settings, default_tokens)
     grammar, ends = _grammar(served, request, tokens), _ends(served, request)
-    options = {"max_new_tokens": length, **_sampling(served, request), **_endings(request, ends, length, grammar)}
-    if request.logit_bias:
-        options["sequence_bias"] = [[[token], value] for token, value in _bias(request, served.vocabulary)]
-    if request.repetition_penalty is not None:
-        options["repetition_penalty"] = request.repetition_penalty
     config = _config(served.config, request.lookahead)
+    arguments = {
+        "attention_mask": torch.ones((1, len(tokens)), dtype=torch.long),
+        "pad_token_id": next(iter(ends), 0),
+        "max_new_tokens": length,
+        "logprobs": _rivals(request),
+        "prediction": _prediction(served, request, config),
+        **prompt.inputs,
+        **_sampling(served, request),
+        **_endings(request, ends, length, grammar),
+    }
+    if request.logit_bias:
+        arguments["sequence_bias"] = [[[token], value] for token, value in _bias(request, served.vocabulary)]
+    if request.repetition_penalty is not None:
+        arguments["repetition_penalty"] = request.repetition_penalty
     return Plan(
         prompt=tokens,
-        inputs=prompt.inputs,
-        options=options,
+        arguments=arguments,
         seed=secrets.randbits(62) if request.seed is None else request.seed,
         stops=request.stop,
-        logprobs=_rivals(request),
         penalties=(request.presence_penalty, request.frequency_penalty),
         config=config,
         ends=ends,
         grammar=grammar,
         dropped=_dropped(served, request),
-        prediction=_prediction(served, request, config),
         watches=request.lookahead.steps,
     )
 
 
 def _grammar(served: ServedModel, request: TextRequest, prompt: list[int]) -> LLMatcher | None:
-    thinking = served.thinking(prompt) if isinstance(request, ChatRequest) else Thinking.NEVER
-    asked = grammar_of(request, thinking, served.tool_format, served.special_tokens)
+    thinking, reasoning = Thinking.NEVER, TAGS
+    if isinstance(request, ChatRequest):
+        thinking, reasoning = served.thinking(prompt), served.reasoning
+    asked = grammar_of(request, thinking, served.tool_format, served.special_tokens, reasoning)
     if asked is None:
         return None
     grammar, field = asked
@@ -190,7 +193,7 @@ def _prediction(served: ServedModel, request: TextRequest, config: LookaheadConf
 
 def _length(request: ChoicesRequest, room: int | None, settings: ServerSettings, default: int | None) -> int:
     given = {name: value for name, value in request.length_fields.items() if value is not None}
-    if len(given) > 1 and len(set(given.values())) > 1:
+    if len(set(given.values())) > 1:
         raise refused("max_tokens", f"{' and '.join(given)} are two names of the same limit; give one of them")
     for name, value in given.items():
         if room is not None and value > room:
@@ -234,12 +237,9 @@ def _config(config: LookaheadConfig, options: LookaheadOptions) -> LookaheadConf
                 "lookahead", "lookahead.enabled=false leaves nothing to preset and step_budget; leave them out"
             )
         return LookaheadConfig(preset="autoregressive")
-    chosen: dict[str, Any] = {}
-    if options.step_budget is not None:
-        chosen["step_budget"] = options.step_budget
-    if options.preset is None or options.preset == config.preset:
-        return replace(config, **chosen)
-    return LookaheadConfig(preset=options.preset, **chosen)
+    if options.preset not in (None, config.preset):
+        config = LookaheadConfig(preset=options.preset)
+    return config if options.step_budget is None else replace(config, step_budget=options.step_budget)
 
 
 class OccurrencePenalty(LogitsProcessor):  # type: ignore[misc]
@@ -283,16 +283,12 @@ class TreeWatcher:
         return self._keep
 
     def _keep(self, step: WatchedStep) -> None:
-        result, origins = step.result, step.explanation.origins
-        tree, root = result.tree, result.tree.root
-        parents = [-1, *(parent - root for parent in tree.parents[root + 1 :])]
-        path = [node - root for node in result.path]
-        likely = [None if origin.probability is None else round(origin.probability, 4) for origin in origins]
-        sources = [origin.evidence[0] for origin in origins]
+        traced = TracedStep.of(step)
+        likely = [origin.probability for origin in traced.origins]
         self.tree = {
-            "tokens": tree.tokens[root:],
-            "parents": parents,
-            "path": path,
-            "sources": sources,
-            "probabilities": likely,
+            "tokens": traced.tokens,
+            "parents": traced.parents,
+            "path": traced.path,
+            "sources": [origin.evidence[0] for origin in traced.origins],
+            "probabilities": [None if probability is None else round(probability, 4) for probability in likely],
         }

@@ -129,6 +129,9 @@ def bind(settings: ServerSettings) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise InvalidArgumentError(f"--host {settings.host} --port {settings.port}: {error}") from error
+        raise InvalidArgumentError(
+            f"--host {settings.host} --port {settings.port}: no server can listen there: {error}; choose another port, "
+            "or an address of this machine"
+        ) from error
     listener.set_inheritable(True)
     return listener

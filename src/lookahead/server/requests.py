@@ -26,17 +26,20 @@ MOST_LOGPROBS = 20
 
 
 class Fields(BaseModel):
-    """Base of all that clients send: no further fields but harmless ones, no conversions, and `null` is as good as
-    nothing."""
+    """Base of all that clients send: no further fields but those that are harmless in its `place`, no conversions, and
+    `null` is as good as nothing."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
-    place: ClassVar[str] = ""
+    _place: ClassVar[str] = ""
+
+    def __init_subclass__(cls, place: str = "") -> None:
+        cls._place = place
 
     @model_validator(mode="before")
     @classmethod
     def _without_harmless(cls, values: Any) -> Any:
         if isinstance(values, dict):
-            return {name: value for name, value in values.items() if not asks_for_nothing(cls.place, name, value)}
+            return {name: value for name, value in values.items() if not asks_for_nothing(cls._place, name, value)}
         return values
 
 
@@ -66,10 +69,9 @@ class LookaheadOptions(Fields):
     steps: bool = Field(default=False, description="streaming: tell the token tree of each step with its tokens")
 
 
-class StreamOptions(Fields):
+class StreamOptions(Fields, place=STREAM):
     """What a stream tells besides."""
 
-    place: ClassVar[str] = STREAM
     include_usage: bool = False
     continuous_usage_stats: bool = Field(default=False, description="extension of vLLM: tell the usage with each chunk")
 
@@ -161,10 +163,9 @@ Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Texts = Annotated[list[str], Field(min_length=1)]
 
 
-class CompletionRequest(ChoicesRequest):
+class CompletionRequest(ChoicesRequest, place=COMPLETIONS):
     """`POST /v1/completions`."""
 
-    place: ClassVar[str] = COMPLETIONS
     prompt: str | Tokens | Texts | Annotated[list[Tokens], Field(min_length=1)] = Field(
         description="a text, token ids, or a list of either"
     )
@@ -181,25 +182,22 @@ class CompletionRequest(ChoicesRequest):
         return [prompt] if one else prompt
 
 
-class TextPart(Fields):
+class TextPart(Fields, place=PART):
     """A piece of a message."""
 
-    place: ClassVar[str] = PART
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class ImageUrl(Fields):
+class ImageUrl(Fields, place=PART):
     """Where an image is."""
 
-    place: ClassVar[str] = PART
     url: str
 
 
-class ImagePart(Fields):
+class ImagePart(Fields, place=PART):
     """An image, as chats and `/v1/responses` have it."""
 
-    place: ClassVar[str] = PART
     type: Literal["image_url", "input_image"]
     image_url: ImageUrl | str
 
@@ -214,19 +212,17 @@ class FunctionCall(Fields):
     arguments: str
 
 
-class ToolCall(Fields):
+class ToolCall(Fields, place=CALL):
     """A call in an earlier answer."""
 
-    place: ClassVar[str] = CALL
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(Fields):
+class Message(Fields, place=MESSAGE):
     """One message of a conversation."""
 
-    place: ClassVar[str] = MESSAGE
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] = ""
     reasoning_content: str | None = None
@@ -268,10 +264,9 @@ class Function(Fields):
         return self.parameters or {"type": "object"}
 
 
-class FunctionTool(Fields):
+class FunctionTool(Fields, place=TOOL):
     """A tool of the one type that there is."""
 
-    place: ClassVar[str] = TOOL
     type: Literal["function"]
     function: Function
 
@@ -330,10 +325,9 @@ class Prediction(Fields):
 Tools = Annotated[list[FunctionTool], Field(max_length=128)]
 
 
-class ChatRequest(ChoicesRequest):
+class ChatRequest(ChoicesRequest, place=CHAT):
     """`POST /v1/chat/completions`."""
 
-    place: ClassVar[str] = CHAT
     messages: list[Message] = Field(
         min_length=1, max_length=4096, description="by the tokenizer's chat template, else each on a new line"
     )

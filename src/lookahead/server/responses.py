@@ -5,14 +5,13 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from lookahead.server.answers import Form
+from lookahead.server.answers import Form, answer_reader
 from lookahead.server.errors import FORMAT, MESSAGE, RESPONSES, TOOL, ApiError
 from lookahead.server.generation import Answer, Generation, Piece
-from lookahead.server.grammar import callable_tools
 from lookahead.server.plan import Plan
 from lookahead.server.requests import (
     ChatRequest,
@@ -36,7 +35,7 @@ from lookahead.server.requests import (
     joined,
 )
 from lookahead.server.served_model import ServedModel
-from lookahead.server.tools import AnswerReader, Part
+from lookahead.server.tools import Part
 
 
 class Item(Fields):
@@ -46,10 +45,9 @@ class Item(Fields):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
-class InputMessage(Item):
+class InputMessage(Item, place=MESSAGE):
     """A message of the input of `/v1/responses`, which may be one of an earlier answer."""
 
-    place: ClassVar[str] = MESSAGE
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[ContentPart]
@@ -98,10 +96,9 @@ class SchemaFormat(JsonSchema):
     type: Literal["json_schema"]
 
 
-class TextOptions(Fields):
+class TextOptions(Fields, place=FORMAT):
     """The form of the answer."""
 
-    place: ClassVar[str] = FORMAT
     format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] = Field(
         default_factory=lambda: TextFormat(type="text")
     )
@@ -115,10 +112,9 @@ class Reasoning(Fields):
     generate_summary: str | None = None
 
 
-class FlatTool(Function):
+class FlatTool(Function, place=TOOL):
     """A function, as `/v1/responses` has it."""
 
-    place: ClassVar[str] = TOOL
     type: Literal["function"]
 
     @property
@@ -137,10 +133,9 @@ RESPONSES_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "resp
 """What fields of a chat are called in a request to `/v1/responses`."""
 
 
-class ResponsesRequest(TextRequest):
+class ResponsesRequest(TextRequest, place=RESPONSES):
     """`POST /v1/responses`."""
 
-    place: ClassVar[str] = RESPONSES
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=4095)] = Field(
         description="a text, or messages, calls, what these returned, and reasoning"
     )
@@ -222,8 +217,7 @@ class ResponsesForm(Form):
 
     def __init__(self, served: ServedModel, request: ChatRequest, plans: Sequence[Plan]) -> None:
         super().__init__(served, request, plans)
-        format_ = served.tool_format if callable_tools(request) else None
-        self._reader = AnswerReader(served.thinking(plans[0].prompt), format_)
+        self._reader = answer_reader(served, request, plans[0].prompt)
         self._items: list[dict[str, Any]] = []
         self._numbered = 0
 
@@ -249,7 +243,7 @@ class ResponsesForm(Form):
 
     def failure(self, error: ApiError) -> dict[str, Any]:
         """See `Form`."""
-        return self._event("error", message=error.message, code=error.code, param=error.param)
+        return self._event("error", message=error.detail, code=error.code, param=error.param)
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._numbered += 1
@@ -300,7 +294,7 @@ class ResponsesForm(Form):
         events = self._add(rest)
         if not calls and not self._items:
             events += self._open("message")
-        events += self._close("incomplete" if answer.finish_reason == "length" else "completed")
+        events += self._close("incomplete" if answer.handle.finish_reason == "length" else "completed")
         for call in calls:
             events += self._call(call)
         return events
@@ -353,7 +347,7 @@ class ResponsesForm(Form):
         }
         if generation is None:
             return response
-        cut = generation.answers[0].finish_reason == "length"
+        cut = generation.answers[0].handle.finish_reason == "length"
         counts = self.usage(generation)
         usage = counts.pop("usage")
         return {

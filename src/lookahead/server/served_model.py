@@ -21,12 +21,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import ApiError, refused
-from lookahead.server.grammar import grammar_tokenizer
+from lookahead.server.grammar import grammar_tokenizer, token_bytes
 from lookahead.server.guard import ServerSettings
 from lookahead.server.requests import FunctionTool, Message, TextPart, ToolCall
-from lookahead.server.tools import THINK, THOUGHT, Thinking, ToolFormat, format_of, thinking_of
+from lookahead.server.tools import ReasoningFormat, Thinking, ToolFormat, format_of, reasoning_of, thinking_of
 from lookahead.serving import Engine
-from lookahead.text import conversation_text, token_bytes
+from lookahead.text import conversation_text
 
 _TAIL = 8
 """Tokens at the end of a prompt that show whether it has begun to reason."""
@@ -104,6 +104,11 @@ class ServedModel:
         """How the model writes calls of functions; `None` if its chat template has no place for them."""
         return format_of(self.template)
 
+    @property
+    def reasoning(self) -> ReasoningFormat:
+        """How the model writes reasoning."""
+        return reasoning_of(self.template)
+
     @cached_property
     def special_tokens(self) -> dict[str, int]:
         """Token ids of the special tokens, which are no part of texts."""
@@ -118,7 +123,7 @@ class ServedModel:
     def marks(self, tools: bool) -> list[int]:
         """Special tokens that tell reasoning and, where functions may be called, calls from text."""
         format_ = self.tool_format if tools else None
-        marks = THINK + THOUGHT + ("" if format_ is None else format_.marks)
+        marks = self.reasoning.marks + ("" if format_ is None else format_.marks)
         return [number for token, number in self.special_tokens.items() if token in marks]
 
     @cached_property
@@ -215,8 +220,9 @@ def _turn(message: Message, sees: bool) -> dict[str, Any]:
     elif sees:
         content = [_part(part) for part in message.content]
     turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
-    others = {name: getattr(message, name) for name in ("reasoning_content", "name", "tool_call_id")}
-    turn |= {name: value for name, value in others.items() if value is not None}
+    turn |= message.model_dump(include={"reasoning_content", "name", "tool_call_id"}, exclude_none=True)
+    if message.reasoning_content is not None:
+        turn["thinking"] = message.reasoning_content  # as GPT-OSS's template calls it
     if message.tool_calls:
         turn["tool_calls"] = [_call(call) for call in message.tool_calls]
     return turn

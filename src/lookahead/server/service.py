@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from lookahead.server import errors
 from lookahead.server.answers import CompletionForm, Form
-from lookahead.server.errors import CLOSE, FAILED, ApiError, as_api_error
+from lookahead.server.errors import CLIENT_LEFT, CLOSE, FAILED, ApiError, as_api_error
 from lookahead.server.generation import Generation, Piece
 from lookahead.server.guard import ServerSettings, write_line
 from lookahead.server.metrics import PROMPT_TOKENS, Metrics
@@ -44,8 +44,8 @@ class Service:
 
     def __init__(self, models: Sequence[ServedModel], settings: ServerSettings) -> None:
         self.models = {served.name: served for served in models}
-        self.metrics = {models[0].name: (first := Metrics(models[0].name))}
-        self.metrics |= {served.name: Metrics(served.name, first) for served in models[1:]}
+        self.metrics = {models[0].name: (first := Metrics(models[0].name, models[0].engine))}
+        self.metrics |= {served.name: Metrics(served.name, served.engine, first) for served in models[1:]}
         self._settings = settings
         self._answers = 0  # that are being made or wait
         self._running: set[Generation] = set()
@@ -140,9 +140,9 @@ def _notes(request: ChoicesRequest, generation: Generation) -> dict[str, Any]:
     return {
         "user": request.user,
         "prompt_tokens": sum(len(answer.plan.prompt) for answer in answers[:: request.n]),
-        "completion_tokens": sum(answer.tokens for answer in answers),
-        "steps": sum(answer.steps for answer in answers),
-        "finish_reasons": [answer.finish_reason or "abort" for answer in answers],
+        "completion_tokens": sum(answer.statistics.tokens for answer in answers),
+        "steps": sum(answer.statistics.steps for answer in answers),
+        "finish_reasons": [answer.handle.finish_reason or "cancelled" for answer in answers],
     }
 
 
@@ -151,9 +151,6 @@ def _check(request: ChoicesRequest) -> None:
         raise errors.refused("stream_options", "stream_options needs stream=true")
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         raise errors.refused("echo", "echo does not go with logprobs: only answers have log-probabilities here")
-
-
-CLIENT_LEFT = 499
 
 
 async def deliver(http: Request, form: Form, generation: Generation, stream: bool) -> Response:
@@ -206,7 +203,7 @@ async def _events(form: Form, generation: Generation) -> AsyncIterator[bytes]:
             yield _event(chunk)
     except Exception as error:  # the status is sent already, so that it can only be told here
         told = as_api_error(error)
-        if told.status == FAILED:
+        if told.status_code == FAILED:
             write_line("".join(format_exception(error)))
         yield _event(form.failure(told))
     yield form.last_event

@@ -33,7 +33,7 @@ class ToolFormat:
         begin: Of a call, `trigger` left out where it is the beginning of all calls.
         end: Of a call.
         between: Between two calls.
-        closing: Behind all of them.
+        closing: Behind all of them. Without this and `between` there is one call.
         after_text: Whether there may be text before calls.
     """
 
@@ -80,6 +80,14 @@ FORMATS = (
         "",
         "<｜tool▁calls▁end｜>",
     ),
+    ToolFormat(
+        "harmony",
+        ("<|channel|>commentary",),
+        "<|channel|>commentary to=functions.",
+        f"{NAME} <|constrain|>json<|message|>",
+        "",
+        after_text=False,
+    ),
     ToolFormat("mistral-v11", ("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", f"{NAME}[ARGS]", "", "[TOOL_CALLS]"),
     ToolFormat("mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS][", f'{{"name": "{NAME}", "arguments": ', "}", ", ", "]"),
     HERMES,
@@ -115,6 +123,7 @@ def call_rules(
         parallel: There may be several calls.
     """
     names = [f"call_{place}" for place in range(len(tools))]
+    parallel = parallel and bool(format_.between or format_.closing)
     several = f"({literal(format_.between, special)} call)*" if parallel else ""
     rules = [f"calls: call {several} {literal(format_.closing, special)}", f"call: {' | '.join(names)}"]
     for name, tool in zip(names, tools, strict=True):
@@ -169,8 +178,29 @@ def _identifier() -> str:
     return "".join(secrets.choice(_ALPHABET) for _ in range(_ID_LENGTH))
 
 
-THINK, THOUGHT = "<think>", "</think>"
-"""Around the reasoning of models that write it into their answer."""
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """How models write reasoning into their answer.
+
+    Attributes:
+        begin: Before it.
+        end: Behind it.
+        answer: Before the text that follows, if it is no call.
+    """
+
+    begin: str = "<think>"
+    end: str = "</think>"
+    answer: str = ""
+
+    @property
+    def marks(self) -> str:
+        """All of them."""
+        return self.begin + self.end + self.answer
+
+
+TAGS = ReasoningFormat()
+HARMONY = ReasoningFormat("<|channel|>analysis<|message|>", "<|end|><|start|>assistant", "<|channel|>final<|message|>")
+"""Of GPT-OSS, which writes into channels."""
 
 
 class Thinking(Enum):
@@ -183,11 +213,17 @@ class Thinking(Enum):
     """The prompt has begun its reasoning."""
 
 
+def reasoning_of(template: str) -> ReasoningFormat:
+    """How the model of a chat template writes reasoning."""
+    return HARMONY if "<|channel|>analysis" in template else TAGS
+
+
 def thinking_of(template: str, prompt: str) -> Thinking:
     """Whether a model reasons, by its chat template and the end of a prompt."""
-    if THOUGHT not in template or prompt.rstrip().endswith(THOUGHT):
+    format_, prompt = reasoning_of(template), prompt.rstrip()
+    if format_ is TAGS and (TAGS.end not in template or prompt.endswith(TAGS.end)):
         return Thinking.NEVER
-    return Thinking.BEGUN if prompt.rstrip().endswith(THINK) else Thinking.MAY
+    return Thinking.BEGUN if prompt.endswith(format_.begin) else Thinking.MAY
 
 
 @dataclass
@@ -209,13 +245,15 @@ class AnswerReader:
     Args:
         thinking: Whether the model reasons where the answer begins.
         format_: How the model writes calls, if it may call anything.
+        reasoning: How it writes reasoning.
     """
 
-    def __init__(self, thinking: Thinking, format_: ToolFormat | None) -> None:
-        self._thinking, self._format = thinking, format_
+    def __init__(self, thinking: Thinking, format_: ToolFormat | None, reasoning: ReasoningFormat = TAGS) -> None:
+        self._thinking, self._format, self._reasoning = thinking, format_, reasoning
         self._text = ""  # what was not told yet
         self._told = False  # whether text was
         self._gap = False  # behind reasoning, before any text
+        self._mark = reasoning.answer  # before text, until it has come
 
     def add(self, piece: str) -> Part:
         """Add a piece of the answer; what is certain by now."""
@@ -231,24 +269,27 @@ class AnswerReader:
         return part, calls
 
     def _take(self, last: bool) -> Part:
-        part = Part()
+        part, marks = Part(), self._reasoning
         if self._thinking is Thinking.MAY:
             begin = self._text.lstrip()
-            if begin.startswith(THINK):
-                self._text, self._thinking = begin[len(THINK) :], Thinking.BEGUN
-            elif last or not THINK.startswith(begin):
+            if begin.startswith(marks.begin):
+                self._text, self._thinking = begin[len(marks.begin) :], Thinking.BEGUN
+            elif last or not marks.begin.startswith(begin):
                 self._thinking = Thinking.NEVER
         if self._thinking is Thinking.BEGUN:
-            reasoning, found, rest = self._text.partition(THOUGHT)
+            reasoning, found, rest = self._text.partition(marks.end)
             if found:
                 part.reasoning, self._text = reasoning, rest
                 self._thinking, self._gap = Thinking.NEVER, True
             else:
-                part.reasoning = self._cut(0 if last else held_back(self._text, [THOUGHT]))
+                part.reasoning = self._cut(0 if last else held_back(self._text, [marks.end]))
         if self._gap:
             self._text = self._text.lstrip("\n")
             self._gap = not self._text
         if self._thinking is Thinking.NEVER:
+            if self._mark and not last and self._mark.startswith(self._text):
+                return part
+            self._text, self._mark = self._text.removeprefix(self._mark), ""
             part.content = self._cut(self._after_text(last))
             self._told = self._told or bool(part.content)
         return part
