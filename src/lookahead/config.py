@@ -51,10 +51,31 @@ def _whole_number(name: str, value: Any, about: Mapping[str, Any]) -> int:
     return number
 
 
-def _yes_or_no(name: str, value: Any, about: Mapping[str, Any]) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidArgumentError(f"{name}={value!r} must be {about.get('allowed', 'True or False')}")
-    return value
+def _that(fits: Callable[[Any], bool], requirement: str) -> _Check:
+    """A check of values that have but one `requirement`, which a field may word otherwise."""
+
+    def check(name: str, value: Any, about: Mapping[str, Any]) -> Any:
+        if not fits(value):
+            raise InvalidArgumentError(f"{name}={value!r} {about.get('requirement', requirement)}")
+        return value
+
+    return check
+
+
+_yes_or_no = _that(lambda value: isinstance(value, bool), "must be True or False")
+_factory = _that(callable, "must be callable and make a new drafter for each sequence: its class, or a function")
+_recorder = _that(
+    lambda value: callable(getattr(value, "begin", None)),
+    "records nothing; give a lookahead.Trace, as in LookaheadConfig(trace=lookahead.Trace())",
+)
+
+
+def _factories(name: str, value: Any, about: Mapping[str, Any]) -> tuple[Callable[[], Any], ...]:
+    if not isinstance(value, (tuple, list)) or not all(map(callable, value)):
+        raise InvalidArgumentError(
+            f"{name}={value!r} must be a tuple of what makes a new source for each sequence: classes, or functions"
+        )
+    return tuple(value)
 
 
 def _one_of_choices(name: str, value: Any, about: Mapping[str, Any]) -> Any:
@@ -83,30 +104,6 @@ def _is_word(text: str) -> bool:
     return not separators.intersection(text) and not os.path.splitext(text)[1]
 
 
-def _factory(name: str, value: Any, about: Mapping[str, Any]) -> Any:
-    if value is not None and not callable(value):
-        raise InvalidArgumentError(
-            f"{name}={value!r} must be callable and make a new drafter for each sequence: its class, or a function"
-        )
-    return value
-
-
-def _factories(name: str, value: Any, about: Mapping[str, Any]) -> tuple[Callable[[], Any], ...]:
-    if not isinstance(value, (tuple, list)) or not all(map(callable, value)):
-        raise InvalidArgumentError(
-            f"{name}={value!r} must be a tuple of what makes a new source for each sequence: classes, or functions"
-        )
-    return tuple(value)
-
-
-def _recorder(name: str, value: Any, about: Mapping[str, Any]) -> Any:
-    if value is not None and not callable(getattr(value, "begin", None)):
-        raise InvalidArgumentError(
-            f"{name}={value!r} records nothing; give a lookahead.Trace, as in LookaheadConfig({name}=lookahead.Trace())"
-        )
-    return value
-
-
 def _choice(default: Any, check: _Check, **about: Any) -> Any:
     """A field, with all that is to be known about it.
 
@@ -114,7 +111,7 @@ def _choice(default: Any, check: _Check, **about: Any) -> Any:
         default: Its default.
         check: What its values have to pass; `None` passes where it is the default.
         **about: `presets`, those that it is about, if not all are; `chosen`, what a field that was not given holds;
-            `least`, `most` and `meaning` of a number; `choices`, or what is `allowed` in words. For the command line
+            `least`, `most` and `meaning` of a number; `choices`, or the `requirement` in words. For the command line
             `help`, which makes it an option, its `short` name and `metavar`, the default as `shown` in the help,
             and `runs`, whether it is about running rather than drafting.
     """
@@ -240,7 +237,7 @@ class LookaheadConfig:
     pool_from_output: bool | None = _choice(
         *(None, _yes_or_no),
         presets=("paper",),
-        allowed="True, False, or None to follow pool_from_prompt",
+        requirement="must be True, False, or None to follow pool_from_prompt",
         help="Fill the pool with the n-grams of the generated text as well.",
         shown="as --pool-from-prompt",
     )

@@ -61,4 +61,4 @@ def test_a_path_is_refused_before_anything_is_loaded(command: list[str], capsys:
 
 def test_a_server_is_not_traced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["chat", "--server", "http://127.0.0.1:9", "--trace", str(tmp_path / "x.html")]) == 2
-    assert "leave --server out" in capsys.readouterr().err
+    assert "leave it out with --server" in capsys.readouterr().err

@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +18,7 @@ from lookahead.bench.suite import read_suite
 from lookahead.cli import process, remote
 from lookahead.cli.chat import run as talk
 from lookahead.cli.inputs import model_folder, read_prompt
-from lookahead.cli.options import Settings, command
+from lookahead.cli.options import command
 from lookahead.cli.rendering import starting
 from lookahead.cli.settings import (
     BatchSettings,
@@ -134,7 +133,6 @@ def generate(settings: GenerateSettings) -> int:
     The prompt comes from the argument, from --file or from standard input. On a terminal the tokens of one
     step share a colour. The text goes to standard output, statistics go to standard error.
     """
-    _check(settings, server=settings.server)
     if settings.server is not None:
         return remote.generate(settings, read_prompt(settings))
     parallel = settings.parallel or 1
@@ -146,8 +144,10 @@ def generate(settings: GenerateSettings) -> int:
     return _start("generate", settings, read_prompt(settings))
 
 
-def _start(command: str, settings: Settings, *arguments: Any) -> int:
-    """Run a command. Importing torch takes seconds; help texts and whatever is refused must not wait for it."""
+def _start(command: str, settings: ModelSettings, *arguments: Any) -> int:
+    """Run a command with a model. Importing torch takes seconds; help texts and whatever is refused must not wait for
+    it."""
+    model_folder(settings.model)
     with starting(settings.no_color):
         run = import_module(f"lookahead.cli.{command}").run
     code: int = run(settings, *arguments)
@@ -162,7 +162,6 @@ def compare(settings: CompareSettings) -> int:
     float32 they must be, and so must texts that are sampled under one seed; in shorter types rounding can decide
     between tokens that are nearly equally likely.
     """
-    _check(settings)
     return _start("compare", settings, read_prompt(settings, DEMO_PROMPT))
 
 
@@ -173,20 +172,10 @@ def trace(settings: TraceSettings) -> int:
     One HTML file, which works without a network: the text, the tree of each step with the source of every node, what
     was accepted, and where the time went. Without a prompt a built-in one is used. Ctrl-C writes what there is.
     """
-    _check(settings, settings.output)
+    from lookahead.trace.recorder import check_path  # late, as in `_start`
+
+    check_path(settings.output)
     return _start("generate", settings, read_prompt(settings, DEMO_PROMPT), settings.output)
-
-
-def _check(settings: ModelSettings, trace: Path | None = None, server: str | None = None) -> None:
-    """Refuse a model that cannot be one, and a page that could not be written, before anything is loaded."""
-    if trace is not None and server is not None:
-        raise InvalidArgumentError(f"--trace {trace}: steps of a server cannot be traced; leave --server out")
-    if trace is not None:
-        from lookahead.trace.recorder import check_path
-
-        check_path(trace)
-    if server is None:
-        model_folder(settings.model)
 
 
 @command(app, ChatSettings)
@@ -197,9 +186,13 @@ def chat(settings: ChatSettings) -> int:
     Ctrl-D ends. Ctrl-C stops an answer, and the conversation goes on from there; at the prompt, or where turns are
     piped in, it ends the chat. Nothing that is in the cache already is computed again.
     """
-    _check(settings, settings.trace, settings.server)
     if settings.server is not None:
         return talk(settings, nullcontext(remote.RemotePartner(settings)))
+    if settings.trace is not None:
+        from lookahead.trace.recorder import check_path  # late, as in `_start`
+
+        check_path(settings.trace)
+    model_folder(settings.model)
     with starting(settings.no_color):
         from lookahead.cli.conversation import local_partner  # late, as in `_start`
     return talk(settings, local_partner(settings))
@@ -212,7 +205,6 @@ def batch(settings: BatchSettings) -> int:
     Each gets the text that it would get alone. A line is written as soon as an answer is complete; the same command
     goes on where an earlier one was stopped. The exit code is 1 if a prompt could not be answered.
     """
-    _check(settings)
     return _start("batch", settings)
 
 
@@ -223,7 +215,6 @@ def serve(settings: ServeSettings) -> int:
     Requests share forward passes, and each gets the text that it would get alone. SIGTERM or Ctrl-C lets running
     requests finish; a second one ends the server at once.
     """
-    _check(settings)
     return _start("serve", settings)
 
 
@@ -235,7 +226,6 @@ def tune(settings: TuneSettings) -> int:
     this machine. The curve is stored for this model, type, device and these versions; without a stored one the
     decoder learns it in its first steps.
     """
-    _check(settings)
     return _start("tune", settings)
 
 

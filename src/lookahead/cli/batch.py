@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lookahead.bench.models import Prompt, read_prompts
 from lookahead.bench.rows import RowsFile, kept_lines
@@ -17,7 +16,7 @@ from lookahead.bench.suite import TaskSpec
 from lookahead.cli import process
 from lookahead.cli.generate import fitted, text_options
 from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries, summary
-from lookahead.cli.rendering import Consoles, decode, print_json
+from lookahead.cli.rendering import Consoles, decode, measuring_progress, print_json
 from lookahead.cli.settings import BatchSettings
 from lookahead.errors import InvalidArgumentError, LookaheadError
 from lookahead.serving import Engine, RequestHandle
@@ -83,7 +82,7 @@ def _answer(
                 message = str(error) if isinstance(error, LookaheadError) else summary(error)
                 yield {"id": prompt.id, "error": message, "request": asked[prompt.id]}
 
-    with _progress(notes) as bar:
+    with measuring_progress(notes, auto_refresh=True) as bar:
         task = bar.add_task("answers", total=len(missing))
         while True:
             rows = [*submit(), *_finished(loaded, open_requests, asked)]
@@ -148,8 +147,3 @@ def _kept(settings: BatchSettings, asked: dict[str, str]) -> list[dict[str, Any]
                 "--output, or begin anew with --restart"
             )
     return kept
-
-
-def _progress(notes: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal)

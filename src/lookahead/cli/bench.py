@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from lookahead.bench.measuring import Benchmark
@@ -68,8 +67,7 @@ def fit_law(settings: LawSettings) -> int:
 
 
 def _measure(benchmark: Benchmark, file: RowsFile, circumstances: dict[str, Any], notes: Console) -> None:
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with measuring_progress(notes, *columns) as bar:
+    with measuring_progress(notes) as bar:
         task = bar.add_task("", total=benchmark.runs)
 
         def starting(what: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 from transformers.cache_utils import Cache
 
 from lookahead.backends.session import open_session
+from lookahead.cli import process
 from lookahead.cli.chat import Turn
 from lookahead.cli.generate import (
     Prompt,
@@ -230,29 +230,16 @@ class Interruption(StoppingCriteria):  # type: ignore[misc]
 
 @contextmanager
 def interruptible() -> Iterator[Interruption]:
-    """Let Ctrl-C ask for a stop. A second one does not wait and raises `KeyboardInterrupt`.
-
-    Where SIGINT is not Python's to handle (it is ignored, somebody else handles it, or this is no main thread) that
-    stays as it is.
-    """
+    """Let Ctrl-C ask for a stop. A second one does not wait and raises `KeyboardInterrupt`."""
     interruption = Interruption()
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
-        yield interruption
-        return
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if interruption.asked:
             raise KeyboardInterrupt
         interruption.asked = True
 
-    signal.signal(signal.SIGINT, on_signal)
-    try:
+    with process.handling(signal.SIGINT, on_signal):
         yield interruption
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 Message = Mapping[str, str]
@@ -279,23 +266,19 @@ class TurnFormat:
         Raises:
             InvalidArgumentError: The template refuses it.
         """
-        encoded: Any
         if self.plain:
             text = conversation_text((message["role"], message["content"]) for message in messages)
-            encoded = self.tokenizer(text, return_tensors="pt", verbose=False)
-            return encoded["input_ids"]  # type: ignore[no-any-return]
-        try:
-            encoded = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                chat_template=self.template,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_tensors="pt",
-                return_dict=True,
-                tokenizer_kwargs={"verbose": False},
-            )
-        except Exception as error:  # templates raise what they like, to refuse a system message for example
-            raise InvalidArgumentError(f"the chat template fails: {summary(error)}") from error
+        else:
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    chat_template=self.template,
+                    add_generation_prompt=True,
+                    tokenize=False,
+                )
+            except Exception as error:  # templates raise what they like, to refuse a system message for example
+                raise InvalidArgumentError(f"the chat template fails: {summary(error)}") from error
+        encoded: Any = self.tokenizer(text, add_special_tokens=self.plain, return_tensors="pt", verbose=False)
         return encoded["input_ids"]  # type: ignore[no-any-return]
 
 
@@ -312,32 +295,24 @@ def read_template(settings: ChatSettings) -> str | None:
 
 def choose_format(settings: ChatSettings, template: str | None, loaded: LoadedModel, notes: Console) -> TurnFormat:
     """The format that the settings ask for, tried on a first turn."""
-    turns = _format(settings, template, loaded, notes)
-    question = {"role": "user", "content": "Hello"}
-    if settings.system is None:
-        turns.encode([question])
-        return turns
-    system = {"role": "system", "content": checked(settings.system, "the text of --system")}
-    both = turns.encode([system, question])
-    with suppress(InvalidArgumentError):  # a template may insist on a system message
-        if settings.system and torch.equal(both, turns.encode([question])):
-            notes.print("note: the chat template leaves out what --system says")
-    return turns
-
-
-def _format(settings: ChatSettings, template: str | None, loaded: LoadedModel, notes: Console) -> TurnFormat:
-    raw = settings.raw
+    plain = settings.raw
     if settings.model is None:
         notes.print(
             "note: no --model was given, so the demonstration model is used; it is a small model of Python code: it "
             "continues code, it does not answer questions"
         )
-        raw = raw or template is None
-    if raw:
-        return TurnFormat(loaded.tokenizer, plain=True)
-    if template is None and not loaded.tokenizer.chat_template:
+        plain = plain or template is None
+    if not (plain or template or loaded.tokenizer.chat_template):
         raise InvalidArgumentError(
             f"--model {loaded.path}: the tokenizer has no chat template, so nothing says how this model takes a "
             "conversation; give a Jinja template with --template FILE, or take turns as plain text with --raw"
         )
-    return TurnFormat(loaded.tokenizer, template)
+    turns, question = TurnFormat(loaded.tokenizer, template, plain), _turn("user", "Hello")
+    if settings.system is None:
+        turns.encode([question])
+        return turns
+    both = turns.encode([_turn("system", checked(settings.system, "the text of --system")), question])
+    with suppress(InvalidArgumentError):  # a template may insist on a system message
+        if settings.system and torch.equal(both, turns.encode([question])):
+            notes.print("note: the chat template leaves out what --system says")
+    return turns

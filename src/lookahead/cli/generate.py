@@ -187,8 +187,7 @@ def decode_with_lookahead(
             **_arguments(loaded, prompt) | options,
         )
         recording.complete = True
-        recording.statistics.seconds = output.statistics.seconds
-        recording.statistics.invariant_rows = output.statistics.invariant_rows
+        recording.statistics = output.statistics
         return output
 
     return _timed(run, loaded, recording)

@@ -102,11 +102,8 @@ def model_folder(path: Path | None) -> Path:
     Raises:
         InvalidArgumentError: There can be no model; the message says what is missing.
     """
-    return demo_model_path() if path is None else check_model_path(path)
-
-
-def check_model_path(path: Path) -> Path:
-    """Refuse a path that cannot hold a model, and say what is missing."""
+    if path is None:
+        return demo_model_path()
     if not path.exists():
         raise InvalidArgumentError(
             f"--model {path}: no such folder; give the path of a local model folder (nothing is downloaded)"
@@ -161,10 +158,7 @@ def read_api_keys(path: Path | None) -> tuple[str, ...]:
     """
     if path is None:
         return ()
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"--api-key-file {path}: cannot be read: {error}") from error
+    lines = [line.strip() for line in read_text(path, "the keys", "--api-key-file").splitlines()]
     for number, line in enumerate(lines, 1):
         if not (line.isascii() and line.isprintable()):
             raise InvalidArgumentError(

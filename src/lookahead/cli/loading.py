@@ -170,8 +170,10 @@ def check_device(name: str | None) -> torch.device:
 def _load(path: Path, settings: ModelSettings, device: torch.device, notes: Console) -> LoadedModel:
     # trust_remote_code=False refuses a model that brings its own code instead of asking at the terminal.
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    part = "its tokenizer"
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **local)
+        part = "the model"
         sees = type(AutoConfig.from_pretrained(path, **local)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         processor = AutoProcessor.from_pretrained(path, **local) if sees else None
@@ -181,7 +183,9 @@ def _load(path: Path, settings: ModelSettings, device: torch.device, notes: Cons
     except Exception as error:  # whatever a broken file makes transformers raise
         if is_out_of_memory(error):
             raise
-        raise InvalidArgumentError(f"--model {path}: cannot be loaded: {summary(error)}") from error
+        raise InvalidArgumentError(
+            f"--model {path}: {part} cannot be loaded ({summary(error)}); copy all of its files into this folder"
+        ) from error
     _check_shapes(path, report["mismatched_keys"])
     _check_token_ids(path, model.generation_config)
     _check_missing(path, sorted(report["missing_keys"]), settings.allow_missing, notes)
@@ -247,7 +251,7 @@ def _check_token_ids(path: Path, generation_config: GenerationConfig) -> None:
 def summary(error: Exception) -> str:
     """An error of another library on one line."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0].rstrip(': ')}" if lines else type(error).__name__
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
 
 import typer
 
@@ -15,13 +15,14 @@ from lookahead.config import LookaheadConfig
 
 SOURCE = "Prompt and model"
 CONVERSATION = "Conversation"
+NETWORK = "Network"
+LIMITS = "Limits"
 DRAFT = "Drafting (changes the number of steps, never the text)"
 SAMPLING = "Sampling"
 RUN = "Running"
-NETWORK = "Network"
-LIMITS = "Limits"
 OUTPUT = "Output"
-"""Panels of the help texts."""
+PANELS = (SOURCE, CONVERSATION, NETWORK, LIMITS, DRAFT, SAMPLING, RUN, OUTPUT)
+"""Panels of the help texts, in their order."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -111,7 +112,6 @@ def _declared(declared: Any, name: str, default: Any) -> Any:
 class Settings:
     """What the options of one command line add up to. The field without one, `config`, is made of options in `of`."""
 
-    panels: ClassVar[Sequence[str]] = ()  # their order in the help, where that is not the order of the fields
     argv: Sequence[str] = ()  # the command line itself
     no_color: bool = option("--no-color", OUTPUT, "Print without colours.", default=False)
 
@@ -132,7 +132,7 @@ def command(
             return function(settings.of(options | {"argv": _context.obj}))
 
         context = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        parameters = sorted(_parameters(settings), key=lambda parameter: _place(settings.panels, parameter))
+        parameters = sorted(_parameters(settings), key=_panel)
         # Read from the command line itself where errors are told, as one may occur before there are settings.
         debug = typer.Option("--debug", help="Print the traceback of an error.", rich_help_panel=OUTPUT)
         parameters.append(_parameter("debug", bool, debug, False))
@@ -144,9 +144,10 @@ def command(
     return register
 
 
-def _place(panels: Sequence[str], parameter: inspect.Parameter) -> int:
-    (declared,) = parameter.annotation.__metadata__
-    return panels.index(declared.rich_help_panel) if declared.rich_help_panel in panels else -1
+def _panel(parameter: inspect.Parameter) -> int:
+    """Where the panel of a parameter comes in the help; arguments have none."""
+    panel = parameter.annotation.__metadata__[0].rich_help_panel
+    return PANELS.index(panel) if panel else -1
 
 
 def _parameters(settings: type[Any]) -> Iterator[inspect.Parameter]:

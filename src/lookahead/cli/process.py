@@ -7,14 +7,22 @@ import platform
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
 from dataclasses import replace
 from importlib.metadata import version
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from lookahead.cli.inputs import check_model_path, is_gguf, read_prompt
+from lookahead.cli.inputs import is_gguf, model_folder, read_prompt
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError
 from lookahead.version import __version__
@@ -39,12 +47,9 @@ _SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
 def quit_on_interrupt() -> None:
     """Let Ctrl-C end the process at once and quietly.
 
-    A KeyboardInterrupt would not do: halfway through an import it comes out as another error, or is dropped. Where
-    SIGINT is not Python's to handle (it is ignored, somebody else handles it, or this is no main thread) that stays.
+    A KeyboardInterrupt would not do: halfway through an import it comes out as another error, or is dropped.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if _is_ours(signal.SIGINT):
         signal.signal(signal.SIGINT, _quit)
 
 
@@ -52,6 +57,26 @@ def raise_on_interrupt() -> None:
     """Let Ctrl-C raise `KeyboardInterrupt` again: from here on there is something to finish or to show."""
     if signal.getsignal(signal.SIGINT) is _quit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _is_ours(number: int) -> bool:
+    """Whether a signal is ours to handle: not where it is ignored, where somebody else handles it, or in another thread
+    than the main one."""
+    usual = signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
+    return usual and threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def handling(number: int, handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle a signal in another way for a while, if it is ours to handle."""
+    if not _is_ours(number):
+        yield
+        return
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def _quit(number: int, frame: FrameType | None) -> None:
@@ -87,9 +112,7 @@ def start_ranks(count: int, settings: GenerateSettings) -> int:
     from lookahead.parallel.launcher import run_ranks
 
     check_memory(settings.config, count)
-    if settings.model is not None:
-        check_model_path(settings.model)
-    if is_gguf(settings.model):
+    if is_gguf(model_folder(settings.model)):
         raise InvalidArgumentError(f"--parallel {count} is about models of transformers; leave it out for a GGUF file")
     if settings.device not in (None, "cpu"):
         from lookahead.cli.loading import check_device  # which takes torch to know
@@ -126,17 +149,9 @@ def joined_ranks() -> Iterator[ParallelGroup | None]:
         yield group
 
 
-@contextmanager
-def stopped_by_parent(group: ParallelGroup | None) -> Iterator[None]:
+def stopped_by_parent(group: ParallelGroup | None) -> AbstractContextManager[None]:
     """Let SIGTERM raise `KeyboardInterrupt` on rank 0: so whoever started it passes Ctrl-C on."""
-    if group is None or group.rank or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return nullcontext() if group is None or group.rank else handling(signal.SIGTERM, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

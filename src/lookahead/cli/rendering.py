@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import Progress, ProgressColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment, Segments
 from rich.spinner import Spinner
 from rich.style import Style
@@ -63,9 +63,11 @@ def _console(stream: TextIO, no_color: bool) -> Console:
     )
 
 
-def measuring_progress(notes: Console, *columns: ProgressColumn) -> Progress:
-    """A bar that is redrawn when told to: a thread that redraws would add its CPU time to what is measured."""
-    return Progress(*columns, console=notes, auto_refresh=False, transient=True, disable=not notes.is_terminal)
+def measuring_progress(notes: Console, auto_refresh: bool = False) -> Progress:
+    """A bar, on a terminal only. Unless it is to refresh itself it is redrawn when told to: a thread that redraws would
+    add its CPU time to what is measured."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=notes, auto_refresh=auto_refresh, transient=True, disable=not notes.is_terminal)
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from lookahead.cli import process
 from lookahead.cli.options import (
     CONVERSATION,
-    DRAFT,
     LIMITS,
     NETWORK,
     OUTPUT,
@@ -122,8 +121,6 @@ class TextSettings(ModelSettings):
 @dataclass(frozen=True, kw_only=True)
 class DecodingSettings(TextSettings):
     """Settings of the commands that decode. What is `None` is left to the model's own generation configuration."""
-
-    panels: ClassVar = (SOURCE, CONVERSATION, DRAFT, SAMPLING, RUN, OUTPUT)
 
     sample: bool = option(
         "--sample/--greedy",
@@ -289,8 +286,6 @@ class BatchSettings(DecodingSettings, EngineSettings):
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(EngineSettings):
     """Settings of `lookahead serve`."""
-
-    panels: ClassVar = (SOURCE, NETWORK, LIMITS, DRAFT, RUN)
 
     name: str | None = option("--name TEXT", SOURCE, "What clients call the model.", shown="the name of its folder")
     lora: list[str] | None = option(

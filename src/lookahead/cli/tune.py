@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from lookahead.backends.transformers.findings import (
@@ -75,11 +74,10 @@ def _contexts(settings: TuneSettings, loaded: LoadedModel, notes: Console) -> li
 def _measure(
     loaded: LoadedModel, nodes: Sequence[int], contexts: Sequence[int], settings: TuneSettings, notes: Console
 ) -> Measurement:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     memory = memory_errors_explained(
         f"on {loaded.model.device} while measuring", "a shorter --context, fewer --nodes or --dtype bfloat16"
     )
-    with measuring_progress(notes, *columns) as bar:
+    with measuring_progress(notes) as bar:
         task = bar.add_task("warming up", total=timings(nodes, contexts, settings.repeats))
 
         def progress(what: str) -> None:
