@@ -80,7 +80,7 @@ _METAVARS: dict[Any, str] = {
 
 
 def option(usage: str, panel: str, help: str, parser: Any = None, default: Any = None, shown: str | bool = True) -> Any:
-    """A field that is an option.
+    """A field that is an option: of its long name.
 
     Args:
         usage: Its names on the command line and, unless the parser says it, what stands for its value.
@@ -95,16 +95,16 @@ def option(usage: str, panel: str, help: str, parser: Any = None, default: Any =
     declared = typer.Option(
         *names, help=help, parser=parser, metavar=metavar, show_default=shown, rich_help_panel=panel
     )
-    return _declared(declared, names[0].split("/")[0].removeprefix("--").replace("-", "_"), default)
+    return _field(declared, default)
 
 
 def argument(name: str, help: str, default: Any = ...) -> Any:
     """A field that is an argument, required unless it has a default."""
-    return _declared(typer.Argument(metavar=name, help=help), name.lower(), default)
+    return _field(typer.Argument(metavar=name, help=help), default)
 
 
-def _declared(declared: Any, name: str, default: Any) -> Any:
-    metadata = {"option": declared, "name": name}
+def _field(declared: Any, default: Any) -> Any:
+    metadata = {"option": declared}
     return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
 
 
@@ -117,9 +117,8 @@ class Settings:
 
     @classmethod
     def of(cls: type[_SettingsT], options: Mapping[str, Any]) -> _SettingsT:
-        """Settings from the values of all options by their long names; those not given have their default."""
-        names = {spec.name: spec.metadata.get("name", spec.name) for spec in fields(cls)}
-        return cls(**{name: options[option] for name, option in names.items() if option in options})
+        """Settings from the values of all options; those not given have their default."""
+        return cls(**{spec.name: options[spec.name] for spec in fields(cls) if spec.name in options})
 
 
 def command(
@@ -156,7 +155,7 @@ def _parameters(settings: type[Any]) -> Iterator[inspect.Parameter]:
     for spec in fields(settings):
         if "option" in spec.metadata:
             default = inspect.Parameter.empty if spec.default is MISSING else spec.default
-            yield _parameter(spec.metadata["name"], types[spec.name], spec.metadata["option"], default)
+            yield _parameter(spec.name, types[spec.name], spec.metadata["option"], default)
         elif types[spec.name] is LookaheadConfig:
             yield from _config_parameters()
 

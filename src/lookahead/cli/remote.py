@@ -102,8 +102,8 @@ def connect(settings: GenerateSettings | ChatSettings) -> Remote:
     """The server that the settings name; refuses options that are about this machine."""
     for field in fields(settings):
         if field.name not in _SENT and getattr(settings, field.name) != field.default:
-            name = field.metadata.get("name", field.name).replace("_", "-")
-            raise InvalidArgumentError(f"--{name} is about a model on this machine; leave it out with --server")
+            name = "--" + field.name.replace("_", "-")
+            raise InvalidArgumentError(f"{name} is about a model on this machine; leave it out with --server")
     config = settings.config
     plain = LookaheadConfig(config.preset, config.step_budget)
     if replace(config, memory=plain.memory) != plain or config.memory not in ("request", "process"):

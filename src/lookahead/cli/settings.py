@@ -338,7 +338,7 @@ class ServeSettings(EngineSettings):
 class TuneSettings(ModelSettings):
     """Settings of `lookahead tune`."""
 
-    contexts: list[int] | None = option(
+    context: list[int] | None = option(
         "--context -c",
         RUN,
         "Tokens of text before the step; give it several times for several lengths.",

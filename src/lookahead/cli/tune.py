@@ -62,9 +62,9 @@ def run(settings: TuneSettings) -> int:
 def _contexts(settings: TuneSettings, loaded: LoadedModel, notes: Console) -> list[int]:
     """The lengths to measure at; those that were asked for must fit, the usual ones are left out if they do not."""
     most = loaded.context_length
-    contexts = sorted(set(settings.contexts or CONTEXTS))
+    contexts = sorted(set(settings.context or CONTEXTS))
     fitting = [context for context in contexts if most is None or context <= most]
-    if settings.contexts and fitting != contexts:
+    if settings.context and fitting != contexts:
         raise InvalidArgumentError(f"--context {contexts[-1]} is out of range; the context of this model is {most}")
     if fitting != contexts:
         notes.print(f"note: the context of this model is {most}, so longer texts are left out")

@@ -210,4 +210,7 @@ def _chat_prompt(served: ServedModel, request: ChatRequest, images: Sequence[Ima
 
 async def _tell(request: Request, error: Exception) -> Response:
     """The answer to a request that failed."""
+    if isinstance(error, HTTPException) and not isinstance(error, ApiError):
+        said = f"{request.method} {request.url.path}: {error.detail}; GET /openapi.json tells what there is"
+        error = ApiError(error.status_code, said, headers=error.headers)
     return as_api_error(error, request.headers.get("content-type", "")).response()

@@ -96,8 +96,6 @@ def as_api_error(error: Exception, content_type: str = "") -> ApiError:
     """
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, HTTPException):
-        return ApiError(error.status_code, error.detail, headers=error.headers)
     if isinstance(error, RequestValidationError):
         sent_otherwise = isinstance(error.body, bytes) or not content_type
         return _not_json(content_type) if sent_otherwise else of_validation(list(error.errors()))
@@ -133,8 +131,12 @@ def of_validation(details: list[dict[str, Any]]) -> ApiError:
     if found["type"] == "missing":
         return ApiError(400, f"{param or 'the body'} is missing", param, "missing_required_parameter")
     if found["type"] == "json_invalid":
-        return ApiError(400, "the body is not valid JSON", None, "invalid_json")
-    return ApiError(400, f"{param or 'the body'}: {found['msg']}", param, "invalid_value")
+        said = f"the body is not valid JSON: {found['ctx']['error']} at character {found['loc'][-1]}"
+        return ApiError(400, said, None, "invalid_json")
+    said = param or "the body"
+    if param is not None and isinstance(found["input"], (str, int, float)):
+        said += f"={found['input']!r:.{_LONGEST_NAME}}"
+    return ApiError(400, f"{said}: {found['msg']}", param, "invalid_value")
 
 
 def _names_alternative(part: str) -> bool:
