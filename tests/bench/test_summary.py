@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from command import main
 from lookahead import InvalidArgumentError, LookaheadConfig
-from lookahead.bench.rows import read_files, read_rows, steps_within
+from lookahead.bench.rows import read_files, steps_within
 from lookahead.bench.suite import MethodSpec
 from lookahead.bench.summary import RunSet, differences, first_difference, summarise
 
@@ -171,12 +170,6 @@ def test_old_rows_without_nodes_or_times_are_summarised() -> None:
     auto = summary.methods[1]
     assert (auto.mean_nodes, auto.same) == (8, 1)
     assert auto.time_per_token is auto.over_reference is auto.time_over_reference is None
-
-
-def test_compressed_rows_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "b.jsonl.gz"
-    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in ROWS).encode()))
-    assert read_rows(path) == ROWS
 
 
 def test_files_measured_in_two_ways_are_refused(tmp_path: Path) -> None:
