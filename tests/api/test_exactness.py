@@ -71,7 +71,7 @@ def test_logits_of_trees_are_those_of_plain_decoding(name: str) -> None:
 
 def test_candidates_are_accepted_in_the_random_cases() -> None:
     # Where nothing is ever accepted, equality says nothing about masks, positions and the cache.
-    cases = [replace(random_case(Random(place), name), preset="paper") for place, name in enumerate(NAMES[::2])]
+    cases = [replace(random_case(Random(place), name), preset="paper") for place, name in enumerate(NAMES[::4])]
     outcomes = [check(case) for case in cases if case.architecture not in LENGTH_SCALED]
     lengths = [length for outcome in outcomes for length in outcome.accepted_lengths]
     assert sum(lengths) / len(lengths) > 1.2

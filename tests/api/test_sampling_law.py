@@ -207,7 +207,7 @@ def test_our_sampling_with_processors_has_the_exact_law() -> None:
     torch.manual_seed(2)
     shaping = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.8), TemperatureLogitsWarper(1.5)])
     law = exact_law(next_distributions(shaping))
-    texts, accepted = draw_with_lookahead(4_000, batch=500, logits_processor=shaping)
+    texts, accepted = draw_with_lookahead(2_000, batch=500, logits_processor=shaping)
     assert_drafts_were_accepted(accepted)
     assert p_value(texts, law) > LEVEL
     assert p_value(texts, exact_law(next_distributions())) < LEVEL, "processors must matter for this to mean anything"

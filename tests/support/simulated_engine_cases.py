@@ -118,11 +118,11 @@ def test_a_pool_that_is_too_small_grows(device: Simulation, monkeypatch: pytest.
     before, captured = pool_of(engine).cache.capacity, engine.statistics.graphs.count
     assert captured == len(engine._model.runner._sizes)
     handles = [
-        engine.submit(PROMPT[:, :size].to("cuda"), **{**OPTIONS, **GREEDY, "max_new_tokens": 400}) for size in (15, 9)
+        engine.submit(PROMPT[:, :size].to("cuda"), **{**OPTIONS, **GREEDY, "max_new_tokens": 100}) for size in (15, 9)
     ]
     engine.run()
     for size, handle in zip((15, 9), handles, strict=True):
-        assert handle.tokens == new_tokens(model, PROMPT[:, :size], **GREEDY, max_new_tokens=400)
+        assert handle.tokens == new_tokens(model, PROMPT[:, :size], **GREEDY, max_new_tokens=100)
     assert pool_of(engine).cache.capacity > before
     assert engine.statistics.graphs.count > captured
     assert engine.statistics.graphs.seconds > 0
