@@ -81,7 +81,16 @@ class Texts:
             if each is not None:
                 ids[end - count : end], shares[end - count : end] = each
         added, tokens = np.array([len(new) for new in selected]), np.array([token for new in selected for token in new])
-        step = Step(self.places, np.zeros_like(counts), np.cumsum(counts), added, tokens, ids, shares)
+        step = Step(
+            self.places,
+            np.zeros_like(counts),
+            np.cumsum(counts),
+            added,
+            tokens,
+            ids,
+            shares,
+            np.empty(len(ids), dtype=np.int64),
+        )
         return self.batch.learn(step)
 
     def step(self, model: Model) -> int:

@@ -118,7 +118,7 @@ def shares_of(tokens: Sequence[int], predicted: Sequence[int]) -> list[float]:
     for token, first in zip(tokens, predicted, strict=True):
         ids, likely = np.array([[first, 9, 8]]), np.array([[0.5, 0.3, 0.1]], dtype=np.float32)
         one, zero = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-        batch.learn(Step(zero, zero, one, one, np.array([token]), ids, likely))
+        batch.learn(Step(zero, zero, one, one, np.array([token]), ids, likely, np.empty(1, dtype=np.int64)))
         shares.append(float(batch.heard["share"][0]))
     return shares
 

@@ -15,10 +15,9 @@ from lookahead.drafting.auto.learning import (
     HEARD,
     SETTINGS,
     UNTRUSTED,
+    Desk,
     Known,
     Step,
-    allocate_desk,
-    go_on,
     learn,
 )
 from lookahead.drafting.auto.search import NODE, Room, Wanted, find
@@ -74,13 +73,12 @@ class DraftBatch:
         )
         self.counts = np.full(places, -1, dtype=np.int64)
         self.heard, self._recent = np.zeros(places, dtype=HEARD), np.zeros((places, size), dtype=np.int64)
-        self._desk = allocate_desk(ngrams.writing, places * size, ngrams.orders, size)
+        self._desk = Desk(ngrams.writing, np.zeros(ngrams.orders, dtype=np.int64), np.zeros(size, dtype=np.int64))
         self.heard["share"] = 1.0
         self.listed = allocate_listed(sources, size)
         explores = explores and self.reads and not chains
         self._settings = np.array((chains, explores, ngrams.observed), dtype=SETTINGS)[()]
         self._find, self._learn = TypedLoop(find), TypedLoop(learn)
-        self._go_on = TypedLoop(go_on)
         self._owners: list[weakref.ref[Any] | None] = [None] * places
 
     def take_place(self, owner: Any) -> int:
@@ -102,16 +100,38 @@ class DraftBatch:
         """Begin a text in a place; the tokens `before` are searched as if they stood before it."""
         new = np.array([*before, *tokens], dtype=np.int64) if len(before) else np.array(tokens, dtype=np.int64)
         with self.memory.lock:
-            self.texts = with_room(self.texts, 0, len(new))
-            self.counts[place] = -1
+            of_text, recent = self.heard[place], self._recent[place]
+            of_text["seen"] = of_text["agreed"] = of_text["share"] = 1.0
+            of_text["recalled"] = 0
+            latest = (
+                [*dict.fromkeys(new[len(before) :][::-1].tolist())][: len(recent)] if self._settings["explores"] else []
+            )
+            of_text["count"], recent[: len(latest)] = len(latest), latest
             self.listed.record[:] = PRIOR  # each source is believed as it says
-            self._extend(place, len(before), new, 0 if self.reads else len(new))
+            self._begin(place, new, -len(before))
+            if not self.reads:
+                self._learn_text(place, len(new))
+
+    def _begin(self, place: int, tokens: NDArray[np.int64], dropped: int) -> None:
+        """Index the text in a place anew: it is these tokens, behind so many that were dropped."""
+        surplus = len(tokens) - self.texts.reach if len(tokens) > 2 * self.texts.reach else 0
+        self.texts.newest[place] = -1
+        self.texts.lengths[place], self.texts.dropped[place] = 0, dropped + surplus
+        self.extend(place, tokens[surplus:])
 
     def extend(self, place: int, tokens: Sequence[int] | NDArray[np.integer]) -> None:
         """Extend the text in a place by tokens without predictions."""
+        new = np.array(tokens, dtype=np.int64)
         with self.memory.lock:
-            self.make_room(len(tokens))
-            self._extend(place, -1, np.array(tokens, dtype=np.int64), 0)
+            if len(new) > 2 * self.texts.reach:
+                self._begin(place, new, int(self.texts.dropped[place] + self.texts.lengths[place]))
+            else:
+                self.learn(Step.of_text(place, new, 0))
+
+    def _learn_text(self, place: int, most: int) -> None:
+        """Have the memory learn what followed the last tokens of a text, so many, which stands for predictions."""
+        taught = min(most, int(self.texts.lengths[place] - max(-self.texts.dropped[place], 0)))
+        self.learn(Step.of_text(place, np.empty(0, dtype=np.int64), taught))
 
     def list_paths(self, paths: Sequence[TokenPaths]) -> None:
         """Search what the sources of the text list now."""
@@ -120,10 +140,6 @@ class DraftBatch:
     def find(self, wanted: Wanted) -> None:
         """Draft after some texts, into `nodes` and `counts`."""
         self._find(wanted, self._known, self.room)
-
-    def _extend(self, place: int, before: int, tokens: NDArray[np.int64], taught: int) -> None:
-        clock = self.memory.ngrams.tick() if taught else 0
-        self._go_on(place, before, tokens, taught, clock, self._known, self._desk)
 
     @property
     def _known(self) -> Known:
@@ -136,25 +152,27 @@ class DraftBatch:
         Returns:
             How many drafted tokens were accepted.
         """
-        ngrams = self.memory.ngrams
-        self.make_room(len(step.tokens))
-        if len(step.ids) > len(self._desk.following):
-            self._desk = allocate_desk(ngrams.writing, 2 * len(step.ids), ngrams.orders, self.nodes.shape[1])
-        accepted, lost = self._learn(step, ngrams.tick(), self._known, self._desk)
-        if lost:
-            self._recall(step.places[step.places >= 0])
+        self._make_room(step)
+        clock = self.memory.ngrams.tick() if len(step.ids) else 0
+        accepted, lost = self._learn(step, clock, self._known, self._desk)
+        if lost:  # what is predicted in these texts is not what is selected
+            for place in step.places[step.places >= 0].tolist():
+                if self.heard["share"][place] < UNTRUSTED and not self.heard["recalled"][place]:
+                    self.heard["recalled"][place] = 1
+                    self._learn_text(place, self.memory.ngrams.capacity)
         return int(accepted)
 
-    def _recall(self, places: NDArray[np.int64]) -> None:
-        """Have the memory learn texts, as far as it has room, of which predictions are not what is selected."""
-        heard = self.heard[places]
-        for place in places[(heard["share"] < UNTRUSTED) & (heard["recalled"] == 0)].tolist():
-            self.heard["recalled"][place] = 1
-            self._extend(place, -1, np.empty(0, dtype=np.int64), self.memory.ngrams.capacity)
-
-    def make_room(self, tokens: int) -> None:
-        """Make room for as many more tokens of each text."""
-        self.texts = with_room(self.texts, 0, int(self.texts.lengths.max()) + tokens)
+    def _make_room(self, step: Step) -> None:
+        """Make room for what a step adds to each text; one that is too long by then keeps its last tokens."""
+        longest, reach = int(self.texts.lengths.max()) + len(step.tokens), self.texts.reach
+        self.texts = with_room(self.texts, 0, longest)
+        if longest > 2 * reach:
+            for place, added in zip(step.places.tolist(), step.added.tolist(), strict=True):
+                length = int(self.texts.lengths[place])
+                if place >= 0 and length + added > 2 * reach:
+                    surplus = length - max(reach - added, 0)
+                    kept = self.texts.tokens[place, surplus:length].copy()
+                    self._begin(place, kept, int(self.texts.dropped[place]) + surplus)
 
 
 def _grown(array: NDArray[Any], places: int) -> NDArray[Any]:

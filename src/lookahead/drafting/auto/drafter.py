@@ -240,9 +240,10 @@ class AutoDrafter:
                 rows = [drafter._shown(batch, result) for drafter, result in group]
                 places, roots, sizes, tokens, ids, probabilities = zip(*rows, strict=True)
                 numbers = np.array((places, roots, [*accumulate(sizes)], [*map(len, tokens)]), dtype=np.int64)
-                selected = np.array([*chain.from_iterable(tokens)], dtype=np.int64)
+                added = np.array([*chain.from_iterable(tokens)], dtype=np.int64)
+                selected = np.empty(sum(sizes), dtype=np.int64)
                 said = np.concatenate(ids), np.concatenate(probabilities)  # copied: they are written over
-                batch.learn(Step(numbers[0], numbers[1], numbers[2], numbers[3], selected, *said))
+                batch.learn(Step(numbers[0], numbers[1], numbers[2], numbers[3], added, *said, selected))
 
     def _ends(self, result: StepResult) -> bool:
         """Note what became of a draft. Whether there is something to learn; if not, the tokens are kept for later."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lookahead.core.compiled import FIRST, compiled, inner
 from lookahead.drafting.auto.ngrams import EVIDENCE_PRIOR, OLD_SHARE, Entries, Writing, write_entry
 from lookahead.drafting.auto.sources import KEPT, MOST_LISTED, PRIOR, ListedArrays
-from lookahead.drafting.auto.texts import TextArrays, append, begin_text, read_context
+from lookahead.drafting.auto.texts import TextArrays, append, read_context
 
 UNTRUSTED = 0.35
 """Share of selected tokens among the likeliest below which predictions that are not on the path teach nothing."""
@@ -76,6 +76,9 @@ class Known(NamedTuple):
 class Step(NamedTuple):
     """What a step showed, a row for each text, and one row's nodes after another's.
 
+    A row without nodes is a text that goes on without predictions. One that adds no tokens has the text itself learned:
+    its nodes are the last tokens of the text, the root the very last.
+
     Attributes:
         places: The place of each text, `[rows]`; -1 where the step added nothing.
         roots: How many of its nodes are tokens of each text before the last one, `[rows]`; they come first. The last
@@ -86,6 +89,8 @@ class Step(NamedTuple):
         ids: The likeliest tokens after each, likeliest first, `[nodes, listed]`; -1 where nothing was read. They are
             written over.
         probabilities: Their probabilities, likewise.
+        selected: Gets the token that was selected after each node, -1 for those that are not of the text now,
+            `[nodes]`.
     """
 
     places: NDArray[np.int64]
@@ -95,6 +100,14 @@ class Step(NamedTuple):
     tokens: NDArray[np.int64]
     ids: NDArray[np.int64]
     probabilities: NDArray[np.float32]
+    selected: NDArray[np.int64]
+
+    @classmethod
+    def of_text(cls, place: int, tokens: NDArray[np.int64], taught: int) -> Step:
+        """The text in a place goes on with these tokens; if there are none, so many of its last ones are learned."""
+        numbers = np.array([[place], [max(taught - 1, 0)], [taught], [len(tokens)]], dtype=np.int64)
+        ids, probabilities = np.full((taught, 1), -1, dtype=np.int64), np.zeros((taught, 1), dtype=np.float32)
+        return cls(numbers[0], numbers[1], numbers[2], numbers[3], tokens, ids, probabilities, ids[:, 0].copy())
 
 
 class Desk(NamedTuple):
@@ -102,56 +115,13 @@ class Desk(NamedTuple):
 
     Attributes:
         writing: How entries are written.
-        following: The token that was selected after each of its nodes, -1 for those that are not of the text now.
         context: Last tokens of a path, `[longest context]`.
         recent: Recent predictions while they are put in order.
-        likely: What a token counts that followed another in a text, `[1]`.
     """
 
     writing: Writing
-    following: NDArray[np.int64]
     context: NDArray[np.int64]
     recent: NDArray[np.int64]
-    likely: NDArray[np.float32]
-
-
-def allocate_desk(writing: Writing, nodes: int, orders: int, tried: int) -> Desk:
-    """Room for steps of so many nodes in all, contexts of up to `orders` tokens, and so many recent predictions."""
-    following, context, recent = (np.zeros(size, dtype=np.int64) for size in (nodes, orders, tried))
-    return Desk(writing, following, context, recent, np.zeros(1, dtype=np.float32))
-
-
-@compiled
-def go_on(
-    place: int, before: int, tokens: NDArray[np.int64], taught: int, clock: int, known: Known, desk: Desk
-) -> None:
-    """Extend the text in a place by these tokens, without predictions.
-
-    Args:
-        place: That of the text.
-        before: Where this is not below 0 the tokens begin a new text, which is those from `before` on; those in front
-            are searched with it.
-        tokens: See above.
-        taught: What followed the last ones of the text is written to the memory, from so many tokens back on.
-        clock: Dates it.
-        known, desk: See there.
-    """
-    of_text = known.heard[place]
-    of_text["guessed"] = 0
-    if before >= 0:
-        begin_text(place, known.texts)
-        known.texts.dropped[place] = -before
-        of_text["seen"] = of_text["agreed"] = of_text["share"] = 1.0
-        of_text["count"] = of_text["recalled"] = 0
-        for back in range(len(tokens) - before if known.settings["explores"] else 0):
-            of_text["count"] = _add_recent(tokens[len(tokens) - 1 - back], of_text["count"], known.recent[place])
-    append(place, tokens, FIRST, len(tokens), known.texts)
-    taught = min(taught, known.texts.lengths[place] - max(-known.texts.dropped[place], 0))
-    end, desk.likely[0] = known.texts.lengths[place], 1.0 if known.settings["observes"] else 1 - OLD_SHARE
-    for back in range(1, taught):
-        size = read_context(place, back - taught, known.trees[place], known.texts, desk.context)
-        desk.following[0] = known.texts.tokens[place, end - taught + back]
-        write_entry(desk.context[:size], desk.following[:1], desk.likely, clock, known.entries, desk.writing)
 
 
 @compiled
@@ -172,29 +142,40 @@ def learn(step: Step, clock: int, known: Known, desk: Desk) -> tuple[int, int]:
     for row in range(len(step.places)):
         place, root, end, last = step.places[row], step.roots[row], step.ends[row], first + step.added[row]
         if place >= 0:
-            nodes, of_text = trees[place], heard[place]
-            said, likely, selected = step.ids[begin:end], step.probabilities[begin:end], desk.following[begin:end]
-            accepted += _follow(root, step.tokens[first:last], nodes, said, selected)
-            _weigh_evidence(root, nodes, selected, entries.evidence)
-            if counts[place] >= 0:
-                _weigh_sources(step.tokens[first:last], listed)
-            if not settings["observes"]:
-                _compare(said, selected, of_text)
-            if settings["observes"] or of_text["share"] < UNTRUSTED:
+            nodes, of_text, tokens = trees[place], heard[place], step.tokens[first:last]
+            said, likely, selected = step.ids[begin:end], step.probabilities[begin:end], step.selected[begin:end]
+            if last == first:
+                _read_text(place, root, texts, selected)
+            elif end > begin:
+                accepted += _follow(root, tokens, nodes, said, selected)
+                _weigh_evidence(root, nodes, selected, entries.evidence)
+                if counts[place] >= 0:
+                    _weigh_sources(tokens, listed)
+                if not settings["observes"]:
+                    _compare(said, selected, of_text)
+            if last == first or settings["observes"] or of_text["share"] < UNTRUSTED:
                 _believe(said, likely, selected, 1.0 if settings["observes"] else 1 - OLD_SHARE)
             _keep_guesses(root, nodes, said, likely, selected, of_text)
-            if settings["explores"]:
+            if settings["explores"] and last > first:
                 of_text["count"] = _note_recent(root, said, selected, recent[place], of_text["count"], desk.recent)
             for is_text in (False, True):  # what is text now comes last, so that it counts
                 for at in range(len(selected)):
                     if said[at, 0] >= 0 and is_text == (at <= root or selected[at] >= 0):
                         size = read_context(place, at - root, nodes, texts, desk.context)
                         write_entry(desk.context[:size], said[at], likely[at], clock, entries, desk.writing)
-            append(place, step.tokens, first, last, texts)
+            append(place, tokens, texts)
             counts[place] = -1
             lost += of_text["share"] < UNTRUSTED and of_text["recalled"] == 0
         begin, first = end, last
     return accepted, lost
+
+
+@inner
+def _read_text(place: int, root: int, texts: TextArrays, selected: NDArray[np.int64]) -> None:
+    """Take the tokens of a text as those that were selected after the ones before them."""
+    last = texts.lengths[place] - 1
+    for at in range(len(selected)):
+        selected[at] = texts.tokens[place, last - root + at + 1] if at < root else -1
 
 
 @inner
@@ -295,11 +276,11 @@ def _keep_guesses(
 ) -> None:
     """Keep what the model says after the likeliest of the nodes in whose place another token was selected last. Often
     it says the same after that one."""
-    last = of_text["guessed"] = FIRST
-    for at in range(len(selected)):
+    last, of_text["guessed"] = root, 0
+    for at in range(root, len(selected)):
         last = at if selected[at] >= 0 else last
     for at in range(last + 1, len(selected)):
-        if nodes[at - root]["parent"] == last - root and of_text["guessed"] == 0:
+        if nodes[at - root]["parent"] == last - root and said[at, 0] >= 0 and of_text["guessed"] == 0:
             for rank in range(min(said.shape[1], MOST_LISTED)):
                 if said[at, rank] >= 0:
                     of_text["guesses"][rank], of_text["likely"][rank] = said[at, rank], likely[at, rank]

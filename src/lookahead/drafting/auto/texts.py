@@ -182,14 +182,6 @@ def follow_matches(
 
 
 @inner
-def _forget_runs(newest: NDArray[np.int32]) -> None:
-    """No bucket of a text has a place."""
-    for run in range(newest.shape[0]):
-        for bucket in range(newest.shape[1]):
-            newest[run, bucket] = -1
-
-
-@inner
 def _chain_runs(place: int, begin: int, texts: TextArrays) -> None:
     """Chain the places of a text after `begin`, each of which follows a run of each length."""
     tokens, newest, earlier = texts.tokens[place], texts.newest[place], texts.earlier[place]
@@ -205,28 +197,13 @@ def _chain_runs(place: int, begin: int, texts: TextArrays) -> None:
 
 
 @inner
-def append(place: int, tokens: NDArray[np.integer], begin: int, end: int, texts: TextArrays) -> None:
-    """A text goes on with `tokens[begin:end]`; one that is too long by then keeps its last tokens."""
-    length = first = texts.lengths[place]
-    if length + end - begin > 2 * texts.reach:
-        surplus = length + end - begin - texts.reach
-        length, first = max(length - surplus, 0), 0
-        for at in range(length):
-            texts.tokens[place, at] = texts.tokens[place, surplus + at]
-        begin = end - texts.reach + length
-        texts.dropped[place] += surplus
-        _forget_runs(texts.newest[place])
-    for at in range(begin, end):
-        texts.tokens[place, length + at - begin] = tokens[at]
-    texts.lengths[place] = length + end - begin
-    _chain_runs(place, first, texts)
-
-
-@inner
-def begin_text(place: int, texts: TextArrays) -> None:
-    """A new text in a place, without a token yet."""
-    _forget_runs(texts.newest[place])
-    texts.lengths[place] = texts.dropped[place] = 0
+def append(place: int, tokens: NDArray[np.integer], texts: TextArrays) -> None:
+    """A text goes on with these tokens, for which there is room."""
+    length = texts.lengths[place]
+    for at in range(len(tokens)):
+        texts.tokens[place, length + at] = tokens[at]
+    texts.lengths[place] = length + len(tokens)
+    _chain_runs(place, length, texts)
 
 
 def allocate_texts(places: int, room: int, reach: int) -> TextArrays:

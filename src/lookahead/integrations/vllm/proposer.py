@@ -183,7 +183,8 @@ class LookaheadProposer:
         sizes = zip(lengths.tolist(), added.tolist(), strict=True)
         new = [tokens[row, length - count : length] for row, (length, count) in enumerate(sizes)]
         selected = np.concatenate(new, dtype=np.int64) if new else np.empty(0, dtype=np.int64)
-        step = Step(rows.places, np.zeros_like(ends), ends, added, selected, *predictions)
+        room = np.empty(count, dtype=np.int64)
+        step = Step(rows.places, np.zeros_like(ends), ends, added, selected, *predictions, room)
         with batch.memory.lock:
             self.statistics.accepted += batch.learn(step)
 
