@@ -246,6 +246,7 @@ def test_images_are_seen_as_transformers_sees_them(seeing: Path, host: str) -> N
             f"http://{host}/none": "status 404",
             f"http://{host}/large": "more than 100000 bytes",
             f"file:///{host}/picture": "no host",
+            "http://[": "cannot be read",
             "data:image/png;base64,%%%": "base64",
             as_url(b"no image"): "no image",
             as_url(picture(1, "TIFF")): "no image in PNG",

@@ -399,3 +399,17 @@ def test_why_a_request_ended() -> None:
     assert text.statistics.first_token_seconds is not None
     assert text.statistics.total_seconds is not None
     assert engine.load.running == engine.load.waiting == engine.load.kv_bytes == 0
+
+
+def test_who_asks_is_told_once_that_a_request_is_done() -> None:
+    engine = Engine(build("llama"), NODES)
+    kept, gone = (engine.submit(PROMPT, max_new_tokens=6, do_sample=False) for _ in range(2))
+    told: list[str] = []
+    kept.add_done_callback(lambda: told.append(f"kept {kept.finish_reason}"))
+    gone.add_done_callback(lambda: told.append(f"gone {gone.finish_reason}"))
+    gone.cancel()
+    assert told == []
+    engine.run()
+    assert sorted(told) == ["gone cancelled", "kept length"]
+    kept.add_done_callback(lambda: told.append("late"))
+    assert told[2:] == ["late"]

@@ -124,8 +124,7 @@ class Generation:
         self._begin = time.monotonic()
         self._deadline = self._begin + seconds
         self._last: dict[int, float] = {}  # when each answer took its last step
-        self._queue: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
-        self._watchers: list[asyncio.Task[None]] = []
+        self._queue: asyncio.Queue[tuple[int, Piece | ApiError | None]] = asyncio.Queue()
         self._closed = False
         self._settled = False  # complete or failed: the client hears how it ended
         self.answers: list[Answer] = []
@@ -138,6 +137,7 @@ class Generation:
                 tell = partial(self._tell, loop, index)
                 answer = Answer(self._served, plan, index, plan.seed + number, tell)
                 self.answers.append(answer)
+                answer.handle.add_done_callback(partial(tell, None))
                 if self._closed:  # meanwhile
                     answer.handle.cancel()
 
@@ -151,15 +151,12 @@ class Generation:
             self._ended()
         for answer in self.answers:
             answer.handle.cancel()
-        for watcher in self._watchers:
-            watcher.cancel()
 
     def fail(self, error: ApiError) -> None:
         """Have the iteration end with an error, whatever there is still to come."""
         self._queue.put_nowait((0, error))
 
     async def __aiter__(self) -> AsyncIterator[tuple[Answer, Piece | None]]:
-        self._watchers = [asyncio.create_task(self._watch(answer)) for answer in self.answers]
         left = len(self.answers)
         while left:
             index, event = await self._next()
@@ -169,9 +166,10 @@ class Generation:
                 answer.add_logprobs(event)
                 yield answer, event
                 continue
+            self._settled = True
             if event is not None:
-                self._settled = True
                 raise event
+            answer.handle.result()  # which raises what ended it early
             left -= 1
             self._settled = left == 0
             self._metrics.count(FINISHED, label=answer.handle.finish_reason)
@@ -188,24 +186,13 @@ class Generation:
             for _ in range(tokens):
                 self._metrics.time(PER_TOKEN, (now - before) / tokens)
 
-    async def _next(self) -> tuple[int, Piece | BaseException | None]:
+    async def _next(self) -> tuple[int, Piece | ApiError | None]:
         try:
             return await asyncio.wait_for(self._queue.get(), max(self._deadline - time.monotonic(), 0.001))
         except asyncio.TimeoutError:
-            self._settled = True
-            raise ApiError(504, "the request took longer than this server allows", code="timeout") from None
+            return 0, ApiError(504, "the request took longer than this server allows", code="timeout")
 
-    def _tell(self, loop: asyncio.AbstractEventLoop, index: int, piece: Piece) -> None:
+    def _tell(self, loop: asyncio.AbstractEventLoop, index: int, piece: Piece | None) -> None:
+        """Tell of a step of an answer, or of its end."""
         with suppress(RuntimeError):  # the loop is closed: nobody is left to listen
             loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
-
-    async def _watch(self, answer: Answer) -> None:
-        """Tell of the end. Behind the last piece: what the engine's thread told before is in the loop by then."""
-        failed: BaseException | None = None
-        try:
-            await answer.handle.wait()
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            failed = error
-        asyncio.get_running_loop().call_soon(self._queue.put_nowait, (answer.index, failed))

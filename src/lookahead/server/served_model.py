@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -288,7 +287,7 @@ def read_images(urls: list[str], settings: ServerSettings) -> list[Image.Image]:
     """
     if len(urls) > MOST_IMAGES:
         raise refused("messages", f"messages has {len(urls)} images; the most is {MOST_IMAGES}")
-    return [_decoded(_of_data(url) if url.startswith("data:") else _fetched(url, settings)) for url in urls]
+    return [_decoded(_fetched(url, settings)) for url in urls]
 
 
 def _decoded(data: bytes) -> Image.Image:
@@ -297,18 +296,15 @@ def _decoded(data: bytes) -> Image.Image:
         if image.width * image.height <= _MOST_PIXELS:
             return image.convert("RGB")
     except Exception as error:  # decoders raise what they like
-        raise refused("messages", f"messages: image_url holds no image in {', '.join(_FORMATS)}") from error
+        raise refused(
+            "messages",
+            f"messages: image_url holds no image in {', '.join(_FORMATS)}; send it as data:image/...;base64,...",
+        ) from error
     raise refused("messages", f"messages: an image has more than {_MOST_PIXELS} pixels")
 
 
-def _of_data(url: str) -> bytes:
-    head, _, text = url.partition(",")
-    try:
-        if not head.endswith(";base64"):
-            raise ValueError("another encoding")
-        return base64.b64decode(text, validate=True)
-    except ValueError as error:
-        raise refused("messages", "messages: image_url must be data:image/...;base64,...") from error
+_LONGEST_ADDRESS = 2048
+"""Characters, of an address that is no data URL."""
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -319,27 +315,28 @@ class _NoRedirects(HTTPRedirectHandler):
 
 
 def _fetched(url: str, settings: ServerSettings) -> bytes:
-    """What a host has under an address, if it is one of those that are allowed."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or parts.netloc not in (settings.image_host or ()):
-        raise refused(
-            "messages",
-            f"messages: image_url {url[:100]!r} is of no host that this server may ask (--image-host); send the image "
-            "as data:image/...;base64,...",
-        )
+    """What a data URL holds, or a host has under an address, if it is one of those that are allowed."""
     data, deadline = b"", time.monotonic() + _SECONDS
     try:
+        parts = urlsplit(url[:_LONGEST_ADDRESS])  # as it keeps what it has split
+        is_allowed = parts.scheme in ("http", "https") and parts.netloc in (settings.image_host or ())
+        if parts.scheme != "data" and not is_allowed:
+            raise refused(
+                "messages",
+                f"messages: image_url {url[:100]!r} is of no host that this server may ask (--image-host); send the "
+                "image as data:image/...;base64,...",
+            )
         with build_opener(_NoRedirects).open(url, timeout=_SECONDS) as answer:
             while part := answer.read1(2**16):
                 data += part
                 if len(data) > settings.max_image_bytes or time.monotonic() > deadline:
-                    raise ApiError(
-                        400,
-                        f"{url[:100]!r} has more than {settings.max_image_bytes} bytes, or takes too long",
+                    raise refused(
                         "messages",
+                        f"messages: image_url {url[:100]!r} has more than {settings.max_image_bytes} bytes, or takes "
+                        f"longer than {_SECONDS:g} s",
                     )
     except HTTPError as error:
-        raise ApiError(400, f"{url[:100]!r} was answered with status {error.code}", "messages") from error
+        raise refused("messages", f"messages: image_url {url[:100]!r} was answered with status {error.code}") from error
     except (OSError, ValueError) as error:
-        raise ApiError(400, f"{url[:100]!r} cannot be read: {error}", "messages") from error
+        raise refused("messages", f"messages: image_url {url[:100]!r} cannot be read: {error}") from error
     return data

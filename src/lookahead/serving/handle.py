@@ -63,6 +63,7 @@ class RequestHandle:
         self._done = False
         self._cancelled = False
         self._listeners: set[Callable[[], None]] = set()
+        self._done_callbacks: list[Callable[[], None]] = []
         self._reason: str | None = None
         self.statistics = RequestStatistics()
 
@@ -113,6 +114,14 @@ class RequestHandle:
         async for _ in self.events():
             pass
         return self._outcome()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called once it is done, in the thread that ends it; at once if it is done."""
+        with self._changed:
+            if not self._done:
+                self._done_callbacks.append(callback)
+                return
+        callback()
 
     def events(self) -> TokenEvents:
         """The new tokens as they come, for `for` and for `async for`."""
@@ -214,6 +223,8 @@ class RequestHandle:
             self._done = True
             self._changed.notify_all()
         self._notify()
+        while self._done_callbacks:
+            self._done_callbacks.pop(0)()
 
     def _notify(self) -> None:
         for listener in list(self._listeners):
