@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from lookahead.cli import main
+from lookahead.cli.rendering import TextPrinter
 from server_process import ServerProcess
 
 PROMPT = "def add(a, b):"
@@ -83,3 +85,13 @@ def test_what_cannot_be_met(
 ) -> None:
     assert main(["generate", *connection, *options, PROMPT]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_is_piped_is_the_text_itself() -> None:
+    """As of a model here: terminals alone get colours, and pictures of control characters."""
+    out = io.StringIO()
+    printer = TextPrinter(Console(file=out, soft_wrap=True))
+    for text in ("if x:\n\treturn", "", "\r\x1b[0m"):
+        printer.show(text)
+    printer.finish()
+    assert out.getvalue() == "if x:\n\treturn\r\x1b[0m\n"

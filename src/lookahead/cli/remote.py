@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 from lookahead.cli import process
 from lookahead.cli.chat import Turn
 from lookahead.cli.inputs import read_api_keys
-from lookahead.cli.rendering import STEP_STYLES, Consoles, counts_line, print_json, visible
+from lookahead.cli.rendering import Consoles, TextPrinter, counts_line, print_json
 from lookahead.cli.settings import DRAWING, ChatSettings, DecodingSettings, GenerateSettings
 from lookahead.config import LookaheadConfig
 from lookahead.errors import InvalidArgumentError, LookaheadError
@@ -57,18 +57,31 @@ class RemoteAnswer:
 
 
 class Remote:
-    """A server.
+    """The server that the settings name.
 
-    Args:
-        url: Where it is, such as `http://127.0.0.1:8000`.
-        key: The API key that it asks for, if it does.
+    Raises:
+        InvalidArgumentError: There are options about this machine, or those that say where it is cannot be right.
+        LookaheadError: It cannot be reached.
     """
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, settings: GenerateSettings | ChatSettings) -> None:
+        for field in fields(settings):
+            if field.name not in _SENT and getattr(settings, field.name) != field.default:
+                name = "--" + field.name.replace("_", "-")
+                raise InvalidArgumentError(f"{name} is about a model on this machine; leave it out with --server")
+        config = settings.config
+        plain = LookaheadConfig(config.preset, config.step_budget)
+        if replace(config, memory=plain.memory) != plain or config.memory not in ("request", "process"):
+            raise InvalidArgumentError(
+                "with --server only --preset and --step-budget say how to draft; leave the others out"
+            )
+        url = settings.server or ""
         if not url.startswith(("http://", "https://")):
             raise InvalidArgumentError(f"--server {url}: must begin with http:// or https://")
         self._url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._headers = {"Content-Type": "application/json"}
+        for key in read_api_keys(settings.api_key_file)[:1]:
+            self._headers["Authorization"] = f"Bearer {key}"
         with self._open("/v1/models", None) as found:
             self.model = str(json.load(found)["data"][0]["id"])
 
@@ -98,21 +111,6 @@ class Remote:
             raise LookaheadError(f"--server {self._url}: cannot be reached, or went away: {reason}") from error
 
 
-def connect(settings: GenerateSettings | ChatSettings) -> Remote:
-    """The server that the settings name; refuses options that are about this machine."""
-    for field in fields(settings):
-        if field.name not in _SENT and getattr(settings, field.name) != field.default:
-            name = "--" + field.name.replace("_", "-")
-            raise InvalidArgumentError(f"{name} is about a model on this machine; leave it out with --server")
-    config = settings.config
-    plain = LookaheadConfig(config.preset, config.step_budget)
-    if replace(config, memory=plain.memory) != plain or config.memory not in ("request", "process"):
-        raise InvalidArgumentError(
-            "with --server only --preset and --step-budget say how to draft; leave the others out"
-        )
-    return Remote(settings.server or "", next(iter(read_api_keys(settings.api_key_file)), None))
-
-
 def request_body(settings: DecodingSettings) -> dict[str, Any]:
     """What the settings ask a server for."""
     drafting = {"preset": settings.config.preset, "step_budget": settings.config.step_budget, "steps": True}
@@ -124,6 +122,7 @@ def request_body(settings: DecodingSettings) -> dict[str, Any]:
 def answer(remote: Remote, path: str, body: dict[str, Any], consoles: Consoles | None) -> RemoteAnswer:
     """Ask, and print the answer as it comes if there are consoles. Ctrl-C ends it."""
     made, start = RemoteAnswer(), perf_counter()
+    printer = None if consoles is None else TextPrinter(consoles.out)
     try:
         for event in remote.stream(path, body):
             made.steps += "lookahead" in event
@@ -131,21 +130,21 @@ def answer(remote: Remote, path: str, body: dict[str, Any], consoles: Consoles |
             for choice in event["choices"]:
                 piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
                 made.text += piece
-                if piece and consoles is not None:
-                    consoles.out.print(visible(piece), style=STEP_STYLES[made.steps % 2], end="")
+                if printer is not None:
+                    printer.show(piece)
                 made.complete |= choice["finish_reason"] is not None
     except KeyboardInterrupt:
         made.complete = False
     made.seconds = perf_counter() - start
-    if consoles is not None:
-        consoles.out.print()
+    if printer is not None:
+        printer.finish()
     return made
 
 
 def generate(settings: GenerateSettings, text: str) -> int:
     """`lookahead generate --server`."""
     consoles = Consoles.create(no_color=settings.no_color)
-    remote = connect(settings)
+    remote = Remote(settings)
     process.raise_on_interrupt()
     body = request_body(settings) | {"prompt": text}
     made = answer(remote, "/v1/completions", body, None if settings.json else consoles)
@@ -164,7 +163,7 @@ class RemotePartner:
     """
 
     def __init__(self, settings: ChatSettings) -> None:
-        self._remote, self._body = connect(settings), request_body(settings)
+        self._remote, self._body = Remote(settings), request_body(settings)
         self._begin = [] if settings.system is None else [{"role": "system", "content": settings.system}]
         self.name = self._remote.model
         self.reset()

@@ -96,39 +96,49 @@ def counts_line(tokens: int, steps: int, seconds: float) -> str:
     return f"{tokens} tokens in {steps} steps, step compression {compression:.2f}, {speed:.1f} tokens/s"
 
 
-class StepPrinter:
-    """Prints generated text as it arrives, the tokens of one step in one colour."""
+class TextPrinter:
+    """Prints text as it arrives, that of one step in one colour."""
 
-    def __init__(self, out: Console, tokenizer: Tokenizer) -> None:
+    def __init__(self, out: Console) -> None:
         self._out = out
-        self._text = TextBuilder(tokenizer)
         self._steps = 0
         self._last = "\n"
+
+    def show(self, text: str) -> None:
+        """Print the text of one more step."""
+        if text and self._out.is_terminal:
+            segment = Segment(visible(text), STEP_STYLES[self._steps % len(STEP_STYLES)])
+            # A bare segment, since rich would wrap words and expand tabs in a text that begins mid-line.
+            self._out.print(Segments([segment]), end="", soft_wrap=True)
+        elif text:
+            self._out.file.write(text)
+            self._out.file.flush()
+        self._last = text[-1:] or self._last
+        self._steps += 1
+
+    def finish(self) -> None:
+        """End the line."""
+        if self._last != "\n":
+            self.show("\n")
+
+
+class StepPrinter(TextPrinter):
+    """Prints generated tokens as text."""
+
+    def __init__(self, out: Console, tokenizer: Tokenizer) -> None:
+        super().__init__(out)
+        self._text = TextBuilder(tokenizer)
 
     def step(self, tokens: Sequence[int]) -> None:
         """Print what is certain of the text after one more step."""
         for token in tokens:
             self._text.add(token)
-        self._print(self._text.take())
-        self._steps += 1
+        self.show(self._text.take())
 
     def finish(self) -> None:
         """Print the rest, and end the line."""
-        self._print(self._text.finish())
-        if self._last != "\n":
-            self._print("\n")
-
-    def _print(self, text: str) -> None:
-        if not text:
-            return
-        self._last = text[-1]
-        if self._out.is_terminal:
-            segment = Segment(visible(text), STEP_STYLES[self._steps % len(STEP_STYLES)])
-            # A bare segment, since rich would wrap words and expand tabs in a text that begins mid-line.
-            self._out.print(Segments([segment]), end="", soft_wrap=True)
-        else:
-            self._out.file.write(text)
-            self._out.file.flush()
+        self.show(self._text.finish())
+        super().finish()
 
 
 def print_json(out: Console, result: Mapping[str, Any]) -> None:
