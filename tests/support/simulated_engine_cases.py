@@ -152,10 +152,10 @@ def test_limited_memory_is_taken_once_and_given_back(device: Simulation) -> None
 
 
 def test_texts_begin_with_what_others_have(
-    device: Simulation, demo_model: PreTrainedModel, demo_prompt: torch.Tensor
+    device: Simulation, demo_model: PreTrainedModel, there: PreTrainedModel, demo_prompt: torch.Tensor
 ) -> None:
     """Finished texts and running ones; a long prompt is read in parts, larger than what is captured."""
-    engine = Engine(on_cuda(copy.deepcopy(demo_model)), LookaheadConfig(), max_rows=2, prompt_tokens=300)
+    engine = Engine(there, LookaheadConfig(), max_rows=2, prompt_tokens=300)
     long = torch.cat([demo_prompt, demo_prompt[:, :250]], dim=1)
     texts = [long, long[:, :-5], torch.cat([long[:, :-5], demo_prompt[:, :40]], dim=1)]
     options = {**OPTIONS, **GREEDY}
@@ -169,9 +169,9 @@ def test_texts_begin_with_what_others_have(
 
 
 def test_log_probabilities_take_no_further_wait(
-    device: Simulation, demo_model: PreTrainedModel, demo_prompt: torch.Tensor
+    device: Simulation, demo_model: PreTrainedModel, there: PreTrainedModel, demo_prompt: torch.Tensor
 ) -> None:
-    engine = Engine(on_cuda(copy.deepcopy(demo_model)), EIGHT, max_rows=2)
+    engine = Engine(there, EIGHT, max_rows=2)
     options = {**OPTIONS, **GREEDY}
     handles = [engine.submit(demo_prompt[:, :100].to("cuda"), logprobs=count, **options) for count in (3, 12)]
     engine.step()
