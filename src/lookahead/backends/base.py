@@ -20,7 +20,7 @@ from lookahead.errors import InvalidArgumentError
 
 
 class TextRow:
-    """What is kept of one text that comes and goes: keys and values, or running states. It belongs to no step.
+    """The state of one text between steps: keys and values, or running states. It belongs to no step.
 
     Attributes:
         most_pending: How many tokens of a text that is not cached yet the coming step sends at most; any number if
@@ -206,7 +206,7 @@ def check_chain(tree: TokenTree) -> None:
 
 
 class Call:
-    """What one call of `generate` runs on: acquired when this is made, and released when the call ends.
+    """The resources of one call of `generate`: acquired on creation, released when the call ends.
 
     Attributes:
         runner: Runs the trees.

@@ -30,16 +30,16 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
         Token ids `[rows]` int64.
     """
     rows, vocabulary = logits.shape
-    whole = vocabulary // _CHUNK * _CHUNK
+    chunked = vocabulary // _CHUNK * _CHUNK
     if rows <= 1 or vocabulary < _CHUNKED_FROM or logits.is_cuda:
         return logits.argmax(dim=-1)
-    chunks = logits[:, :whole].view(rows, -1, _CHUNK)
+    chunks = logits[:, :chunked].view(rows, -1, _CHUNK)
     best_chunk = chunks.amax(dim=-1).argmax(dim=-1)  # [rows]
     row = torch.arange(rows, device=logits.device)
     best = best_chunk * _CHUNK + chunks[row, best_chunk].argmax(dim=-1)
-    if whole == vocabulary:
+    if chunked == vocabulary:
         return best
-    tail = whole + logits[:, whole:].argmax(dim=-1)
+    tail = chunked + logits[:, chunked:].argmax(dim=-1)
     # Not a number counts as the largest, and the first one wins.
     at_best, at_tail = logits[row, best], logits[row, tail]
     return torch.where((at_tail > at_best) | (at_tail.isnan() & ~at_best.isnan()), tail, best)
@@ -234,9 +234,9 @@ def _spread_all(found: Listed, rows: NDArray[np.int64], nodes: NDArray[np.int64]
 
 def _spread(values: NDArray[Any], nodes: Any, length: int, unread: int) -> NDArray[Any]:
     """What is known of `nodes` as an array over all of a tree's nodes."""
-    whole = np.full((length, *values.shape[1:]), unread, dtype=values.dtype)
-    whole[nodes] = values
-    return whole
+    spread = np.full((length, *values.shape[1:]), unread, dtype=values.dtype)
+    spread[nodes] = values
+    return spread
 
 
 def nothing_listed(rows: int, top_k: int = 0) -> Listed:

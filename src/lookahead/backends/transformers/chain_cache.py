@@ -39,8 +39,8 @@ def take_source(model_kwargs: dict[str, Any]) -> dict[str, Any]:
     """
     source = {name: model_kwargs.pop(name) for name in _OF_THE_ENCODER if model_kwargs.get(name) is not None}
     for name in ("attention_mask", "position_ids"):
-        if (own := model_kwargs.pop(f"decoder_{name}", None)) is not None:
-            model_kwargs[name] = own
+        if (value := model_kwargs.pop(f"decoder_{name}", None)) is not None:
+            model_kwargs[name] = value
     return source
 
 
@@ -272,17 +272,17 @@ def row_of_batch(cache: Cache, row: int, counted: torch.Tensor) -> Cache:
         row: The row.
         counted: Which columns count, `[columns]` bool; hidden ones come first.
     """
-    own = copy.copy(cache)
-    own.layers = [_copied(layer) for layer in cache.layers]
-    own.reorder_cache(torch.tensor([row], device=counted.device))
-    for layer in own.layers:
+    row_cache = copy.copy(cache)
+    row_cache.layers = [_copied(layer) for layer in cache.layers]
+    row_cache.reorder_cache(torch.tensor([row], device=counted.device))
+    for layer in row_cache.layers:
         for name in _COLUMNS:
             states = getattr(layer, name, None)
             if states is not None and states.numel():
                 setattr(layer, name, states[..., counted[-states.shape[-2] :].to(states.device), :])
         if hasattr(layer, "cumulative_length"):
             layer.cumulative_length -= int((~counted).sum())
-    return own
+    return row_cache
 
 
 def _copied(layer: Any) -> Any:

@@ -159,7 +159,7 @@ class Recordings:
 
     def listing(self, size: int, top_k: int) -> int | None:
         """How many tokens a recorded pass of so many nodes lists, `top_k` or more; `None` if there is none."""
-        return min((listed for each, listed in self._passes if each == size and listed >= top_k), default=None)
+        return min((listed for nodes, listed in self._passes if nodes == size and listed >= top_k), default=None)
 
     def run(self, inputs: FixedInputs, top_k: int) -> Outputs:
         """Run a pass of the size of `inputs` that lists at least `top_k` tokens; see `run_pass`."""
@@ -178,8 +178,8 @@ class Recordings:
         run: Callable[..., Outputs] = run_pass
         if self._compiler is not None:
             # Dynamo keeps what it compiled with the code object, no more than a few, so each size has one of its own.
-            own = types.FunctionType(run_pass.__code__.replace(), run_pass.__globals__, run_pass.__name__)
-            run = torch.compile(own, fullgraph=True, dynamic=False, backend=self._compiler)
+            function = types.FunctionType(run_pass.__code__.replace(), run_pass.__globals__, run_pass.__name__)
+            run = torch.compile(function, fullgraph=True, dynamic=False, backend=self._compiler)
         reference, cache = self._model, self._cache
 
         def work() -> Outputs:

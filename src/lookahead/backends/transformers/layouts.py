@@ -99,7 +99,7 @@ class Padded:
         keep = reads[0] if rows == 1 else np.unique(np.concatenate(reads))
         found = self._bring(step, *padded(step, rows, nodes), keep)
         if rows > 1:
-            found.rows = [row * len(keep) + np.searchsorted(keep, own) for row, own in enumerate(reads)]
+            found.rows = [row * len(keep) + np.searchsorted(keep, read_slots) for row, read_slots in enumerate(reads)]
         return found
 
     def _bring(self, step: Step, tokens: Integers, positions: Integers, placed: Integers, keep: Integers) -> Inputs:
@@ -227,17 +227,17 @@ class Packed:
         rows = list(zip(step.lengths, step.layouts, positions, strict=True))
         if self._is_invariant:
             return [
-                torch.from_numpy(self._masks.packed(kind, layout.ancestor_mask()[None], [length], own[None]))
-                for length, layout, own in rows
+                torch.from_numpy(self._masks.packed(kind, layout.ancestor_mask()[None], [length], of_row[None]))
+                for length, layout, of_row in rows
             ]
         return [None if self._sees_all_before(kind, *row) else self._dense(kind, *row) for row in rows]
 
-    def _sees_all_before(self, kind: str, length: int, layout: Layout, own: Integers) -> bool:
+    def _sees_all_before(self, kind: str, length: int, layout: Layout, positions: Integers) -> bool:
         """Whether each node sees all that is before it, which no mask has to say of one node, or of a whole text."""
-        if len(own) > 1 and (length > 0 or not np.array_equal(layout.ancestor_mask(), np.tri(len(own)))):
+        if len(positions) > 1 and (length > 0 or not np.array_equal(layout.ancestor_mask(), np.tri(len(positions)))):
             return False
-        return not first_position(own, *self._masks.reach(kind)).any()
+        return not first_position(positions, *self._masks.reach(kind)).any()
 
-    def _dense(self, kind: str, length: int, layout: Layout, own: Integers) -> torch.Tensor:
+    def _dense(self, kind: str, length: int, layout: Layout, positions: Integers) -> torch.Tensor:
         seen = layout.ancestor_mask()[None]
-        return self._masks.additive(kind, seen, [length], own[None], self._dtype, self._device)
+        return self._masks.additive(kind, seen, [length], positions[None], self._dtype, self._device)

@@ -32,7 +32,7 @@ Setting = tuple[object, ...]
 
 @dataclass(eq=False)
 class ModelState:
-    """What is kept for one model, outside of it: a copy or a pickle of the model begins without.
+    """All that the library keeps for one model. It lies outside of the model, so a copy or a pickle begins without.
 
     Nothing in here refers to the model, or it would never go. A shared-weight clone is a model of its own, with a state
     of its own.

@@ -130,10 +130,10 @@ class PooledRow(TextRow):
         length = cache.length
         self.reserve(length)
         columns = upload(self._pool.cache.buffers[0].device, self.columns(np.arange(length)))[0]
-        for layer, own in zip(cache.layers, self._pool.cache.layers, strict=False):
+        for layer, pooled in zip(cache.layers, self._pool.cache.layers, strict=False):
             if layer.is_initialized:
-                own.keys.index_copy_(2, columns, layer.keys.narrow(2, 0, length))
-                own.values.index_copy_(2, columns, layer.values.narrow(2, 0, length))
+                pooled.keys.index_copy_(2, columns, layer.keys.narrow(2, 0, length))
+                pooled.values.index_copy_(2, columns, layer.values.narrow(2, 0, length))
         self.length = length
 
 
@@ -182,8 +182,8 @@ class PooledInputs:
         tokens[0, used:], positions[0, used:] = 0, 0
         columns[used:] = np.arange(used, self.nodes) % self._block
         for place, (row, layout) in enumerate(zip(rows, step.layouts, strict=True)):
-            own = slice(int(firsts[place]), int(firsts[place + 1]))
-            tokens[0, own], positions[0, own] = layout.tokens, layout.depths
+            part = slice(int(firsts[place]), int(firsts[place + 1]))
+            tokens[0, part], positions[0, part] = layout.tokens, layout.depths
             table[place, : len(row.pages)] = row.pages
         shifts = step.shifts or [0] * len(rows)
         starting = [start + shift for start, shift in zip(step.starts, shifts, strict=True)]
@@ -280,8 +280,8 @@ class PooledRunner(RowsRunner):
         self._make_room(max(len(row.pages) for row in rows))
         nodes, firsts = sum(step.counts), np.cumsum([0, *step.counts])
         reads = [layout.read_slots for layout in step.layouts]
-        places = [first + own for first, own in zip(firsts, reads, strict=False)]
-        nodes_read = [layout.order[own] for layout, own in zip(step.layouts, reads, strict=True)]
+        places = [first + read_slots for first, read_slots in zip(firsts, reads, strict=False)]
+        nodes_read = [layout.order[read_slots] for layout, read_slots in zip(step.layouts, reads, strict=True)]
         size = next((size for size in self._sizes if size >= nodes), None)
         if size is None:
             logits = self._run_once(nodes, np.concatenate(places), step)
@@ -327,13 +327,13 @@ class PooledRunner(RowsRunner):
         """See `Runner`."""
         rows: Any = self.rows
         sources, targets, slots = [], [], self._slots_of(kept)
-        for row, own in zip(rows, slots, strict=True):
-            moved = [(slot, target) for target, slot in enumerate(own) if slot != target]
+        for row, row_slots in zip(rows, slots, strict=True):
+            moved = [(slot, target) for target, slot in enumerate(row_slots) if slot != target]
             if moved:
                 places = row.columns(row.length + np.array(moved))
                 sources.append(places[:, 0])
                 targets.append(places[:, 1])
         if sources:
             self._pool.move(np.concatenate(sources), np.concatenate(targets))
-        for row, own in zip(rows, slots, strict=True):
-            row.length += len(own)
+        for row, row_slots in zip(rows, slots, strict=True):
+            row.length += len(row_slots)

@@ -127,7 +127,8 @@ class StaticTreeCache(Cache):  # type: ignore[misc]
     def crop(self, tokens: int, row: int | None = None) -> None:
         """Forget all behind the first `tokens` tokens, of one row or of all."""
         rows = range(self.batch) if row is None else [row]
-        self._set_lengths([min(own, tokens) if place in rows else own for place, own in enumerate(self.lengths)])
+        lengths = enumerate(self.lengths)
+        self._set_lengths([min(length, tokens) if place in rows else length for place, length in lengths])
 
     @contextmanager
     def written_at(self, columns: torch.Tensor) -> Iterator[None]:
@@ -181,12 +182,12 @@ class StaticTreeCache(Cache):  # type: ignore[misc]
     def adopt(self, texts: Sequence[TreeCache]) -> None:
         """Begin with what other caches hold, one for each row, of at most `capacity` tokens; nothing else is left."""
         for row, cache in enumerate(texts):
-            for layer, own in zip(cache.layers, self.layers, strict=False):
+            for layer, padded in zip(cache.layers, self.layers, strict=False):
                 if layer.is_initialized:
                     # What a sliding layer has forgotten is hidden by its window.
                     columns, count = slice(layer.dropped, cache.length), cache.length - layer.dropped
-                    own.keys[row, :, columns] = layer.keys[0, :, :count]
-                    own.values[row, :, columns] = layer.values[0, :, :count]
+                    padded.keys[row, :, columns] = layer.keys[0, :, :count]
+                    padded.values[row, :, columns] = layer.values[0, :, :count]
         self._set_lengths([cache.length for cache in texts])
 
     def text(self, row: int) -> TreeCache:
@@ -361,8 +362,8 @@ class PaddedCache(RowsCache):
         """Add those of the text of a row."""
         row, _ = self._rows[place]
         if row.length:
-            for whole, states in zip(padded, found, strict=True):
-                whole.narrow(0, place, 1).narrow(2, 0, row.length).copy_(states.narrow(2, 0, row.length))
+            for padded_states, states in zip(padded, found, strict=True):
+                padded_states.narrow(0, place, 1).narrow(2, 0, row.length).copy_(states.narrow(2, 0, row.length))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens kept of the longest text."""

@@ -148,8 +148,8 @@ class TextSampler:
     ) -> None:
         self._processor = processor
         self._processors = _listed(processor)
-        self._ignores_text = all(type(each) in IGNORE_TEXT for each in self._processors)
-        warpers = [each for each in self._processors if isinstance(each, TemperatureLogitsWarper)]
+        self._ignores_text = all(type(member) in IGNORE_TEXT for member in self._processors)
+        warpers = [member for member in self._processors if isinstance(member, TemperatureLogitsWarper)]
         self._temperature = float(warpers[0].temperature) if warpers else 1.0
         self._noise, self._row = noise, row
         self._like: torch.Tensor | None = None  # the probabilities that were sampled from last

@@ -42,14 +42,14 @@ def fingerprint(tensor: torch.Tensor) -> NDArray[np.uint64]:
         `[bytes // 4096 + 1]` uint64; comparable within a process.
     """
     octets = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    whole = octets.nbytes // (4 * _LENGTH)
-    words = octets[: whole * 4 * _LENGTH].view(np.uint32).reshape(whole, _LENGTH)
+    full_rows = octets.nbytes // (4 * _LENGTH)
+    words = octets[: full_rows * 4 * _LENGTH].view(np.uint32).reshape(full_rows, _LENGTH)
     rest = np.zeros((1, 4 * _LENGTH), dtype=np.uint8)
     rest[0, : octets.nbytes - words.nbytes] = octets[words.nbytes :]
-    sums = np.empty(whole + 1, dtype=np.uint64)
+    sums = np.empty(full_rows + 1, dtype=np.uint64)
     add_up = _add_up_compiled if IS_COMPILED else _add_up_arrays
-    add_up(words, _KEYS, sums[:whole])
-    add_up(rest.view(np.uint32), _KEYS, sums[whole:])
+    add_up(words, _KEYS, sums[:full_rows])
+    add_up(rest.view(np.uint32), _KEYS, sums[full_rows:])
     return sums
 
 

@@ -104,14 +104,14 @@ class StaticInputs:
             part: Which `nodes` slots of the trees.
         """
         rows, start = len(self._tokens), part * self.nodes
-        own = slice(start, start + self.nodes)
+        part_slots = slice(start, start + self.nodes)
         tokens, places, positions = padded(step, rows, self._slots)
         lengths = [*step.lengths, *[0] * (rows - len(step.lengths))]
         np.add(self._offsets, max(lengths) + start, out=self._columns)
-        self._tokens[:], self._positions[:] = tokens[:, own], positions[:, own]
+        self._tokens[:], self._positions[:] = tokens[:, part_slots], positions[:, part_slots]
         masks = self._masks.pack(ancestors(step, rows, self._slots), lengths, places)
         for buffer, packed in zip(self._packed, masks, strict=True):
-            buffer[:] = packed[:, :, own]
+            buffer[:] = packed[:, :, part_slots]
         self._staged.send()
 
 
@@ -198,8 +198,8 @@ class StaticSteps:
             self._inputs[size] = StaticInputs(self._masks, self.cache.rows, size, self._device, self._most)
         logits, listed = self._run(size, parts, step, top_k)
         reads = [layout.read_slots for layout in step.layouts]
-        nodes_read = [layout.order[own] for layout, own in zip(step.layouts, reads, strict=True)]
-        rows = [row * parts * size + own for row, own in enumerate(reads)]
+        nodes_read = [layout.order[read_slots] for layout, read_slots in zip(step.layouts, reads, strict=True)]
+        rows = [row * parts * size + read_slots for row, read_slots in enumerate(reads)]
         return forward_results(step.counts, nodes_read, logits, top_k, rows, borrowed=True, listed=listed)
 
     def _run(self, size: int, parts: int, step: Step, top_k: int) -> Outputs:
@@ -211,7 +211,7 @@ class StaticSteps:
             if parts == 1:
                 return outputs
             given.append([states.view(self.cache.rows, size, -1).clone() for states in outputs])  # the next overwrites
-        logits, listed = (torch.cat(whole, dim=1).flatten(0, 1) for whole in zip(*given, strict=True))
+        logits, listed = (torch.cat(pieces, dim=1).flatten(0, 1) for pieces in zip(*given, strict=True))
         return logits, listed
 
     def _grow(self, needed: int) -> None:

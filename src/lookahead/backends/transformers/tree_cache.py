@@ -313,8 +313,8 @@ def adopt_cache(cache: Cache, mask: torch.Tensor) -> list[TreeCache]:
             "same texts"
         )
     _check_states(filled[0].keys, held.cpu())
-    for row, (own, counted) in enumerate(zip(adopted, held, strict=True)):
-        own.layers = [_adopt_layer(layer, row, counted) for layer in cache.layers]
+    for row, (row_cache, counted) in enumerate(zip(adopted, held, strict=True)):
+        row_cache.layers = [_adopt_layer(layer, row, counted) for layer in cache.layers]
     return adopted
 
 
@@ -380,9 +380,9 @@ def _laid_out(layer: TreeLayer, counted: torch.Tensor, window: int | None) -> li
     for states, dropped in zip(parts, (layer.dropped, layer.dropped, 0), strict=False):
         kept = states[:, :, : layer.length - dropped]
         if int(columns[-1]) >= layer.length or (dropped and window is None):
-            whole = states.new_full((*states.shape[:2], int(columns[-1]) + 1, states.shape[3]), _BLANK)
-            whole[:, :, columns[dropped:].to(states.device)] = kept
-            kept = whole
+            padded = states.new_full((*states.shape[:2], int(columns[-1]) + 1, states.shape[3]), _BLANK)
+            padded[:, :, columns[dropped:].to(states.device)] = kept
+            kept = padded
         found.append(kept if window is None else kept[:, :, max(kept.shape[2] - window + 1, 0) :])
     return found
 

@@ -288,7 +288,7 @@ def _branches(model: PreTrainedModel, same: bool) -> tuple[torch.Tensor, torch.T
     vocabulary = vocabulary_size(model)
     text = [token % vocabulary for token in (5, 11, 7, 3, 13, 2, 17)]
     a, b = 19 % vocabulary, 23 % vocabulary
-    others = [_another(token % vocabulary, a, vocabulary) for token in (29, 31, 37, 41)]
+    wrong_tokens = [_another(token % vocabulary, a, vocabulary) for token in (29, 31, 37, 41)]
     runner = ModelRunner(model, batch_size=1)
     prefill = TokenTree(text[:-1])
     runner.forward([prefill])
@@ -297,9 +297,9 @@ def _branches(model: PreTrainedModel, same: bool) -> tuple[torch.Tensor, torch.T
     first = tree.add_window_node(a, tree.root, needs_logits=False)
     last = tree.add_window_node(b, first, needs_logits=True)
     # Several tokens between, so that seeing them, or counting them as positions, would leave its mark.
-    for token in others:
+    for token in wrong_tokens:
         tree.add_window_node(a if same else token, tree.root, needs_logits=False)
-    parent = tree.add_window_node(a if same else others[0], tree.root, needs_logits=False)
+    parent = tree.add_window_node(a if same else wrong_tokens[0], tree.root, needs_logits=False)
     other = tree.add_window_node(b, parent, needs_logits=True)
     result = runner.forward([tree])[0]
     return result.logits_after(last)[0], result.logits_after(other)[0]
