@@ -47,9 +47,9 @@ class MemoryFile:
         _check_place(path)
         self._path = path
         self._saving = Lock()
-        self._known = _version(path)  # before it is read, so that what comes in between is read again
-        self.memory = new() if self._known is None else DraftMemory.load(path, model)
-        self._saved_clock = -1 if self._known is None else self.memory.ngrams.clock
+        self._read_version = _version(path)  # before it is read, so that what comes in between is read again
+        self.memory = new() if self._read_version is None else DraftMemory.load(path, model)
+        self._saved_clock = -1 if self._read_version is None else self.memory.ngrams.clock
 
     def save(self, model: str) -> None:
         """Bring all that was learned so far to the file.
@@ -63,15 +63,15 @@ class MemoryFile:
         """
         learned = self.memory.ngrams.clock
         with self._saving:
-            if learned <= self._saved_clock and _version(self._path) == self._known:
+            if learned <= self._saved_clock and _version(self._path) == self._read_version:
                 return  # another thread's save included it
             _check_kind(self._path)
             target = Path(os.path.realpath(self._path))
             name = f".lookahead-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}"
             with FileLock(target.with_name(f"{name}.lock"), timeout=_PATIENCE):
-                if (version := _version(target)) not in (None, self._known):  # others wrote it meanwhile
+                if (version := _version(target)) not in (None, self._read_version):  # others wrote it meanwhile
                     self.memory.merge(DraftMemory.load(target, model))
-                    self._known = version
+                    self._read_version = version
                 for part in target.parent.glob(f"{name}-*.part"):  # whoever began to write it is dead
                     with suppress(OSError):
                         part.unlink()
@@ -88,7 +88,7 @@ class MemoryFile:
         finally:
             with suppress(OSError):
                 part.unlink()
-        self._known, self._saved_clock = version, clock
+        self._read_version, self._saved_clock = version, clock
         _sync_folder(target.parent)
 
 

@@ -15,8 +15,8 @@ from lookahead.drafting.auto.learning import (
     HEARD,
     SETTINGS,
     UNTRUSTED,
+    BatchState,
     Desk,
-    Known,
     Step,
     learn,
 )
@@ -139,12 +139,12 @@ class DraftBatch:
 
     def find(self, wanted: Wanted) -> None:
         """Draft after some texts, into `nodes` and `counts`."""
-        self._find(wanted, self._known, self.room)
+        self._find(wanted, self._state, self.room)
 
     @property
-    def _known(self) -> Known:
+    def _state(self) -> BatchState:
         places = self.texts, self.heard, self._recent, self.listed, self.nodes, self.counts
-        return Known(self.memory.ngrams.entries, *places, self._weights, self._settings)
+        return BatchState(self.memory.ngrams.entries, *places, self._weights, self._settings)
 
     def learn(self, step: Step) -> int:
         """Learn from a step: its tokens are of the texts then, and their drafts are done with.
@@ -154,7 +154,7 @@ class DraftBatch:
         """
         self._make_room(step)
         clock = self.memory.ngrams.tick() if len(step.ids) else 0
-        accepted, lost = self._learn(step, clock, self._known, self._desk)
+        accepted, lost = self._learn(step, clock, self._state, self._desk)
         if lost:  # what is predicted in these texts is not what is selected
             for place in step.places[step.places >= 0].tolist():
                 if self.heard["share"][place] < UNTRUSTED and not self.heard["recalled"][place]:

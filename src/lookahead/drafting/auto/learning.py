@@ -27,7 +27,7 @@ HEARD = np.dtype(
         ("seen", np.float64),  # selected tokens lately
         ("agreed", np.float64),  # how many of them were among those that the model thought likely
         ("share", np.float64),  # the one over the other
-        ("count", np.int64),  # of its recent predictions, see `Known`
+        ("count", np.int64),  # of its recent predictions, see `BatchState`
         ("guessed", np.int64),  # of `guesses`
         ("guesses", np.int64, (MOST_LISTED,)),  # what it said after the likeliest token rejected in the root's place
         ("likely", np.float64, (MOST_LISTED,)),  # how likely these are
@@ -46,7 +46,7 @@ SETTINGS = np.dtype(
 """How the texts of a batch are drafted for and learned from."""
 
 
-class Known(NamedTuple):
+class BatchState(NamedTuple):
     """What drafts come from.
 
     Attributes:
@@ -125,19 +125,19 @@ class Desk(NamedTuple):
 
 
 @compiled
-def learn(step: Step, clock: int, known: Known, desk: Desk) -> tuple[int, int]:
+def learn(step: Step, clock: int, state: BatchState, desk: Desk) -> tuple[int, int]:
     """Learn from a step, and let the texts go on.
 
     Args:
         step: What it showed.
         clock: Dates what is written to the memory.
-        known: Gets what was learned. No draft counts any more.
+        state: Gets what was learned. No draft counts any more.
         desk: See there.
 
     Returns:
         How many drafted tokens were accepted, and how many texts the memory has yet to learn themselves.
     """
-    entries, texts, heard, recent, listed, trees, counts, _, settings = known
+    entries, texts, heard, recent, listed, trees, counts, _, settings = state
     accepted, lost, begin, first = 0, 0, FIRST, FIRST
     for row in range(len(step.places)):
         place, root, end, last = step.places[row], step.roots[row], step.ends[row], first + step.added[row]

@@ -28,7 +28,7 @@ def _evidence(node: np.void, names: Sequence[str]) -> tuple[str, ...]:
         found.append((0.5, names[source]))
     if not found:
         found.append((0.5, "rejected sibling" if node["listed"] > 0 else "recent prediction"))
-    return tuple(name for _, name in sorted(found, key=lambda each: -each[0]))
+    return tuple(name for _, name in sorted(found, key=lambda pair: -pair[0]))
 
 
 def _match_length(index: int) -> str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lookahead.core.compiled import FIRST, compiled, inner
 from lookahead.core.token_tree import Noise
-from lookahead.drafting.auto.learning import UNTRUSTED, Known
+from lookahead.drafting.auto.learning import UNTRUSTED, BatchState
 from lookahead.drafting.auto.ngrams import look_up
 from lookahead.drafting.auto.sources import MOST_LISTED, follow_listed
 from lookahead.drafting.auto.texts import follow_matches, match_class, read_context
@@ -65,9 +65,9 @@ class Wanted(NamedTuple):
 
     def alone(self, row: int, noise: Noise, first: int) -> Wanted:
         """One row, the tokens of whose text are sampled with this noise after the `first` ones; no noise was known."""
-        known = (*noise.places[first:], *self.noise)
+        later = (*noise.places[first:], *self.noise)
         places, nodes, levels, least = (values[row : row + 1].copy() for values in self[:4])
-        return Wanted(places, nodes, levels, least, known[:FORESEEN], noise.temperature)
+        return Wanted(places, nodes, levels, least, later[:FORESEEN], noise.temperature)
 
 
 class Room(NamedTuple):
@@ -89,19 +89,19 @@ class Room(NamedTuple):
 
 
 @compiled
-def find(wanted: Wanted, known: Known, room: Room) -> None:
+def find(wanted: Wanted, state: BatchState, room: Room) -> None:
     """Draft after some texts: add the most probable unexplored continuation again and again, until there are enough.
 
     Args:
         wanted, room: See there.
-        known: See there. Gets the trees, and their numbers of nodes below the root.
+        state: See there. Gets the trees, and their numbers of nodes below the root.
     """
-    chains, explores = known.settings["chains"], known.settings["explores"]
+    chains, explores = state.settings["chains"], state.settings["explores"]
     for row in range(len(wanted.places)):
         place, most, least = wanted.places[row], wanted.nodes[row], wanted.least[row]
         if place < 0:
             continue
-        nodes = known.trees[place]
+        nodes = state.trees[place]
         nodes[0]["depth"], nodes[0]["probability"] = 0, 1.0
         node = waiting = end = FIRST
         while node < most:
@@ -109,16 +109,16 @@ def find(wanted: Wanted, known: Known, room: Room) -> None:
             if chains:  # one node is added at each level
                 waiting = node
             if nodes[node]["depth"] < wanted.levels[row]:
-                end = _propose(place, node, begin, wanted, known, room, nodes)
+                end = _propose(place, node, begin, wanted, state, room, nodes)
                 for candidate in range(begin, end):
                     waiting = _wait(candidate, least, waiting, node + 1 if chains else most, room)
-                if node == 0 and explores and known.heard[place]["share"] >= UNTRUSTED:
-                    end, waiting = _try_recent(end, waiting, most, row, wanted, known, room)
+                if node == 0 and explores and state.heard[place]["share"] >= UNTRUSTED:
+                    end, waiting = _try_recent(end, waiting, most, row, wanted, state, room)
             if node == waiting:
                 break
             nodes[node + 1] = room.candidates[room.queue[node]]
             node += 1
-        known.counts[place] = node
+        state.counts[place] = node
 
 
 @inner
@@ -127,13 +127,13 @@ def _propose(
     node: int,
     begin: int,
     wanted: Wanted,
-    known: Known,
+    state: BatchState,
     room: Room,
     nodes: NDArray[Any],
 ) -> int:
     """Write what may follow a node to the candidates from `begin` on, with the probabilities of their paths; returns
     where they end. All sources propose: a new one is a loop here."""
-    entries, texts, heard, _, listed, _, _, weights, _ = known
+    entries, texts, heard, _, listed, _, _, weights, _ = state
     candidates, _, followed, context, slots = room
     size, end = read_context(place, node, nodes, texts, context), begin
     longest = look_up(context, size, entries, slots)
@@ -245,13 +245,13 @@ def _wait(row: int, least: float, waiting: int, most: int, room: Room) -> int:
 
 @inner
 def _try_recent(
-    end: int, waiting: int, most: int, row: int, wanted: Wanted, known: Known, room: Room
+    end: int, waiting: int, most: int, row: int, wanted: Wanted, state: BatchState, room: Room
 ) -> tuple[int, int]:
     """Queue recent predictions after the root of a row, behind all that is better; returns where candidates end, and
     how many wait."""
     place = wanted.places[row]
-    for index in range(known.heard[place]["count"]):
-        token = known.recent[place, index]
+    for index in range(state.heard[place]["count"]):
+        token = state.recent[place, index]
         probability = 0.001 / (4.0 + index) * exp(_foreseen(token, 0, wanted))
         at = _candidate_of(token, FIRST, end, min(probability, 1.0), room.candidates)
         if at == end:

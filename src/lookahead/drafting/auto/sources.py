@@ -91,7 +91,7 @@ class CheckedSource:
         self.permits = getattr(source, "permits", None)
         self.certain = None
         if getattr(source, "certain", None) is not None:
-            self.certain = lambda: self._known(source.certain())
+            self.certain = lambda: self._checked(source.certain())
 
     def propose(self) -> TokenPaths:
         """See `Source`.
@@ -101,7 +101,7 @@ class CheckedSource:
         """
         paths = self._source.propose()
         try:
-            tokens, parents = (np.array(each, dtype=np.int64) for each in (paths.tokens, paths.parents))
+            tokens, parents = (np.array(values, dtype=np.int64) for values in (paths.tokens, paths.parents))
             probabilities = np.array(paths.probabilities, dtype=np.float64)
         except (AttributeError, TypeError, ValueError) as error:
             raise self._refusal(f"{paths!r}, which is no TokenPaths of numbers") from error
@@ -115,7 +115,7 @@ class CheckedSource:
             raise self._refusal("a probability that is not above 0 and at most 1")
         return TokenPaths(tokens, parents, probabilities)
 
-    def _known(self, tokens: Sequence[int]) -> list[int]:
+    def _checked(self, tokens: Sequence[int]) -> list[int]:
         if not all(0 <= token < self._vocabulary for token in tokens):
             raise self._refusal(f"tokens outside of 0 to {self._vocabulary - 1}")
         return list(tokens)

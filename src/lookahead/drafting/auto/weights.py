@@ -82,6 +82,6 @@ def build_weights(orders: int, table: Mapping[str, Sequence[float]] = MODEL_WEIG
     rows = np.minimum(np.arange(orders + 1), longest)
     unknown = (0.0,) * (longest + 1)
     values = np.stack([np.array(table.get(name, unknown))[rows] for name in names], axis=1)
-    for known in range(longest + 1, orders + 1):
-        values[known, known], values[known, longest] = values[known, longest], 0.0
+    for order in range(longest + 1, orders + 1):
+        values[order, order], values[order, longest] = values[order, longest], 0.0
     return values
