@@ -46,7 +46,7 @@ class TextBuilder:
         self._tokenizer, self._dropped = tokenizer, dropped
         self._stops = list(stops)
         self._window = list(prompt[-_CONTEXT:])  # tokens around what is not decoded yet
-        self._known = len(self._window)
+        self._decoded = len(self._window)
         self._text = ""
         self._taken = 0
         self.stopped = False
@@ -54,11 +54,11 @@ class TextBuilder:
     def add(self, token: int) -> bool:
         """Add a token; whether the answer has ended with it."""
         self._window.append(token)
-        before, after = self._decode(self._window[: self._known]), self._decode(self._window)
-        long = len(self._window) - self._known >= _MOST_INCOMPLETE
+        before, after = self._decode(self._window[: self._decoded]), self._decode(self._window)
+        long = len(self._window) - self._decoded >= _MOST_INCOMPLETE
         if len(after) > len(before) and (long or not after.endswith(_INCOMPLETE)):
-            self._window = self._window[self._known :]
-            self._known = len(self._window)
+            self._window = self._window[self._decoded :]
+            self._decoded = len(self._window)
             self._extend(after[len(before) :])
         return self.stopped
 
@@ -72,9 +72,9 @@ class TextBuilder:
     def finish(self) -> str:
         """All that is left, when no token follows."""
         if not self.stopped:
-            before, after = self._decode(self._window[: self._known]), self._decode(self._window)
+            before, after = self._decode(self._window[: self._decoded]), self._decode(self._window)
             self._extend(after[len(before) :])
-            self._known = len(self._window)
+            self._decoded = len(self._window)
         new, self._taken = self._text[self._taken :], len(self._text)
         return new
 

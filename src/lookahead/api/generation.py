@@ -218,7 +218,7 @@ def decode_plainly(model: Any, input_ids: torch.Tensor | None, arguments: dict[s
 
 
 def decode_prepared_plainly(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
-    """The same where transformers has prepared the arguments for a decoding method already."""
+    """Decode plainly with arguments that transformers has already prepared for a decoding method."""
     mode = arguments["generation_config"].get_generation_mode()
     method = getattr(type(model), GENERATION_MODES_MAPPING[mode])
     return _with_statistics(method(model, input_ids, **arguments), input_ids)

@@ -102,10 +102,10 @@ class Remote:
             with urlopen(Request(self._url + path, body, self._headers)) as answer:
                 yield answer
         except HTTPError as error:
-            told = error.read().decode(errors="replace")
+            message = error.read().decode(errors="replace")
             with suppress(ValueError, KeyError, TypeError):  # of a server that has other errors
-                told = json.loads(told)["error"]["message"]
-            raise InvalidArgumentError(f"--server {self._url}: {told}") from error
+                message = json.loads(message)["error"]["message"]
+            raise InvalidArgumentError(f"--server {self._url}: {message}") from error
         except (HTTPException, OSError) as error:
             reason = getattr(error, "reason", error)
             raise LookaheadError(f"--server {self._url}: cannot be reached, or went away: {reason}") from error

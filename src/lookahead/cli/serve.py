@@ -55,8 +55,8 @@ def run(settings: ServeSettings) -> int:
             config = settings.config if loaded is main else _of_adapter(settings.config, name)
             engine = _engine(settings, config, loaded, room)
             if (taken := engine.statistics.graphs).count:
-                told = f"{taken.count} CUDA graphs captured in {taken.seconds:.1f} s, {taken.bytes >> 20} MiB"
-                consoles.notes.print(told, style="dim")
+                captured = f"{taken.count} CUDA graphs captured in {taken.seconds:.1f} s, {taken.bytes >> 20} MiB"
+                consoles.notes.print(captured, style="dim")
             context = min(most for most in (loaded.context_length, _longest_text(engine)) if most is not None)
             sampling, processor = loaded.sampling, loaded.processor
             models.append(

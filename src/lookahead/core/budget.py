@@ -23,7 +23,7 @@ class StepBudget(Protocol):
 
     @property
     def least(self) -> float:
-        """How likely a candidate must be, by its prediction, to be looked for at all."""
+        """Least predicted probability at which a candidate is searched for."""
 
     @property
     def most(self) -> int:

@@ -193,7 +193,7 @@ class Pace:
         return chosen
 
     def least(self, rows: int) -> float:
-        """How likely a candidate of one of so many rows that share a step must be for it to be sent, about."""
+        """About the least probability at which a candidate is sent, where so many rows share the step."""
         return max(rows * self.costs.added(rows, 2 * rows) / self.costs.plain(rows), TAUGHT)
 
     def book(self, step: StepTime) -> None:

@@ -15,7 +15,7 @@ from lookahead.core.token_tree import Noise, TokenTree
 
 
 class NodeOutputs(Protocol):
-    """What a forward pass gave for the tree of one sequence."""
+    """The outputs of a forward pass for the nodes of one sequence's tree."""
 
     @property
     def predictions(self) -> NDArray[np.int64]:
@@ -62,7 +62,7 @@ class StepResult(NamedTuple):
 
     @property
     def certain_tokens(self) -> int:
-        """How many of `tokens` were accepted of what the tree has from `TokenTree.add_certain`."""
+        """How many of `tokens` are accepted nodes that `TokenTree.add_certain` added."""
         return sum(node <= self.tree.root + self.tree.certain for node in self.path)
 
     def beyond(self, certain: int) -> StepResult:
@@ -116,7 +116,7 @@ class Sampler(Protocol):
         """Whether more is wanted than the likeliest token of the raw logits."""
 
     def foresee(self, tokens: int) -> Noise | None:
-        """What so many tokens to come are sampled with, which changes nothing of them; `None` if that is not known."""
+        """The noise that the next `tokens` tokens will be sampled with, without drawing it; `None` if unknown."""
 
     def look_ahead(self, sequence: Any, tree: TokenTree, outputs: NodeOutputs) -> None:
         """A step's tree was run, of which nothing is selected yet: begin what selecting its tokens one after another

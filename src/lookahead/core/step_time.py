@@ -71,8 +71,11 @@ class StepTimer:
         self._since = now
 
     def end(self, batch: Batch, done: DoneStep) -> StepTime | None:
-        """What it took and brought; `None` if that says nothing of drafts: it completed all texts, so that there was
-        nothing to draft, or added to none, or rows were padded to a prompt."""
+        """Time and tokens of the step; `None` where they say nothing of drafts.
+
+        That is where the step completed all texts, so that nothing was left to draft, added to none, or had rows padded
+        to a prompt.
+        """
         trees, results = done.trees, [result for result in done.results if result is not None]
         steps = zip(batch.sequences, trees, strict=True)
         prompts = any(tree.root > 0 and (self._packed or sequence.steps <= 1) for sequence, tree in steps)

@@ -34,7 +34,7 @@ class NodeKind(IntEnum):
 
 
 class Noise(NamedTuple):
-    """What the tokens to come are sampled with: selected is the one with the largest log p / temperature - log q.
+    """The noise of the coming tokens: sampling selects the token with the largest log p / temperature - log q.
 
     Attributes:
         places: q of the next token, of the one after it, ..., as far as it is known, `[vocabulary]` each.

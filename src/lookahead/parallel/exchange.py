@@ -210,11 +210,11 @@ def agree(exchange: Exchange, values: Mapping[str, object]) -> None:
     problems = []
     for place, name in enumerate(values):
         part = slice(place * _DIGEST, (place + 1) * _DIGEST)
-        others = [
+        differing = [
             rank for rank, message in enumerate(received) if message[part].tobytes() != received[0][part].tobytes()
         ]
-        if others:
-            problems.append(f"{name} on {exchange.who(others)} differs from that on {exchange.who([0])}")
+        if differing:
+            problems.append(f"{name} on {exchange.who(differing)} differs from that on {exchange.who([0])}")
     if problems:
         raise ParallelError(f"{'; '.join(problems)}: start every rank with the same model, versions and arguments")
 

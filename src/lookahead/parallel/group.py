@@ -217,8 +217,8 @@ def join(
         InvalidArgumentError: The processes were not started together, or do not divide into copies of the model.
     """
     _check("timeout", timeout, 0 < timeout < float("inf"), "seconds, above 0")
-    whole = isinstance(tensor_parallel, int) and not isinstance(tensor_parallel, bool) and tensor_parallel >= 1
-    _check("tensor_parallel", tensor_parallel, whole, "a whole number of at least 1")
+    is_whole = isinstance(tensor_parallel, int) and not isinstance(tensor_parallel, bool) and tensor_parallel >= 1
+    _check("tensor_parallel", tensor_parallel, is_whole, "a whole number of at least 1")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     owns_processes = not dist.is_initialized()
     if owns_processes:

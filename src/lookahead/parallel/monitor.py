@@ -104,22 +104,22 @@ class Monitor:
 
     def failures(self) -> list[tuple[int, Heartbeat]]:
         """Failures that other ranks reported, those that blame nobody else first."""
-        found = [(rank, heartbeat) for rank, heartbeat in self._others() if heartbeat.failure]
+        found = [(rank, heartbeat) for rank, heartbeat in self._other_ranks() if heartbeat.failure]
         return sorted(found, key=lambda failure: (failure[1].blamed, failure[0]))
 
     def left(self) -> list[int]:
         """Ranks that have left the group."""
-        return [rank for rank, heartbeat in self._others() if heartbeat.left]
+        return [rank for rank, heartbeat in self._other_ranks() if heartbeat.left]
 
     def silent(self) -> list[int]:
         """Ranks of which no heartbeat was read in the time of `ROUNDS` of this rank."""
-        return [rank for rank, _ in self._others() if self._count - self._heard[rank] >= ROUNDS]
+        return [rank for rank, _ in self._other_ranks() if self._count - self._heard[rank] >= ROUNDS]
 
     def late(self) -> list[int]:
         """Ranks that have not come to the exchange that this one is in."""
-        return [rank for rank, heartbeat in self._others() if heartbeat.exchanges < self._exchanges]
+        return [rank for rank, heartbeat in self._other_ranks() if heartbeat.exchanges < self._exchanges]
 
-    def _others(self) -> list[tuple[int, Heartbeat]]:
+    def _other_ranks(self) -> list[tuple[int, Heartbeat]]:
         return [(rank, heartbeat) for rank, heartbeat in enumerate(self._heartbeats) if rank != self.rank]
 
     def _flush(self) -> None:

@@ -279,15 +279,15 @@ class ChatForm(Form):
         if not self._request.logprobs:
             return None
 
-        def told(token: int, logprob: float | None) -> dict[str, Any]:
+        def token_logprob(token: int, logprob: float | None) -> dict[str, Any]:
             text, data = self._token(token)
             return {"token": text, "logprob": logprob, "bytes": data}
 
         rivals = self._request.top_logprobs or 0
         content = [
             {
-                **told(entry.token, entry.logprob),
-                "top_logprobs": [told(token, logprob) for token, logprob in entry.top[:rivals]],
+                **token_logprob(entry.token, entry.logprob),
+                "top_logprobs": [token_logprob(token, logprob) for token, logprob in entry.top[:rivals]],
             }
             for entry in entries
         ]

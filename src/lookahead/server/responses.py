@@ -238,8 +238,8 @@ class ResponsesForm(Form):
 
     def closing(self, generation: Generation) -> list[dict[str, Any]]:
         """See `Form`."""
-        whole = self._response(generation)
-        return [self._event(f"response.{whole['status']}", response=whole)]
+        response = self._response(generation)
+        return [self._event(f"response.{response['status']}", response=response)]
 
     def failure(self, error: ApiError) -> dict[str, Any]:
         """See `Form`."""

@@ -130,8 +130,8 @@ class Service:
         if count > most:
             raise ApiError(400, f"{count} answers are more than the {most} that this server makes at once", "n")
         if self._answers + count > most:
-            told = f"{self._answers} answers are being made or wait; try again later"
-            raise ApiError(429, told, code="overloaded", headers={"Retry-After": str(_RETRY_AFTER)})
+            message = f"{self._answers} answers are being made or wait; try again later"
+            raise ApiError(429, message, code="overloaded", headers={"Retry-After": str(_RETRY_AFTER)})
 
 
 def _notes(request: ChoicesRequest, generation: Generation) -> dict[str, Any]:
@@ -157,13 +157,13 @@ async def deliver(http: Request, form: Form, generation: Generation, stream: boo
     """The response to a request whose answers are being made. A client that goes away ends them."""
     if stream:
         return EventStream(form, generation)
-    whole = asyncio.create_task(_whole(form, generation))
+    answer = asyncio.create_task(_whole(form, generation))
     left = asyncio.create_task(_disconnected(http))
     try:
-        await asyncio.wait((whole, left), return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(await whole) if whole.done() else Response(status_code=CLIENT_LEFT)
+        await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
+        return JSONResponse(await answer) if answer.done() else Response(status_code=CLIENT_LEFT)
     finally:
-        whole.cancel()
+        answer.cancel()
         left.cancel()
         generation.close()
 
@@ -202,10 +202,10 @@ async def _events(form: Form, generation: Generation) -> AsyncIterator[bytes]:
         for chunk in form.closing(generation):
             yield _event(chunk)
     except Exception as error:  # the status is sent already, so that it can only be told here
-        told = as_api_error(error)
-        if told.status_code == FAILED:
+        api_error = as_api_error(error)
+        if api_error.status_code == FAILED:
             write_line("".join(format_exception(error)))
-        yield _event(form.failure(told))
+        yield _event(form.failure(api_error))
     yield form.last_event
 
 

@@ -251,7 +251,7 @@ class AnswerReader:
     def __init__(self, thinking: Thinking, format_: ToolFormat | None, reasoning: ReasoningFormat = TAGS) -> None:
         self._thinking, self._format, self._reasoning = thinking, format_, reasoning
         self._text = ""  # what was not told yet
-        self._told = False  # whether text was
+        self._has_text = False  # whether text was
         self._gap = False  # behind reasoning, before any text
         self._mark = reasoning.answer  # before text, until it has come
 
@@ -291,7 +291,7 @@ class AnswerReader:
                 return part
             self._text, self._mark = self._text.removeprefix(self._mark), ""
             part.content = self._cut(self._after_text(last))
-            self._told = self._told or bool(part.content)
+            self._has_text = self._has_text or bool(part.content)
         return part
 
     def _after_text(self, last: bool) -> int:
@@ -300,7 +300,7 @@ class AnswerReader:
             return 0
         trigger = self._format.trigger
         if not self._format.after_text:
-            begins = not self._told and (
+            begins = not self._has_text and (
                 self._text.startswith(trigger) or (not last and trigger.startswith(self._text))
             )
             return len(self._text) if begins else 0

@@ -132,8 +132,8 @@ def token_ids(name: str, tokens: Any, vocabulary: int) -> list[int]:
     except (TypeError, ValueError, RuntimeError):
         ids = torch.empty(1)
     check_values(name, ids)
-    whole = ids.numel() == 0 or not (ids.is_floating_point() or ids.is_complex())
-    if ids.numel() != (ids.shape[-1] if ids.dim() else 0) or not whole or ((ids < 0) | (ids >= vocabulary)).any():
+    is_whole = ids.numel() == 0 or not (ids.is_floating_point() or ids.is_complex())
+    if ids.numel() != (ids.shape[-1] if ids.dim() else 0) or not is_whole or ((ids < 0) | (ids >= vocabulary)).any():
         raise InvalidArgumentError(
             f"{name} must be the token ids of one text, whole numbers from 0 to {vocabulary - 1}"
         )

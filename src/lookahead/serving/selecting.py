@@ -112,8 +112,8 @@ class LogprobSampler(TextSampler):
         events = []
         for token, top, read in noted:
             packed = read()
-            selected, *others = packed[: 1 + top].copy().view(np.float32).tolist()
-            events.append(TokenEvent(token, selected, tuple(zip(packed[1 + top :].tolist(), others, strict=True))))
+            selected, *top_values = packed[: 1 + top].copy().view(np.float32).tolist()
+            events.append(TokenEvent(token, selected, tuple(zip(packed[1 + top :].tolist(), top_values, strict=True))))
         return events
 
 
@@ -134,7 +134,7 @@ class StopRule:
     def __init__(self, criteria: StoppingCriteriaList) -> None:
         self._eos: set[int] = set()
         self._max_length: int | None = None
-        self._others = StoppingCriteriaList()
+        self._criteria = StoppingCriteriaList()
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
@@ -142,18 +142,18 @@ class StopRule:
             elif type(criterion) is MaxLengthCriteria and self._max_length is None:
                 self._max_length = criterion.max_length
             else:
-                self._others.append(criterion)
+                self._criteria.append(criterion)
 
     @property
     def asks_others(self) -> bool:
         """Whether there are criteria besides those two, which may depend on time or other state."""
-        return bool(self._others)
+        return bool(self._criteria)
 
     def ends_by_length(self, sequence: TextSequence) -> bool:
         """Whether a complete `sequence` ended only because it reached its length limit."""
         if sequence.tokens[-1] in self._eos or self._max_length is None or sequence.length < self._max_length:
             return False
-        texts = (criterion for criterion in self._others if isinstance(criterion, StopStringCriteria))
+        texts = (criterion for criterion in self._criteria if isinstance(criterion, StopStringCriteria))
         return not any(_answer(criterion, criterion(sequence.ids, None)) for criterion in texts)
 
     def most_tokens(self, width: int, tokens: int) -> int | None:
@@ -170,7 +170,7 @@ class StopRule:
         done = sequence.tokens[-1] in self._eos
         done |= self._max_length is not None and sequence.length >= self._max_length
         scores = None if sequence.sampler.scores is None else tuple(sequence.sampler.scores)
-        for criterion in self._others:
+        for criterion in self._criteria:
             done |= _answer(criterion, criterion(sequence.ids, scores))
         if not done and sequence.last_length is not None and sequence.length >= sequence.last_length:
             # Where transformers would fail and lose the text.

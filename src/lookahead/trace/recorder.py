@@ -316,7 +316,7 @@ def _step(step: TracedStep, vocabulary: _Numbers, evidence: _Numbers) -> dict[st
     if step.window:
         fields["w"] = step.window
     if step.likeliest:
-        fields["l"] = [[[vocabulary[token], round(1000 * share)] for token, share in told] for told in step.likeliest]
+        fields["l"] = [[[vocabulary[token], round(1000 * share)] for token, share in node] for node in step.likeliest]
     if step.entries is not None:
         fields["n"] = step.entries
     return fields

@@ -76,13 +76,13 @@ class Requests:
         """Find requests that moved or come back; the longest text that a row goes on from is its own."""
         texts, drafted = self._batch.texts, self._batch.counts
         present, of_last_step = {*rows.places.tolist()}, {*self._rows.tolist()}
-        others = [place for place in (*self._rows.tolist(), *self.absent) if place >= 0 and place not in present]
-        others.sort(key=lambda place: -(texts.lengths[place] + texts.dropped[place]))
+        gone = [place for place in (*self._rows.tolist(), *self.absent) if place >= 0 and place not in present]
+        gone.sort(key=lambda place: -(texts.lengths[place] + texts.dropped[place]))
         for row in np.flatnonzero((rows.places < 0) & (added > 0)).tolist():
             text = tokens[row, : before[row]]
-            place = next((place for place in others if _precedes(place, text, texts)), -1)
+            place = next((place for place in gone if _precedes(place, text, texts)), -1)
             if place >= 0:
-                others.remove(place)
+                gone.remove(place)
                 rows.places[row] = place
                 if place in of_last_step and texts.lengths[place] + texts.dropped[place] == len(text):
                     rows.verified[row], rows.counts[row] = 1, 1 + max(drafted[place], 0)
