@@ -86,7 +86,7 @@ def test_rows_are_packed_with_a_cache_or_without() -> None:
         hook.remove()
 
 
-def test_rows_get_ahead_of_each_other() -> None:
+def test_rows_may_finish_at_different_steps() -> None:
     # Where all rows accept the same, equality says nothing about rows at different places.
     steps: list[lookahead.StepRecord] = []
     outcome = check(RAGGED)
@@ -137,7 +137,7 @@ def test_processors_treat_each_row_as_its_own(name: str, returns: int) -> None:
     check(replace(RAGGED, settings=settings, eos=eos, returns=returns, max_new_tokens=16, collected=True))
 
 
-def test_rows_get_their_number() -> None:
+def test_criteria_and_processors_get_the_row_number() -> None:
     # With one prompt in all rows, it is the number of the row alone that makes the texts differ.
     prompts = ((5, 6, 7),) * 3
     check(replace(RAGGED, prompts=prompts, settings={"allowed": (72, 3)}))
@@ -153,7 +153,7 @@ def test_rows_get_their_number() -> None:
     assert (texts[:, 3:] // 10).tolist() == [[0] * 6, [1] * 6, [2] * 6]
 
 
-def test_what_a_batch_cannot_do_is_refused() -> None:
+def test_unsupported_arguments_of_a_batch_are_refused() -> None:
     with pytest.raises(UnsupportedArgumentError, match="guidance_scale"):
         lookahead.generate(build("llama"), torch.tensor([[5, 6], [7, 8]]), guidance_scale=1.5, max_new_tokens=4)
 
@@ -262,7 +262,7 @@ FAULTS: dict[str, tuple[object, str, Callable[..., Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_detects_a_wrong_row(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, method, broken, options = FAULTS[fault]
     case = replace(RAGGED, **options)
     check(case)
@@ -276,7 +276,9 @@ def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
     ("name", "settings"),
     [("sequences", {}), ("scores", {"collected": True}), ("logits", {"collected": True})],
 )
-def test_a_wrong_output_is_noticed(name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_detects_a_wrong_output(
+    name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     generate = lookahead.generate
 
     def wrong(*args: Any, **kwargs: Any) -> Any:

@@ -116,7 +116,7 @@ def test_every_verdict_is_one_of_four() -> None:
     assert {row.verdict for row in ROWS} <= {EXACT, DIFFERENCE, REFUSED, NO_EFFECT}
 
 
-def test_rows_of_what_is_gone_say_so() -> None:
+def test_arguments_missing_in_this_transformers_are_marked() -> None:
     beyond_the_zoo = {"pixel_values"}
     gone = {row.name for row in ROWS if row.in_every_version} - INSTALLED - beyond_the_zoo
     assert gone == set(), "this transformers does not have these: say '(not in every version)', or take the rows out"
@@ -440,7 +440,7 @@ def test_without_use_cache_no_cache_is_returned(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("options", [{"prefill_chunk_size": 4}, {"past_key_values": DynamicCache()}])
-def test_use_cache_contradicted(options: dict[str, Any], llama: PreTrainedModel) -> None:
+def test_contradicting_use_cache_is_refused(options: dict[str, Any], llama: PreTrainedModel) -> None:
     with pytest.raises(LookaheadError, match="use_cache"):
         ours_with(llama, input_ids=PROMPT, use_cache=False, **options, **GREEDY)
 
@@ -528,7 +528,7 @@ FUNCTIONS: dict[str, list[Callable[..., None]]] = {
     "tokenizer": [test_a_tokenizer_is_needed_for_stop_strings_alone],
     "streamer": [test_a_streamer_gets_the_calls_of_generate],
     "max_time": [test_time_that_is_up_ends_the_text_with_its_first_token],
-    "use_cache": [test_without_use_cache_no_cache_is_returned, test_use_cache_contradicted],
+    "use_cache": [test_without_use_cache_no_cache_is_returned, test_contradicting_use_cache_is_refused],
     "return_dict_in_generate": [test_return_dict_in_generate],
     "num_return_sequences": [test_num_return_sequences],
     "output_scores": [test_collected_scores_and_logits_are_those_of_generate],
@@ -663,7 +663,7 @@ def test_usual_position_ids() -> None:
     "name",
     ["max_new_token", "config"],
 )
-def test_an_unknown_argument(name: str, llama: PreTrainedModel) -> None:
+def test_an_unknown_argument_is_refused(name: str, llama: PreTrainedModel) -> None:
     for generate in (llama.generate, ours(llama)):
         with pytest.raises(ValueError, match=f"'{name}'"):
             generate(input_ids=PROMPT, **{name: 5})
@@ -832,7 +832,7 @@ def test_a_bad_value_is_named_and_changes_nothing(values: dict[str, Any], named:
     ],
     ids=lambda values: next(iter(values)),
 )
-def test_odd_values_that_transformers_takes(values: dict[str, Any], llama: PreTrainedModel) -> None:
+def test_unusual_values_give_what_generate_gives(values: dict[str, Any], llama: PreTrainedModel) -> None:
     texts = []
     for generate in (llama.generate, ours(llama)):
         torch.manual_seed(2)

@@ -154,7 +154,9 @@ def test_sample_generate_dict_output(llama: PreTrainedModel) -> None:
         pytest.param({"output_hidden_states": True}, "output_hidden_states", id="test_hidden_states_output"),
     ],
 )
-def test_refused_ways_of_decoding(options: dict[str, Any], message: str, llama: PreTrainedModel) -> None:
+def test_unsupported_ways_of_decoding_are_refused(
+    options: dict[str, Any], message: str, llama: PreTrainedModel
+) -> None:
     with pytest.raises(LookaheadError, match=message):
         ours(llama, PROMPT, **{**GREEDY, "return_dict_in_generate": True, **options})
 
@@ -318,7 +320,7 @@ def test_criteria_that_look_at_the_scores(llama: PreTrainedModel) -> None:
     check_scores(ours(llama, PROMPT, **options), expected)
 
 
-def test_own_criterion_of_a_kind_that_transformers_makes(llama: PreTrainedModel) -> None:
+def test_a_given_eos_criterion_replaces_the_one_of_eos_token_id(llama: PreTrainedModel) -> None:
     """As in transformers the one that is passed goes before the one that is made."""
     text = llama.generate(PROMPT, **GREEDY)[0, 12:].tolist()
     options = {"eos_token_id": text[5], "pad_token_id": 0, "stopping_criteria": [EosTokenCriteria(text[2])], **GREEDY}
@@ -509,7 +511,7 @@ def test_only_new_tokens_are_prefilled_over_several_turns(name: str, maker: str)
 
 @pytest.mark.parametrize("count", [2, 40], ids=["short", "longer than what is cached"])
 @pytest.mark.parametrize("filled_by", [ours, plainly], ids=["ours", "plain"])
-def test_new_tokens_alone(filled_by: Callable[..., Any], count: int, llama: PreTrainedModel) -> None:
+def test_a_cache_takes_the_new_tokens_alone(filled_by: Callable[..., Any], count: int, llama: PreTrainedModel) -> None:
     """The prompt may leave out what is cached, if the attention mask counts it."""
     started = filled_by(llama, PROMPT, **CACHED)
     new = torch.cat([started.sequences[:, -1:], torch.arange(count)[None] % VOCAB_SIZE], dim=1)
@@ -520,7 +522,7 @@ def test_new_tokens_alone(filled_by: Callable[..., Any], count: int, llama: PreT
     assert torch.equal(output[:, new.shape[1] :], expected)
 
 
-def test_new_tokens_alone_after_a_padded_prompt(llama: PreTrainedModel) -> None:
+def test_a_cache_of_a_padded_prompt_takes_the_new_tokens_alone(llama: PreTrainedModel) -> None:
     """A mask that hides something reaches us, and says the same."""
     ids, mask = torch.cat([torch.zeros(1, 3, dtype=torch.long), PROMPT], dim=1), torch.ones(1, 15, dtype=torch.long)
     mask[:, :3] = 0
@@ -533,7 +535,7 @@ def test_new_tokens_alone_after_a_padded_prompt(llama: PreTrainedModel) -> None:
     assert torch.equal(output[:, new.shape[1] :], expected)
 
 
-def test_the_cache_of_a_padded_batch(llama: PreTrainedModel) -> None:
+def test_the_cache_of_a_padded_batch_can_be_continued(llama: PreTrainedModel) -> None:
     """Whoever filled it and whoever goes on: hidden tokens, and those that fill up a row, have columns."""
     ids = torch.cat([torch.cat([torch.zeros(1, 4, dtype=torch.long), PROMPT[:, :8]], dim=1), PROMPT])
     mask = torch.ones_like(ids)
@@ -559,7 +561,7 @@ def test_the_cache_of_a_padded_batch(llama: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("filled_by", [ours, plainly], ids=["ours", "plain"])
 @pytest.mark.parametrize("name", ["llama", "mistral_sliding", "gpt2"])
-def test_the_cache_of_a_padded_prompt(name: str, filled_by: Callable[..., Any]) -> None:
+def test_the_cache_of_a_padded_prompt_can_be_continued(name: str, filled_by: Callable[..., Any]) -> None:
     """One row, hidden tokens before it and between: turn after turn, whoever decodes."""
     model = build(name)
     mask = torch.ones_like(PROMPT)
@@ -583,7 +585,7 @@ def test_a_mask_that_shows_what_the_cache_was_made_without(llama: PreTrainedMode
         ours(llama, started.sequences, past_key_values=started.past_key_values, **GREEDY)
 
 
-def test_what_a_cache_can_do_besides(llama: PreTrainedModel) -> None:
+def test_returned_caches_can_be_cropped_repeated_and_read(llama: PreTrainedModel) -> None:
     """A returned cache is cropped, copied for several rows, and handed to the forward pass, like any other."""
     output = ours(llama, PROMPT, **CACHED)
     cache, text = output.past_key_values, output.sequences
@@ -599,7 +601,7 @@ def test_what_a_cache_can_do_besides(llama: PreTrainedModel) -> None:
         torch.testing.assert_close(logits, llama(text).logits[:, -1], atol=2e-4, rtol=1e-4)
 
 
-def test_caches_that_do_not_fit(llama: PreTrainedModel) -> None:
+def test_caches_longer_than_the_prompt_or_of_other_rows_are_refused(llama: PreTrainedModel) -> None:
     """One that holds more than the prompt, or other rows, is refused."""
     filled = ours(llama, PROMPT, **CACHED).past_key_values
     for ids in (PROMPT, torch.arange(30).repeat(2, 1)):
@@ -688,7 +690,7 @@ def test_a_stop_string_may_end_inside_a_token(demo: Demo, prompt_and_text: tuple
 
 
 @pytest.mark.parametrize("name", ["synced_gpus", "assistant_model", "assistant_tokenizer"])
-def test_what_transformers_drops_on_the_way(name: str, llama: PreTrainedModel) -> None:
+def test_arguments_dropped_by_transformers_change_no_text(name: str, llama: PreTrainedModel) -> None:
     """At transformers' own entry point these never reach us, so that nothing can refuse them; the text is the same."""
     value = {"synced_gpus": True, "assistant_model": llama, "assistant_tokenizer": object()}[name]
     assert torch.equal(ours(llama, PROMPT, **{name: value}, **GREEDY), plainly(llama, PROMPT, **GREEDY))

@@ -61,7 +61,7 @@ def test_several_texts_of_one_source() -> None:
     assert torch.equal(lookahead.generate(model, **options), model.generate(**options))
 
 
-def test_a_text_that_was_begun() -> None:
+def test_given_decoder_ids_are_continued() -> None:
     model = tiny("bart/encoder")
     options = {**source(model), "decoder_input_ids": torch.tensor([[2, 7, 9, 7]]), "max_new_tokens": 15}
     assert torch.equal(lookahead.generate(model, **options), model.generate(**options))
@@ -127,7 +127,7 @@ def test_attached_models_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     lookahead.detach(model)
 
 
-def test_what_is_not_possible_is_refused() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     model = tiny()
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     with pytest.raises(UnsupportedArgumentError, match="past_key_values.*encoder-decoder"):
@@ -138,7 +138,7 @@ def test_what_is_not_possible_is_refused() -> None:
         lookahead.generate(model, inputs_embeds=torch.zeros(1, 3, 64), max_new_tokens=4)
 
 
-def test_a_class_that_goes_on_otherwise_is_refused() -> None:
+def test_a_class_with_its_own_generation_loop_is_refused() -> None:
     """FSMT reads a chain of tokens otherwise than one at a time."""
     model = tiny("fsmt/encoder")
     with pytest.raises(UnsupportedModelError, match="encoder-decoder.*differs from plain decoding"):

@@ -62,7 +62,9 @@ class Collector(BaseStreamer):
 
 
 @pytest.mark.parametrize("entry", ALL_ENTRIES)
-def test_same_tokens(entry: EntryPoint, llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+def test_every_entry_point_gives_the_tokens_of_generate(
+    entry: EntryPoint, llama: PreTrainedModel, prompt: torch.Tensor
+) -> None:
     expected = llama.generate(prompt, max_new_tokens=40, do_sample=False)
     assert torch.equal(entry(llama, prompt, max_new_tokens=40, do_sample=False), expected)
     assert torch.equal(entry(llama, prompt, max_length=30, do_sample=False), expected[:, :30])

@@ -205,7 +205,7 @@ FAULTS: dict[str, tuple[object, str, Callable[..., Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_detects_a_wrong_token(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, method, broken, names = FAULTS[fault]
     # Where RoPE depends on the length, hardly anything is drafted, so hardly anything can go wrong.
     chosen = [name for name in names if name not in LENGTH_SCALED]

@@ -85,7 +85,7 @@ def test_attached_models_decode_plainly() -> None:
     lookahead.detach(model)
 
 
-def test_what_transformers_has_prepared_is_decoded() -> None:
+def test_custom_generate_samples_the_tokens_of_generate() -> None:
     model, custom = refused(), partial(lookahead.generate, lookahead_config=PLAIN)
     torch.manual_seed(1)
     expected = model.generate(ids(), max_new_tokens=9, do_sample=True)

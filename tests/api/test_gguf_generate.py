@@ -174,7 +174,7 @@ def test_nothing_is_left_of_a_model_that_is_gone(demo_file: Path) -> None:
         ({"num_beams": 2}, UnsupportedArgumentError, "num_beams"),
     ],
 )
-def test_what_cannot_work_is_refused(
+def test_unsupported_arguments_are_refused(
     model: Any, prompt: torch.Tensor, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -209,7 +209,7 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
         lookahead.load_gguf(tmp_path / "noise.gguf", n_threads=0)
 
 
-def test_the_error_without_the_binding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_binding_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lookahead.backends.llama_cpp.context import binding
 
     monkeypatch.setitem(sys.modules, "llama_cpp", None)

@@ -139,7 +139,7 @@ def test_an_image_is_looked_at_once_and_steps_are_saved(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl/multimodal", "qwen3_5/multimodal"])
 @pytest.mark.parametrize("makers", [(True, True), (True, False), (False, True)])
-def test_caches_in_and_out(family: str, makers: tuple[bool, bool]) -> None:
+def test_caches_of_image_prompts_can_be_continued(family: str, makers: tuple[bool, bool]) -> None:
     """A text about an image, and a second turn that goes on from its cache."""
     model = tiny(family)
     inputs = image_prompt(model, [TEXT], 2)
@@ -169,7 +169,7 @@ def test_caches_of_texts_whose_positions_count_from_one(makers: tuple[bool, bool
     torch.testing.assert_close(*keys)
 
 
-def test_every_entry_point() -> None:
+def test_images_work_through_every_entry_point() -> None:
     model = tiny("llava/multimodal")
     inputs = image_prompt(model, [TEXT], 0)
     options = {"max_new_tokens": 20, "do_sample": False}
@@ -224,7 +224,7 @@ def test_a_prompt_that_ends_inside_of_an_image_is_refused() -> None:
         ({"lookahead_config": LookaheadConfig(invariant=True)}, "invariant=False"),
     ],
 )
-def test_what_does_not_go_with_images_is_refused(options: dict[str, Any], message: str) -> None:
+def test_unsupported_arguments_with_images_are_refused(options: dict[str, Any], message: str) -> None:
     model = tiny("llava/multimodal")
     with pytest.raises(UnsupportedArgumentError, match=message):
         lookahead.generate(model, **image_prompt(model, [TEXT], 0), max_new_tokens=4, **options)

@@ -38,7 +38,7 @@ def test_a_text_that_comes_true_takes_few_steps(kind: Any) -> None:
     assert call(None).statistics.steps > expected.statistics.steps
 
 
-def test_what_does_not_come_changes_no_token() -> None:
+def test_a_wrong_prediction_changes_no_token() -> None:
     text = list(greedy(build("llama"), PROMPT, 24))
     changed = [*text[:5], 1, 2, *text[5:9], *text[12:]]
     assert call(changed).sequences[0, len(PROMPT) :].tolist() == text
@@ -52,7 +52,7 @@ def test_each_row_has_a_text_of_its_own_or_none() -> None:
 
 
 @pytest.mark.parametrize("prediction", [[0.5], [-1], [10**6], "text", torch.zeros(2, 3, 4, dtype=torch.long)])
-def test_what_is_no_text_is_refused(prediction: Any) -> None:
+def test_a_prediction_that_is_no_token_ids_is_refused(prediction: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="prediction"):
         call(prediction)
 

@@ -70,7 +70,7 @@ def test_a_bad_configuration_is_refused_with_the_field(values: dict[str, Any], m
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
-def test_numbers_of_numpy(kind: type) -> None:
+def test_numpy_numbers_are_accepted(kind: type) -> None:
     config = LookaheadConfig(window_size=kind(3), ngram_size=kind(4), guess_set_size=kind(5), seed=kind(6))
     assert config == LookaheadConfig(window_size=3, ngram_size=4, guess_set_size=5, seed=6)
     assert {type(getattr(config, name)) for name in ("window_size", "ngram_size", "guess_set_size", "seed")} == {int}
@@ -78,7 +78,7 @@ def test_numbers_of_numpy(kind: type) -> None:
 
 
 @pytest.mark.parametrize("memory", ["./proces", "memory.npz", "~/memory", Path("proces"), "process", "request"])
-def test_names_of_memories(memory: str | Path) -> None:
+def test_memory_may_be_a_scope_or_a_path(memory: str | Path) -> None:
     assert LookaheadConfig(memory=memory).memory == memory
 
 
@@ -150,13 +150,13 @@ def test_a_model_without_weights_is_refused(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("model", [None, 3, torch.nn.Linear(2, 2)])
-def test_what_is_no_model_cannot_be_detached(model: Any) -> None:
+def test_detach_refuses_what_is_no_model(model: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=f"model={type(model).__name__} is no"):
         lookahead.detach(model)
 
 
 @pytest.mark.parametrize("path", [None, 3, b"model.gguf"])
-def test_what_is_no_path_cannot_be_loaded(path: Any) -> None:
+def test_load_gguf_refuses_what_is_no_path(path: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=f"path={path!r} must be the path of a GGUF file"):
         lookahead.load_gguf(path)
 

@@ -85,7 +85,7 @@ def test_drafts_are_accepted_and_states_counted() -> None:
 @pytest.mark.parametrize(
     "family", quickly(["qwen3_next", "granitemoehybrid", "lfm3", "deepseek_v4"], ["granitemoehybrid", "deepseek_v4"])
 )
-def test_caches_go_to_and_fro(family: str) -> None:
+def test_caches_can_be_returned_and_continued(family: str) -> None:
     model = tiny(family)
     config = LookaheadConfig(step_budget=6)
     options: dict[str, Any] = {"max_new_tokens": 15, "do_sample": False}
@@ -168,7 +168,7 @@ def test_rows_of_one_call(family: str, sample: bool) -> None:
         ({}, {"use_cache": False}, "use_cache=False"),
     ],
 )
-def test_what_chains_cannot_do_is_refused(config: dict[str, Any], options: dict[str, Any], words: str) -> None:
+def test_unsupported_arguments_are_refused(config: dict[str, Any], options: dict[str, Any], words: str) -> None:
     options = {"input_ids": prompt()} | options
     with pytest.raises(UnsupportedArgumentError, match=words):
         lookahead.generate(tiny(), lookahead_config=LookaheadConfig(**config), max_new_tokens=4, **options)

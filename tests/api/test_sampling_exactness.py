@@ -113,7 +113,7 @@ def test_eos_inside_an_accepted_run_ends_the_draws() -> None:
         assert ended.got == whole.got[: whole.got.index(whole.got[start]) + 1]
 
 
-def test_the_race_is_how_tokens_are_sampled() -> None:
+def test_multinomial_is_an_argmax_over_exponential_noise() -> None:
     # What mismatches are explained with: the token with the best score and noise is the one that was sampled.
     scores = torch.randn(1, 72, generator=torch.Generator().manual_seed(0))
     for seed in range(5):
@@ -153,7 +153,7 @@ FAULTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_detects_a_wrong_draw(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken, settings = FAULTS[fault]
     case = replace(SHARP, settings={**SHARP.settings, **settings})
     check(case)

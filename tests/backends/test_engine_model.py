@@ -117,7 +117,7 @@ def test_replaced_modules_and_settings_are_followed() -> None:
     assert engine_model(model) is model
 
 
-def test_what_stands_in_for_a_forward_pass_is_respected() -> None:
+def test_a_model_with_a_replaced_forward_gets_no_clone() -> None:
     model = grouped_llama()
     plain = model.model.layers[1].forward
     model.model.layers[1].forward = lambda *args, **kwargs: plain(*args, **kwargs)

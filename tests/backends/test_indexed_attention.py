@@ -64,7 +64,7 @@ def test_rows_side_by_side(family: str) -> None:
         lookahead.generate(model, rows, max_new_tokens=60)
 
 
-def test_caches_go_to_and_fro() -> None:
+def test_caches_can_be_returned_and_continued() -> None:
     model = tiny(picked=64)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     whole = model.generate(prompt(), **{**options, "max_new_tokens": 16}).sequences

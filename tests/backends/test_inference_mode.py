@@ -62,7 +62,7 @@ def test_transformers_goes_on_with_a_cache_of_ours(model: PreTrainedModel, insid
         assert torch.equal(second, model.generate(text, **GREEDY))
 
 
-def test_what_grew_inside_is_written_to_outside() -> None:
+def test_a_cache_filled_in_inference_mode_is_extended_outside() -> None:
     layer = TreeLayer()
     states = torch.arange(12.0).view(1, 1, 4, 3)
     with torch.inference_mode():

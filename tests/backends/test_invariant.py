@@ -114,7 +114,7 @@ def test_statistics_say_whether_a_text_was_made_so() -> None:
 
 
 @pytest.mark.parametrize("pack_weights", [False, True])
-def test_rows_of_a_batch_are_each_as_alone(pack_weights: bool) -> None:
+def test_rows_of_a_batch_have_the_bits_of_single_rows(pack_weights: bool) -> None:
     model = in_type("llama", torch.bfloat16)
     prompts = torch.randint(5, 70, (8, 21), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(prompts)
@@ -237,7 +237,7 @@ def test_static_passes_of_one_size_give_the_same_bits(name: str, dtype: torch.dt
             decode(model, PROMPT.expand(65, -1), static, **few)
 
 
-def test_a_layer_that_looks_at_its_company_is_noticed() -> None:
+def test_a_layer_that_reads_other_rows_is_detected() -> None:
     class Company(torch.nn.Module):
         """Adds a unit in the last place where many rows come together."""
 
@@ -289,7 +289,7 @@ def test_experts_have_as_many_rows_as_their_products_need() -> None:
 
 
 @torch.no_grad()
-def test_routers_choose_the_same_in_every_company() -> None:
+def test_routers_choose_the_same_whatever_the_other_rows() -> None:
     """DeepSeek's takes a sigmoid in float32, which torch computes in another way behind the last whole vector."""
     router = in_type("deepseek_v3", torch.float16).model.layers[1].mlp.gate
     hidden = torch.randn(1, 70, 48, generator=torch.Generator().manual_seed(0)).half()
@@ -366,7 +366,7 @@ def test_attention_of_a_path_is_that_of_the_text_it_becomes(window: int | None) 
         assert torch.equal(alone[:, 0], inside[:, level])
 
 
-def test_the_check_compares_what_it_says() -> None:
+def test_the_check_accepts_the_clone_and_refuses_the_plain_model() -> None:
     """Along a text, whatever its passes, logits come in the order of its tokens."""
     model = in_type("demo", torch.bfloat16)
     clone = engine_model(model, invariant=True)

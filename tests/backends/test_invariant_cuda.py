@@ -41,7 +41,7 @@ def test_drafts_change_no_bit(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("sampled", [{}, {"do_sample": True, "temperature": 0.7}], ids=["greedy", "sampled"])
-def test_rows_of_a_batch_are_each_as_alone(sampled: dict[str, Any]) -> None:
+def test_rows_of_a_batch_have_the_bits_of_single_rows(sampled: dict[str, Any]) -> None:
     model = on_gpu("llama", torch.bfloat16)
     prompts = torch.randint(5, 70, (8, 21), generator=torch.Generator().manual_seed(2)).cuda()
     few = {"pad_token_id": 0, "eos_token_id": None, **sampled}
@@ -73,7 +73,7 @@ def test_a_text_is_the_same_wherever_it_was_split_and_however_long_its_buffers_a
 
 @pytest.mark.parametrize("dtype", [torch.float32, *TYPES], ids=str)
 @pytest.mark.parametrize("size", [64, 128, 256])
-def test_the_kernel_is_attention_and_knows_no_company(dtype: torch.dtype, size: int) -> None:
+def test_the_kernel_is_attention_whatever_the_other_rows(dtype: torch.dtype, size: int) -> None:
     from lookahead.backends.transformers.tree_attention.kernel import attention_by_position
 
     chain = [*range(-1, 63)]
@@ -95,6 +95,6 @@ def test_the_kernel_is_attention_and_knows_no_company(dtype: torch.dtype, size: 
         assert torch.equal(alone[:, 0], together[:, node])
 
 
-def test_engines_refuse_it() -> None:
+def test_engines_refuse_invariant_passes() -> None:
     with pytest.raises(lookahead.UnsupportedArgumentError, match="on CPUs only"):
         lookahead.Engine(on_gpu("llama", torch.bfloat16), LookaheadConfig(invariant=True))

@@ -49,7 +49,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ],
     ids=["auto", "fixed", "long", "jacobi", "plain", "sampled"],
 )
-def test_the_texts_of_transformers(
+def test_texts_are_those_of_transformers(
     both: tuple[Any, PreTrainedModel], config: LookaheadConfig, options: dict[str, Any]
 ) -> None:
     model, reference = both
@@ -75,7 +75,7 @@ def test_rows_are_read_plainly(both: tuple[Any, PreTrainedModel]) -> None:
         lookahead.generate(model, ids, **options)
 
 
-def test_a_text_that_goes_on(both: tuple[Any, PreTrainedModel]) -> None:
+def test_a_kept_text_is_continued(both: tuple[Any, PreTrainedModel]) -> None:
     """What is in llama.cpp is used again where a prompt goes on from its end, and only there."""
     model, reference = both
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}

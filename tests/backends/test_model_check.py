@@ -151,6 +151,6 @@ def test_other_kinds_of_models_are_refused(model: Any, reason: str) -> None:
 
 
 @pytest.mark.parametrize("model", [None, torch.nn.Linear(2, 2), "llama"])
-def test_what_is_no_model_is_refused(model: Any) -> None:
+def test_objects_that_are_no_model_are_refused(model: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="from_pretrained"):
         lookahead.generate(model, torch.tensor([[1, 2, 3]]))

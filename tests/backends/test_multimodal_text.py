@@ -48,7 +48,7 @@ def qwen2_5_vl() -> PreTrainedModel:
 
 @pytest.mark.parametrize("maker", [gemma3, qwen2_5_vl])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_text_alone(maker, rows: int) -> None:  # type: ignore[no-untyped-def]
+def test_text_without_images_is_that_of_generate(maker, rows: int) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     model = maker().eval()
     with torch.no_grad():

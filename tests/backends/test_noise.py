@@ -78,7 +78,7 @@ def test_nothing_is_drawn_again_where_there_is_room() -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("most_bytes", [1 << 26, 8 * VOCABULARY])
 @pytest.mark.parametrize("whole", [False, True])
-def test_what_is_drawn_ahead_is_what_is_taken_later(
+def test_noise_drawn_ahead_is_used_later(
     rows: int, most_bytes: int, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if whole:
@@ -113,7 +113,7 @@ def test_what_is_drawn_ahead_is_what_is_taken_later(
     assert drawn[0] <= rows * VOCABULARY * (PLACES + 5) or most_bytes < 1 << 26, "nothing is drawn twice"
 
 
-def test_what_was_drawn_ahead_is_dropped_when_somebody_else_draws() -> None:
+def test_noise_drawn_ahead_is_dropped_when_the_generator_moves() -> None:
     given = distributions(1, torch.float32, 0)
     generator, other = (torch.Generator().manual_seed(0) for _ in range(2))
     noise = SamplingNoise(1, generator)
@@ -137,7 +137,7 @@ def test_the_default_generator_draws_if_none_is_given() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_multinomial_refuses_is_refused(value: float) -> None:
+def test_invalid_probabilities_are_refused_as_by_multinomial(value: float) -> None:
     logits = torch.zeros(1, 8)
     logits[0, 3] = value
     sampler = TextSampler(noise=SamplingNoise())

@@ -78,13 +78,13 @@ def packed_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_rows_that_come_and_go_are_as_each_alone(name: str) -> None:
+def test_joining_and_leaving_rows_have_the_texts_of_single_rows(name: str) -> None:
     model = build(name)
     check_rows(model, RowsRunner(packed_model(model)), ARCHITECTURES.index(name))
 
 
 @pytest.mark.parametrize("name", UNPACKABLE)
-def test_so_are_padded_ones_where_they_cannot_be_packed(name: str) -> None:
+def test_padded_rows_have_the_texts_of_single_rows(name: str) -> None:
     model = build(name, attention=UNPACKABLE[name])
     runner = rows_runner(model)
     assert not runner.packed
@@ -92,7 +92,7 @@ def test_so_are_padded_ones_where_they_cannot_be_packed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_mixed_sliding"])
-def test_so_are_rows_with_a_pass_each(name: str) -> None:
+def test_rows_with_separate_passes_have_the_texts_of_single_rows(name: str) -> None:
     model = build(name)
     check_rows(model, RowsRunner(model, packed=False, together=False), seed=4)
 

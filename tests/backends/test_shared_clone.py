@@ -131,7 +131,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", quickly(CHANGES, CHANGES[::2]))
-def test_part_of_a_packed_weight_changes(change: Callable[[PreTrainedModel], None]) -> None:
+def test_a_partly_changed_packed_weight_is_packed_anew(change: Callable[[PreTrainedModel], None]) -> None:
     model = llama(vocabulary=1000)  # so that a row is a small part
     before = plain(model)
     assert torch.equal(ours(model, PACKED), before)
@@ -336,7 +336,7 @@ def test_a_check_pass_does_not_put_frequencies_back() -> None:
     assert all(torch.equal(rope_state(model)[name], value) for name, value in before.items())
 
 
-def test_preserved_state() -> None:
+def test_preserved_state_restores_buffers_and_attributes() -> None:
     model = llama()
     rotary = model.model.rotary_emb
     kept, values = rotary.inv_freq, rotary.inv_freq.clone()
@@ -381,7 +381,7 @@ def test_attributes_that_are_removed_are_gone() -> None:
     assert not hasattr(clone.model.layers[0], "note")
 
 
-def test_a_module_at_the_place_of_one_that_is_gone() -> None:
+def test_a_module_at_a_reused_address_is_noticed() -> None:
     """Python gives out ids again; whoever goes by them takes a new module for the old one."""
     model = llama()
     for seed in (6, 10, 11):  # which leave no close calls

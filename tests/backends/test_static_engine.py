@@ -305,7 +305,7 @@ def test_memory_goes_when_the_model_goes() -> None:
     assert [one() for one in gone] == [None] * 3
 
 
-def test_longer_texts_than_were_expected() -> None:
+def test_buffers_grow_with_the_text() -> None:
     model = build("qwen2_mixed_sliding")
     steps = static_steps(model, capacity=16, nodes=8, recorder=TapeRecorder())
     assert_same(logits_of_steps(ModelRunner(model, 1, steps=steps)), logits_of_steps(ModelRunner(model, 1)))
@@ -417,7 +417,7 @@ def test_the_cache_keeps_what_was_committed() -> None:
             assert other.layers[2].keys[row, 0, : len(tokens), 0].tolist() == tokens
 
 
-def test_caches_that_come_and_go(llama: PreTrainedModel) -> None:
+def test_caches_can_be_returned_and_continued(llama: PreTrainedModel) -> None:
     arguments: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True}
     expected = llama.generate(PROMPT, **{**arguments, "max_new_tokens": 30})
     for first, second, third in (("static", "static", "dynamic"), ("dynamic", "static", "static")):
@@ -556,7 +556,7 @@ def test_recording_is_not_booked_as_decoding(demo: Any) -> None:
     assert sum(nodes > 1 for nodes in calls[-1]) > len(calls[-1]) / 2
 
 
-def test_what_cannot_be_recorded_runs_dynamically() -> None:
+def test_models_that_cannot_be_recorded_run_dynamically() -> None:
     class Failing(TapeRecorder):
         def record(self, work: Pass) -> Pass:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -568,7 +568,7 @@ def test_what_cannot_be_recorded_runs_dynamically() -> None:
     assert torch.equal(got, model.generate(PROMPT, max_new_tokens=8, do_sample=False))
 
 
-def test_python_that_changes_with_the_text_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_that_depends_on_the_text_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that goes by the length of its cache, in Python, would be wrong in a captured graph."""
     model = grouped_llama(torch.float32)
     engine = engine_model(model)
@@ -614,6 +614,6 @@ def test_passes_and_buffers_have_few_sizes() -> None:
     ]
 
 
-def test_unknown_engine() -> None:
+def test_an_unknown_engine_is_refused() -> None:
     with pytest.raises(lookahead.InvalidArgumentError, match="engine='quick'"):
         LookaheadConfig(engine="quick")

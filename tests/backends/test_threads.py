@@ -53,7 +53,7 @@ def in_threads(work: Callable[[int], Any], tasks: int) -> list[Any]:
 
 # Greedy alone: seeds of sampling set torch's one generator, from which all threads would draw in turns.
 @pytest.mark.parametrize("scope", ["file", "process"])
-def test_a_memory_shared_by_threads(model: PreTrainedModel, tmp_path: Path, scope: str) -> None:
+def test_threads_may_share_a_memory(model: PreTrainedModel, tmp_path: Path, scope: str) -> None:
     calls = 24
     texts, path = prompts(calls), tmp_path / "memory.npz"
     options = {"max_new_tokens": 6, "do_sample": False}

@@ -129,7 +129,7 @@ TEXT_OPTIONS = [
 
 
 @pytest.mark.parametrize(("options", "arguments"), TEXT_OPTIONS)
-def test_options_about_the_text(
+def test_text_options_give_the_text_of_generate(
     capsys: pytest.CaptureFixture[str],
     tokenizer: Any,
     expected: list[int],
@@ -327,7 +327,7 @@ def change(path: Path, **values: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ["x", [0, "x"], {"a": 1}, 1.5])
-def test_token_ids_that_are_none(capsys: pytest.CaptureFixture[str], model_copy: Path, value: Any) -> None:
+def test_invalid_special_token_ids_are_named(capsys: pytest.CaptureFixture[str], model_copy: Path, value: Any) -> None:
     change(model_copy / "generation_config.json", eos_token_id=value)
     message = refused(capsys, "generate", PROMPT, "--model", str(model_copy))
     assert all(part in message for part in (f"{model_copy}: generation_config.json", f"eos_token_id={value!r}"))
@@ -522,7 +522,9 @@ def out_of_memory(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "compare"])
-def test_out_of_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_out_of_memory_says_what_to_reduce(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
     monkeypatch.setattr("lookahead.cli.generate.generate", out_of_memory)
     message = refused(capsys, command, PROMPT, *SHORT)
     assert "out of memory on cpu while decoding (tried to allocate 2.50 GiB)" in message

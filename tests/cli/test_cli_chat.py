@@ -199,7 +199,7 @@ def test_template_that_shortens_the_conversation(loaded: LoadedModel) -> None:
     assert answer.prefilled_tokens == 1  # one token must be read to see what follows it
 
 
-def test_plain_turns(loaded: LoadedModel) -> None:
+def test_turns_without_a_template_are_joined_by_lines(loaded: LoadedModel) -> None:
     talk = conversation(loaded, TurnFormat(loaded.tokenizer, plain=True), system="import math")
     known, text = 0, "import math"
     for turn in TURNS:
@@ -598,7 +598,7 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
         (["--template", "nowhere.jinja"], ["--template nowhere.jinja", "No such file"]),
     ],
 )
-def test_refused_options(
+def test_options_that_chat_cannot_use_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: list[str]
 ) -> None:
     message = refused(capsys, monkeypatch, *arguments)
@@ -625,7 +625,7 @@ def test_a_template_that_is_missing_or_fails_is_named(
 
 
 @pytest.mark.parametrize("json_lines", [False, True])
-def test_lines_that_are_not_utf_8(
+def test_invalid_utf8_lines_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, json_lines: bool
 ) -> None:
     content = io.BytesIO("\ufeffx = 1\n".encode() + b"caf\xe9\n/reset\ny = 2\n")

@@ -151,14 +151,14 @@ def test_the_server_answers_requests_side_by_side(demo_file: str, expected: str)
         (["serve", "--pack-weights", "--port", "0"], "pack_weights=True .* GGUF"),
     ],
 )
-def test_what_is_about_other_models_is_refused(
+def test_options_for_transformers_models_are_refused(
     capsys: pytest.CaptureFixture[str], demo_file: str, arguments: list[str], message: str
 ) -> None:
     assert main([*arguments, "--model", demo_file]) == 2
     assert re.search(message, " ".join(capsys.readouterr().err.split()))
 
 
-def test_a_broken_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_broken_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "noise.gguf").write_bytes(b"noise")
     assert main(["generate", PROMPT, "--model", str(tmp_path / "noise.gguf")]) == 2
     assert "cannot be loaded by llama.cpp" in capsys.readouterr().err

@@ -101,7 +101,7 @@ def test_the_package_imports_what_is_asked_for() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_names_of_the_package() -> None:
+def test_every_public_name_can_be_imported() -> None:
     names: dict[str, Any] = {}
     exec("from lookahead import *", names)
     assert names["generate"] is lookahead.generate
@@ -114,7 +114,7 @@ def test_names_of_the_package() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGPIPE semantics")
 @pytest.mark.parametrize("arguments", [["generate", "--help"], ["--version"]])
-def test_help_to_a_reader_that_has_gone(arguments: list[str]) -> None:
+def test_help_into_a_closed_pipe_is_quiet(arguments: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)
     with open(write, "wb") as gone:
@@ -191,7 +191,7 @@ def test_main_returns_to_whoever_called_it() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_output_that_cannot_be_written_is_told_in_one_line() -> None:
+def test_output_that_cannot_be_written_is_one_line() -> None:
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "lookahead", "--version"]
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)

@@ -35,7 +35,7 @@ def texts_of(path: Path) -> list[dict[str, Any]]:
     return json.loads(found[1])["texts"]
 
 
-def test_the_page_of_a_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_writes_a_page_of_the_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "trace.html"
     assert main(["trace", "-o", str(page), "w1 w2 w3", "--model", str(model), "-n", "12", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -45,7 +45,7 @@ def test_the_page_of_a_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert [len(step["k"]) for step in text["steps"]] == result["accepted_lengths"]
 
 
-def test_turns_of_a_chat(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_records_every_turn_of_a_chat(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"w1 w2\nw3\n"), encoding="utf-8"))
     page = tmp_path / "trace.html"
     assert main(["chat", "--raw", "--model", str(model), "-n", "6", "--trace", str(page)]) == 0

@@ -91,7 +91,7 @@ def test_processes_that_compile_for_two_types_at_once_do_not_mix_them_up(tmp_pat
         assert begin(tmp_path, numbers).communicate("\n")[0] == "True 1\n"
 
 
-def test_what_is_damaged_is_compiled_anew(tmp_path: Path) -> None:
+def test_damaged_files_are_compiled_anew(tmp_path: Path) -> None:
     _, _, folder = run_in(tmp_path, step=1)
     for file in folder.iterdir():
         file.write_bytes(file.read_bytes()[:100])

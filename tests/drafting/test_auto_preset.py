@@ -31,7 +31,7 @@ def run(model: PreTrainedModel, **fields: object) -> LookaheadOutput:
     return output
 
 
-def test_it_is_the_default_and_sizes_choose_their_method() -> None:
+def test_auto_is_the_default_and_sizes_imply_the_preset() -> None:
     assert LookaheadConfig().preset == "auto"
     assert LookaheadConfig(step_budget=16).preset == "auto"
     assert LookaheadConfig(window_size=15).preset == "paper"
@@ -111,7 +111,7 @@ def test_a_disk_that_fills_up_costs_no_text(
         run(model, memory=tmp_path / "memory.npz")
 
 
-def test_statistics_say_what_was_drafted_from(model: PreTrainedModel) -> None:
+def test_statistics_have_the_sizes_of_memory_and_pool(model: PreTrainedModel) -> None:
     (memory,) = run(model).statistics.sources
     assert sum(memory["entries"]) > 0
     assert memory["bytes"] > 0

@@ -192,7 +192,7 @@ def test_rows_are_written_as_one_by_one_with_real_text_last(texts: int) -> None:
         np.testing.assert_allclose(found_there, expected_there, rtol=1e-5, atol=1e-7)
 
 
-def test_what_was_selected_stands_for_what_is_not_told() -> None:
+def test_selected_tokens_replace_missing_predictions() -> None:
     memory = text_memory()
     paths = Texts([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], memory=memory)
     (draft,) = paths.propose()
@@ -201,7 +201,7 @@ def test_what_was_selected_stands_for_what_is_not_told() -> None:
     assert Texts([9, 1, 2, 3], memory=memory).propose()[0][:3] == [4, 5, 6]
 
 
-def test_another_draft_than_its_own_teaches_nothing() -> None:
+def test_a_foreign_draft_teaches_nothing() -> None:
     paths = Texts([1, 2, 3, 4, 1, 2])
     (draft,) = paths.propose()
     told = Model(0).verify([1, 2], draft)[1]

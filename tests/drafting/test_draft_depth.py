@@ -50,7 +50,7 @@ def check(depths: list[tuple[int, int]], prompt: int, tokens: int = TOKENS) -> N
 
 @pytest.mark.parametrize("prompt_tokens", [512, 3])
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])  # rows that are packed, and padded
-def test_of_an_engine(name: str, prompt_tokens: int) -> None:
+def test_drafts_of_an_engine_end_at_the_last_token(name: str, prompt_tokens: int) -> None:
     depths: list[tuple[int, int]] = []
     engine = Engine(build(name), LookaheadConfig(drafter=lambda: Recorder(depths)), prompt_tokens=prompt_tokens)
     for _ in range(2):
@@ -61,7 +61,7 @@ def test_of_an_engine(name: str, prompt_tokens: int) -> None:
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True}])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_of_generate(rows: int, options: dict[str, Any]) -> None:
+def test_drafts_of_generate_end_at_the_last_token(rows: int, options: dict[str, Any]) -> None:
     depths: list[tuple[int, int]] = []
     config = LookaheadConfig(drafter=lambda: Recorder(depths))
     lookahead.generate(
@@ -70,7 +70,7 @@ def test_of_generate(rows: int, options: dict[str, Any]) -> None:
     check(depths, len(PROMPT))
 
 
-def test_of_a_model_that_runs_chains() -> None:
+def test_chains_end_at_the_last_token() -> None:
     depths: list[tuple[int, int]] = []
     model: PreTrainedModel = fuzz.families.build("qwen3_next", Variant(), "sdpa")
     config = LookaheadConfig(drafter=lambda: Recorder(depths))
@@ -86,7 +86,7 @@ class EndsFirstRow(StoppingCriteria):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_of_rows_that_go_on_as_far_as_others(do_sample: bool) -> None:
+def test_drafts_stay_within_the_room_of_the_longest_row(do_sample: bool) -> None:
     depths: list[tuple[int, int]] = []
     lookahead.generate(
         build("llama"),

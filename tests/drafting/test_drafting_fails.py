@@ -176,7 +176,7 @@ def test_a_trace_goes_on() -> None:
     assert text[0].tolist() == [*PROMPTS[0], *greedy(model, tuple(PROMPTS[0]), TOKENS)]
 
 
-def test_what_fails_for_all_rows_ends_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_all_drafts_ends_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama", seed=0)
     engine = Engine(model, DRAFTING)
 

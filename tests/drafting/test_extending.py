@@ -138,7 +138,7 @@ class Forbidding(Fixed):
         return [token not in self.forbidden for token in tokens]
 
 
-def test_what_a_source_forbids_is_not_sent_and_others_take_its_place() -> None:
+def test_forbidden_drafts_are_replaced_by_others() -> None:
     paths = TokenPaths([1, 2, 3, 4, 5], [-1, 0, -1, 2, 3], [0.9, 0.9, 0.8, 0.9, 0.9])
     memory = DraftMemory(NGramMemory(2, 64, 2))
     drafter = AutoDrafter(memory, 4, explore=False, sources=[CheckedSource(Forbidding(paths, {1}))])
@@ -162,7 +162,7 @@ def test_forbidden_drafts_change_steps_alone() -> None:
     assert steps_with(LookaheadConfig(step_budget=8, sources=(lambda: Forbidding(None, other),))) <= most
 
 
-def test_permits_that_are_none_cost_the_drafts() -> None:
+def test_invalid_permits_stop_the_drafts() -> None:
     source = Fixed()
     source.permits = lambda tokens, parents: [True]  # type: ignore[attr-defined]
     with pytest.warns(LookaheadWarning, match="drafting stopped.*tell it of each"):
@@ -198,7 +198,7 @@ NEXT = TokenPaths.chain([7])
         (FixedBudget(16), 1, [5, 1], [-1, 0]),
     ],
 )
-def test_what_is_certain_is_sent_whether_or_not_drafts_pay(
+def test_certain_tokens_are_sent_even_while_drafts_rest(
     budget: FixedBudget, room: int, tokens: list[int], parents: list[int]
 ) -> None:
     source = CheckedSource(Sure([1, 2], NEXT))
@@ -261,7 +261,7 @@ def test_the_text_goes_on_behind_what_was_certain() -> None:
         ([1, 2, 3], "no TokenPaths"),
     ],
 )
-def test_paths_that_are_none_cost_the_drafts(paths: Any, message: str) -> None:
+def test_invalid_paths_stop_the_drafts(paths: Any, message: str) -> None:
     with pytest.warns(LookaheadWarning, match=f"drafting stopped.*{message}"):
         steps_with(LookaheadConfig(step_budget=8, sources=(lambda: Fixed(paths),)))
 
@@ -292,7 +292,7 @@ class TooMany:
         ({"drafter": lambda: TooMany(VOCAB_SIZE, 2)}, f"token {VOCAB_SIZE}"),
     ],
 )
-def test_nodes_that_cannot_be_cost_the_drafts(fields: dict[str, Any], message: str) -> None:
+def test_invalid_nodes_stop_the_drafts(fields: dict[str, Any], message: str) -> None:
     with pytest.warns(LookaheadWarning, match=f"drafting stopped.*{message}"):
         assert steps_with(LookaheadConfig(**fields)) == TOKENS
 
@@ -311,7 +311,7 @@ def test_nodes_that_cannot_be_cost_the_drafts(fields: dict[str, Any], message: s
         ({"sources": (Fixed,), "preset": "paper"}, "sources=.* is about preset 'auto'"),
     ],
 )
-def test_what_cannot_draft_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_objects_that_cannot_draft_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         steps_with(LookaheadConfig(**fields))
 
@@ -348,7 +348,7 @@ class RandomDrafter:
 
 
 @pytest.mark.parametrize("own", [{"sources": (RandomSource,)}, {"drafter": RandomDrafter}], ids=["source", "drafter"])
-def test_what_they_draw_at_random_changes_neither_sampled_texts_nor_the_random_state(own: dict[str, Any]) -> None:
+def test_random_draws_of_drafters_change_neither_texts_nor_the_generator(own: dict[str, Any]) -> None:
     model, prompt = build("llama", seed=0), torch.tensor([PROMPT])
     sampling: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": TOKENS, "pad_token_id": 0}
     texts, states = [], []

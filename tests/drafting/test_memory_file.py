@@ -153,7 +153,7 @@ def test_memories_of_other_sizes_are_not_merged() -> None:
         memory.merge(DraftMemory(NGramMemory(3, 64, 1)))
 
 
-def test_what_a_killed_save_left_behind_goes_with_the_next(path: Path) -> None:
+def test_leftovers_of_a_killed_save_are_removed(path: Path) -> None:
     def die(*_: object) -> None:
         os._exit(9)
 
@@ -245,7 +245,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_what_is_no_file_is_refused(kind: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_that_are_no_regular_file_are_refused(kind: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(path.parent)  # the name of a socket is short
     MAKERS[kind](Path(path.name))
     with pytest.raises(InvalidArgumentError, match=r"memory='.*memory\.npz' cannot be written: it is no file"):
@@ -307,7 +307,7 @@ def test_an_older_file_without_a_record_of_evidence_is_read(path: Path) -> None:
     assert known(DraftMemory.load(path, MODEL), 3) == 3
 
 
-def test_what_older_files_have_besides_is_left_out(path: Path) -> None:
+def test_unknown_arrays_of_older_files_are_ignored(path: Path) -> None:
     path.write_bytes(content(acceptance_weights=np.ones((3, 4)), acceptance_names=np.array(["nothing"])))
     memory = DraftMemory.load(path, MODEL)
     assert known(memory, 3) == 3

@@ -71,7 +71,7 @@ def check_equal(memory: NGramMemory, reference: Dictionary, contexts: NDArray[np
     seed=st.integers(0, 99),
     old_share=st.sampled_from([0.0, 0.3]),
 )
-def test_it_holds_what_a_dictionary_holds(batches: list[list[tuple[int, ...]]], seed: int, old_share: float) -> None:
+def test_the_memory_agrees_with_a_dictionary(batches: list[list[tuple[int, ...]]], seed: int, old_share: float) -> None:
     rng, memory = np.random.default_rng(seed), NGramMemory(ORDERS, 4096, TOP_K, old_share)
     reference = Dictionary(old_share)
     for batch in batches:

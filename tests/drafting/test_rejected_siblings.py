@@ -11,7 +11,7 @@ from ngram_access import insert
 TOP_K = 4
 
 
-def test_what_followed_a_rejected_sibling_is_drafted_after_the_right_token() -> None:
+def test_continuations_of_rejected_siblings_are_drafted_after_the_selected_token() -> None:
     memory = DraftMemory(NGramMemory(2, 64, TOP_K))
     insert(memory.ngrams, np.array([[5, -1]]), np.array([[7]]), np.float32([[0.8]]))
     drafter = AutoDrafter(memory, 2, explore=False)

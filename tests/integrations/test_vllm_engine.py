@@ -88,7 +88,7 @@ def test_the_class_is_built_and_given_the_model(plain: Any, called: Any) -> None
     assert called["reads"], changed(plain, "load_model is not called with the target, or that has no compute_logits")
 
 
-def test_what_propose_is_called_with(plain: Any, called: Any) -> None:
+def test_vllm_calls_propose_with_the_expected_arguments(plain: Any, called: Any) -> None:
     assert called["calls"], changed(plain, "propose is not called after steps")
     for call in called["calls"]:
         assert call["given"] == 3, changed(plain, f"propose has {call['given']} positional arguments, not 3")

@@ -61,7 +61,7 @@ def test_ranks_write_the_rows_of_a_ragged_batch(team: Team, sampled: bool) -> No
     assert compare(team, ParallelCase(RANKS, case, seed=3, sampled=sampled)) == []
 
 
-def test_where_positions_change_with_the_length(team: Team) -> None:
+def test_models_whose_rope_changes_with_length_are_exact(team: Team) -> None:
     """Ranks that are behind must not run what comes before the change with what comes after it."""
     for architecture in ("llama_dynamic_rope", "phi3_long_rope"):
         case = Case(architecture, PROMPT, max_new_tokens=40, pool_from_prompt=True, pool_from_output=True)
@@ -123,7 +123,7 @@ def _fresh(group: ParallelGroup, timeout: float = 300.0) -> ParallelGroup:
 # --- the choices of a configuration ---------------------------------------------------------------------------
 
 
-def test_the_static_engine(team: Team) -> None:
+def test_ranks_write_the_same_text_with_the_static_engine(team: Team) -> None:
     config = replace(CONFIG, engine="static")
     wanted = _run(None, CONFIG, {})
     for got in team.run(RANKS, _run, config, {}):
@@ -147,7 +147,7 @@ def _run(group: ParallelGroup | None, config: LookaheadConfig, arguments: dict[s
     return {"text": output.sequences.tolist(), "steps": output.statistics.steps}
 
 
-def test_a_cache_that_comes_back(team: Team) -> None:
+def test_returned_caches_can_be_continued(team: Team) -> None:
     """What a call returns as cache is whole on every rank, whoever ran the last tokens."""
     wanted = _two_turns(None)
     for got in team.run(RANKS, _two_turns):
@@ -172,7 +172,7 @@ def test_sizes_grow_with_the_ranks() -> None:
         scale_config(config, 0)
 
 
-def test_alone_and_not_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_join_without_a_launcher_names_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(lookahead.InvalidArgumentError, match="torchrun"):

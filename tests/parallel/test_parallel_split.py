@@ -147,7 +147,7 @@ def test_the_papers_sizes(ranks: int, most: int) -> None:
     assert max(loads(split_tree(paper_tree(15, 5, 15), [1] * ranks), [1] * ranks)) <= most
 
 
-def test_a_rank_that_is_behind_gets_less() -> None:
+def test_a_rank_with_more_pending_tokens_gets_fewer_nodes() -> None:
     split = split_tree(paper_tree(15, 5, 15), [1, 5, 5, 5])
     assert max(loads(split, [1, 5, 5, 5])) <= 37
     assert len(split.held[0]) > max(map(len, split.held[1:]))

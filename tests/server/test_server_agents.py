@@ -34,7 +34,7 @@ def no_calls(client: OpenAI) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
-def test_openai_agents(server: ServerProcess, no_calls: dict[str, Any], kind: str) -> None:
+def test_openai_agents_call_functions_and_answer(server: ServerProcess, no_calls: dict[str, Any], kind: str) -> None:
     called: list[str] = []
 
     @agents.function_tool
@@ -65,7 +65,7 @@ def test_openai_agents(server: ServerProcess, no_calls: dict[str, Any], kind: st
     assert called == ["clock", "clock"]
 
 
-def test_pydantic_ai(server: ServerProcess) -> None:
+def test_pydantic_ai_calls_functions_and_answers(server: ServerProcess) -> None:
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 

@@ -30,7 +30,7 @@ TURN = [{"role": "user", "content": "def add(a, b):"}]
 FORM = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 
 
-def test_a_conversation_with_functions(client: OpenAI) -> None:
+def test_chats_carry_function_calls_and_results(client: OpenAI) -> None:
     """A call, what it returned, and an answer in a form, by chats and by responses, streaming and not."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": FORM}}
     asked: dict[str, Any] = {"model": "chatty", "temperature": 0, "tools": [WEATHER, CLOCK]}
@@ -55,7 +55,7 @@ def token_of(client: OpenAI, text: str) -> int:
     return int(answer["tokens"][0])  # type: ignore[index]
 
 
-def test_responses_with_functions(client: OpenAI) -> None:
+def test_responses_carry_function_calls_and_results(client: OpenAI) -> None:
     flat = [{"type": "function", **WEATHER["function"]}, {"type": "function", **CLOCK["function"]}]
     asked: dict[str, Any] = {"model": "chatty", "temperature": 0, "tools": flat}
     begun = asked | {"input": TURN, "tool_choice": {"type": "function", "name": "weather"}}
@@ -118,7 +118,7 @@ def ask(client: TestClient, **fields: Any) -> Any:
     return answer.json()["choices"][0]
 
 
-def test_calls_between_special_tokens(special: tuple[TestClient, Any]) -> None:
+def test_calls_between_special_tokens_are_parsed(special: tuple[TestClient, Any]) -> None:
     client, tokenizer = special
     choice = ask(client, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
     (call,) = choice["message"]["tool_calls"]
@@ -132,7 +132,7 @@ def test_calls_between_special_tokens(special: tuple[TestClient, Any]) -> None:
     assert "tool_calls" not in text
 
 
-def test_reasoning_between_special_tokens(special: tuple[TestClient, Any]) -> None:
+def test_reasoning_between_special_tokens_is_parsed(special: tuple[TestClient, Any]) -> None:
     client, tokenizer = special
     end = str(tokenizer.convert_tokens_to_ids("</think>"))
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": FORM}}

@@ -101,7 +101,7 @@ def test_answers_follow_random_schemas(client: OpenAI, demo: Any, case: int) -> 
     assert answer.model_extra["lookahead"]["steps"] <= free + 1 + longest, "a token without a choice took a step"
 
 
-def test_a_json_object(client: OpenAI) -> None:
+def test_json_object_format_gives_an_object(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         model="chatty",
         messages=TURN,
@@ -306,7 +306,7 @@ def test_a_format_beside_tools_is_that_of_answers_without_calls() -> None:
         assert not accepted("text", request, Thinking.NEVER, format_)
 
 
-def test_formats_are_known_by_the_templates_of_their_models() -> None:
+def test_call_formats_are_recognised_by_chat_template() -> None:
     """Lines of published templates."""
     lines = {
         "hermes": """{{- '\\n<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}""",
@@ -327,7 +327,7 @@ def test_formats_are_known_by_the_templates_of_their_models() -> None:
     assert format_of("<tool_call>") is None
 
 
-def test_reasoning_is_told_from_the_answer() -> None:
+def test_reasoning_is_separated_from_the_answer() -> None:
     text = "\n<think>a < b </thin </think>\n\nyes <think> no"
     for size in (1, 4, 100):
         for thinking, given in ((Thinking.MAY, text), (Thinking.BEGUN, text[len("\n<think>") :])):
@@ -361,7 +361,7 @@ def test_chat_templates_get_earlier_calls_as_objects(demo: Any) -> None:
             served.encode_chat([turn(wrong)])
 
 
-def test_calls_are_told_from_text() -> None:
+def test_calls_are_separated_from_text() -> None:
     text = 'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call>"}}\n</tool_call>\n'
     for size in (1, 3, 100):
         reader = AnswerReader(Thinking.NEVER, HERMES)

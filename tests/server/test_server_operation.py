@@ -62,7 +62,7 @@ def idle(http: httpx.Client) -> bool:
     return not any(value_of(http, name) for name in names)
 
 
-def test_a_key_is_asked_for(server: ServerProcess, client: OpenAI) -> None:
+def test_requests_need_the_api_key(server: ServerProcess, client: OpenAI) -> None:
     for key in ("wrong", "a-ke", "a-key-", "ä"):
         answer = httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {key}".encode()})
         assert answer.status_code == 401
@@ -91,7 +91,7 @@ def test_bodies_are_bounded(server: ServerProcess, http: httpx.Client) -> None:
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_connections_that_say_nothing_are_closed(server: ServerProcess, http: httpx.Client) -> None:
+def test_silent_connections_are_closed(server: ServerProcess, http: httpx.Client) -> None:
     address = server.url.removeprefix("http://").split(":")
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a-key\r\nContent-Length: 50\r\n\r\n{"
     silent = [socket.create_connection((address[0], int(address[1])), timeout=600) for _ in range(20)]
@@ -104,7 +104,7 @@ def test_connections_that_say_nothing_are_closed(server: ServerProcess, http: ht
         connection.close()
 
 
-def test_a_full_queue_sends_clients_away(client: OpenAI, http: httpx.Client) -> None:
+def test_a_full_queue_answers_429(client: OpenAI, http: httpx.Client) -> None:
     wait_for(lambda: idle(http))
     with client.completions.create(**LONG, n=64, stream=True) as stream:
         next(iter(stream))
@@ -182,7 +182,7 @@ def served(demo: Any) -> ServedModel:
     return ServedModel("demo", *demo, Engine(demo[0], kv_bytes=2**28), LookaheadConfig(), context_length=2048)
 
 
-def test_memory_for_keys_and_values_is_bounded_and_told(http: httpx.Client) -> None:
+def test_kv_memory_is_bounded_and_reported(http: httpx.Client) -> None:
     wait_for(lambda: idle(http))
     assert "vllm:kv_cache_usage_perc{" in http.get("/metrics").text
     assert value_of(http, "vllm:kv_cache_usage_perc") == 0
@@ -202,7 +202,7 @@ def test_a_request_that_takes_too_long_is_given_up(served: ServedModel) -> None:
         assert streamed.text.endswith("data: [DONE]\n\n")
 
 
-def test_what_goes_wrong_in_a_stream_is_in_the_log(
+def test_errors_inside_a_stream_are_logged(
     demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*arguments: Any, **options: Any) -> str:
@@ -226,7 +226,9 @@ def test_a_server_goes_on_where_its_log_cannot_be_written(monkeypatch: pytest.Mo
             full.close()
 
 
-def test_a_port_in_use_is_told_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_port_in_use_is_refused_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     for name in ("config.json", "model.safetensors", "tokenizer.json"):  # enough to look like a model
         (tmp_path / name).write_text("{}")
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -273,7 +275,7 @@ def test_the_second_signal_leaves_nobody_without_an_answer(demo: Any) -> None:
     assert not running.server.force_exit
 
 
-def test_what_comes_while_answers_are_broken_off_is_told_so(demo: Any) -> None:
+def test_requests_after_a_stop_get_503(demo: Any) -> None:
     served = ServedModel("demo", *demo, Engine(demo[0], kv_bytes=2**28), LookaheadConfig(), context_length=2048)
     app = create_app([served], ServerSettings())
     with TestClient(app, base_url="http://localhost") as client:

@@ -62,7 +62,7 @@ def test_an_answer_streams_with_its_steps(page: Page) -> None:
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
-def test_both_ways_side_by_side(page: Page, temperature: str) -> None:
+def test_plain_and_lookahead_run_side_by_side(page: Page, temperature: str) -> None:
     page.get_by_text("Settings").click()
     page.get_by_label("Temperature").fill(temperature)
     page.get_by_text("Settings").click()
@@ -78,7 +78,7 @@ def test_both_ways_side_by_side(page: Page, temperature: str) -> None:
     page.screenshot(path=SCREENSHOTS / "page-dark.png")
 
 
-def test_stop_with_the_keyboard(page: Page) -> None:
+def test_escape_stops_the_answer(page: Page) -> None:
     page.get_by_text("Settings").click()
     page.get_by_label("Most tokens").fill("1500")
     send(page)
@@ -145,7 +145,7 @@ def test_every_control_has_a_name_and_is_reached_by_tab(page: Page) -> None:
     assert page.evaluate(unnamed) == 0
 
 
-def test_a_server_that_goes_away(page: Page) -> None:
+def test_the_page_says_when_the_server_is_gone(page: Page) -> None:
     page.route("**/v1/chat/completions", lambda route: route.abort("connectionrefused"))
     send(page, "hello")
     expect(page.get_by_role("status")).to_contain_text("went away")

@@ -130,7 +130,7 @@ def test_logprobs_are_the_models(client: OpenAI, demo: Any) -> None:
     assert all(len(each) == 2 for each in flat.top_logprobs)
 
 
-def test_streams_say_the_same(client: OpenAI) -> None:
+def test_streamed_text_is_the_whole_text(client: OpenAI) -> None:
     whole = chat(client, temperature=0.9, seed=3, n=2, logprobs=True)
     texts, reasons, logprobs, usage = ["", ""], [None, None], [[], []], None
     options = {"include_usage": True}
@@ -165,7 +165,7 @@ def test_stop_strings_end_the_text_before_them(client: OpenAI, demo: Any) -> Non
     assert streamed == answer.choices[0].text
 
 
-def test_several_prompts_and_token_ids(client: OpenAI, demo: Any) -> None:
+def test_prompts_may_be_lists_and_token_ids(client: OpenAI, demo: Any) -> None:
     prompts = [PROMPT, "class Stack:"]
     expected = [text_of(demo, reference(demo, prompt, max_new_tokens=5)) for prompt in prompts]
     assert [choice.text for choice in complete(client, prompt=prompts, max_tokens=5).choices] == expected
@@ -326,7 +326,7 @@ def test_requests_of_agents_are_answered(client: OpenAI, demo: Any) -> None:
     assert told.output_text == expected
 
 
-def test_echo_tells_the_prompt_before_the_answer(client: OpenAI) -> None:
+def test_echo_puts_the_prompt_before_the_answer(client: OpenAI) -> None:
     prompts = [PROMPT, "class Stack:"]
     plain = [choice.text for choice in complete(client, prompt=prompts, n=2, max_tokens=5).choices]
     echoed = complete(client, prompt=prompts, n=2, max_tokens=5, echo=True)
@@ -375,7 +375,7 @@ CHOICE = {"choice": ["yes", 'n"o']}
         ({"json": {"enum": [1, "x"]}}, '1|"x"'),
     ],
 )
-def test_structured_outputs(client: OpenAI, form: Any, pattern: str) -> None:
+def test_structured_outputs_follow_their_schema(client: OpenAI, form: Any, pattern: str) -> None:
     extra = {"structured_outputs": form}
     assert re.fullmatch(pattern, complete(client, extra_body=extra).choices[0].text)
     answer = client.chat.completions.create(model=MODEL, messages=TURN, temperature=0.9, seed=1, extra_body=extra)
@@ -385,14 +385,14 @@ def test_structured_outputs(client: OpenAI, form: Any, pattern: str) -> None:
 @pytest.mark.parametrize(
     "form", [{}, {"regex": "("}, {"grammar": "start"}, {"json": "{"}, {"regex": "a", "choice": ["b"]}]
 )
-def test_structured_outputs_that_cannot_be_read(client: OpenAI, form: Any) -> None:
+def test_invalid_schemas_are_refused(client: OpenAI, form: Any) -> None:
     with pytest.raises(BadRequestError) as raised:
         complete(client, extra_body={"structured_outputs": form})
     assert raised.value.param is not None
     assert raised.value.param.startswith("structured_outputs")
 
 
-def test_the_end_of_a_conversation(client: OpenAI, http: httpx.Client, demo: Any) -> None:
+def test_options_of_the_chat_template_shape_the_prompt(client: OpenAI, http: httpx.Client, demo: Any) -> None:
     begun = [*TURN, {"role": "assistant", "content": "    return"}]
     extra: dict[str, Any] = {"extra_body": {"continue_final_message": True, "add_generation_prompt": False}}
     told = client.chat.completions.create(model=MODEL, messages=begun, temperature=0, max_tokens=8, **extra)
@@ -435,7 +435,7 @@ EXPECTED = {"type": "content", "content": "x"}
         ("prediction", {"prediction": EXPECTED, "extra_body": {"lookahead": {"enabled": False}}}),
     ],
 )
-def test_what_is_not_supported_is_named(client: OpenAI, field: str, options: Any) -> None:
+def test_unsupported_fields_are_named(client: OpenAI, field: str, options: Any) -> None:
     with pytest.raises(BadRequestError) as raised:
         client.chat.completions.create(**{"model": MODEL, "messages": TURN} | options)
     assert raised.value.param is not None
@@ -459,7 +459,7 @@ ODD = (
 )
 
 
-def test_other_models_and_bad_bodies(client: OpenAI, http: httpx.Client) -> None:
+def test_unknown_models_and_malformed_bodies_are_refused(client: OpenAI, http: httpx.Client) -> None:
     with pytest.raises(NotFoundError):
         chat(client, model="gpt-4")
     for body in (b"", b"{", b"[]", b'{"model": "chatty", "prompt": []}', b'{"model": "\xff"}', b"[" * 100_000, *ODD):
@@ -477,7 +477,7 @@ def test_other_models_and_bad_bodies(client: OpenAI, http: httpx.Client) -> None
     assert http.get("/v1/completions").json()["error"]["type"] == "invalid_request_error"
 
 
-def test_models_health_and_tokens(client: OpenAI, http: httpx.Client, demo: Any) -> None:
+def test_models_health_and_tokenize_answer(client: OpenAI, http: httpx.Client, demo: Any) -> None:
     (card,) = client.models.list().data
     assert card.id == MODEL
     assert client.models.retrieve(MODEL).id == MODEL

@@ -58,7 +58,7 @@ def test_chat_keeps_turns_until_reset(
     assert second == reference(demo, f"{turn}{first}\n# user\nagain\n# assistant\n")
 
 
-def test_commands_of_a_chat(
+def test_chat_commands_work_with_a_server(
     connection: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"/help\n/nothing\n")))
@@ -80,7 +80,7 @@ def test_commands_of_a_chat(
         (["--server", "ftp://x"], "http://"),
     ],
 )
-def test_what_cannot_be_met(
+def test_options_that_a_server_cannot_meet_are_refused(
     connection: list[str], options: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", *connection, *options, PROMPT]) == 2

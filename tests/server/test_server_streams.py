@@ -120,7 +120,7 @@ def test_chunks_of_a_completion_add_up_to_the_whole_answer(client: OpenAI, featu
         assert logprobs[choice.index] == pytest.approx(expected, abs=1e-4)
 
 
-def test_classes_for_answers(client: OpenAI) -> None:
+def test_a_class_as_response_format_is_parsed(client: OpenAI) -> None:
     asked: dict[str, Any] = {"model": MODEL, "temperature": 0}
     answer = client.chat.completions.parse(**asked, messages=TURN, response_format=Place)  # type: ignore[arg-type]
     parsed = answer.choices[0].message.parsed

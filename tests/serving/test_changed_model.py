@@ -176,7 +176,7 @@ def test_a_text_that_would_be_mixed_ends_with_an_error(
     assert torch.equal(half_read.result(), expected)
 
 
-def test_what_passes_and_calls_do_to_a_model_is_no_change() -> None:
+def test_passes_and_calls_of_generate_are_no_change() -> None:
     model = copy.deepcopy(build("llama_dynamic_rope"))
     engine = Engine(model, LookaheadConfig(step_budget=4))
     short = {"max_new_tokens": 8, "do_sample": False}  # longer texts have other frequencies
@@ -236,5 +236,5 @@ def test_a_model_that_can_no_longer_be_run_ends_all_requests(model: PreTrainedMo
     assert served(engine) == before
 
 
-def test_clients_of_a_server_are_told_to_ask_again() -> None:
+def test_a_changed_model_is_answered_with_503() -> None:
     assert as_api_error(ModelChangedError("the model changed")).status_code == 503

@@ -68,7 +68,7 @@ USES: dict[str, Callable[[Engine, RequestHandle], object]] = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("held", [False, True], ids=["free", "locks held"])
-def test_every_use_is_refused(use: str, held: bool) -> None:
+def test_a_forked_process_cannot_use_the_engine(use: str, held: bool) -> None:
     engine = Engine(build("llama"))
     handle = engine.submit(PROMPT, **OPTIONS)
     if held:  # as a thread of the parent's may hold them, which no fork has
@@ -91,7 +91,7 @@ def _in_another_thread(act: Callable[[], object]) -> object:
         return pool.submit(act).result(60)
 
 
-def test_what_was_done_before_can_be_read_and_the_parent_goes_on() -> None:
+def test_finished_results_are_readable_and_the_parent_goes_on() -> None:
     with Engine(build("llama")) as engine:
         handle = engine.submit(PROMPT, **OPTIONS)
         text = handle.result()[0].tolist()

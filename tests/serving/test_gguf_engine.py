@@ -63,7 +63,7 @@ def test_requests_get_the_tokens_that_they_get_alone(
     assert engine.statistics.reused_tokens > 0
 
 
-def test_sequence_ids_go_back(model: Any) -> None:
+def test_sequence_ids_are_returned(model: Any) -> None:
     """More requests than there are ids, one after another and cancelled ones among them."""
     engine = Engine(model, LookaheadConfig(step_budget=60), max_rows=4)
     (ids,) = prompts(1)
@@ -131,7 +131,7 @@ def test_kv_bytes_bounds_finished_texts_and_running_ones_together(model: Any) ->
     assert 0 < engine.load.prefix_bytes <= 200 * size
 
 
-def test_what_cannot_work_is_refused(model: Any) -> None:
+def test_unsupported_arguments_are_refused(model: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="max_rows=300"):
         Engine(model, max_rows=300)
     with pytest.raises(InvalidArgumentError, match="pack_weights=True"):

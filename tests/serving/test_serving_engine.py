@@ -144,7 +144,7 @@ def test_readers_of_a_thread_and_of_asyncio() -> None:
     assert asyncio.run(read(engine)) == expected
 
 
-def test_closing_finishes_or_gives_up() -> None:
+def test_closing_finishes_or_cancels_requests() -> None:
     model = build("llama")
     engine = Engine(model, NODES)
     engine.start()
@@ -158,7 +158,7 @@ def test_closing_finishes_or_gives_up() -> None:
         handle.result()
 
 
-def test_what_a_processor_raises_ends_its_own_request() -> None:
+def test_an_exception_in_a_processor_ends_its_own_request() -> None:
     model = build("llama")
     calls = []
 
@@ -225,7 +225,7 @@ def test_stop_strings_scores_and_streamers(demo: tuple[PreTrainedModel, PreTrain
     assert "".join(streamer) == tokenizer.decode(expected.sequences[0, ids.shape[1] :])
 
 
-def test_what_cannot_be_served_is_refused() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     model = build("llama")
     engine = Engine(model, NODES, kv_bytes=60 * token_bytes(model))
     with pytest.raises(InvalidArgumentError, match="room for 60 tokens"):
@@ -275,7 +275,7 @@ def test_rows_that_come_and_go_change_no_bit_where_passes_are_invariant() -> Non
         assert output.statistics.invariant_rows >= 1
 
 
-def test_what_begins_alike_is_computed_once() -> None:
+def test_shared_prefixes_are_computed_once() -> None:
     model = build("llama")
     shared, options = PROMPT * 4, {"max_new_tokens": 6, "do_sample": False}
     wanted = [Wanted(0, [*shared, *range(1, 4 + number)], number, options=options) for number in range(4)]
@@ -370,7 +370,7 @@ def test_a_predicted_text_saves_steps_and_changes_nothing() -> None:
     assert max(steps[1:]) < 0.6 * steps[0]
 
 
-def test_what_a_request_held_goes_with_it() -> None:
+def test_finished_requests_are_freed_at_once() -> None:
     engine = Engine(build("llama"), NODES)
     gc.collect()
     gc.disable()
@@ -387,7 +387,7 @@ def test_what_a_request_held_goes_with_it() -> None:
         gc.enable()
 
 
-def test_why_a_request_ended() -> None:
+def test_finish_reason_is_stop_length_or_cancelled() -> None:
     engine = Engine(build("llama"), NODES)
     text = engine.submit(PROMPT, max_new_tokens=6, do_sample=False)
     ended = engine.submit(PROMPT, max_new_tokens=6, do_sample=False, eos_token_id=list(text)[2])

@@ -134,7 +134,7 @@ def test_a_source_of_a_users_own_is_named(llama: PreTrainedModel, prompt: torch.
     assert "predicted text" in evidence
 
 
-def test_a_drafter_that_says_nothing(llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+def test_a_drafter_without_origins_is_traced(llama: PreTrainedModel, prompt: torch.Tensor) -> None:
     class Three:
         top_k = 0
 
@@ -212,7 +212,7 @@ def test_500_tokens_take_less_than_2_mb_at_worst() -> None:
     assert len(make_page([text], Names(), "", {}).encode()) < 2_000_000
 
 
-def test_characters_that_two_steps_share(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+def test_characters_split_between_steps_are_shown_whole(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
     _, tokenizer = demo
     text = "x = 'äöü 漢字 🙂' " * 20
     tokens = tokenizer(text).input_ids
@@ -220,7 +220,7 @@ def test_characters_that_two_steps_share(demo: tuple[PreTrainedModel, PreTrained
     assert tokenizer.decode(prompt) + "".join(pieces(steps, tokenizer, prompt)) == tokenizer.decode(tokens)
 
 
-def test_ids_without_a_tokenizer(llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+def test_token_ids_are_shown_without_a_tokenizer(llama: PreTrainedModel, prompt: torch.Tensor) -> None:
     trace = Trace()
     run(llama, prompt, trace)
     assert to_data(trace.texts, None, {})["vocabulary"][0].startswith("#")
@@ -231,7 +231,7 @@ def test_ids_without_a_tokenizer(llama: PreTrainedModel, prompt: torch.Tensor) -
 # errors
 
 
-def test_a_path_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "no folder" / "x.html", tmp_path / "file" / "x.html"):
         with pytest.raises(InvalidArgumentError, match="trace: "):
@@ -239,7 +239,7 @@ def test_a_path_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_full_disk_leaves_what_was_there(
+def test_a_full_disk_leaves_the_old_page(
     llama: PreTrainedModel, prompt: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "trace.html"

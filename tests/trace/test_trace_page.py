@@ -110,7 +110,7 @@ def show_a_full_step(page: Page) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_real_run(opened: Any, pages: dict[str, Path], name: str, scheme: str) -> None:
+def test_the_page_shows_every_step_of_a_run(opened: Any, pages: dict[str, Path], name: str, scheme: str) -> None:
     page = opened(pages[name], color_scheme=scheme)
     expect(page.locator("h1")).to_have_text(RUNS[name].title)
     expect(page.locator("#summary")).to_contain_text(f"{TOKENS} tokens in")
@@ -125,7 +125,7 @@ def test_a_real_run(opened: Any, pages: dict[str, Path], name: str, scheme: str)
     page.screenshot(path=PICTURES / f"{name}-{scheme}.png")
 
 
-def test_the_slider_and_the_keyboard(opened: Any, pages: dict[str, Path]) -> None:
+def test_slider_and_arrow_keys_choose_the_step(opened: Any, pages: dict[str, Path]) -> None:
     page = opened(pages["code"])
     steps = page.evaluate("text.steps.length")
     assert step_of(page) == 1
@@ -187,7 +187,7 @@ def test_controls_have_names(opened: Any, pages: dict[str, Path]) -> None:
     assert {"play", "on", "last", "step", "text", "scroll", "SUMMARY"} <= reached
 
 
-def test_a_narrow_screen(opened: Any, pages: dict[str, Path]) -> None:
+def test_nothing_overflows_a_narrow_screen(opened: Any, pages: dict[str, Path]) -> None:
     page = opened(pages["code"], color_scheme="dark")
     page.set_viewport_size({"width": 360, "height": 900})
     show_a_full_step(page)
@@ -199,7 +199,9 @@ def test_a_narrow_screen(opened: Any, pages: dict[str, Path]) -> None:
     page.screenshot(path=PICTURES / "narrow-dark.png")
 
 
-def test_several_texts(opened: Any, demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path) -> None:
+def test_the_page_switches_between_texts(
+    opened: Any, demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path
+) -> None:
     model, tokenizer = demo
     with Trace(tmp_path / "trace.html", tokenizer) as trace:
         for prompt in ("import os", "class Node:"):
@@ -210,6 +212,6 @@ def test_several_texts(opened: Any, demo: tuple[PreTrainedModel, PreTrainedToken
     expect(page.locator("#text .prompt")).to_have_text("class Node:")
 
 
-def test_nothing_recorded(opened: Any, tmp_path: Path) -> None:
+def test_the_page_opens_without_a_recorded_step(opened: Any, tmp_path: Path) -> None:
     Trace().write(tmp_path / "trace.html")
     expect(opened(tmp_path / "trace.html").locator("#said")).to_have_text("Nothing was recorded.")
