@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -70,9 +70,6 @@ def print_statistics(notes: Console, recording: Recording) -> None:
     else:
         line = f"interrupted: {line}"
     notes.print(line, style="dim")
-
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -178,7 +175,7 @@ def decode_with_lookahead(
         if on_step is not None:
             on_step(step.tokens)
 
-    def run() -> Any:
+    with _timed(loaded, recording):
         output: Any = generate(
             loaded.model,
             lookahead_config=config,
@@ -188,9 +185,7 @@ def decode_with_lookahead(
         )
         recording.complete = True
         recording.statistics = output.statistics
-        return output
-
-    return _timed(run, loaded, recording)
+    return output
 
 
 def text_options(loaded: LoadedModel, settings: DecodingSettings) -> dict[str, Any]:
@@ -222,13 +217,11 @@ def decode_plainly(loaded: LoadedModel, prompt: Prompt, recording: Recording, **
         decode_with_lookahead(loaded, prompt, LookaheadConfig(preset="autoregressive"), recording, **options)
         return
 
-    def run() -> None:
+    with _timed(loaded, recording):
         sequences = loaded.model.generate(**_arguments(loaded, prompt) | options)  # [1, S + new tokens]
         for number, token in enumerate(sequences[0, prompt.input_ids.shape[1] :].tolist(), start=1):
             recording.add(StepRecord(index=0, step=number, tokens=[token], nodes=1))
         recording.complete = True
-
-    _timed(run, loaded, recording)
 
 
 def _arguments(loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
@@ -242,14 +235,16 @@ def _arguments(loaded: LoadedModel, prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def _timed(run: Callable[[], _T], loaded: LoadedModel, recording: Recording) -> _T:
+@contextmanager
+def _timed(loaded: LoadedModel, recording: Recording) -> Iterator[None]:
+    """Time what runs into `recording`, and explain where the memory ends."""
     advice = "a smaller window (-W 5 -N 3 -G 5), a shorter text or a smaller --max-new-tokens"
     if loaded.dtype == "float32":
         advice += ", or --dtype bfloat16"
     wall, cpu = perf_counter(), process_time()
     try:
         with memory_errors_explained(f"on {loaded.model.device} while decoding", advice):
-            return run()
+            yield
     finally:
         recording.wall_seconds = perf_counter() - wall
         recording.cpu_seconds = process_time() - cpu

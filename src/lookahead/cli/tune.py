@@ -17,7 +17,7 @@ from lookahead.backends.transformers.findings import (
     engine_setting,
     store_costs,
 )
-from lookahead.bench.tuning import CONTEXTS, NODE_COUNTS, Measurement, Point, measure, timings
+from lookahead.bench.tuning import CONTEXTS, NODE_COUNTS, Measurement, measure, timings
 from lookahead.cli import process
 from lookahead.cli.loading import LoadedModel, load_model, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress, print_json
@@ -110,7 +110,7 @@ def measurement_table(measured: Measurement, cost: StepCosts) -> Table:
 
 def fit_lines(measured: Measurement, cost: StepCosts) -> list[str]:
     """The memory limit, how far the curve is from the points, and what it says about sizes worth choosing."""
-    errors = [abs(_error(point, cost)) for point in measured.points]
+    errors = [abs(float(cost.expected(point.nodes, point.context)) / point.seconds - 1) for point in measured.points]
     lines = [
         f"memory limit: {1000 * measured.limit:.2f} ms to read {measured.weight_bytes / 1e6:,.0f} MB of weights "
         f"at {measured.bandwidth / 1e9:.1f} GB/s",
@@ -126,10 +126,6 @@ def fit_lines(measured: Measurement, cost: StepCosts) -> list[str]:
             f"node {1000 * slope:.3f} ms on average; nodes in a step: {most}"
         )
     return lines
-
-
-def _error(point: Point, cost: StepCosts) -> float:
-    return float(cost.expected(point.nodes, point.context)) / point.seconds - 1
 
 
 def _store(settings: TuneSettings, loaded: LoadedModel, measured: Measurement, cost: StepCosts) -> Path | None:

@@ -192,7 +192,8 @@ def _prediction(served: ServedModel, request: TextRequest, config: LookaheadConf
 
 
 def _length(request: ChoicesRequest, room: int | None, settings: ServerSettings, default: int | None) -> int:
-    given = {name: value for name, value in request.length_fields.items() if value is not None}
+    names = ("max_tokens", "max_completion_tokens")
+    given: dict[str, int] = {name: value for name in names if (value := getattr(request, name, None)) is not None}
     if len(set(given.values())) > 1:
         raise refused("max_tokens", f"{' and '.join(given)} are two names of the same limit; give one of them")
     for name, value in given.items():

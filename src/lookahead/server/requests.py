@@ -92,13 +92,9 @@ class StructuredOutputs(Fields):
         return self
 
 
-def _one_or_more(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 StopStrings = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=512)]],
-    BeforeValidator(_one_or_more, json_schema_input_type=str | list[str]),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]),
     Field(max_length=MOST_STOPS),
 ]
 
@@ -151,11 +147,6 @@ class ChoicesRequest(TextRequest):
 
     n: int = Field(default=1, ge=1, le=MOST_CHOICES, description="answers to each prompt")
     max_tokens: Count | None = Field(default=None, description="16 by default for completions, else as many as fit")
-
-    @property
-    def length_fields(self) -> dict[str, int | None]:
-        """Fields that bound the length of the answer, by name."""
-        return {"max_tokens": self.max_tokens}
 
 
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -355,11 +346,6 @@ class ChatRequest(ChoicesRequest, place=CHAT):
     )
     add_generation_prompt: bool = Field(default=True, description="`false`: no turn of the assistant is begun")
     continue_final_message: bool = Field(default=False, description="the answer goes on with the last message")
-
-    @property
-    def length_fields(self) -> dict[str, int | None]:
-        """See `ChoicesRequest`."""
-        return {"max_tokens": self.max_tokens, "max_completion_tokens": self.max_completion_tokens}
 
 
 class TokenizeRequest(Body):

@@ -138,17 +138,15 @@ def literal(text: str, special: Mapping[str, int]) -> str:
     """A text in a grammar, which may be no text at all. Special tokens stand for themselves: no text matches them."""
     found = [token for token in special if token in text]
     parts = re.split("(" + "|".join(map(re.escape, found)) + ")", text) if found else [text]
-    return " ".join(f"<[{special[part]}]>" if part in special else _quoted(part) for part in parts if part)
+    return " ".join(
+        f"<[{special[part]}]>" if part in special else json.dumps(part, ensure_ascii=False) for part in parts if part
+    )
 
 
 def up_to(rule: str, mark: str, special: Mapping[str, int]) -> str:
     """A rule for any text up to a mark, and with it."""
     lazy = "" if any(mark.startswith(token) for token in special) else "[lazy]"
     return f"{rule}{lazy}: TEXT {literal(mark, special)}"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def read_calls(format_: ToolFormat, text: str) -> list[dict[str, Any]]:
@@ -169,13 +167,10 @@ def read_calls(format_: ToolFormat, text: str) -> list[dict[str, Any]]:
         if not text.startswith(format_.end, end):
             break
         function = {"name": found[1], "arguments": json.dumps(arguments, ensure_ascii=False)}
-        calls.append({"id": _identifier(), "type": "function", "function": function})
+        identifier = "".join(secrets.choice(_ALPHABET) for _ in range(_ID_LENGTH))
+        calls.append({"id": identifier, "type": "function", "function": function})
         place = end + len(format_.end) + len(format_.between)
     return calls
-
-
-def _identifier() -> str:
-    return "".join(secrets.choice(_ALPHABET) for _ in range(_ID_LENGTH))
 
 
 @dataclass(frozen=True)
