@@ -255,6 +255,7 @@ def test_channels_allow_one_call_or_a_final_text_and_are_read() -> None:
     for text, expected, count in (
         (f"{THOUGHT}{FINAL}Of <|course", ("So?", "Of <|course"), 0),
         (f"{FINAL}<", ("", "<"), 0),
+        (f"{THOUGHT}{THOUGHT}{FINAL}x", ("So?So?", "x"), 0),
         (THOUGHT + CALL, ("So?", ""), 1),
     ):
         for size in (1, 3, 1000):

@@ -274,10 +274,11 @@ class AnswerReader:
         if self._thinking is Thinking.BEGUN:
             reasoning, found, rest = self._text.partition(marks.end)
             if found:
-                part.reasoning, self._text = reasoning, rest
-                self._thinking, self._gap = Thinking.NEVER, True
-            else:
-                part.reasoning = self._cut(0 if last else held_back(self._text, [marks.end]))
+                self._text, self._gap = rest, True
+                self._thinking = Thinking.MAY if marks.answer else Thinking.NEVER  # channels may follow one another
+                further = self._take(last)
+                return Part(reasoning + further.reasoning, further.content)
+            part.reasoning = self._cut(0 if last else held_back(self._text, [marks.end]))
         if self._gap:
             self._text = self._text.lstrip("\n")
             self._gap = not self._text
