@@ -69,7 +69,6 @@ class TakesNoPositions(LlamaForCausalLM):
     [
         (IgnoresMasks, "tree masks"),
         (IgnoresPositions, "explicit positions"),
-        (IgnoresContext, "ancestors"),
         (Fails, "too many dimensions"),
         (TakesNoPositions, "position_ids"),
     ],
@@ -81,6 +80,12 @@ def test_models_that_do_not_honour_trees_are_refused(kind: type[LlamaForCausalLM
     with pytest.raises(UnsupportedModelError, match=reason):
         lookahead.attach(model)
     assert "generate" not in vars(model)
+
+
+def test_a_model_that_ignores_what_came_before_is_exact() -> None:
+    model, prompt = tiny_llama(IgnoresContext), torch.tensor([[1, 2, 3]])
+    options = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(lookahead.generate(model, prompt, **options), model.generate(prompt, **options))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -21,7 +21,6 @@ from lookahead.backends.transformers.checks.clones import computes_the_same, is_
 from lookahead.backends.transformers.checks.kinds import equivalence
 from lookahead.backends.transformers.checks.models import (
     check_model,
-    check_trees,
     checked_setting,
     what_is_in_the_way,
 )
@@ -130,17 +129,10 @@ def _computes_the_same(model: PreTrainedModel, clone: PreTrainedModel, packing: 
     attention = clone.config._attn_implementation
     trees = attention in (INVARIANT, BY_POSITION)  # which read nothing else
     fixed = partial(fixed_runner, clone) if attention == BY_POSITION else None
-    try:
-        check_trees(clone)
-    except UnsupportedModelError as error:
-        return f"a clone of it that shares its weights fails ({error})"
     if not computes_the_same(clone, model, reads_plainly=not trees):
         return DIFFERS
-    try:
-        if trees and not is_invariant(clone, fixed):
-            return "a token has other bits in other company: something in it is summed in an order of its own"
-    except UnsupportedModelError as error:
-        return str(error)
+    if trees and not is_invariant(clone, fixed):
+        return "a token has other bits in other company: something in it is summed in an order of its own"
     if attention == INVARIANT and least_rows(clone) > 1:
         vars(clone)[LEAST_NODES] = 4 if packing else 2
     return None
@@ -212,11 +204,8 @@ def packed_clone(model: PreTrainedModel, pack_weights: bool, invariant: bool) ->
 def _reads_rows(model: PreTrainedModel, clone: PreTrainedModel, packing: bool | str) -> str | None:
     """Whether a clone reads rows that are packed as each alone is read."""
     invariant = clone.config._attn_implementation == INVARIANT_ROWS
-    try:
-        alone = engine_model(model, bool(packing), invariant=True) if invariant else model
-        same = reads_rows_alike(RowsRunner(clone), alone, exactly=invariant)
-    except UnsupportedModelError as error:
-        return str(error)
+    alone = engine_model(model, bool(packing), invariant=True) if invariant else model
+    same = reads_rows_alike(RowsRunner(clone), alone, exactly=invariant)
     return None if same else "its rows gave other logits together than each alone"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -24,6 +24,7 @@ from lookahead.backends.transformers.packed_linear import (
     can_pack,
 )
 from lookahead.backends.transformers.snapshots import all_modules, in_threads, preserved_state
+from lookahead.errors import UnsupportedModelError
 
 FORWARD_IS_REPLACED = "it was compiled, or a hook stands in for the forward pass of one of its modules"
 DIFFERS = "a clone of it that shares its weights does not compute what it computes"
@@ -50,46 +51,33 @@ def _runs_others(module: torch.nn.Module) -> bool:
 
 
 def structure(modules: Sequence[torch.nn.Module], pack_weights: bool | str) -> list[object]:
-    """The module tree, its configurations, and hooks in it. Equal lists mean that a clone still fits.
+    """What modules there are, and their configurations. Equal lists mean that a clone still fits.
 
-    Parameters and buffers are no part of it, since a clone looks them up in the model. Modules are weakly referenced:
-    an `id` may come back with another module once the first is gone, and a strong reference would keep the model.
-    Every call asks, so it must not take long.
+    What is set on a module is no part of it: a clone takes that over. Modules are weakly referenced: an `id` may come
+    back with another module once the first is gone, and a strong reference would keep the model. Every call asks, so
+    it must not take long.
 
     Args:
         modules: `all_modules` of the model.
         pack_weights: Whether which layers can be packed counts.
     """
-    configs: dict[int, str] = {}
-    parts: list[object] = []
-    for module in modules:
-        attributes = vars(module)
-        part: list[object] = [weakref.ref(module), type(module)]
-        children = attributes["_modules"]
-        if children:
-            part += [(name, id(child)) for name, child in children.items()]  # each has a part of its own here
-        if "config" in attributes:
-            config = attributes["config"]
-            if config is not None and id(config) not in configs:
-                # With the private settings that its JSON leaves out.
-                configs[id(config)] = f"{vars(config) if hasattr(config, '__dict__') else config!r}"
-            part.append(configs.get(id(config)))
-        if pack_weights:
-            part.append(can_pack(module))
-        if _runs_others(module):
-            part.append("forward")
-        parts.append(part)
-    return parts
+    configs = {id(module.config): module.config for module in modules if "config" in vars(module)}
+    return [
+        *((weakref.ref(m), type(m), _runs_others(m), id(vars(m).get("config"))) for m in modules),
+        *(list(map(can_pack, modules)) if pack_weights else ()),
+        # With the private settings that its JSON leaves out.
+        *(f"{vars(config) if hasattr(config, '__dict__') else config!r}" for config in configs.values()),
+    ]
 
 
 class SharedClone:
     """Another module tree over the parameters and buffers of `model`, which is not touched.
 
     A module of the clone has the same dictionary objects of parameters and buffers as the model's module, so what is
-    assigned, registered or moved there is the clone's as well. Modules with neither parameters nor submodules are
-    not cloned but shared: there is nothing to speed up in them, and those that keep a state which their forward pass
-    changes (rotary embeddings whose frequencies follow the length of the text) are among them. So there is one
-    state, whichever runs the next pass.
+    assigned, registered or moved there is the clone's as well. Torch's own layers are shared, unless they
+    are packed or made invariant, and so are modules with neither parameters nor submodules: those that keep a state
+    which their forward pass changes (rotary embeddings whose frequencies follow the length of the text) are among
+    them. So there is one state, whichever runs the next pass.
 
     Args:
         model: Any model that `can_be_cloned`.
@@ -105,10 +93,12 @@ class SharedClone:
     def __init__(self, model: PreTrainedModel, attention: str | None, pack_weights: bool | str) -> None:
         self._attention = attention
         self._pack_weights = pack_weights
-        self._clones: dict[int, torch.nn.Module] = {}  # by the id of the module that each stands for
         self._configs: dict[int, Any] = {}  # each configuration is copied once, wherever it is referred to
-        self.module: PreTrainedModel = self._clone(model)
-        self.refresh(all_modules(model))
+        modules = all_modules(model)
+        # By the id of the module that each stands for.
+        self._clones = {id(module): self._new_module(module) for module in modules}
+        self.module: PreTrainedModel = self._clones[id(model)]
+        self.refresh(modules)
 
     def refresh(self, modules: Sequence[torch.nn.Module]) -> None:
         """Take over what has been set on modules since, and pack the weights anew that have changed.
@@ -116,15 +106,13 @@ class SharedClone:
         Args:
             modules: `all_modules` of the model it was made of, whose `structure` is unchanged.
         """
-        packed = []
+        clones = self._clones
         for module in modules:
-            clone = self._clones[id(module)]
+            clone = clones[id(module)]
             if clone is not module:
-                _take_over(module, clone)
-            if isinstance(clone, PackedLinear):
-                packed.append(clone)
-        current = in_threads(PackedLinear.is_current, packed)
-        for layer, is_current in zip(packed, current, strict=True):
+                _take_over(module, clone, clones)
+        packed = [clone for clone in clones.values() if isinstance(clone, PackedLinear)]
+        for layer, is_current in zip(packed, in_threads(PackedLinear.is_current, packed), strict=True):
             if not is_current:
                 layer.pack()
 
@@ -134,24 +122,7 @@ class SharedClone:
         Args:
             model: The model it was made of, as it was at the last `refresh`.
         """
-        return any(
-            _attributes(clone) != _attributes(module)
-            for module in all_modules(model)
-            if (clone := self._clones[id(module)]) is not module
-        )
-
-    def _clone(self, module: torch.nn.Module) -> Any:
-        if id(module) in self._clones:
-            return self._clones[id(module)]
-        self._clones[id(module)] = clone = self._new_module(module)
-        if clone is module:
-            return clone
-        children = {name: None if child is None else self._clone(child) for name, child in module._modules.items()}
-        vars(clone)["_modules"] = children
-        if "config" in vars(module):
-            vars(clone)["config"] = config = copy.deepcopy(vars(module)["config"], self._configs)
-            self._configure(config)
-        return clone
+        return any(_attributes(self._clones[id(module)]) != _attributes(module) for module in all_modules(model))
 
     def _configure(self, config: Any) -> None:
         used = getattr(config, "_attn_implementation", None)
@@ -166,20 +137,25 @@ class SharedClone:
         """Whether its modules have care of their own; passes of one size need none."""
         return self._attention in (INVARIANT, INVARIANT_ROWS)
 
-    def _new_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """An empty module in place of `module`, or `module` itself where it is shared."""
+    def _new_module(self, module: torch.nn.Module) -> Any:
+        """A module in place of `module`, with a configuration of its own; or `module` itself where it is shared."""
         is_packed = bool(self._pack_weights) and can_pack(module)
         kind = _PACKED[self._pack_weights] if is_packed else module.__class__
         if self._is_invariant:
             kind = invariant_kind(module, kind)
-        if kind is module.__class__ and not module._parameters and not module._modules:
+        is_torchs = kind.__module__.startswith("torch.nn.")
+        if kind is module.__class__ and not module._modules and (is_torchs or not module._parameters):
             return module
-        # Without a finding of its own, a module has the attributes of the other one, which is quickly seen.
-        return empty_module(kind) if self._is_invariant else kind.__new__(kind)
+        clone = empty_module(kind) if self._is_invariant else kind.__new__(kind)
+        if "config" in vars(module):
+            vars(clone)["config"] = config = copy.deepcopy(module.config, self._configs)
+            self._configure(config)
+        return clone
 
 
 Trial = Callable[[PreTrainedModel, PreTrainedModel, bool | str], str | None]
-"""Given a model, a clone of it, and how the weights of that are packed: why the clone is not right; `None` if it is."""
+"""Given a model, a clone of it, and how the weights of that are packed: why the clone is not right; `None` if it is.
+What it raises is a reason as well."""
 
 
 def clone_for(model: PreTrainedModel, attention: str | None, pack_weights: bool, trial: Trial) -> SharedClone | str:
@@ -207,32 +183,29 @@ def clone_for(model: PreTrainedModel, attention: str | None, pack_weights: bool,
 
 def _tried(model: PreTrainedModel, attention: str | None, packing: bool | str, trial: Trial) -> SharedClone | str:
     clone = SharedClone(model, attention, packing)
-    with preserved_state(model), torch.no_grad():
-        why = trial(model, clone.module, packing)
+    try:
+        with preserved_state(model), torch.no_grad():
+            why = trial(model, clone.module, packing)
+    except UnsupportedModelError as error:
+        why = str(error)
+    except Exception as error:
+        why = f"a clone of it that shares its weights fails ({type(error).__name__}: {error})"
     if why is None and clone.keeps_state(model):
         why = DIFFERS
     return clone if why is None else why
 
 
-def _take_over(module: torch.nn.Module, clone: torch.nn.Module) -> None:
-    """Copy the attributes of `module` to `clone`, except its own."""
-    theirs, copied = vars(module), vars(clone)
-    if _equal(theirs, copied):
-        return
-    for name, value in theirs.items():  # most are the same, which is quickly seen
-        if copied.get(name, theirs) is not value and name not in _ITS_OWN:
-            copied[name] = value
-    if copied.keys() != theirs.keys():
-        for name in copied.keys() - theirs.keys() - _ITS_OWN:
-            del copied[name]
-
-
-def _equal(theirs: dict[str, Any], copied: dict[str, Any]) -> bool:
-    """A quick check whether there is nothing to copy, as for most modules without children."""
-    try:
-        return not theirs["_modules"] and theirs == copied
-    except (TypeError, ValueError, RuntimeError):  # arrays and tensors, which are not the same ones
-        return False
+def _take_over(module: torch.nn.Module, clone: torch.nn.Module, clones: Mapping[int, torch.nn.Module]) -> None:
+    """Set on `clone` what is set on `module`. Another thread may run it meanwhile: it never has the model's own."""
+    attributes, theirs = vars(clone), vars(module)
+    current = {**theirs, **{name: attributes[name] for name in _ITS_OWN & attributes.keys()}}
+    current.pop("generate", None)
+    if children := module._modules:
+        current["_modules"] = {name: None if child is None else clones[id(child)] for name, child in children.items()}
+    attributes.update(current)
+    if len(attributes) != len(current):
+        for name in attributes.keys() - current.keys():
+            del attributes[name]
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, int]:

@@ -70,8 +70,17 @@ def agree(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bo
     return difference([found], [expected]) <= rounding([expected], dtype)
 
 
+def reads_trees(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits `[places, vocabulary]` along a text: of trees with wrong branches, and of single tokens."""
+    vocabulary = vocabulary_size(model)
+    text = [token % vocabulary for token in _TEXT[:7]]
+    drafts = among_decoys(4, 2, vocabulary), nothing
+    drafted, plain = (follow(ModelRunner(model, 1), [text], 4, draft)[0] for draft in drafts)
+    return drafted, plain
+
+
 def computes_the_same(clone: PreTrainedModel, model: PreTrainedModel, reads_plainly: bool = True) -> bool:
-    """Whether a clone gives the logits of its model, but for rounding.
+    """Whether a clone gives the logits of its model, along trees as well, but for rounding.
 
     Args:
         clone: The clone.
@@ -80,7 +89,7 @@ def computes_the_same(clone: PreTrainedModel, model: PreTrainedModel, reads_plai
     """
     if reads_plainly:
         tokens = torch.tensor([[token % vocabulary_size(model) for token in _TEXT[:4]]], device=model.device)
-        found, expected = (module(input_ids=tokens, use_cache=False).logits for module in (clone, model))
+        found, expected = (module(input_ids=tokens, use_cache=False).logits[0] for module in (clone, model))
         if not agree(found, expected, model.dtype):
             return False
     found, expected = (check_logits(ModelRunner(module, 1)) for module in (clone, model))

@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | Is it of a kind that can work? | from the outside: `REFUSED` | the model |
 | Does it take trees? | from the outside: `_check_inputs` | trees; chains may do |
-| Does it honour masks and positions? | two trees whose outcome is known in advance: `_try_trees` | likewise |
+| Does it honour masks and positions? | a text along trees, and token by token: `clones.reads_trees` | likewise |
 | Does its kind read trees as plain decoding does? | a miniature: `kinds.QUESTIONS` | likewise |
 | Does it go on from running states? | a miniature, and chains on the model itself: `_check_chains` | the model |
 | Do its rows come and go? | an encoder's do not; without drafts a miniature shows it: `runs_rows` | Engines |
@@ -24,16 +24,14 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.chain_cache import has_running_state, is_encoder_decoder
-from lookahead.backends.transformers.checks.clones import goes_on_rightly, vocabulary_size
+from lookahead.backends.transformers.checks.clones import goes_on_rightly, reads_trees
 from lookahead.backends.transformers.checks.kinds import equivalence
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import Setting, forward_arguments, state_of
-from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.shared_clone import FORWARD_IS_REPLACED, can_be_cloned, chain_engine
 from lookahead.backends.transformers.snapshots import preserved_state
-from lookahead.backends.trials import difference
+from lookahead.backends.trials import difference, tolerance
 from lookahead.core.compiled import IS_COMPILED
-from lookahead.core.token_tree import TokenTree
 from lookahead.errors import UnsupportedModelError, warn_of_plain
 
 ADAPTERS: tuple[tuple[Callable[[Any], object], str], ...] = (
@@ -123,25 +121,10 @@ def check_kind(model: PreTrainedModel) -> None:
 def check_model(model: PreTrainedModel) -> None:
     """Make sure that `model` can be run on token trees, and that they give what plain decoding gives.
 
-    Two tiny forward passes once per model object, and the questions about its kind once per configuration.
+    A few passes over single tokens once per model object, and the questions about its kind once per configuration.
 
     Raises:
         UnsupportedModelError: It cannot; the message says why.
-    """
-    check_trees(model)
-    if not equivalence(model).holds("trees"):
-        raise UnsupportedModelError(
-            f"model={type(model).__name__} with attn_implementation={model.config._attn_implementation!r} does not "
-            "give on token trees what it gives token by token: a small copy of it, run past every window and context "
-            "of its configuration, differs from plain decoding. Use model.generate"
-        )
-
-
-def check_trees(model: PreTrainedModel) -> None:
-    """Make sure that `model` honours tree masks and positions; two tiny forward passes, once per model object.
-
-    Raises:
-        UnsupportedModelError: It does not; the message says why.
     """
     check_kind(model)
     state = state_of(model)
@@ -151,6 +134,12 @@ def check_trees(model: PreTrainedModel) -> None:
             _check_inputs(model)
             _try_trees(model)
             state.checked.add(setting)
+    if not equivalence(model).holds("trees"):
+        raise UnsupportedModelError(
+            f"model={type(model).__name__} with attn_implementation={model.config._attn_implementation!r} does not "
+            "give on token trees what it gives token by token: a small copy of it, run past every window and context "
+            "of its configuration, differs from plain decoding. Use model.generate"
+        )
 
 
 def runs_on_chains(model: PreTrainedModel) -> bool:
@@ -221,7 +210,7 @@ def checked_setting(model: PreTrainedModel) -> Setting:
 
 
 def _on_chains(setting: Setting) -> Setting:
-    """A setting, with a mark before what `check_trees` notes."""
+    """A setting, with a mark before what `check_model` notes."""
     return ("chains", *setting)
 
 
@@ -244,70 +233,27 @@ def _check_inputs(model: PreTrainedModel) -> None:
 
 
 def _try_trees(model: PreTrainedModel) -> None:
-    """Run two trees whose outcome is known in advance.
-
-    Both hang the branch a-b from the end of a short text, next to a branch that must not be seen. In the first
-    the other branch is a-b as well: if positions and masks count, the two are the same. In the second
-    it begins with other tokens: a-b must give the same logits as before, and the other branch must not.
-    """
+    """Refuse a model that reads trees otherwise than single tokens."""
     name = f"model={type(model).__name__} with attn_implementation={model.config._attn_implementation!r}"
     advice = (
         "call model.eval() if it is in training mode, load it with attn_implementation='sdpa' or 'eager' if it has "
         "them, and if it still fails, use model.generate: lookahead decoding cannot run it"
     )
-    with torch.no_grad(), preserved_state(model):
-        try:
-            before, repeated = _branches(model, same=True)
-            after, other = _branches(model, same=False)
-        except UnsupportedModelError:
-            raise
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"{name} failed on a token tree ({type(error).__name__}: {error}); {advice}"
-            ) from error
-    # Rounding differs between places in a batch; a broken mask or position changes the outcome by about as much
-    # as other tokens do, far more than this.
-    changed = difference([after], [other])
-    tolerance = 0.1 * changed + 8 * torch.finfo(model.dtype).eps * float(before.abs().max())
-    alone = vocabulary_size(model) == 1  # there are no other tokens
-    if not bool(torch.isfinite(before).all()):
-        problem = f"gives logits that are not finite, in {model.dtype}"
-    elif difference([before], [repeated]) > tolerance:
-        problem = "does not honour explicit positions or tree masks: the same branch twice reads differently"
-    elif difference([before], [after]) > tolerance:
-        problem = "does not honour tree masks: a branch changed when tokens changed that it must not see"
-    elif changed == 0 and not alone:
-        problem = "does not read the ancestors of a node: other tokens before it changed nothing"
-    else:
-        return
-    raise UnsupportedModelError(f"{name} {problem}; {advice}")
-
-
-def _branches(model: PreTrainedModel, same: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits `[vocabulary]` after the branch a-b, and after the other one, both read from a cached text."""
-    vocabulary = vocabulary_size(model)
-    text = [token % vocabulary for token in (5, 11, 7, 3, 13, 2, 17)]
-    a, b = 19 % vocabulary, 23 % vocabulary
-    wrong_tokens = [_another(token % vocabulary, a, vocabulary) for token in (29, 31, 37, 41)]
-    runner = ModelRunner(model, batch_size=1)
-    prefill = TokenTree(text[:-1])
-    runner.forward([prefill])
-    runner.commit([range(len(prefill))])
-    tree = TokenTree(text[-1:])
-    first = tree.add_window_node(a, tree.root, needs_logits=False)
-    last = tree.add_window_node(b, first, needs_logits=True)
-    # Several tokens between, so that seeing them, or counting them as positions, would leave its mark.
-    for token in wrong_tokens:
-        tree.add_window_node(a if same else token, tree.root, needs_logits=False)
-    parent = tree.add_window_node(a if same else wrong_tokens[0], tree.root, needs_logits=False)
-    other = tree.add_window_node(b, parent, needs_logits=True)
-    result = runner.forward([tree])[0]
-    return result.logits_after(last)[0], result.logits_after(other)[0]
-
-
-def _another(token: int, than: int, vocabulary: int) -> int:
-    """`token`, or its neighbour if it is `than`: in a small vocabulary different numbers may be the same token."""
-    return token if token != than else (token + 1) % vocabulary
+    try:
+        with torch.no_grad(), preserved_state(model):
+            drafted, plain = reads_trees(model)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{name} failed on a token tree ({type(error).__name__}: {error}); {advice}"
+        ) from error
+    if not bool(torch.isfinite(plain).all()):
+        raise UnsupportedModelError(f"{name} gives logits that are not finite, in {model.dtype}; {advice}")
+    found, allowed = difference([drafted], [plain]), tolerance([plain], model.dtype)
+    if not found <= allowed:
+        raise UnsupportedModelError(
+            f"{name} does not honour explicit positions or tree masks: the logits along a token tree differ by "
+            f"{found:.2g} from those token by token, where rounding may make {allowed:.2g}; {advice}"
+        )
 
 
 def _check_chains(model: PreTrainedModel) -> None:
