@@ -174,9 +174,9 @@ def test_the_check_notices_wrong_logits(model: LlamaModel, monkeypatch: pytest.M
 def test_the_check_notices_that_the_wrong_branch_is_kept(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = LlamaRunner._commit
 
-    def keep_the_first(self, row, tree, below, path):
+    def keep_the_first(self, row, below, path):
         first = [node for node in below.layout.order.tolist() if below.first[below.layout.slots[node]] == 0]
-        whole(self, row, tree, below, first[: len(path)])
+        whole(self, row, below, first[: len(path)])
 
     monkeypatch.setattr(LlamaRunner, "_commit", keep_the_first)
     with pytest.raises(UnsupportedModelError, match="does not give on token trees"):

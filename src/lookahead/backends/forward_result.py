@@ -14,35 +14,24 @@ from lookahead.backends.machine import Downloads
 from lookahead.core.compiled import IS_COMPILED
 from lookahead.core.likeliest import BLOCK, list_likeliest, list_likeliest_bits
 
-_CHUNK = 128
-_CHUNKED_FROM = 4096
+_LISTED_FROM = 4096
+"""Vocabularies from which on the compiled loop lists the likeliest tokens."""
 
 
-def argmax(logits: torch.Tensor) -> torch.Tensor:
+def argmax(logits: torch.Tensor) -> NDArray[np.int64]:
     """Likeliest token of each row, the first one of equals, as `torch.argmax` and so transformers choose it.
 
-    In two stages, maxima of chunks first: `torch.argmax` does not vectorise on CPUs, `amax` does.
+    On CPUs by numpy, in a tenth of the time that torch takes.
 
     Args:
         logits: `[rows, vocabulary]` floating point.
 
     Returns:
-        Token ids `[rows]` int64.
+        Token ids `[rows]`.
     """
-    rows, vocabulary = logits.shape
-    chunked = vocabulary // _CHUNK * _CHUNK
-    if rows <= 1 or vocabulary < _CHUNKED_FROM or logits.is_cuda:
-        return logits.argmax(dim=-1)
-    chunks = logits[:, :chunked].view(rows, -1, _CHUNK)
-    best_chunk = chunks.amax(dim=-1).argmax(dim=-1)  # [rows]
-    row = torch.arange(rows, device=logits.device)
-    best = best_chunk * _CHUNK + chunks[row, best_chunk].argmax(dim=-1)
-    if chunked == vocabulary:
-        return best
-    tail = chunked + logits[:, chunked:].argmax(dim=-1)
-    # Not a number counts as the largest, and the first one wins.
-    at_best, at_tail = logits[row, best], logits[row, tail]
-    return torch.where((at_tail > at_best) | (at_tail.isnan() & ~at_best.isnan()), tail, best)
+    if logits.device.type != "cpu":
+        return np.asarray(logits.argmax(dim=-1).cpu())
+    return np.asarray(logits.detach().float().numpy().argmax(axis=-1))
 
 
 def top_predictions(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +49,7 @@ def top_predictions(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
     """
     vocabulary = logits.shape[1]
     is_listed = IS_COMPILED and logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
-    if is_listed and vocabulary >= max(_CHUNKED_FROM, count * BLOCK) and not torch.compiler.is_compiling():
+    if is_listed and vocabulary >= max(_LISTED_FROM, count * BLOCK) and not torch.compiler.is_compiling():
         return _listed(logits, count)
     ids = logits.topk(count, dim=-1).indices
     return ids, torch.softmax(logits.float(), dim=-1).gather(1, ids)
@@ -143,7 +132,7 @@ class ForwardResult:
         """See `NodeOutputs`. A sampled step of plain decoding may not ask."""
         if self._listed.predictions is not None:
             return self._listed.predictions
-        likeliest: NDArray[np.int64] = argmax(self.logits).cpu().numpy()
+        likeliest = argmax(self.logits)
         if len(self.top_ids) == 1:
             return likeliest
         return _spread(likeliest[list(self.rows.values())], list(self.rows), len(self.top_ids), -1)
@@ -182,7 +171,7 @@ def forward_results(
     found: Listed | Callable[[], Listed]
     downloads = Downloads()
     if is_here:
-        found = _likeliest(logits, top_k)._replace(predictions=argmax(logits).numpy())
+        found = _likeliest(logits, top_k)._replace(predictions=argmax(logits))
     else:
         read = downloads.add(pack_likeliest(logits, top_k) if listed is None else listed)
         found = cache(lambda: unpack_likeliest(read(), top_k))
@@ -199,7 +188,7 @@ def pack_likeliest(logits: torch.Tensor, top_k: int) -> torch.Tensor:
     """What the logits `[rows, vocabulary]` say, in int32 `[rows, 1 + 2 * top_k]`: the likeliest token, the `top_k`
     likeliest ones, and the bits of their probabilities in float32."""
     top_k = min(top_k, logits.shape[-1])
-    parts = [argmax(logits)[:, None].int()]
+    parts = [logits.argmax(dim=-1, keepdim=True).int()]  # by torch, since it may be recorded
     if top_k:
         ids, probabilities = top_predictions(logits, top_k)
         parts += [ids.int(), probabilities.view(torch.int32)]

@@ -148,7 +148,7 @@ class LlamaContext:
         weakref.finalize(self, _free, library, self._handle, model.owner)
         self._memory = library.llama_get_memory(self._handle)
         self._vocabulary = len(model.vocabulary)
-        self._address: int | None = None
+        self._address = 0
         self._logits: NDArray[np.float32] = np.empty((0, self._vocabulary), dtype=np.float32)
         self.batch = TokenBatch(self.cells)
         self.text: list[int] = []
@@ -174,7 +174,7 @@ class LlamaContext:
         if not reads:
             return self._logits[:0]
         first = self._library.llama_get_logits(self._handle)
-        address = ctypes.cast(first, ctypes.c_void_p).value
+        address = ctypes.addressof(first.contents)
         if address != self._address:  # llama.cpp has taken a larger buffer
             self._address = address
             self._logits = np.ctypeslib.as_array(first, shape=(self.cells, self._vocabulary))

@@ -37,6 +37,9 @@ class Branches:
 def branches(tree: TokenTree) -> Branches:
     """The leaves of `tree`."""
     layout = lay_out(tree)
+    if tree.is_chain:
+        only = np.zeros(len(tree), dtype=np.int64)
+        return Branches(layout, only, only, 1)
     is_leaf = np.ones(len(tree), dtype=np.int64)
     is_leaf[layout.parent_slots[1:]] = 0
     first, below = is_leaf.cumsum() - is_leaf, is_leaf.tolist()
@@ -44,9 +47,6 @@ def branches(tree: TokenTree) -> Branches:
     for slot in range(len(tree) - 1, 0, -1):  # a node comes after its parent
         below[parents[slot]] += below[slot]
     return Branches(layout, first, first + np.array(below) - 1, below[0])
-
-
-_NO_IDS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
 
 class LlamaRow(TextRow):
@@ -60,12 +60,13 @@ class LlamaRow(TextRow):
 
     Attributes:
         ids: The sequence ids, `[ids]` int32, in memory that stays where it is between a step and its commit.
+        address: Where that is.
     """
 
     def __init__(self, pool: SequenceIds) -> None:
         self._pool = pool
         self._lent: list[int] = []  # what `ids` holds, for whoever takes it back
-        self.ids = _NO_IDS
+        self.set_ids([])
         self.length = 0
         self._apart: NDArray[np.uint8] | None = None
         weakref.finalize(self, pool.returned.append, self._lent)
@@ -103,6 +104,7 @@ class LlamaRow(TextRow):
         """Hold the text in these sequences from now on."""
         self._lent[:] = ids
         self.ids = np.array(ids, dtype=np.int32)
+        self.address = self.ids.ctypes.data
 
 
 class SequenceIds:

@@ -54,7 +54,7 @@ class LlamaRunner(Runner):
         self.context = self.last_length = last_length
         self._ids = SequenceIds(context)
         self.rows = [self.new_row() for _ in range(rows)]
-        self._sent: list[tuple[TokenTree, Branches] | None] = []
+        self._sent: list[Branches | None] = []
         self._plain_steps = 0  # one after another
         self._first: Sequence[int] = ()  # the first row's text, which grows
 
@@ -95,42 +95,42 @@ class LlamaRunner(Runner):
         if self._plain_steps == RESTS:
             for row in self.rows:
                 self._ids.trim(row)
-        self._sent = [None if tree is self._idle else (tree, branches(tree)) for tree in trees]
-        self._ids.give(self.rows, [0 if sent is None else sent[1].leaves for sent in self._sent])
+        self._sent = [None if tree is self._idle else branches(tree) for tree in trees]
+        self._ids.give(self.rows, [0 if sent is None else sent.leaves for sent in self._sent])
         count = 0
+        nodes = []
         for row, sent in zip(self.rows, self._sent, strict=True):
+            nodes.append(_NO_NODES if sent is None else sent.layout.order[sent.layout.read_slots])
             if sent is not None:
-                self._place(row, sent[1], count)
-                count += len(sent[0])
+                self._place(row, sent, count)
+                count += len(sent.layout.order)
         logits = torch.from_numpy(self.llama_context.run(count))
-        layouts = [sent and sent[1].layout for sent in self._sent]
-        nodes = [_NO_NODES if layout is None else layout.order[layout.read_slots] for layout in layouts]
         return forward_results([len(tree) for tree in trees], nodes, logits, top_k, borrowed=True)
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
         for row, sent, path in zip(self.rows, self._sent, kept, strict=True):
             if sent is not None:
-                self._commit(row, *sent, path)
+                self._commit(row, sent, path)
 
     def _place(self, row: LlamaRow, below: Branches, start: int) -> None:
         """Put the nodes of a row's tree, in slots, into the batch from `start` on."""
-        batch, ids, layout = self.llama_context.batch, row.ids, below.layout
+        batch, layout = self.llama_context.batch, below.layout
         place = slice(start, start + len(layout.order))
         batch.tokens[place] = layout.tokens
         batch.positions[place] = row.length + layout.depths
         batch.reads[place] = 0
         batch.reads[start + layout.read_slots] = 1
-        batch.sequences[place] = ids.ctypes.data + ids.itemsize * below.first
+        batch.sequences[place] = row.address + row.ids.itemsize * below.first
         batch.counts[place] = below.last - below.first + 1
         # Decided text belongs to all ids, whether or not this tree uses them.
-        batch.counts[start : start + layout.pending] = len(ids)
+        batch.counts[start : start + layout.pending] = len(row.ids)
 
-    def _commit(self, row: LlamaRow, tree: TokenTree, below: Branches, path: Sequence[int]) -> None:
-        start, pending = row.length, tree.root + 1
+    def _commit(self, row: LlamaRow, below: Branches, path: Sequence[int]) -> None:
+        start, pending = row.length, below.layout.pending
         end, decided = start + len(path), start + min(pending, len(path))
         row.length = end
-        if tree.is_chain and len(path) == pending:
+        if len(path) == pending == len(below.layout.order):
             return
         ids = row.ids.tolist()
         keep = int(below.first[below.layout.slots[path[-1]]]) if path else 0
@@ -191,9 +191,8 @@ class LlamaChainRunner(LlamaRunner):
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Keep the state if all nodes of the last tree are `kept`; else go back to that of before it."""
         assert self._sent[0] is not None
-        tree = self._sent[0][0]
-        if len(kept[0]) == len(tree):
-            self.rows[0].length += len(tree)
+        if len(kept[0]) == len(self._sent[0].layout.order):
+            self.rows[0].length += len(kept[0])
         else:
             self._copy(_SAVED, _TEXT)
 
