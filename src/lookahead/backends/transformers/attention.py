@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -58,9 +58,6 @@ INVARIANT_ROWS = "lookahead_packed_rows_invariant"
 LEAST_NODES = "least_nodes"
 """The attribute of a model that says how many nodes a pass has at least, where products of a lone row would have to be
 padded one by one. Two cost no more there, and with packed weights four take less time than one."""
-
-_KINDS = {torch.bfloat16: np.int16(0), torch.float16: np.uint16(0), torch.float32: np.float32(0)}
-"""What tells the kernel of what type numbers are; see `machine.read`."""
 
 _LEAST_WORK = 1 << 17
 """Products of query, key and head for which another thread pays."""
@@ -145,27 +142,24 @@ def invariant_attention(
         UnsupportedModelError: The layer has something that this attention has not.
     """
     mask = only_packed(module, INVARIANT, attention_mask, kwargs)
-    query, key, value = (states if states.stride(3) == 1 else states.contiguous() for states in (query, key, value))
     batch, heads, nodes, size = query.shape
-    _, shared, keys, value_size = value.shape
-    output = torch.empty((batch, nodes, heads, value_size))
-    about = (
-        (query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr()),
-        (_KINDS[query.dtype], _KINDS[key.dtype], _KINDS[value.dtype]),
-        (query.stride(), key.stride(), value.stride()),
-        (heads, shared, nodes, keys, size, value_size),
-        mask.numpy(),
-        (np.float32(size**-0.5 if scaling is None else scaling), np.float32(softcap or 0.0)),
-    )
+    _, shared, keys, width = value.shape
+    group = heads // shared
+    rows = query.reshape(batch, shared, group, nodes, size).transpose(2, 3)
+    output = torch.empty(batch, shared, nodes, group, width)
+    arrays = [states.float().contiguous().view(-1).numpy() for states in (rows, key, value, output)]
+    sizes = (shared, group, nodes, keys, size, width)
+    numbers = (np.float32(size**-0.5 if scaling is None else scaling), np.float32(softcap or 0.0))
+    about = (*arrays, sizes, np.ascontiguousarray(mask[:, 0].numpy()), numbers)
     units = batch * shared
     threads = min(torch.get_num_threads(), units, batch * heads * nodes * keys // _LEAST_WORK + 1)
+    run = partial(attend, *about)
     if threads == 1:
-        attend(*about, (0, units))
+        run((0, units))
     else:
         bounds = [units * part // threads for part in range(threads + 1)]
-        for part in [_pool(threads).submit(attend, *about, part_bounds) for part_bounds in pairwise(bounds)]:
-            part.result()
-    return output.to(query.dtype), None
+        list(_pool(threads).map(run, pairwise(bounds)))
+    return output.transpose(1, 2).flatten(2, 3).to(query.dtype), None
 
 
 @cache

@@ -3,24 +3,79 @@
 Keys and values may lie in one run, or those of a tree's nodes anywhere behind the text; other queries may go along,
 as many as like. A query's bits are the same, since each of its sums has an order of its own: scores over the head size
 from the first element to the last, and everything over keys by position, whatever slots they lie in.
+
+LLVM may turn a loop into vector instructions only where no bit of the result changes, since nothing here allows it to
+reorder sums or to fuse a product with a sum. So what an element of an array becomes does not depend on its place.
+Fused products are asked for one by one, with `fma`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 
-from lookahead.backends.transformers.invariant.machine import as_float, fma, get, put, read, rounded, write
 from lookahead.backends.transformers.tree_attention.packed_mask import BITS, FIRST, SCRATCH, VISIBLE, WORD
 from lookahead.core.compiled import compiled
 
+# By name, as neither has types.
+_ir: Any = import_module("llvmlite.ir")
+_types: Any = import_module("numba").types
+_intrinsic: Any = import_module("numba.extending").intrinsic
+
 BLOCK = 64
-"""Keys in a block of scores."""
+"""Keys that are gone through together."""
 TILE = 16
-"""Rows, query heads of nodes, that go through the keys together."""
-WIDEST = 256
-"""Elements of a value that are summed at a time."""
+"""Rows, query heads of nodes, that go through them together."""
+
+_START, _STOP, _PLACE, _ROWS = range(4)
+"""What is said of a run of keys."""
+_ALL = np.uint32(0xFFFFFFFF)
+
+_FLOAT = _ir.FloatType()
+
+
+def _fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """`a * b + c` of float32 numbers, rounded once."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return _types.float32(_types.float32, _types.float32, _types.float32), generate
+
+
+def _as_float(typing_context: Any, bits: Any) -> Any:
+    """The float32 number whose bits are those of an int32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], _FLOAT)
+
+    return _types.float32(_types.int32), generate
+
+
+def _get(typing_context: Any, array: Any, index: Any) -> Any:
+    """An element of a flat float32 array. The index is not looked at, as in C: it must be inside."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(array)(context, builder, arguments[0]).data
+        return builder.load(builder.gep(data, [arguments[1]], inbounds=True))
+
+    return _types.float32(array, _types.intp), generate
+
+
+def _put(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
+    """Set an element of a flat float32 array; as `get`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(array)(context, builder, arguments[0]).data
+        builder.store(arguments[2], builder.gep(data, [arguments[1]], inbounds=True))
+        return context.get_dummy_value()
+
+    return _types.void(array, _types.intp, _types.float32), generate
+
+
+fma, as_float, get, put = map(_intrinsic, (_fma, _as_float, _get, _put))
 
 _INFINITY = np.float32(np.inf)
 _F0, _F1, _F2 = np.float32(0), np.float32(1), np.float32(2)
@@ -54,316 +109,232 @@ _exp = compiled(_exp)
 _bend = compiled(_bend)
 
 
-def _widen(room: Any, addresses: Any, kinds: Any, strides: Any, sizes: Any, b: Any, head: Any) -> Any:
-    """Keys and values of a head to `room`, both float32."""
-    key, value = (b * strides[1][0] + head * strides[1][1]), (b * strides[2][0] + head * strides[2][1])
-    key_stride, value_stride = strides[1][2], strides[2][2]
-    _, _, _, count, size, value_size = sizes
-    padded, turned, wide = -(-size // 4) * 4, room.turned, room.wide
-    for block in range(-(-count // BLOCK)):
-        first = block * BLOCK
-        start = first * padded
-        for c in range(size):  # whole lines are written, so this order is faster
-            for j in range(min(BLOCK, count - first)):
-                put(turned, start + c * BLOCK + j, read(addresses[1], kinds[1], key + (first + j) * key_stride + c))
-        for c in range(size, padded):
-            for j in range(BLOCK):
-                put(turned, start + c * BLOCK + j, _F0)
-    for j in range(count):
-        for c in range(value_size):
-            put(wide, j * value_size + c, read(addresses[2], kinds[2], value + j * value_stride + c))
-
-
-_widen = compiled(_widen)
-
-
-def _score_block(queries: Any, turned: Any, block: Any, padded: Any, rows: Any, scores: Any) -> Any:
-    """Products of `rows` queries, a multiple of 4, with the keys of a block, to `scores` `[blocks, TILE, BLOCK]`."""
-    for row in range(0, rows, 4):
-        to = (block * TILE + row) * BLOCK
-        for j in range(4 * BLOCK):
-            put(scores, to + j, _F0)
-        for c in range(0, padded, 4):
-            key = (block * padded + c) * BLOCK
-            a, b, d, e = row * padded + c, (row + 1) * padded + c, (row + 2) * padded + c, (row + 3) * padded + c
-            a0, a1, a2, a3 = get(queries, a), get(queries, a + 1), get(queries, a + 2), get(queries, a + 3)
-            b0, b1, b2, b3 = get(queries, b), get(queries, b + 1), get(queries, b + 2), get(queries, b + 3)
-            d0, d1, d2, d3 = get(queries, d), get(queries, d + 1), get(queries, d + 2), get(queries, d + 3)
-            e0, e1, e2, e3 = get(queries, e), get(queries, e + 1), get(queries, e + 2), get(queries, e + 3)
-            for j in range(BLOCK):
-                k0, k1 = get(turned, key + j), get(turned, key + BLOCK + j)
-                k2, k3 = get(turned, key + 2 * BLOCK + j), get(turned, key + 3 * BLOCK + j)
-                at = to + j
-                put(scores, at, fma(a3, k3, fma(a2, k2, fma(a1, k1, fma(a0, k0, get(scores, at))))))
-                at += BLOCK
-                put(scores, at, fma(b3, k3, fma(b2, k2, fma(b1, k1, fma(b0, k0, get(scores, at))))))
-                at += BLOCK
-                put(scores, at, fma(d3, k3, fma(d2, k2, fma(d1, k1, fma(d0, k0, get(scores, at))))))
-                at += BLOCK
-                put(scores, at, fma(e3, k3, fma(e2, k2, fma(e1, k1, fma(e0, k0, get(scores, at))))))
-
-
-_score_block = compiled(_score_block)
-
-
-def _weigh(scores: Any, row: Any, sees: Any, slots: Any, numbers: Any, kind: Any, weights: Any) -> Any:
-    """A row's scores by position to `weights`, and through the exponential; their sum.
-
-    Of the text it sees the positions `sees`, from the first to the second, then what lies at `slots`. The weights are
-    rounded to the type of the values, which `kind` is one of, as torch does it; their sum is not.
-    """
-    (first, seen), (scale, softcap) = sees, numbers
-    end = seen + len(slots)
-    begin, stop = first - first % BLOCK, -(-end // BLOCK) * BLOCK
-    for j in range(begin, first):
-        put(weights, j, -_INFINITY)
-    for j in range(end, stop):
-        put(weights, j, -_INFINITY)
-    for start in range(first - first % BLOCK, seen, BLOCK):
-        source = (start // BLOCK * TILE + row) * BLOCK - start
-        for j in range(max(start, first), min(start + BLOCK, seen)):
-            put(weights, j, get(scores, source + j) * scale)
-    for i in range(len(slots)):
-        slot = slots[i]
-        put(weights, seen + i, get(scores, (slot // BLOCK * TILE + row) * BLOCK + slot % BLOCK) * scale)
-    if softcap > _F0:
-        for j in range(first, end):
-            put(weights, j, _bend(get(weights, j), softcap))
-    lanes = np.full(BLOCK, -_INFINITY, dtype=np.float32)
-    for start in range(begin, stop, BLOCK):
-        for lane in range(BLOCK):
-            put(lanes, lane, max(get(lanes, lane), get(weights, start + lane)))
-    highest = lanes.max()
-    for j in range(begin, stop):
-        put(weights, j, _exp(get(weights, j) - highest))
-    lanes[:] = _F0
-    for start in range(begin, stop, BLOCK):
-        for lane in range(BLOCK):
-            put(lanes, lane, get(lanes, lane) + get(weights, start + lane))
-    for j in range(begin, stop):
-        put(weights, j, rounded(get(weights, j), kind))
-    half = BLOCK // 2
-    while half:
-        for lane in range(half):
-            lanes[lane] += lanes[lane + half]
-        half //= 2
-    return lanes[0]
-
-
-_weigh = compiled(_weigh, makes_arrays=True)
-
-
-def _sum_four(weights: Any, stride: Any, count: Any, values: Any, value_size: Any, width: Any, sums: Any) -> Any:
-    """Add the values of `count` positions to the sums of four rows, one position after another; the weights of a row
-    lie `stride` behind those of the row before."""
+def _add_rows(
+    factors: Any, at: Any, count: Any, rows: Any, first: Any, width: Any, sums: Any, to: Any, many: Any
+) -> Any:
+    """Add `count` rows, `width` apart, with their factors to the `many` sums from `to` on, one row after another."""
     whole = count - count % 4
-    a, b, d, e = 0, stride, 2 * stride, 3 * stride
-    for j in range(0, whole, 4):
-        a0, a1, a2, a3 = get(weights, a + j), get(weights, a + j + 1), get(weights, a + j + 2), get(weights, a + j + 3)
-        b0, b1, b2, b3 = get(weights, b + j), get(weights, b + j + 1), get(weights, b + j + 2), get(weights, b + j + 3)
-        d0, d1, d2, d3 = get(weights, d + j), get(weights, d + j + 1), get(weights, d + j + 2), get(weights, d + j + 3)
-        e0, e1, e2, e3 = get(weights, e + j), get(weights, e + j + 1), get(weights, e + j + 2), get(weights, e + j + 3)
-        v = j * value_size
-        for c in range(width):
-            v0, v1 = get(values, v + c), get(values, v + value_size + c)
-            v2, v3 = get(values, v + 2 * value_size + c), get(values, v + 3 * value_size + c)
-            put(sums, c, fma(a3, v3, fma(a2, v2, fma(a1, v1, fma(a0, v0, get(sums, c))))))
-            to = c + WIDEST
-            put(sums, to, fma(b3, v3, fma(b2, v2, fma(b1, v1, fma(b0, v0, get(sums, to))))))
-            to = c + 2 * WIDEST
-            put(sums, to, fma(d3, v3, fma(d2, v2, fma(d1, v1, fma(d0, v0, get(sums, to))))))
-            to = c + 3 * WIDEST
-            put(sums, to, fma(e3, v3, fma(e2, v2, fma(e1, v1, fma(e0, v0, get(sums, to))))))
-    for j in range(whole, count):
-        w0, w1, w2, w3 = get(weights, a + j), get(weights, b + j), get(weights, d + j), get(weights, e + j)
-        for c in range(width):
-            v0 = get(values, j * value_size + c)
-            put(sums, c, fma(w0, v0, get(sums, c)))
-            put(sums, c + WIDEST, fma(w1, v0, get(sums, c + WIDEST)))
-            put(sums, c + 2 * WIDEST, fma(w2, v0, get(sums, c + 2 * WIDEST)))
-            put(sums, c + 3 * WIDEST, fma(w3, v0, get(sums, c + 3 * WIDEST)))
-
-
-def _sum_places(weights: Any, places: Any, values: Any, value_size: Any, width: Any, sums: Any) -> Any:
-    """Add the values at `places` to the sums of a row, one after another, with their weights."""
-    whole = len(places) - len(places) % 4
     for i in range(0, whole, 4):
-        p0, p1 = np.intp(places[i]) * value_size, np.intp(places[i + 1]) * value_size
-        p2, p3 = np.intp(places[i + 2]) * value_size, np.intp(places[i + 3]) * value_size
-        w0, w1 = get(weights, i), get(weights, i + 1)
-        w2, w3 = get(weights, i + 2), get(weights, i + 3)
-        for c in range(width):
-            total = fma(w1, get(values, p1 + c), fma(w0, get(values, p0 + c), get(sums, c)))
-            put(sums, c, fma(w3, get(values, p3 + c), fma(w2, get(values, p2 + c), total)))
-    for i in range(whole, len(places)):
-        p0, w0 = np.intp(places[i]) * value_size, get(weights, i)
-        for c in range(width):
-            put(sums, c, fma(w0, get(values, p0 + c), get(sums, c)))
+        a, r = at + i, first + i * width
+        a0, a1, a2, a3 = get(factors, a), get(factors, a + 1), get(factors, a + 2), get(factors, a + 3)
+        for j in range(many):
+            total = fma(a1, get(rows, r + width + j), fma(a0, get(rows, r + j), get(sums, to + j)))
+            total = fma(a3, get(rows, r + 3 * width + j), fma(a2, get(rows, r + 2 * width + j), total))
+            put(sums, to + j, total)
+    for i in range(whole, count):
+        a0, r = get(factors, at + i), first + i * width
+        for j in range(many):
+            put(sums, to + j, fma(a0, get(rows, r + j), get(sums, to + j)))
 
 
-_sum_four = compiled(_sum_four)
-_sum_places = compiled(_sum_places)
+_add_rows = compiled(_add_rows)
 
 
-def _slots_of(packed: Any, start: Any, slots: Any) -> Any:
-    """The keys at which the nodes that a node sees lie, to `slots`; how many there are."""
-    count = 0
+def _add_rows_to_four(
+    factors: Any,
+    at: Any,
+    gap: Any,
+    count: Any,
+    rows: Any,
+    first: Any,
+    width: Any,
+    sums: Any,
+    to: Any,
+    step: Any,
+    many: Any,
+) -> Any:
+    """The same four times, in half the time; the factors of one lie `gap` behind those of another, and sums `step`."""
+    whole = count - count % 4
+    for i in range(0, whole, 4):
+        a, r = at + i, first + i * width
+        b, d, e = a + gap, a + 2 * gap, a + 3 * gap
+        a0, a1, a2, a3 = get(factors, a), get(factors, a + 1), get(factors, a + 2), get(factors, a + 3)
+        b0, b1, b2, b3 = get(factors, b), get(factors, b + 1), get(factors, b + 2), get(factors, b + 3)
+        d0, d1, d2, d3 = get(factors, d), get(factors, d + 1), get(factors, d + 2), get(factors, d + 3)
+        e0, e1, e2, e3 = get(factors, e), get(factors, e + 1), get(factors, e + 2), get(factors, e + 3)
+        for j in range(many):
+            r0, r1 = get(rows, r + j), get(rows, r + width + j)
+            r2, r3 = get(rows, r + 2 * width + j), get(rows, r + 3 * width + j)
+            s = to + j
+            put(sums, s, fma(a3, r3, fma(a2, r2, fma(a1, r1, fma(a0, r0, get(sums, s))))))
+            s += step
+            put(sums, s, fma(b3, r3, fma(b2, r2, fma(b1, r1, fma(b0, r0, get(sums, s))))))
+            s += step
+            put(sums, s, fma(d3, r3, fma(d2, r2, fma(d1, r1, fma(d0, r0, get(sums, s))))))
+            s += step
+            put(sums, s, fma(e3, r3, fma(e2, r2, fma(e1, r1, fma(e0, r0, get(sums, s))))))
+    for which in range(4 if whole < count else 0):
+        rest = at + which * gap + whole
+        _add_rows(factors, rest, count - whole, rows, first + whole * width, width, sums, to + which * step, many)
+
+
+_add_rows_to_four = compiled(_add_rows_to_four)
+
+
+def _find_runs(packed: Any, runs: Any) -> Any:
+    """What a node sees, in the order of positions, as runs of keys: `_START`, `_STOP`, and the first one's `_PLACE` in
+    that order. How many runs there are."""
+    runs[0, _START], runs[0, _STOP], runs[0, _PLACE] = packed[FIRST], max(packed[VISIBLE], packed[FIRST]), 0
+    count, place = 1, runs[0, _STOP] - runs[0, _START]
     for word in range(len(packed) - BITS):
         bits = np.uint32(packed[BITS + word])
-        if bits != 0:
-            for bit in range(32):
-                if (bits >> np.uint32(bit)) & np.uint32(1):
-                    slots[count] = start + word * 32 + bit
+        bit = 0
+        while bit < WORD and bits >> np.uint32(bit):
+            many = WORD if bits == _ALL else 1
+            if (bits >> np.uint32(bit)) & np.uint32(1):
+                key = packed[SCRATCH] + word * WORD + bit
+                if count == 1 or runs[count - 1, _STOP] != key:
+                    runs[count, _START], runs[count, _PLACE] = key, place
                     count += 1
+                runs[count - 1, _STOP] = key + many
+                place += many
+            bit += many
     return count
 
 
-_slots_of = compiled(_slots_of)
-
-
-class _Room(NamedTuple):
-    """Working memory of a call, and what its rows see.
-
-    Attributes:
-        turned: Keys of a head, `[blocks, padded size, BLOCK]`.
-        wide: Its values, `[keys, value size]`.
-        rows: Queries, `[TILE, padded size]`; rows are the heads of a node, node after node.
-        scores: `[blocks, TILE, BLOCK]`, by place.
-        weights: `[TILE, (blocks + 1) * BLOCK]`, by position.
-        sums: `[TILE, WIDEST]`.
-        totals: Sum of the weights of each row.
-        places: All keys, in order.
-        slots: The keys of nodes that each row sees, and how many there are; the text that it sees, from `firsts` to
-            `seens`.
-    """
-
-    turned: Any
-    wide: Any
-    rows: Any
-    scores: Any
-    weights: Any
-    sums: Any
-    totals: Any
-    places: Any
-    slots: Any
-    counts: Any
-    firsts: Any
-    seens: Any
-
-
-def _take_rows(room: Any, addresses: Any, kinds: Any, strides: Any, sizes: Any, packed: Any, at: Any) -> Any:
-    """The queries of a tile, and what they see; `at` is the row of the batch, the head of keys, first row and rows."""
-    heads, shared, _, _, size, _ = sizes
-    b, head, tile, many = at
-    group, padded = heads // shared, -(-size // 4) * 4
+def _mark_fours(runs: Any, counts: Any, many: Any) -> Any:
+    """Say of each run for how many rows it counts: of four rows the first runs, as far as they are the same, count for
+    all of them in that of the first row."""
     for row in range(many):
-        node, which = (tile + row) // group, head * group + (tile + row) % group
-        start = b * strides[0][0] + which * strides[0][1] + node * strides[0][2]
+        for run in range(counts[row]):
+            runs[row, run, _ROWS] = 1
+    for row in range(0, many - 3, 4):
+        run, alike = 0, True
+        while alike and run < counts[row : row + 4].min():
+            for other in range(row + 1, row + 4):
+                for part in range(_ROWS):
+                    alike = alike and runs[row, run, part] == runs[other, run, part]
+            if alike:
+                runs[row + 1 : row + 4, run, _ROWS] = 0
+                runs[row, run, _ROWS] = 4
+            run += 1
+
+
+def _turn(keys: Any, first: Any, count: Any, size: Any, turned: Any) -> Any:
+    """The keys of a head, `[count, size]`, so that those of a block lie in columns: `[blocks, size, BLOCK]`."""
+    for start in range(0, count, BLOCK):
         for c in range(size):
-            put(room.rows, row * padded + c, read(addresses[0], kinds[0], start + c))
-        mask = packed[b, 0, node]
-        if row == 0 or (tile + row) % group == 0:
-            room.counts[row] = _slots_of(mask, mask[SCRATCH], room.slots[row])
-        else:
-            room.counts[row] = room.counts[row - 1]
-            room.slots[row, : room.counts[row]] = room.slots[row - 1, : room.counts[row]]
-        room.firsts[row], room.seens[row] = mask[FIRST], max(mask[VISIBLE], mask[FIRST])
+            for j in range(min(BLOCK, count - start)):
+                put(turned, start * size + c * BLOCK + j, get(keys, first + (start + j) * size + c))
 
 
-def _weigh_tile(room: Any, sizes: Any, many: Any, numbers: Any, kind: Any) -> Any:
-    """Scores and weights of the rows of a tile."""
-    padded, blocks = -(-sizes[4] // 4) * 4, -(-sizes[3] // BLOCK)
-    for block in range(blocks):
-        start, end = block * BLOCK, (block + 1) * BLOCK
-        asking = many  # rows up to the last one that sees some of the block
-        while asking:
-            last = asking - 1
-            slots = room.slots[last]
-            in_text = room.firsts[last] < end and start < room.seens[last]
-            if in_text or (slots[0] < end and start <= slots[room.counts[last] - 1]):
-                break
-            asking -= 1
-        if asking:
-            _score_block(room.rows, room.turned, block, padded, -(-asking // 4) * 4, room.scores)
-    for row in range(many):
-        slots = room.slots[row, : room.counts[row]]
-        weights = room.weights[row * (blocks + 1) * BLOCK :]
-        sees = room.firsts[row], room.seens[row]
-        room.totals[row] = _weigh(room.scores, row, sees, slots, numbers, kind, weights)
+def _soften(weights: Any, at: Any, count: Any, scale: Any, cap: Any, lanes: Any) -> Any:
+    """Scores to weights, the exponential of how far each is below the highest; their sum. There is room for whole
+    blocks."""
+    end = at + -(-count // BLOCK) * BLOCK
+    for j in range(at, at + count):
+        put(weights, j, get(weights, j) * scale)
+    if cap > _F0:
+        for j in range(at, at + count):
+            put(weights, j, _bend(get(weights, j), cap))
+    for j in range(at + count, end):
+        put(weights, j, -_INFINITY)
+    for lane in range(BLOCK):
+        put(lanes, lane, -_INFINITY)
+    for start in range(at, end, BLOCK):
+        for lane in range(BLOCK):
+            put(lanes, lane, max(get(lanes, lane), get(weights, start + lane)))
+    highest, total = -_INFINITY, _F0
+    for lane in range(BLOCK):
+        highest = max(highest, get(lanes, lane))
+        put(lanes, lane, _F0)
+    for j in range(at, end):
+        put(weights, j, _exp(get(weights, j) - highest))
+    for start in range(at, end, BLOCK):
+        for lane in range(BLOCK):
+            put(lanes, lane, get(lanes, lane) + get(weights, start + lane))
+    for lane in range(BLOCK):
+        total += get(lanes, lane)
+    return total
 
 
-def _sum_tile(room: Any, sizes: Any, many: Any, piece: Any, width: Any) -> Any:
-    """Sums of the values of the rows of a tile, `width` elements from `piece` on."""
-    value_size, stride = sizes[5], (-(-sizes[3] // BLOCK) + 1) * BLOCK
-    values, firsts, seens = room.wide[piece:], room.firsts, room.seens
-    room.sums[:] = _F0
-    for row in range(0, many, 4):
-        rows = range(row, min(row + 4, many))
-        alike = row + 4 <= many
-        for other in rows:
-            alike = alike and firsts[other] == firsts[row] and seens[other] == seens[row]
-        if alike:
-            weights, sums = room.weights[row * stride + firsts[row] :], room.sums[row * WIDEST :]
-            first = values[firsts[row] * value_size :]
-            _sum_four(weights, stride, seens[row] - firsts[row], first, value_size, width, sums)
-        for other in rows:
-            weights, sums = room.weights[other * stride :], room.sums[other * WIDEST :]
-            if not alike:
-                places = room.places[firsts[other] : seens[other]]
-                _sum_places(weights[firsts[other] :], places, values, value_size, width, sums)
-            places = room.slots[other, : room.counts[other]]
-            _sum_places(weights[seens[other] :], places, values, value_size, width, sums)
+_find_runs = compiled(_find_runs)
+_mark_fours = compiled(_mark_fours, makes_arrays=True)
+_turn = compiled(_turn)
+_soften = compiled(_soften)
 
 
-_take_rows = compiled(_take_rows, makes_arrays=True)
-_weigh_tile = compiled(_weigh_tile, makes_arrays=True)
-_sum_tile = compiled(_sum_tile, makes_arrays=True)
+def _score(
+    queries: Any, at: Any, size: Any, turned: Any, block: Any, runs: Any, weights: Any, row: Any, room: Any
+) -> Any:
+    """Add the products of a row, or four of them, with the keys of a block to its scores, which lie by place."""
+    for run in range(len(runs)):
+        low, high = max(runs[run, _START], block * BLOCK), min(runs[run, _STOP], block * BLOCK + BLOCK)
+        first, to = block * (size - 1) * BLOCK + low, row * room + runs[run, _PLACE] + low - runs[run, _START]
+        if low < high and runs[run, _ROWS] == 4:
+            _add_rows_to_four(queries, at, size, size, turned, first, BLOCK, weights, to, room, high - low)
+        elif low < high and runs[run, _ROWS] == 1:
+            _add_rows(queries, at, size, turned, first, BLOCK, weights, to, high - low)
 
 
-def _attend(addresses: Any, kinds: Any, strides: Any, sizes: Any, packed: Any, numbers: Any, units: Any) -> Any:
-    """The attention of some heads; `attention.py` alone calls it.
+def _sum(
+    weights: Any, row: Any, room: Any, values: Any, start: Any, block: Any, runs: Any, sums: Any, width: Any
+) -> Any:
+    """Add the values of a block, with their weights, to the sums of a row, or of four of them."""
+    for run in range(len(runs)):
+        low, high = max(runs[run, _START], block * BLOCK), min(runs[run, _STOP], block * BLOCK + BLOCK)
+        first, at = (start + low) * width, row * room + runs[run, _PLACE] + low - runs[run, _START]
+        if low < high and runs[run, _ROWS] == 4:
+            _add_rows_to_four(weights, at, room, high - low, values, first, width, sums, row * width, width, width)
+        elif low < high and runs[run, _ROWS] == 1:
+            _add_rows(weights, at, high - low, values, first, width, sums, row * width, width)
+
+
+_score = compiled(_score)
+_sum = compiled(_sum)
+
+
+def _attend(
+    queries: Any, keys: Any, values: Any, output: Any, sizes: Any, packed: Any, numbers: Any, units: Any
+) -> Any:
+    """The attention of some heads; `attention.py` alone calls it. All arrays but the mask are flat, of float32.
 
     Args:
-        addresses: Of query, keys and values, and of the output `[batch, nodes, heads, value size]` float32.
-        kinds: Of query, keys and values, see `machine.read`.
-        strides: Of query, keys and values: row, head and node or key of each; elements of a head lie side by side.
-        sizes: heads, heads of keys, nodes, keys, size, value size.
-        packed: `[batch, 1, nodes, 3 + words]` int32, see `tree_attention.packed_mask`; of the last nodes of a pass
-            alone, in layers that nobody asks about the others. Each node sees itself at least.
+        queries: `[batch, heads of keys, rows, size]`: rows are the query heads of a head of keys, node after node.
+        keys: `[batch, heads of keys, keys, size]`.
+        values: `[batch, heads of keys, keys, value size]`.
+        output: `[batch, heads of keys, rows, value size]`.
+        sizes: heads of keys, query heads of each, nodes, keys, size, value size.
+        packed: `[batch, nodes, 3 + words]` int32, see `tree_attention.packed_mask`; of the last nodes of a pass alone,
+            in layers that nobody asks about the others. Each node sees itself at least.
         numbers: What scores are multiplied by, and what they are bent to stay below (0 for nothing), float32.
-        units: Which heads of keys of which rows, counted through: first and end.
+        units: Which heads of keys of which rows of the batch, counted through: first and end.
     """
-    heads, shared, nodes, count, size, value_size = sizes
-    group, padded, blocks = heads // shared, -(-size // 4) * 4, -(-count // BLOCK)
-    room = _Room(
-        np.empty(blocks * padded * BLOCK, dtype=np.float32),
-        np.empty(count * value_size, dtype=np.float32),
-        np.zeros(TILE * padded, dtype=np.float32),
-        np.empty(blocks * TILE * BLOCK, dtype=np.float32),
-        np.empty(TILE * (blocks + 1) * BLOCK, dtype=np.float32),
-        np.empty(TILE * WIDEST, dtype=np.float32),
-        np.empty(TILE, dtype=np.float32),
-        np.arange(count).astype(np.int32),
-        np.empty((TILE, WORD * (packed.shape[3] - BITS)), dtype=np.int32),
-        np.empty(TILE, dtype=np.intp),
-        np.empty(TILE, dtype=np.intp),
-        np.empty(TILE, dtype=np.intp),
-    )
+    shared, group, nodes, count, size, width = sizes
+    blocks = -(-count // BLOCK)
+    room = (blocks + 1) * BLOCK
+    turned = np.empty(blocks * size * BLOCK, dtype=np.float32)
+    weights = np.empty(TILE * room, dtype=np.float32)
+    sums, lanes = np.empty(TILE * width, dtype=np.float32), np.empty(BLOCK, dtype=np.float32)
+    runs = np.empty((TILE, 2 + WORD * (packed.shape[2] - BITS), 4), dtype=np.intp)
+    counts, totals = np.empty(TILE, dtype=np.intp), np.empty(TILE, dtype=np.float32)
     for unit in range(units[0], units[1]):
-        b, head = unit // shared, unit % shared
-        _widen(room, addresses, kinds, strides, sizes, b, head)
+        _turn(keys, unit * count * size, count, size, turned)
         for tile in range(0, nodes * group, TILE):
-            many = min(TILE, nodes * group - tile)
-            _take_rows(room, addresses, kinds, strides, sizes, packed, (b, head, tile, many))
-            _weigh_tile(room, sizes, many, numbers, kinds[2])
-            for piece in range(0, value_size, WIDEST):
-                width = min(WIDEST, value_size - piece)
-                _sum_tile(room, sizes, many, piece, width)
+            many, start = min(TILE, nodes * group - tile), unit * nodes * group + tile
+            weights[:] = _F0
+            sums[:] = _F0
+            for row in range(many):
+                if row and (tile + row) % group:  # another head of the same node
+                    counts[row] = counts[row - 1]
+                    runs[row, : counts[row]] = runs[row - 1, : counts[row]]
+                else:
+                    counts[row] = _find_runs(packed[unit // shared, (tile + row) // group], runs[row])
+            _mark_fours(runs, counts, many)
+            for block in range(blocks):
                 for row in range(many):
-                    node, which = (tile + row) // group, head * group + (tile + row) % group
-                    to = ((b * nodes + node) * heads + which) * value_size + piece
-                    for c in range(width):
-                        write(addresses[3], to + c, get(room.sums, row * WIDEST + c) / room.totals[row])
+                    at, mine = (start + row) * size, runs[row, : counts[row]]
+                    _score(queries, at, size, turned, block, mine, weights, row, room)
+            for row in range(many):
+                last = runs[row, counts[row] - 1]
+                seen = last[_PLACE] + last[_STOP] - last[_START]
+                totals[row] = _soften(weights, row * room, seen, numbers[0], numbers[1], lanes)
+            for block in range(blocks):
+                for row in range(many):
+                    _sum(weights, row, room, values, unit * count, block, runs[row, : counts[row]], sums, width)
+            for row in range(many):
+                for c in range(width):
+                    put(output, (start + row) * width + c, get(sums, row * width + c) / totals[row])
 
 
-attend = compiled(_attend, releases_gil=True, makes_arrays=True)
+attend: Any = compiled(_attend, releases_gil=True, makes_arrays=True)
