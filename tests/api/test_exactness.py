@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from exactness import NEAR_TIE, Case, Outcome, cases, logit_difference, random_case, run_case
 from lookahead.backends.transformers import runner
 from lookahead.backends.transformers.masks import MaskBuilder
-from lookahead.backends.transformers.tree_cache import TreeLayer
+from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.core.token_tree import Layout, TokenTree, lay_out
 from model_zoo import (
     ARCHITECTURES,
@@ -185,9 +185,8 @@ def _positions_in_order(tree: TokenTree) -> Layout:
     return replace(layout, depths=np.arange(len(layout.order)))
 
 
-def _keeps_first_slots(self: TreeLayer, slots: list[int], uploads: object) -> None:
+def _keeps_first_slots(self: TreeCache, *places: object) -> None:
     """A cache that keeps as many states as were accepted, but not those that were accepted."""
-    self.length += len(slots)
 
 
 def _full_everywhere(self: MaskBuilder, kind: str) -> tuple[int | None, int | None]:
@@ -199,7 +198,7 @@ FAULTS: dict[str, tuple[object, str, Callable[..., Any], list[str]]] = {
     "accepts any child": (TokenTree, "child", _any_child, NAMES),
     "causal instead of tree mask": (Layout, "ancestor_mask", _sees_all_before, NAMES),
     "positions count nodes": (runner, "lay_out", _positions_in_order, NAMES),
-    "cache keeps the wrong nodes": (TreeLayer, "commit", _keeps_first_slots, NAMES),
+    "cache keeps the wrong nodes": (TreeCache, "move", _keeps_first_slots, NAMES),
     "no sliding window": (MaskBuilder, "reach", _full_everywhere, SHORT_SIGHTED),
 }
 

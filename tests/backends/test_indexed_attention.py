@@ -88,7 +88,7 @@ def test_indexers_move_with_a_path() -> None:
     keys = torch.arange(12.0).reshape(1, 1, 4, 3)
     cache.update(keys, -keys, 0)
     cache.update_indexer(keys[:, 0] + 100, 0)
-    cache.commit([1, 3])
+    cache.commit([[1, 3]])
     layer = cache.layers[0]
     assert layer.indexer.length == layer.length == 2
     assert torch.equal(layer.keys[:, :, :2], keys[:, :, [1, 3]])

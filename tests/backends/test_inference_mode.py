@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.backends.transformers.tree_cache import TreeLayer
+from lookahead.backends.transformers.tree_cache import TreeCache
 from model_zoo import build
 from quick import quickly
 
@@ -62,11 +62,11 @@ def test_transformers_goes_on_with_a_cache_of_ours(model: PreTrainedModel, insid
         assert torch.equal(second, model.generate(text, **GREEDY))
 
 
-def test_a_cache_filled_in_inference_mode_is_extended_outside() -> None:
-    layer = TreeLayer()
+def test_what_grew_inside_is_written_to_outside() -> None:
+    cache = TreeCache()
     states = torch.arange(12.0).view(1, 1, 4, 3)
     with torch.inference_mode():
-        layer.update(states, states)
-        layer.commit(range(4))
-    keys, _ = layer.update(states, states)
+        cache.update(states, states, 0)
+        cache.commit([range(4)])
+    keys, _ = cache.update(states, states, 0)
     assert torch.equal(keys, torch.cat([states, states], dim=2))

@@ -11,9 +11,9 @@ from lookahead import LookaheadConfig
 from lookahead.backends.transformers.checks.kinds import equivalence
 from lookahead.backends.transformers.engine_model import packed_clone, rows_runner
 from lookahead.backends.transformers.noise import SamplingNoise
-from lookahead.backends.transformers.rows import Row
 from lookahead.backends.transformers.runner import RowsRunner
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
+from lookahead.backends.transformers.tree_cache import Row
 from lookahead.core.step import Batch, decode, step
 from lookahead.core.token_tree import TokenTree
 from lookahead.drafting import build_drafter

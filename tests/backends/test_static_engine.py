@@ -37,6 +37,7 @@ from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache, la
 from lookahead.backends.transformers.runner import ModelRunner
 from lookahead.backends.transformers.static_steps import StaticInputs, StaticSteps, pass_sizes, rounded
 from lookahead.backends.transformers.tree_attention.packed_mask import unpack
+from lookahead.backends.transformers.tree_cache import Row
 from lookahead.core.token_tree import TokenTree, lay_out
 from lookahead.demo import DEMO_PROMPT
 from model_zoo import ARCHITECTURES, SLIDING_WINDOW, VOCAB_SIZE, build
@@ -409,7 +410,7 @@ def test_the_cache_keeps_what_was_committed() -> None:
                 assert cache.layers[layer].keys[row, 1, : len(tokens), 2].tolist() == tokens
                 assert cache.layers[layer].values[row, 0, : len(tokens), -1].tolist() == [-token for token in tokens]
     adopted = StaticTreeCache([shape, None, replace(shape, value_size=5)], 2, 30, CPU)
-    adopted.adopt([cache.text(0), cache.text(1)])
+    adopted.adopt([Row(cache, 0), Row(cache, 1)])
     cache.grow(40)
     for other in (cache, adopted):
         assert other.lengths == [len(tokens) for tokens in expected]

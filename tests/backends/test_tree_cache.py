@@ -1,10 +1,10 @@
-"""The cache keeps what was accepted and nothing else, against a plain list of states."""
+"""The cache keeps what was accepted and nothing else, against plain lists of states."""
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.backends.transformers.tree_cache import TreeCache, TreeLayer
+from lookahead.backends.transformers.tree_cache import Row, TreeCache, TreeLayer
 
 
 def states(values: list[list[int]]) -> torch.Tensor:
@@ -15,59 +15,65 @@ def states(values: list[list[int]]) -> torch.Tensor:
 @settings(max_examples=60)
 @given(st.data())
 def test_it_holds_exactly_the_committed_states(data: st.DataObject) -> None:
-    cache, expected, counter = TreeCache(), [], 0
+    texts = data.draw(st.integers(1, 3))
+    cache, expected, counter = TreeCache(texts=texts), [[] for _ in range(texts)], 0
     for _ in range(data.draw(st.integers(1, 6))):
         nodes = data.draw(st.integers(1, 9))
-        fresh = [counter + node for node in range(nodes)]
-        counter += nodes
+        fresh = [[counter + nodes * text + node for node in range(nodes)] for text in range(texts)]
+        counter += texts * nodes
+        longest = max(map(len, expected))
         for layer in range(2):
-            keys, values = cache.update(states([fresh]), -states([fresh]), layer)
-        assert keys.shape[2] == values.shape[2] == len(expected) + nodes
-        assert keys[0, 0, :, 0].tolist() == expected + fresh
-        assert values[0, 1, :, 2].tolist() == [-token for token in expected + fresh]
-        slots = sorted(data.draw(st.sets(st.integers(0, nodes - 1))))
+            keys, values = cache.update(states(fresh), -states(fresh), layer)
+        assert keys.shape[2] == values.shape[2] == longest + nodes
+        for text, (kept, new) in enumerate(zip(expected, fresh, strict=True)):
+            assert keys[text, 0, :, 0].tolist()[: len(kept)] == kept
+            assert keys[text, 0, longest:, 0].tolist() == new
+            assert values[text, 1, longest:, 2].tolist() == [-token for token in new]
+        slots = [sorted(data.draw(st.sets(st.integers(0, nodes - 1)))) for _ in range(texts)]
         cache.commit(slots)
-        expected += [fresh[slot] for slot in slots]
-        for layer in cache.layers:
-            assert layer.keys[0, 0, : len(expected), 0].tolist() == expected
-            assert layer.values[0, 1, : len(expected), 1].tolist() == [-token for token in expected]
-        assert cache.length == cache.get_seq_length() == len(expected)
+        for text, (kept, new) in enumerate(zip(expected, fresh, strict=True)):
+            kept += [new[slot] for slot in slots[text]]
+            for layer in cache.layers:
+                assert layer.keys[text, 0, : len(kept), 0].tolist() == kept
+                assert layer.values[text, 1, : len(kept), 1].tolist() == [-token for token in kept]
+        assert cache.lengths == [len(kept) for kept in expected]
+        assert cache.longest == cache.get_seq_length() == max(cache.lengths)
 
 
 def test_a_contiguous_path_is_not_copied() -> None:
-    layer = TreeLayer()
-    layer.update(states([[1, 2, 3, 4]]), states([[1, 2, 3, 4]]))
-    before = layer.keys._version
-    layer.commit([0, 1, 2])
-    assert layer.keys._version == before
-    assert layer.length == 3
-    layer.update(states([[5, 6, 7]]), states([[5, 6, 7]]))
-    before = layer.keys._version
-    layer.commit([0, 2])
-    assert layer.keys._version == before + 1, "one copy, of the one state in the wrong place"
+    cache = TreeCache()
+    keys, _ = cache.update(states([[1, 2, 3, 4]]), states([[1, 2, 3, 4]]), 0)
+    before = keys._version
+    cache.commit([[0, 1, 2]])
+    assert keys._version == before
+    assert cache.longest == 3
+    cache.update(states([[5, 6, 7]]), states([[5, 6, 7]]), 0)
+    before = keys._version
+    cache.commit([[0, 2]])
+    assert keys._version == before + 1, "one copy, of the one state in the wrong place"
 
 
 def test_memory_grows_seldom() -> None:
-    layer, capacities = TreeLayer(), set()
+    cache, capacities = TreeCache(), set()
     for token in range(3000):
-        layer.update(states([[token]]), states([[token]]))
-        layer.commit([0])
-        capacities.add(layer.keys.shape[2])
-    assert layer.keys[0, 0, :3000, 0].tolist() == list(range(3000))
+        keys, _ = cache.update(states([[token]]), states([[token]]), 0)
+        cache.commit([[0]])
+        capacities.add(cache.allocated)
+    assert keys[0, 0, :, 0].tolist() == list(range(3000))
     assert len(capacities) <= 12
     assert max(capacities) <= 3000 + 256
 
 
 def test_a_start_is_copied_and_an_end_cropped() -> None:
-    first, second = TreeCache(), TreeCache(block=8)
-    first.update(states([[1, 2, 3]]), states([[1, 2, 3]]), 0)
-    first.commit([0, 2])
+    first, second = Row(), Row(block=8)
+    first.cache.update(states([[1, 2, 3]]), states([[1, 2, 3]]), 0)
+    first.cache.commit([[0, 2]])
     second.copy_start(first, 2)
     assert second.length == 2
-    assert second.allocated == 8
-    second.update(states([[9]]), states([[9]]), 0)
-    assert second.layers[0].keys[0, 0, :3, 0].tolist() == [1, 3, 9]
-    assert first.layers[0].keys[0, 0, :2, 0].tolist() == [1, 3]
+    assert second.capacity == 8
+    second.cache.update(states([[9]]), states([[9]]), 0)
+    assert second.cache.layers[0].keys[0, 0, :3, 0].tolist() == [1, 3, 9]
+    assert first.cache.layers[0].keys[0, 0, :2, 0].tolist() == [1, 3]
     second.crop(1)
     assert second.length == 1
     second.crop(4)
@@ -76,9 +82,28 @@ def test_a_start_is_copied_and_an_end_cropped() -> None:
 
 def test_what_it_holds_is_not_written_into() -> None:
     held = states([[1, 2, 3]])
-    layer = TreeLayer.holding(held, held, 5)
+    layer, cache = TreeLayer.holding(held, held, 5), TreeCache()
+    cache.layers, cache.lengths = [layer], [5]
     assert (layer.length, layer.dropped) == (5, 2)
-    layer.update(states([[7, 8]]), states([[7, 8]]))
-    layer.commit([1])
+    cache.update(states([[7, 8]]), states([[7, 8]]), 0)
+    cache.commit([[1]])
     assert layer.keys[0, 0, :4, 0].tolist() == [1, 2, 3, 8]
     assert torch.equal(held, states([[1, 2, 3]]))
+
+
+def test_texts_come_together_in_one_memory() -> None:
+    """Of different lengths, one without any, and one of which the beginning was forgotten."""
+    rows = [Row(), Row(), Row()]
+    rows[0].cache.update(states([[1, 2, 3]]), -states([[1, 2, 3]]), 1)
+    rows[0].cache.commit([[0, 1, 2]])
+    rows[2].cache.layers = [TreeLayer(), TreeLayer.holding(states([[8, 9]]), -states([[8, 9]]), 4)]
+    rows[2].cache.lengths = [4]
+    cache = TreeCache(texts=3)
+    cache.adopt(rows)
+    assert cache.lengths == [3, 0, 4]
+    assert not cache.layers[0].is_initialized
+    keys, values = cache.update(states([[5], [6], [7]]), states([[5], [6], [7]]), 1)
+    assert keys[:, 1, :, 0].tolist() == [[1, 2, 3, 0, 5], [0, 0, 0, 0, 6], [0, 0, 8, 9, 7]]
+    assert values[0, 1, :3, 0].tolist() == [-1, -2, -3]
+    cache.commit([[0], [0], [0]])
+    assert cache.layers[1].keys[:, 0, :5, 0].tolist() == [[1, 2, 3, 5, 5], [6, 0, 0, 0, 6], [0, 0, 8, 9, 7]]

@@ -22,7 +22,7 @@ import lookahead
 from fuzz import families
 from fuzz.variant import Variant
 from lookahead import InvalidArgumentError, LookaheadConfig
-from lookahead.backends.transformers.tree_cache import TreeLayer
+from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.cli import main
 from lookahead.cli.conversation import Answer, Conversation, Message, TurnFormat
 from lookahead.cli.loading import LoadedModel
@@ -338,19 +338,20 @@ def test_an_answer_broken_off_in_the_middle_of_a_step(loaded: LoadedModel, monke
     talk = conversation(loaded)
     check_turn(loaded, talk, TURNS[0])
     known = talk.cached_tokens
-    commit, commits = TreeLayer.commit, 0
+    move, moves = TreeCache.move, 0
 
-    def broken_commit(layer: TreeLayer, slots: Any, uploads: Any) -> None:
-        nonlocal commits
-        commits += 1
-        if commits == 2 * loaded.model.config.num_hidden_layers + 3:  # of steps whose paths do not lie in place
-            layer.length += len(slots)
+    def broken_move(cache: TreeCache, *places: Any) -> None:
+        nonlocal moves
+        moves += 1
+        move(cache, *places)
+        if moves == 3:  # of steps whose paths do not lie in place
+            for layer in cache.layers[:3]:
+                layer.length += 1
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
-        commit(layer, slots)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TreeLayer, "commit", broken_commit)
+        patch.setattr(TreeCache, "move", broken_move)
         prompt = talk.prompt(TURNS[1])
         answer = talk.answer(prompt)
     assert answer.interrupted

@@ -322,7 +322,7 @@ def test_models_give_the_logits_of_eager_attention_with_dense_masks(name: str) -
     runner.commit([range(12), range(3)])
     shapes = layer_shapes(runner.rows[0].cache)
     cache = StaticTreeCache(shapes, 2, 64, torch.device("cpu"))
-    cache.adopt(runner.texts)
+    cache.adopt(runner.rows)
     step = trees(runner)
     expected = runner.forward(step)
     logits = packed_forward(tree_model, cache, step)

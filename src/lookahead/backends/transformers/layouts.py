@@ -18,9 +18,8 @@ from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
 from lookahead.backends.transformers.rows import PackedCache, StaticTreeCache
 from lookahead.backends.transformers.tree_attention.packed_mask import Pages, first_position
+from lookahead.backends.transformers.tree_cache import Integers
 from lookahead.core.token_tree import Layout
-
-Integers = NDArray[np.int64]
 
 
 @dataclass

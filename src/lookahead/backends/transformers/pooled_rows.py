@@ -20,7 +20,7 @@ from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache
 from lookahead.backends.transformers.runner import LARGE, RowsRunner
 from lookahead.backends.transformers.static_steps import pass_sizes, rounded
 from lookahead.backends.transformers.tree_attention.packed_mask import BITS, SCRATCH, WORD, Pages, packed_width
-from lookahead.backends.transformers.tree_cache import TreeCache, whole_blocks
+from lookahead.backends.transformers.tree_cache import Integers, Row, whole_blocks
 from lookahead.core.token_tree import TokenTree, lay_out
 
 MOST_RECORDED = 256
@@ -32,8 +32,6 @@ LISTED = 8
 
 FIRST_TOKENS = 1024
 """Tokens of each row that memory is taken for at first where it is not limited, and that a text may come to."""
-
-Integers = NDArray[np.int64]
 
 
 class RowPool:
@@ -75,7 +73,7 @@ class RowPool:
 
     def move(self, sources: Integers, targets: Integers) -> None:
         """Copy the states in some columns to others."""
-        self.cache.move([0] * len(sources), sources.tolist(), targets.tolist())
+        self.cache.move(np.zeros_like(sources), sources, targets)
 
 
 class PooledRow(TextRow):
@@ -124,17 +122,16 @@ class PooledRow(TextRow):
         """Forget all behind the first `tokens` tokens."""
         self.length = min(self.length, tokens)
 
-    def adopt(self, cache: TreeCache) -> None:
-        """Begin with what a cache of one row holds."""
-        cache.keep_all()
-        length = cache.length
-        self.reserve(length)
-        columns = upload(self._pool.cache.buffers[0].device, self.columns(np.arange(length)))[0]
-        for layer, pooled in zip(cache.layers, self._pool.cache.layers, strict=False):
+    def adopt(self, text: Row) -> None:
+        """Begin with what a row of a cache of its own holds."""
+        self.reserve(text.length)
+        columns = upload(self._pool.cache.buffers[0].device, self.columns(np.arange(text.length)))[0]
+        for layer, own in zip(text.cache.layers, self._pool.cache.layers, strict=False):
             if layer.is_initialized:
-                pooled.keys.index_copy_(2, columns, layer.keys.narrow(2, 0, length))
-                pooled.values.index_copy_(2, columns, layer.values.narrow(2, 0, length))
-        self.length = length
+                count = text.length - layer.dropped
+                own.keys.index_copy_(2, columns[layer.dropped :], layer.keys.narrow(2, 0, count))
+                own.values.index_copy_(2, columns[layer.dropped :], layer.values.narrow(2, 0, count))
+        self.length = text.length
 
 
 class PooledInputs:
@@ -322,6 +319,11 @@ class PooledRunner(RowsRunner):
             given = self.model(**arguments, past_key_values=self._pool.cache, use_cache=True, return_dict=True)
         logits: torch.Tensor = given.logits[0] if "logits_to_keep" in arguments else given.logits[0, kept]
         return logits.float()
+
+    def _begin(self, texts: Sequence[Row]) -> None:
+        rows: Any = self.rows
+        for row, text in zip(rows, texts, strict=True):
+            row.adopt(text)
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""

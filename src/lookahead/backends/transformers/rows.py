@@ -1,5 +1,5 @@
-"""What is kept of texts: keys and values of each in a cache of its own, or of several in static buffers, where no step
-allocates and everything stays where it is.
+"""Caches for passes over several rows: static buffers, where no step allocates and everything stays where it is, and
+what stands for the caches of rows that lie one after another, or beside one another.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from lookahead.backends.base import TextRow
 from lookahead.backends.machine import upload
-from lookahead.backends.transformers.tree_cache import TreeCache, TreeLayer
+from lookahead.backends.transformers.tree_cache import Integers, Row, TreeCache, TreeLayer
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ def layer_shapes(cache: TreeCache) -> tuple[LayerShape | None, ...]:
     )
 
 
-class StaticTreeCache(Cache):  # type: ignore[misc]
-    """The cache of a model for the texts of its rows, up to a length known beforehand.
+class StaticTreeCache(TreeCache):
+    """The cache of a model for its texts, up to a length known beforehand.
 
     States of one size lie in one buffer `[states, rows, heads, capacity, size]` over all layers, so that what a commit
     moves is moved in all of them at once. While `columns` is set, a pass writes its nodes to those columns and gets
@@ -53,15 +52,14 @@ class StaticTreeCache(Cache):  # type: ignore[misc]
     Without it, passes see the texts so far; their nodes lie behind the longest one.
 
     Attributes:
-        lengths: Tokens of each text.
         columns: Columns that a static pass writes to, `[nodes]` int64 on the device; `None` in other passes.
         capacity: Columns of each buffer.
-        batch: Rows that hold texts.
         rows: Rows of the buffers.
+        buffers: All memory for states.
 
     Args:
         shapes: What each layer keeps of a token.
-        batch: As above.
+        texts: How many there are.
         capacity: As above.
         device: Where the buffers are.
         rows: As above, if more than hold texts.
@@ -70,34 +68,21 @@ class StaticTreeCache(Cache):  # type: ignore[misc]
     def __init__(
         self,
         shapes: Sequence[LayerShape | None],
-        batch: int,
+        texts: int,
         capacity: int,
         device: torch.device,
         rows: int | None = None,
     ) -> None:
-        super().__init__(layers=[TreeLayer() for _ in shapes])
+        super().__init__(texts=texts)
         self.columns: torch.Tensor | None = None
-        self.capacity = 0
-        self.batch = batch
-        self.rows = rows or batch
-        self._shapes = tuple(shapes)
-        self._device = device
-        self._buffers: list[torch.Tensor] = []
-        for layer, shape in zip(self.layers, shapes, strict=True):
+        self.rows = rows or texts
+        self.buffers: list[torch.Tensor] = []
+        self._shapes, self._device = tuple(shapes), device
+        for index, shape in enumerate(shapes):
+            layer = self._layer(index)
             if shape is not None:
                 layer.dtype, layer.device, layer.is_initialized = shape.dtype, device, True
-        self.lengths = [0] * batch
         self.grow(capacity)
-
-    @property
-    def buffers(self) -> tuple[torch.Tensor, ...]:
-        """All memory for states, each `[states, rows, heads, capacity, size]`."""
-        return tuple(self._buffers)
-
-    @property
-    def longest(self) -> int:
-        """Length of the longest row: where the scratch begins."""
-        return max(self.lengths)
 
     def grow(self, capacity: int) -> None:
         """Move to buffers of `capacity` columns. References to the old buffers become stale."""
@@ -107,7 +92,7 @@ class StaticTreeCache(Cache):  # type: ignore[misc]
             if shape is not None:
                 sizes.setdefault((shape.heads, shape.key_size, shape.dtype), []).append((layer, "keys"))
                 sizes.setdefault((shape.heads, shape.value_size, shape.dtype), []).append((layer, "values"))
-        self._buffers = []
+        self.buffers = []
         # An inference tensor could not be written to by a later call outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             for (heads, size, dtype), owners in sizes.items():
@@ -117,18 +102,12 @@ class StaticTreeCache(Cache):  # type: ignore[misc]
                     if kept:
                         states[:, :, :kept] = getattr(layer, name)[:, :, :kept]
                     setattr(layer, name, states)
-                self._buffers.append(buffer)
+                self.buffers.append(buffer)
         self.capacity = capacity
 
     def fill(self) -> None:
         """Count all columns as those of a text: whoever writes to `columns` knows which are."""
-        self._set_lengths([self.capacity] * self.batch)
-
-    def crop(self, tokens: int, row: int | None = None) -> None:
-        """Forget all behind the first `tokens` tokens, of one row or of all."""
-        rows = range(self.batch) if row is None else [row]
-        lengths = enumerate(self.lengths)
-        self._set_lengths([min(length, tokens) if place in rows else length for place, length in lengths])
+        self._set_lengths([self.capacity] * len(self.lengths))
 
     @contextmanager
     def written_at(self, columns: torch.Tensor) -> Iterator[None]:
@@ -144,7 +123,7 @@ class StaticTreeCache(Cache):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states of one layer, `[batch, heads, nodes, size]`; return its whole buffers in a static pass."""
         if self.columns is None:
-            return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
+            return super().update(key_states, value_states, layer_idx)
         layer = self.layers[layer_idx]
         layer.keys.index_copy_(2, self.columns, key_states)
         layer.values.index_copy_(2, self.columns, value_states)
@@ -158,120 +137,11 @@ class StaticTreeCache(Cache):  # type: ignore[misc]
         """
         return 0 if self.columns is not None else self.longest
 
-    def commit(self, slots: Sequence[Sequence[int]]) -> None:
-        """Keep the states of `slots[row]` in every layer, behind the row's text; only misplaced states are copied."""
-        lengths, scratch = self.lengths, self.longest
-        rows, sources, targets = [], [], []
-        for row, kept in enumerate(slots):
-            for target, slot in enumerate(kept, start=lengths[row]):
-                if scratch + slot != target:
-                    rows.append(row)
-                    sources.append(scratch + slot)
-                    targets.append(target)
-        self.move(rows, sources, targets)
-        # Last, so that an interruption leaves a shorter text, and never one with wrong states.
-        self._set_lengths([length + len(kept) for length, kept in zip(lengths, slots, strict=True)])
-
-    def move(self, rows: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy the states in some columns of some rows to others."""
-        if len(rows):
-            row, source, target = upload(self._device, np.array([rows, sources, targets]))[0]
-            for buffer in self._buffers:
-                buffer[:, row, :, target] = buffer[:, row, :, source]
-
-    def adopt(self, texts: Sequence[TreeCache]) -> None:
-        """Begin with what other caches hold, one for each row, of at most `capacity` tokens; nothing else is left."""
-        for row, cache in enumerate(texts):
-            for layer, padded in zip(cache.layers, self.layers, strict=False):
-                if layer.is_initialized:
-                    # What a sliding layer has forgotten is hidden by its window.
-                    columns, count = slice(layer.dropped, cache.length), cache.length - layer.dropped
-                    padded.keys[row, :, columns] = layer.keys[0, :, :count]
-                    padded.values[row, :, columns] = layer.values[0, :, :count]
-        self._set_lengths([cache.length for cache in texts])
-
-    def text(self, row: int) -> TreeCache:
-        """What is kept of one row, in memory of its own."""
-        cache, place, length = TreeCache(), slice(row, row + 1), self.lengths[row]
-        for layer in self.layers:
-            held = TreeLayer()
-            if layer.is_initialized:
-                keys, values = (states[place, :, :length].clone() for states in (layer.keys, layer.values))
-                held = TreeLayer.holding(keys, values, length)
-            cache.layers.append(held)
-        return cache
-
-    def _set_lengths(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-        for layer in self.layers:
-            layer.length = self.longest  # where scratch begins
-
-
-class Row(TextRow):
-    """One text on a model: its keys and values.
-
-    Args:
-        cache: The keys and values; an empty cache if not given.
-        block: Tokens by which the room of that grows; see `TreeLayer`.
-
-    Attributes:
-        cache: As above.
-        padding: How many padding tokens its prompt had; they count where transformers counts them.
-    """
-
-    padding = 0
-
-    def __init__(self, cache: TreeCache | None = None, block: int | None = None) -> None:
-        self.cache = TreeCache(block=block) if cache is None else cache
-
-    @property
-    def length(self) -> int:  # type: ignore[override]
-        """Tokens whose keys and values are kept."""
-        return self.cache.length
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that there is room for."""
-        return self.cache.allocated
-
-    def copy_start(self, other: Row, tokens: int) -> None:
-        """Begin with the first `tokens` tokens of another row, which has them."""
-        self.cache.copy_start(other.cache, tokens)
-
-    def crop(self, tokens: int) -> None:
-        """Forget all behind the first `tokens` tokens."""
-        self.cache.crop(tokens)
-
-    def adopt(self, cache: TreeCache) -> None:
-        """Begin with what a cache holds."""
-        cache.keep_all()
-        self.cache.copy_start(cache, cache.length)
-
-
-class StaticRow(TextRow):
-    """One row of static buffers.
-
-    Args:
-        cache: The keys and values of all rows.
-        place: Which row it is.
-
-    Attributes:
-        padding: See `Row`.
-    """
-
-    padding = 0
-
-    def __init__(self, cache: StaticTreeCache, place: int) -> None:
-        self._cache, self._place = cache, place
-
-    @property
-    def length(self) -> int:  # type: ignore[override]
-        """Tokens whose keys and values are kept."""
-        return self._cache.lengths[self._place]
-
-    def crop(self, tokens: int) -> None:
-        """Forget all behind the first `tokens` tokens."""
-        self._cache.crop(tokens, self._place)
+    def move(self, texts: Integers, sources: Integers, targets: Integers) -> None:
+        """See `TreeCache.move`."""
+        text, source, target = upload(self._device, np.stack([texts, sources, targets]))[0]
+        for buffer in self.buffers:
+            buffer[:, text, :, target] = buffer[:, text, :, source]
 
 
 States = list[tuple[torch.Tensor, torch.Tensor]]

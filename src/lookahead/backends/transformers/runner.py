@@ -27,9 +27,9 @@ from lookahead.backends.transformers.layouts import Inputs, Packed, Padded, Step
 from lookahead.backends.transformers.limits import limits_of, shortest
 from lookahead.backends.transformers.masks import PACKED_MASKS, MaskBuilder
 from lookahead.backends.transformers.model_state import forward_arguments
-from lookahead.backends.transformers.rows import PackedCache, PaddedCache, Row, StaticRow
+from lookahead.backends.transformers.rows import PackedCache, PaddedCache
 from lookahead.backends.transformers.static_steps import StaticSteps
-from lookahead.backends.transformers.tree_cache import TreeCache, adopt_cache
+from lookahead.backends.transformers.tree_cache import Row, TreeCache, adopt_cache
 from lookahead.config import MAX_NODES_PER_STEP, MOST_CHOSEN_NODES
 from lookahead.core.token_tree import Layout, TokenTree, lay_out
 
@@ -248,25 +248,29 @@ class RowsRunner(TransformersRunner):
         """See `Runner`."""
         for row, slots in zip(self.rows, self._slots_of(kept), strict=True):
             if slots:
-                row.cache.commit(slots)
+                row.cache.commit([slots])
 
     def take_prompt(self, cache: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
         """See `TransformersRunner`."""
-        for row, held, shift in zip(self.rows, adopt_cache(cache, mask), shifts, strict=True):
-            row.adopt(held)
+        self._begin(adopt_cache(cache, mask))
+        for row, shift in zip(self.rows, shifts, strict=True):
             row.shift = shift
+
+    def _begin(self, texts: Sequence[Row]) -> None:
+        """Go on from what these rows hold."""
+        for row, text in zip(self.rows, texts, strict=True):
+            row.copy_start(text, text.length)
 
 
 class ModelRunner(RowsRunner):
-    """The rows of one call, which are padded to the largest tree, in one pass.
+    """The rows of one call, which are padded to the largest tree, in one pass over one memory.
 
     Args:
         model: Any transformers causal language model that `check_model` accepts.
         batch_size: Sequences that run together.
-        caches: Keys and values of the beginning of each text; empty caches if not given. The sliding layers of a lone
-            one forget what no later token sees.
+        texts: Keys and values of the beginning of each text; none if not given.
         device: See `Runner`.
-        steps: Runs trees of up to a certain size over fixed buffers; `caches` are copied into these. Larger trees,
+        steps: Runs trees of up to a certain size over fixed buffers; `texts` are copied into these. Larger trees,
             such as a prompt, are run as they are without it, unless its passes are of one size only.
         most_nodes: Nodes, the root included, that a draft makes of a tree at most.
         positions_end: See `Limits`.
@@ -276,7 +280,7 @@ class ModelRunner(RowsRunner):
         self,
         model: PreTrainedModel,
         batch_size: int,
-        caches: Sequence[TreeCache] | None = None,
+        texts: Sequence[Row] | None = None,
         device: torch.device | None = None,
         steps: StaticSteps | None = None,
         most_nodes: int = MOST_CHOSEN_NODES,
@@ -284,29 +288,31 @@ class ModelRunner(RowsRunner):
     ) -> None:
         super().__init__(model, positions_end, packed=False, device=device)
         self._drafted, self._steps = most_nodes, steps
-        caches = caches or [TreeCache(self._masks.windows) for _ in range(batch_size)]
         # Packed masks, static buffers and padded passes are of all columns.
         self._forgets = any(self._masks.windows) and batch_size == 1
         self._forgets &= steps is None and model.config._attn_implementation not in PACKED_MASKS
         if steps is None:
-            self.rows = [Row(self._held(cache)) for cache in caches]
-            return
-        steps.begin(caches)
-        self.rows = [StaticRow(steps.cache, place) for place in range(batch_size)]
-        if steps.chunk is not None:
-            self._chunk = steps.chunk
+            windows = self._masks.windows if self._forgets else ()
+            self.rows = [Row(TreeCache(windows)) for _ in range(batch_size)]
+        else:
+            steps.cache.crop(0)
+            self.rows = [Row(steps.cache, place) for place in range(batch_size)]
+            self._chunk = steps.chunk or self._chunk
+        if texts is not None:
+            self._begin(texts)
 
-    def _held(self, cache: TreeCache) -> TreeCache:
-        if not self._forgets:
-            cache.keep_all()
-        return cache
+    def _begin(self, texts: Sequence[Row]) -> None:
+        if self._steps is not None:
+            self._steps.begin(texts)
+        elif self._forgets:
+            self.rows[0].cache = texts[0].cache
+        else:
+            super()._begin(texts)
 
     @property
-    def texts(self) -> list[TreeCache]:
-        """What is kept of each row, in memory that no later call uses."""
-        if self._steps is None:
-            return [row.cache for row in self.rows]
-        return [self._steps.cache.text(place) for place in range(len(self.rows))]
+    def texts(self) -> list[Row]:
+        """The rows, in memory that no later call uses."""
+        return self.rows if self._steps is None else _together(self.rows)
 
     def counts_hidden_after(self, between: bool) -> int | None:
         """Longest text, hidden tokens included, in which the model counts no hidden token; `None` for any.
@@ -350,29 +356,27 @@ class ModelRunner(RowsRunner):
             step.dropped = self.rows[0].cache.dropped
         return step
 
-    def _cache(self, rows: Sequence[Any], step: Step) -> Any:
-        return super()._cache(rows, step) if self._steps is None else self._steps.cache
+    def _cache(self, rows: Sequence[Any], step: Step) -> TreeCache:
+        if any(row.cache is not rows[0].cache for row in rows):  # in the first pass
+            for row, place in zip(rows, _together(rows), strict=True):
+                row.cache, row.place = place.cache, place.place
+        cache: TreeCache = rows[0].cache
+        return cache
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
-        if self._steps is None:
-            super().commit(kept)
-        else:
-            self._steps.cache.commit(self._slots_of(kept))
+        self.rows[0].cache.commit(self._slots_of(kept))
 
     def _prefill_size(self, texts: int) -> int | None:
         # A single text goes in one pass, which needs no mask of ours; a batch in chunks, as its mask grows with them.
         return None if texts == 1 and not self.is_invariant else self._chunk
 
-    def take_prompt(self, cache: Any, mask: torch.Tensor, shifts: Sequence[int]) -> None:
-        """See `TransformersRunner`."""
-        adopted = adopt_cache(cache, mask)
-        if self._steps is not None:
-            self._steps.begin(adopted)
-        for row, held, shift in zip(self.rows, adopted, shifts, strict=True):
-            row.shift = shift
-            if self._steps is None:
-                row.cache = self._held(held)
+
+def _together(rows: Sequence[Row]) -> list[Row]:
+    """Rows of one new memory that hold what these do."""
+    cache = TreeCache(texts=len(rows))
+    cache.adopt(rows)
+    return [Row(cache, place) for place in range(len(rows))]
 
 
 class ChainRunner(TransformersRunner):

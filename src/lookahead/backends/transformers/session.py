@@ -23,7 +23,7 @@ from lookahead.backends.transformers.shared_clone import chain_engine
 from lookahead.backends.transformers.snapshots import ModelWatch
 from lookahead.backends.transformers.static_engine import acquire_steps, pooled_runner
 from lookahead.backends.transformers.static_steps import FIXED_ROWS, StaticSteps
-from lookahead.backends.transformers.tree_cache import TreeCache, adopt_cache, return_cache
+from lookahead.backends.transformers.tree_cache import adopt_cache, return_cache
 from lookahead.config import LookaheadConfig
 from lookahead.errors import LookaheadWarning, UnsupportedArgumentError
 
@@ -106,18 +106,14 @@ class TreeCall(Call):
         engine = engine_model(model, config.pack_weights, config.invariant)
         kind = equivalence(model)
         self._prompts = prompts
-        caches: list[TreeCache] | None = None
-        if prompts.cache is not None:
-            caches = adopt_cache(prompts.cache, prompts.mask)
-        elif not prompts.all_count:  # hidden tokens are laid out again in the cache that the caller gets
-            caches = [TreeCache() for _ in range(prompts.rows)]
+        texts = None if prompts.cache is None else adopt_cache(prompts.cache, prompts.mask)
         self._steps = steps = _static_steps(engine, config, prompts, generation_config) if is_static else None
         if config.invariant:
             self.invariant_rows = FIXED_ROWS if steps is not None else least_rows(engine)
         self.runner = runner = ModelRunner(
             engine,
             prompts.rows,
-            caches,
+            texts,
             prompts.input_ids.device,
             steps,
             config.max_nodes,

@@ -15,7 +15,7 @@ from lookahead.backends.transformers.graph_recorder import recorder_for
 from lookahead.backends.transformers.limits import limits_of
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.pooled_rows import PooledRunner
-from lookahead.backends.transformers.rows import LayerShape, Row, StaticTreeCache, layer_shapes
+from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache, layer_shapes
 from lookahead.backends.transformers.runner import ModelRunner, RowsRunner
 from lookahead.backends.transformers.shared_clone import can_be_cloned
 from lookahead.backends.transformers.static_steps import (
@@ -26,6 +26,7 @@ from lookahead.backends.transformers.static_steps import (
     pass_sizes,
     rounded,
 )
+from lookahead.backends.transformers.tree_cache import Row
 from lookahead.config import LookaheadConfig
 from lookahead.core.token_tree import TokenTree
 from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError
@@ -70,9 +71,7 @@ def acquire_steps(
     made_for, state = (_wiring(model), batch, sizes, compiler, most), state_of(model)
     with state.lock:
         steps, state.static_steps = state.static_steps, None
-    if steps is not None and steps.made_for == made_for and capacity <= steps.cache.capacity <= 4 * capacity:
-        steps.cache.crop(0)
-    else:
+    if steps is None or steps.made_for != made_for or not capacity <= steps.cache.capacity <= 4 * capacity:
         del steps  # before new memory is taken
         rows = padded_batch(batch) if config.invariant else batch
         buffers = StaticTreeCache(shapes, batch, capacity, model.device, rows)

@@ -17,7 +17,7 @@ from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import Setting
 from lookahead.backends.transformers.rows import StaticTreeCache
 from lookahead.backends.transformers.tree_attention.packed_mask import packed_width
-from lookahead.backends.transformers.tree_cache import TreeCache
+from lookahead.backends.transformers.tree_cache import Row
 
 SMALLEST_TREE = 8
 """Nodes of the smallest pass for a tree. Fewer would not be faster on a GPU, which
@@ -161,9 +161,9 @@ class StaticSteps:
         """Passes that were recorded so far, over all sizes."""
         return self._passes.recorded.count
 
-    def begin(self, texts: Sequence[TreeCache]) -> None:
-        """Begin with what these caches hold, one for each row; they stay as they are."""
-        longest = max(cache.length for cache in texts)
+    def begin(self, texts: Sequence[Row]) -> None:
+        """Begin with what these rows hold; they stay as they are."""
+        longest = max(text.length for text in texts)
         if longest > self.cache.capacity:
             self._grow(longest)
         self.cache.adopt(texts)

@@ -1,4 +1,4 @@
-"""A key-value cache of one text, with room for a token tree behind it; and caches that callers bring and take away."""
+"""Keys and values of texts, with room for token trees behind them; and caches that callers bring and take away."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import (
     Cache,
@@ -15,8 +16,11 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from lookahead.backends.base import TextRow
 from lookahead.backends.machine import upload
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+
+Integers = NDArray[np.int64]
 
 _FIRST_CAPACITY = 256
 _SCRATCH = 64
@@ -28,10 +32,10 @@ _GROWTH = 64
 
 
 class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one text in one layer.
+    """Keys and values of some texts in one layer.
 
-    A forward pass writes the nodes of a tree behind the text, as scratch. `commit` keeps the accepted ones, and the
-    next pass overwrites the rest.
+    A forward pass writes the nodes of its trees behind the longest text, as scratch. `TreeCache.commit` keeps the
+    accepted ones, and the next pass overwrites the rest.
 
     A layer with a window forgets columns that no later token sees, once there are some.
 
@@ -40,8 +44,8 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         block: Tokens by which it grows; by a part of what it has if not given.
 
     Attributes:
-        keys: `[1, heads, capacity, head_dim]`; `values` likewise.
-        length: Tokens of the text, those that were forgotten included.
+        keys: `[texts, heads, capacity, head_dim]`; `values` likewise.
+        length: Tokens of the longest text, those that were forgotten included.
         window, block: As above.
         dropped: Columns that were forgotten: the first one in `keys` is that of token number `dropped`.
         indexer: Keys by which the layer picks those that it attends to, without values; `None` if it attends to all.
@@ -69,7 +73,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.window is not None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take heads, head sizes, dtype and device from the first states that come."""
+        """Take texts, heads, head sizes, dtype and device from the first states that come."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys = key_states.new_empty((*key_states.shape[:2], 0, key_states.shape[3]))
         self.values = value_states.new_empty((*value_states.shape[:2], 0, value_states.shape[3]))
@@ -78,13 +82,13 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write states `[1, heads, nodes, head_dim]` behind the text; return all keys and values so far."""
+        """Write states `[texts, heads, nodes, head_dim]` behind the longest text; return all keys and values so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, count = self.length - self.dropped, key_states.shape[2]
         end = start + count
         if end > self.keys.shape[2]:
-            self._grow(end)
+            self._grow(end, start)
         keys, values = self.keys, self.values
         # `narrow` does what a slice does, in a third of the time
         keys.narrow(2, start, count).copy_(key_states)
@@ -92,11 +96,33 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """`update` for the keys `[1, nodes, size]` of `indexer`, which are returned in the same way."""
+        """`update` for the keys `[texts, nodes, size]` of `indexer`, which are returned in the same way."""
         if self.indexer is None:
             self.indexer = TreeLayer(block=self.block)
         keys = indexer_key_states[:, None]
         return self.indexer.update(keys, keys[..., :0])[0][:, 0]
+
+    def adopt(self, texts: Sequence[tuple[TreeLayer, int]], lengths: Sequence[int]) -> None:
+        """Begin with what other layers hold.
+
+        Args:
+            texts: For each text the layer, and which one of its texts that is.
+            lengths: Tokens to take of each. What was forgotten of them is hidden by windows.
+        """
+        filled = [layer for layer, _ in texts if layer.is_initialized]
+        if not filled:
+            return
+        if not self.is_initialized:
+            self.lazy_initialization(*(part[:1].expand(len(texts), -1, -1, -1) for part in _states(filled[0])))
+        if max(lengths) > self.keys.shape[2]:
+            self._grow(max(lengths), 0)
+        for place, ((layer, row), length) in enumerate(zip(texts, lengths, strict=True)):
+            if layer.is_initialized:
+                for mine, theirs in zip(_states(self), _states(layer), strict=True):
+                    mine[place, :, layer.dropped : length] = theirs[row, :, : length - layer.dropped]
+        if filled[0].indexer is not None:
+            self.indexer = TreeLayer(block=self.block)
+            self.indexer.adopt([(layer.indexer or TreeLayer(), row) for layer, row in texts], lengths)
 
     def drop(self) -> None:
         """Forget the columns that no later token sees, if there are some. The others go to new tensors."""
@@ -113,37 +139,8 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             setattr(self, name, moved)
         self.dropped += unseen
 
-    def keep_all(self) -> None:
-        """Forget nothing from now on; zeros stand for what was forgotten, which the window hides."""
-        for name in ("keys", "values") if self.dropped else ():
-            setattr(self, name, torch.nn.functional.pad(getattr(self, name), (0, 0, self.dropped, 0)))
-        self.window, self.dropped = None, 0
-
-    def commit(self, slots: Sequence[int], uploads: dict[tuple[object, ...], torch.Tensor] | None = None) -> None:
-        """Keep the states of `slots`, ascending places in the scratch, behind the text.
-
-        Only states that lie in the wrong place are copied, so an accepted path that is contiguous costs nothing.
-
-        Args:
-            slots: As above.
-            uploads: Columns that other layers have brought to their devices, to be used again and added to.
-        """
-        uploads = {} if uploads is None else uploads
-        start = self.length - self.dropped
-        settled = next((place for place, slot in enumerate(slots) if slot != place), len(slots))
-        if settled < len(slots):
-            columns = [start + slot for slot in slots[settled:]]
-            key = self.keys.device, *columns
-            if key not in uploads:
-                (uploads[key],) = upload(self.keys.device, np.array(columns))
-            place = slice(start + settled, start + len(slots))
-            self.keys[:, :, place] = self.keys.index_select(2, uploads[key])
-            self.values[:, :, place] = self.values.index_select(2, uploads[key])
-        # Last, so that an interruption leaves a shorter text, and never one with wrong states.
-        self.length += len(slots)
-
     def get_seq_length(self) -> int:
-        """Tokens of the text."""
+        """Tokens of the longest text."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -154,22 +151,27 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         """There is no maximum."""
         return -1
 
-    def _grow(self, needed: int) -> None:
-        """Get room for at least `needed` tokens; by a constant factor, so that growing costs little per token."""
+    def _grow(self, needed: int, kept: int) -> None:
+        """Get room for at least `needed` tokens, with the first `kept` columns as they are; by a constant factor, so
+        that growing costs little per token."""
         if self.block is None:
             step = _FIRST_CAPACITY if self.window is None else _SCRATCH
-            capacity = max(needed, step, self.keys.shape[2] + max(step, self.keys.shape[2] // _GROWTH))
+            capacity = needed + max(step, needed // _GROWTH)
         else:
             capacity = whole_blocks(needed, self.block)
-        kept = self.length - self.dropped
         for name in ("keys", "values"):
             states = getattr(self, name)
             with torch.inference_mode(False):  # a tensor of inference mode could not be written to outside of it
+                # Zeros, as attention with a dense mask multiplies hidden values by 0, and 0 * NaN is NaN.
                 size = (*states.shape[:2], capacity, states.shape[3])
-                grown = torch.empty(size, dtype=states.dtype, device=states.device)
+                grown = torch.zeros(size, dtype=states.dtype, device=states.device)
             if kept:
                 grown[:, :, :kept] = states[:, :, :kept]
             setattr(self, name, grown)
+
+
+def _states(layer: TreeLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.keys, layer.values
 
 
 def whole_blocks(tokens: int, block: int) -> int:
@@ -178,16 +180,22 @@ def whole_blocks(tokens: int, block: int) -> int:
 
 
 class TreeCache(Cache):  # type: ignore[misc]
-    """Keys and values of one text: a `TreeLayer` for each layer, made as the model comes to it. Callers never see it:
+    """Keys and values of some texts: a `TreeLayer` for each layer, made as the model comes to it. Callers never see it:
     what a call takes and returns are caches of transformers.
 
     Args:
-        windows: The window of each layer; the last one is that of all that follow. Without any, all keep all.
+        windows: The window of each layer; the last one is that of all that follow. Without any, all keep all. Those of
+            a lone text forget what no later token sees.
         block: See `TreeLayer`.
+        texts: How many there are.
+
+    Attributes:
+        lengths: Tokens of each text.
     """
 
-    def __init__(self, windows: Sequence[int | None] = (), block: int | None = None) -> None:
+    def __init__(self, windows: Sequence[int | None] = (), block: int | None = None, texts: int = 1) -> None:
         super().__init__(layer_class_to_replicate=TreeLayer)
+        self.lengths = [0] * texts
         self._windows = list(windows) or [None]
         self._block = block
 
@@ -195,10 +203,13 @@ class TreeCache(Cache):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states of one layer; see `TreeLayer.update`."""
+        return self._layer(layer_idx).update(key_states, value_states)
+
+    def _layer(self, index: int) -> TreeLayer:
         layers: list[TreeLayer] = self.layers
-        while len(layers) <= layer_idx:
+        while len(layers) <= index:
             layers.append(TreeLayer(self._windows[min(len(layers), len(self._windows) - 1)], self._block))
-        return layers[layer_idx].update(key_states, value_states)
+        return layers[index]
 
     @property
     def _filled(self) -> list[TreeLayer]:
@@ -208,43 +219,62 @@ class TreeCache(Cache):  # type: ignore[misc]
         return filled + [layer.indexer for layer in filled if layer.indexer is not None]
 
     @property
-    def length(self) -> int:
-        """Tokens of the text."""
-        for layer in self.layers:
-            if layer.is_initialized:
-                return int(layer.length)
-        return 0
+    def longest(self) -> int:
+        """Tokens of the longest text: where the scratch begins."""
+        return max(self.lengths)
 
     @property
     def allocated(self) -> int:
-        """Tokens that there is room for."""
+        """Tokens of each text that there is room for."""
         return max((layer.keys.shape[2] for layer in self._filled), default=0)
 
     @property
     def token_bytes(self) -> int:
         """Bytes that a token takes."""
-        parts = [part for layer in self._filled for part in (layer.keys, layer.values)]
+        parts = [part for layer in self._filled for part in _states(layer)]
         return sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts)
 
-    def copy_start(self, other: TreeCache, tokens: int) -> None:
-        """Begin with the first `tokens` tokens of another one, which has them."""
-        for index, layer in enumerate(other.layers):
-            if layer.is_initialized:
-                self.update(layer.keys.narrow(2, 0, tokens), layer.values.narrow(2, 0, tokens), index)
-            if layer.indexer is not None:
-                self.update_indexer(layer.indexer.keys[:, 0, :tokens], index)
-        for layer in self._filled:
-            layer.length = tokens
+    def adopt(self, rows: Sequence[Row], tokens: int | None = None) -> None:
+        """Begin with what rows hold, one for each text; nothing else is left.
 
-    def commit(self, slots: Sequence[int]) -> None:
-        """Keep the states of `slots` in every layer; see `TreeLayer.commit`."""
-        uploads: dict[tuple[object, ...], torch.Tensor] = {}
-        in_place = not slots or slots[-1] == len(slots) - 1
+        Args:
+            rows: As above.
+            tokens: How many of the first tokens to take, which all have; all if not given.
+        """
+        lengths = [row.length if tokens is None else tokens for row in rows]
+        for index in range(max(len(row.cache.layers) for row in rows)):
+            texts = [(row.cache._layer(index), row.place) for row in rows]
+            self._layer(index).adopt(texts, lengths)
+        self._set_lengths(lengths)
+
+    def commit(self, slots: Sequence[Sequence[int]]) -> None:
+        """Keep the states of `slots[text]`, ascending places in the scratch, behind each text.
+
+        Only states that lie in the wrong place are copied, so an accepted path that is contiguous costs nothing.
+        """
+        scratch = self.longest
+        misplaced = [
+            (text, scratch + slot, target)
+            for text, kept in enumerate(slots)
+            for target, slot in enumerate(kept, start=self.lengths[text])
+            if scratch + slot != target
+        ]
+        if misplaced:
+            self.move(*np.array(misplaced).T)
+        # Last, so that an interruption leaves a shorter text, and never one with wrong states.
+        self._set_lengths([length + len(kept) for length, kept in zip(self.lengths, slots, strict=True)])
+
+    def move(self, texts: Integers, sources: Integers, targets: Integers) -> None:
+        """Copy the states at some places of some texts to others."""
+        uploads: dict[tuple[torch.device, int], torch.Tensor] = {}
         for layer in self._filled:
-            if in_place:
-                layer.length += len(slots)
-            else:
-                layer.commit(slots, uploads)
+            key = layer.device, layer.dropped
+            if key not in uploads:
+                columns = np.stack([texts, sources - layer.dropped, targets - layer.dropped])
+                (uploads[key],) = upload(layer.device, columns)
+            text, source, target = uploads[key]
+            for states in _states(layer):
+                states[text, :, target] = states[text, :, source]
 
     @property
     def dropped(self) -> int:
@@ -256,17 +286,53 @@ class TreeCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.drop()
 
-    def keep_all(self) -> None:
-        """Have no layer forget anything from now on; see `TreeLayer.keep_all`."""
-        self._windows = [None]
-        for layer in self.layers:
-            layer.keep_all()
+    def crop(self, tokens: int, text: int | None = None) -> None:
+        """Forget all behind the first `tokens` tokens, of one text or of all."""
+        texts = range(len(self.lengths)) if text is None else [text]
+        self._set_lengths([min(own, tokens) if place in texts else own for place, own in enumerate(self.lengths)])
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        self.lengths, longest = lengths, max(lengths)
+        for layer in self._filled:
+            layer.length, layer.dropped = longest, min(layer.dropped, longest)
+
+
+class Row(TextRow):
+    """One text on a model: its keys and values.
+
+    Args:
+        cache: Where they are; in a cache of their own if not given.
+        place: Which text of the cache it is.
+        block: Tokens by which the room of a cache of its own grows; see `TreeLayer`.
+
+    Attributes:
+        cache, place: As above.
+        padding: How many padding tokens its prompt had; they count where transformers counts them.
+    """
+
+    padding = 0
+
+    def __init__(self, cache: TreeCache | None = None, place: int = 0, block: int | None = None) -> None:
+        self.cache = TreeCache(block=block) if cache is None else cache
+        self.place = place
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        """Tokens whose keys and values are kept."""
+        return self.cache.lengths[self.place]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return self.cache.allocated
+
+    def copy_start(self, other: Row, tokens: int) -> None:
+        """Begin with the first `tokens` tokens of another row, which has them."""
+        self.cache.adopt([other], tokens)
 
     def crop(self, tokens: int) -> None:
         """Forget all behind the first `tokens` tokens."""
-        for layer in self._filled:
-            layer.length = min(layer.length, tokens)
-            layer.dropped = min(layer.dropped, layer.length)
+        self.cache.crop(tokens, self.place)
 
 
 _BLANK = 2.0**-7
@@ -278,8 +344,8 @@ _EMPTY_LAYERS: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_uti
 """Layers that never hold states; from transformers 5.20 on."""
 
 
-def adopt_cache(cache: Cache, mask: torch.Tensor) -> list[TreeCache]:
-    """What to decode with, for each row: caches that begin with what `cache` holds and leave that as it is.
+def adopt_cache(cache: Cache, mask: torch.Tensor) -> list[Row]:
+    """Rows to decode with, which begin with what `cache` holds and leave that as it is.
 
     A cache of transformers has a column for every input token, hidden ones included; decoding goes on
     with the tokens that count.
@@ -302,7 +368,7 @@ def adopt_cache(cache: Cache, mask: torch.Tensor) -> list[TreeCache]:
             f"past_key_values={type(cache).__name__} is not supported by lookahead decoding; pass a DynamicCache, the "
             "cache that an earlier call returned, or none"
         )
-    adopted = [TreeCache([_window(layer) for layer in cache.layers]) for _ in mask]
+    adopted = [Row(TreeCache([_window(layer) for layer in cache.layers])) for _ in mask]
     if cache.get_seq_length() == 0:
         return adopted
     held = mask[:, : cache.get_seq_length()]
@@ -313,8 +379,9 @@ def adopt_cache(cache: Cache, mask: torch.Tensor) -> list[TreeCache]:
             "same texts"
         )
     _check_states(filled[0].keys, held.cpu())
-    for row, (row_cache, counted) in enumerate(zip(adopted, held, strict=True)):
-        row_cache.layers = [_adopt_layer(layer, row, counted) for layer in cache.layers]
+    for place, (row, counted) in enumerate(zip(adopted, held, strict=True)):
+        row.cache.layers = [_adopt_layer(layer, place, counted) for layer in cache.layers]
+        row.cache.lengths = [int(counted.sum())]
     return adopted
 
 
@@ -334,16 +401,16 @@ def _adopt_layer(layer: CacheLayerMixin, row: int, counted: torch.Tensor) -> Tre
     return adopted
 
 
-def return_cache(decoded: Sequence[TreeCache], cache: Cache, mask: torch.Tensor) -> Cache:
+def return_cache(decoded: Sequence[Row], cache: Cache, mask: torch.Tensor) -> Cache:
     """The cache that the caller gets: `cache` with what decoding added, as transformers would have left it.
 
     Args:
-        decoded: What was decoded, for each row; it is used no more.
+        decoded: What was decoded; it is used no more.
         cache: What the caller passed, or an empty one.
         mask: Which tokens of the text that was handed over count, `[batch, columns]` bool; later ones all do.
     """
     rows = list(zip(decoded, mask.cpu(), strict=True))
-    layers = decoded[0].layers
+    layers = decoded[0].cache.layers
     while len(cache.layers) < len(layers):
         cache.layers.append(DynamicLayer() if layers[len(cache.layers)].indexer is None else DynamicIndexedLayer())
     # Layers that borrow the states of others hold nothing, and decoding may not have come to them.
@@ -353,36 +420,36 @@ def return_cache(decoded: Sequence[TreeCache], cache: Cache, mask: torch.Tensor)
         if not layer.is_initialized:
             layer.lazy_initialization(states.keys, states.values)
         window = _window(layer)
-        laid_out = [_laid_out(text.layers[index], counted, window) for text, counted in rows]
+        laid_out = [_laid_out(row, index, counted, window) for row, counted in rows]
         parts = [part[0] if len(part) == 1 else torch.cat(part) for part in zip(*laid_out, strict=True)]
         layer.keys, layer.values, *indexer = parts
         if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = int(_columns(*rows[0])[-1]) + 1
+            layer.cumulative_length = int(_columns(rows[0][0].length, rows[0][1])[-1]) + 1
         if indexer and isinstance(layer, DynamicIndexedLayer):
             layer.lazy_initialization_indexer(indexer[0])
             layer.indexer_keys = indexer[0][:, 0]
     return cache
 
 
-def _columns(text: TreeCache | TreeLayer, counted: torch.Tensor) -> torch.Tensor:
-    """The columns of the tokens of a text; `counted` `[columns]` bool says which of the first ones are."""
+def _columns(length: int, counted: torch.Tensor) -> torch.Tensor:
+    """The columns of a text of so many tokens; `counted` `[columns]` bool says which of the first ones they are."""
     columns = counted.nonzero()[:, 0]
-    columns = torch.cat([columns, torch.arange(len(counted), len(counted) + max(text.length - len(columns), 0))])
-    return columns[: text.length]
+    columns = torch.cat([columns, torch.arange(len(counted), len(counted) + max(length - len(columns), 0))])
+    return columns[:length]
 
 
-def _laid_out(layer: TreeLayer, counted: torch.Tensor, window: int | None) -> list[torch.Tensor]:
-    """Keys, values and keys of the indexer, if there is one, of a text with a column for each hidden token as well; in
-    a layer with a window the last ones, as transformers keeps them."""
-    columns = _columns(layer, counted)
+def _laid_out(row: Row, index: int, counted: torch.Tensor, window: int | None) -> list[torch.Tensor]:
+    """Keys, values and keys of the indexer, if there is one, of a text in a layer, with a column for each hidden token
+    as well; in a layer with a window the last ones, as transformers keeps them."""
+    layer, columns = row.cache.layers[index], _columns(row.length, counted)
     parts = [layer.keys, layer.values] if layer.indexer is None else [layer.keys, layer.values, layer.indexer.keys]
     found = []
     for states, dropped in zip(parts, (layer.dropped, layer.dropped, 0), strict=False):
-        kept = states[:, :, : layer.length - dropped]
-        if int(columns[-1]) >= layer.length or (dropped and window is None):
-            padded = states.new_full((*states.shape[:2], int(columns[-1]) + 1, states.shape[3]), _BLANK)
-            padded[:, :, columns[dropped:].to(states.device)] = kept
-            kept = padded
+        kept = states[row.place : row.place + 1, :, : row.length - dropped]
+        if int(columns[-1]) >= row.length or (dropped and window is None):
+            whole = states.new_full((1, states.shape[1], int(columns[-1]) + 1, states.shape[3]), _BLANK)
+            whole[:, :, columns[dropped:].to(states.device)] = kept
+            kept = whole
         found.append(kept if window is None else kept[:, :, max(kept.shape[2] - window + 1, 0) :])
     return found
 

@@ -22,9 +22,9 @@ from lookahead.backends.transformers.checks.clones import trial_runner
 from lookahead.backends.transformers.limits import Limits
 from lookahead.backends.transformers.miniature import build_miniature, draw_text, plain_logits, quiet
 from lookahead.backends.transformers.model_state import of_config
-from lookahead.backends.transformers.rows import Row
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
 from lookahead.backends.transformers.shared_clone import SharedClone, chain_engine
+from lookahead.backends.transformers.tree_cache import Row
 from lookahead.backends.trials import chains, difference, follow
 from lookahead.core.token_tree import TokenTree
 
@@ -129,7 +129,7 @@ class _Comparison:
         output = self._model.generate(
             ids, attention_mask=mask, max_new_tokens=1, do_sample=False, return_dict_in_generate=True
         )
-        padded, plain = (cache.layers[0].keys[0] for cache in (runner.texts[0], output.past_key_values))
+        padded, plain = (cache.layers[0].keys[0] for cache in (runner.rows[0].cache, output.past_key_values))
         return self._same([padded[:, :_PROMPT]], [plain[:, padding : padding + _PROMPT]])
 
     def _runner(self, rows: int = 1, padding: int = 0) -> ModelRunner:
