@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -32,11 +31,9 @@ class _Part:
 
 
 class _Ahead(NamedTuple):
-    """The noise of a place that no row has come to, `[rows, vocabulary]`, with the states of the generator before and
-    after."""
+    """The states of the generator before and after a place that no row has come to was drawn."""
 
     before: torch.Tensor
-    noise: torch.Tensor
     after: torch.Tensor
 
 
@@ -65,17 +62,17 @@ class SamplingNoise:
         self._places = [0] * rows  # the next one of each row
         self._left: set[int] = set()
         self._parts: dict[tuple[int, int], _Part] = {}  # by place and row
-        self._drawn = 0  # places
+        self._drawn = 0  # places that a row has come to
         self._ahead: deque[_Ahead] = deque()  # of the places behind those
         self.kept_bytes = self.drawn_again = 0
 
     def take(self, row: int, probabilities: torch.Tensor) -> torch.Tensor:
         """The noise of the next place of `row`, `[1, vocabulary]`, as `probabilities` are."""
-        if self._rows == 1:
-            return self._draw_all(probabilities)
+        if self._rows == 1 and not self._ahead:
+            return self._draw_rows(1, probabilities)
         place = self._places[row]
         if place == self._drawn:
-            self._draw(row, probabilities)
+            self._begin_place(row, probabilities)
         self._places[row] += 1
         part = self._parts.pop((place, row))
         noise = self._draw_again(part, probabilities) if part.noise is None else part.noise
@@ -98,84 +95,86 @@ class SamplingNoise:
             places: How many.
             like: A row of probabilities, `[1, vocabulary]`.
         """
+        first = self._places[row]
+        self._draw_ahead(range(first, first + places), like)
         found: list[torch.Tensor] = []
-        first = self._places[row] if self._rows > 1 else self._drawn
-        for place in range(first, min(first + places, self._drawn)):
-            part = self._parts[place, row]
-            if part.noise is None:
-                return found
+        for place in range(first, first + places):
+            part = self._parts.get((place, row))
+            if part is None or part.noise is None:
+                break
             found.append(part.noise[row - part.rows.start : row - part.rows.start + 1])
-        self._draw_ahead(first + places - self._drawn, like)
-        return found + [ahead.noise[row : row + 1] for ahead in islice(self._ahead, places - len(found))]
-
-    def _draw_ahead(self, places: int, like: torch.Tensor) -> None:
-        """Have the noise of so many places behind those that were drawn, as far as there is room for it."""
-        generator = self._generator_of(like.device)
-        state = generator.get_state()
-        if self._ahead and not torch.equal(self._ahead[0].before, state):  # somebody else has drawn
-            self._ahead.clear()
-        most = max(self._most_bytes // (self._rows * like.nbytes), 1)
-        last = self._ahead[-1].after if self._ahead else state
-        if len(self._ahead) < min(places, most):
-            generator.set_state(last)
-            for _ in range(len(self._ahead), min(places, most)):
-                noise = like.new_empty((self._rows, like.shape[-1])).exponential_(generator=generator)
-                self._ahead.append(_Ahead(last, noise, generator.get_state()))
-                last = self._ahead[-1].after
-            generator.set_state(state)
-
-    def _draw_all(self, like: torch.Tensor) -> torch.Tensor:
-        """Draw the noise of the next place for all rows, unless that was done ahead."""
-        if self._ahead:
-            generator, ahead = self._generator_of(like.device), self._ahead.popleft()
-            if torch.equal(generator.get_state(), ahead.before):
-                generator.set_state(ahead.after)
-                return ahead.noise
-            self._ahead.clear()
-        return like.new_empty((self._rows, like.shape[-1])).exponential_(generator=self._generator)
+        return found
 
     def leave(self, row: int) -> None:
         """`row` is complete, and takes no more."""
         self._left.add(row)
-        for place in range(self._places[row], self._drawn):
+        for place in range(self._places[row], self._drawn + len(self._ahead)):
             part = self._parts.pop((place, row))
             part.waiting.discard(row)
             if not part.waiting:
                 self._forget(part)
 
-    def _draw(self, first: int, probabilities: torch.Tensor) -> None:
-        """Draw the noise of the next place, to which row `first` has come, for all rows; where it is too much, keep
-        that of the rows close behind."""
-        device, vocabulary = probabilities.device, probabilities.shape[-1]
-        generator = self._generator_of(device)
-        # What was drawn ahead is of all rows.
-        size = 1 if not self._ahead and draws_row_by_row(device, probabilities.dtype, vocabulary) else self._rows
-        parts = []
-        for start in range(0, self._rows, size):
-            rows = range(start, start + size)
-            state = generator.get_state()
-            if size == self._rows:
-                noise = self._draw_all(probabilities)
-            else:
-                noise = probabilities.new_empty((size, vocabulary)).exponential_(generator=generator)
-            if waiting := set(rows) - self._left:
-                parts.append(_Part(rows, state, waiting, noise))
-                self.kept_bytes += noise.nbytes
-                self._parts.update(((self._drawn, row), parts[-1]) for row in waiting)
-        for part in sorted(parts, key=lambda part: max(self._places[row] for row in part.waiting)):
-            if self.kept_bytes <= self._most_bytes:
-                break
-            if first not in part.waiting:
+    def _begin_place(self, first: int, like: torch.Tensor) -> None:
+        """Draw the noise of the next place, to which row `first` has come, unless that was done ahead. Where it is too
+        much, keep that of the rows close behind."""
+        generator = self._generator_of(like.device)
+        if self._is_ahead_of(generator.get_state()):
+            generator.set_state(self._ahead.popleft().after)
+        else:
+            self._draw(self._drawn, like)
+        for row in sorted(range(self._rows), key=self._places.__getitem__):
+            part = self._parts.get((self._drawn, row))
+            if self.kept_bytes > self._most_bytes and part is not None and first not in part.waiting:
                 self._forget(part)
         self._drawn += 1
 
-    def _draw_again(self, part: _Part, probabilities: torch.Tensor) -> torch.Tensor:
-        generator = self._generator_of(probabilities.device)
+    def _draw_ahead(self, places: range, like: torch.Tensor) -> None:
+        """Have the noise of these places, as far as there is room for it, or of the first one."""
+        generator = self._generator_of(like.device)
+        state = generator.get_state()
+        last = self._ahead[-1].after if self._is_ahead_of(state) else state
+        if self._drawn + len(self._ahead) >= places.stop:
+            return
+        generator.set_state(last)
+        for place in range(self._drawn + len(self._ahead), places.stop):
+            if place > places.start and self.kept_bytes + self._rows * like.nbytes > self._most_bytes:
+                break
+            before = generator.get_state()
+            self._draw(place, like)
+            self._ahead.append(_Ahead(before, generator.get_state()))
+        generator.set_state(state)
+
+    def _is_ahead_of(self, state: torch.Tensor) -> bool:
+        """Whether places were drawn from this state of the generator on. If somebody else has drawn since, they are
+        forgotten."""
+        if self._ahead and not torch.equal(self._ahead[0].before, state):
+            for place in range(self._drawn, self._drawn + len(self._ahead)):
+                for part in [self._parts.pop((place, row)) for row in range(self._rows) if row not in self._left]:
+                    self._forget(part)
+            self._ahead.clear()
+        return bool(self._ahead)
+
+    def _draw(self, place: int, like: torch.Tensor) -> None:
+        """Draw the noise of a place for all rows, from the state that the generator is in."""
+        generator = self._generator_of(like.device)
+        size = 1 if draws_row_by_row(like.device, like.dtype, like.shape[-1]) else self._rows
+        for start in range(0, self._rows, size):
+            rows, state = range(start, start + size), generator.get_state()
+            noise = self._draw_rows(size, like)
+            if waiting := set(rows) - self._left:
+                part = _Part(rows, state, waiting, noise)
+                self.kept_bytes += noise.nbytes
+                self._parts.update(((place, row), part) for row in waiting)
+
+    def _draw_rows(self, rows: int, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty((rows, like.shape[-1])).exponential_(generator=self._generator)
+
+    def _draw_again(self, part: _Part, like: torch.Tensor) -> torch.Tensor:
+        generator = self._generator_of(like.device)
         state = generator.get_state()
         generator.set_state(part.state)
-        noise = probabilities.new_empty((len(part.rows), probabilities.shape[-1])).exponential_(generator=generator)
+        part.noise = noise = self._draw_rows(len(part.rows), like)
         generator.set_state(state)
-        part.noise = noise
         self.kept_bytes += noise.nbytes
         self.drawn_again += 1
         return noise

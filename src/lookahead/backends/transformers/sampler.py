@@ -202,6 +202,8 @@ class TextSampler:
         like = outputs.logits.new_empty((1, outputs.logits.shape[-1]), dtype=torch.float32)
         noise = self._noise.look_ahead(self._row, 1 + max(tree.depths[node] for node in nodes) - top, like)
         nodes = [node for node in nodes if tree.depths[node] - top < len(noise)]
+        if not nodes:
+            return
         rows, depths = [outputs.rows[node] for node in nodes], [tree.depths[node] - top for node in nodes]
         places = upload(device, np.array([rows, depths]))[0]
         scores = outputs.logits.index_select(0, places[0]).float()
