@@ -234,7 +234,7 @@ def test_hooks_go_the_dynamic_way() -> None:
 
 def addresses(steps: StaticSteps) -> list[int]:
     """Where everything lies that is there for longer than a step."""
-    inputs = [steps._inputs[size] for size in sorted(steps._inputs)]
+    inputs = [steps._passes.inputs[size] for size in sorted(steps._passes.inputs)]
     return [
         *(buffer.data_ptr() for buffer in steps.cache.buffers),
         *(states.data_ptr() for layer in steps.cache.layers for states in (layer.keys, layer.values)),
@@ -251,7 +251,7 @@ def test_nothing_moves_and_nothing_is_recorded_twice(name: str) -> None:
     runner = ModelRunner(model, 2, steps=steps)
     first = logits_of_steps(runner, batch=2)
     seen, recordings = addresses(steps), steps.recordings
-    assert recordings == len(steps._inputs)
+    assert recordings == len(steps._passes.inputs)
     assert recorder.replays == 12
     runner = ModelRunner(model, 2, steps=steps)  # the next text
     second = logits_of_steps(runner, batch=2, before_step=lambda: addresses(steps) == seen or pytest.fail("moved"))
@@ -590,7 +590,7 @@ def test_compiled_without_breaks_and_once_for_each_size() -> None:
     steps = static_steps(model, capacity=256, compiler=counter)
     runner = ModelRunner(model, 1, steps=steps)
     assert_same(logits_of_steps(runner, 50), logits_of_steps(ModelRunner(model, 1), 50))
-    assert counter.frame_count == steps.recordings == len(steps._inputs) > 1
+    assert counter.frame_count == steps.recordings == len(steps._passes.inputs) > 1
 
 
 @pytest.mark.exact  # the compiler takes ten seconds

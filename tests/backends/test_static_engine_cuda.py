@@ -69,7 +69,7 @@ def test_replays_are_the_dynamic_steps(name: str) -> None:
         assert_same([logits.cpu() for logits in got], expected)
         seen = addresses(steps)
     assert addresses(steps) == seen
-    assert steps.recordings == len(steps._inputs)
+    assert steps.recordings == len(steps._passes.inputs)
 
 
 @pytest.mark.parametrize("name", WITH_KERNEL)

@@ -1,4 +1,4 @@
-"""How a pass of a fixed size is run again and again: called, or recorded once and replayed."""
+"""Passes of fixed sizes, which are run again and again: called, or recorded once and replayed."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def run_pass(model: PreTrainedModel, cache: StaticTreeCache, inputs: FixedInputs
     return logits, pack_likeliest(logits, top_k)
 
 
-class Recordings:
+class FixedPasses:
     """Passes of some sizes, each recorded when it is first run.
 
     A pass is known by how many nodes it has, and how many of the likeliest tokens after each it lists. No reference is
@@ -133,12 +133,14 @@ class Recordings:
     Args:
         model: The model.
         cache: Its cache.
+        make_inputs: Makes the inputs of passes of so many nodes.
         recorder: Records passes.
         clock: Stands still meanwhile.
         lists: How many tokens passes list at least.
         compiler: Backend of `torch.compile` that passes go through first; none if not given.
 
     Attributes:
+        inputs: Those of each size so far.
         recorded: What it took so far.
     """
 
@@ -146,6 +148,7 @@ class Recordings:
         self,
         model: PreTrainedModel,
         cache: StaticTreeCache,
+        make_inputs: Callable[[int], Any],
         recorder: Recorder,
         clock: PausingClock,
         lists: int = 0,
@@ -155,20 +158,28 @@ class Recordings:
         self._cache, self._recorder, self._clock = cache, recorder, clock
         self._lists, self._compiler = lists, compiler
         self._passes: dict[tuple[int, int], Pass] = {}
+        self._make_inputs = make_inputs
+        self.inputs: dict[int, Any] = {}
         self.recorded = Recorded()
+
+    def inputs_of(self, size: int) -> Any:
+        """The inputs of passes of so many nodes."""
+        if size not in self.inputs:
+            self.inputs[size] = self._make_inputs(size)
+        return self.inputs[size]
 
     def listing(self, size: int, top_k: int) -> int | None:
         """How many tokens a recorded pass of so many nodes lists, `top_k` or more; `None` if there is none."""
         return min((listed for nodes, listed in self._passes if nodes == size and listed >= top_k), default=None)
 
-    def run(self, inputs: FixedInputs, top_k: int) -> Outputs:
-        """Run a pass of the size of `inputs` that lists at least `top_k` tokens; see `run_pass`."""
-        listing = self.listing(inputs.nodes, top_k)
-        key = inputs.nodes, max(top_k, self._lists) if listing is None else listing
+    def run(self, size: int, top_k: int) -> Outputs:
+        """Run a pass of so many nodes over what is staged, which lists at least `top_k` tokens; see `run_pass`."""
+        listing = self.listing(size, top_k)
+        key = size, max(top_k, self._lists) if listing is None else listing
         if key not in self._passes:
             start, free = perf_counter(), self._free
             with self._clock.paused():
-                self._passes[key] = self._recorder.record(self._work(inputs, key[1]))
+                self._passes[key] = self._recorder.record(self._work(self.inputs_of(size), key[1]))
             self.recorded.count += 1
             self.recorded.seconds += perf_counter() - start
             self.recorded.bytes += max(free - self._free, 0)
@@ -197,6 +208,7 @@ class Recordings:
     def forget(self) -> None:
         """Run nothing again that was recorded: its memory is another one's now."""
         self._passes.clear()
+        self.inputs.clear()
         self._recorder.forget()
 
 

@@ -45,6 +45,11 @@ class Step:
         """Nodes of each tree."""
         return [len(layout.order) for layout in self.layouts]
 
+    @property
+    def nodes_read(self) -> list[Integers]:
+        """The nodes of each tree that are read, in the order of their slots."""
+        return [layout.order[layout.read_slots] for layout in self.layouts]
+
 
 @dataclass
 class Inputs:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lookahead.backends.base import TextRow
 from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.machine import PausingClock, Staged, free_bytes, upload
-from lookahead.backends.transformers.graph_recorder import NoRecorder, Outputs, Recorder, Recordings
+from lookahead.backends.transformers.graph_recorder import FixedPasses, NoRecorder, Outputs, Recorder
 from lookahead.backends.transformers.layouts import PackedStep, Step, ancestors, padded
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.rows import LayerShape, StaticTreeCache
@@ -21,7 +21,7 @@ from lookahead.backends.transformers.runner import LARGE, RowsRunner
 from lookahead.backends.transformers.static_steps import pass_sizes, rounded
 from lookahead.backends.transformers.tree_attention.packed_mask import BITS, SCRATCH, WORD, Pages, packed_width
 from lookahead.backends.transformers.tree_cache import Integers, Row, whole_blocks
-from lookahead.core.token_tree import TokenTree, lay_out
+from lookahead.core.token_tree import TokenTree
 
 MOST_RECORDED = 256
 """Nodes of the largest pass that is recorded: with more, as with a part of a prompt, products take longer than reading
@@ -34,8 +34,8 @@ FIRST_TOKENS = 1024
 """Tokens of each row that memory is taken for at first where it is not limited, and that a text may come to."""
 
 
-class RowPool:
-    """Keys and values of many texts in pages of one memory.
+class RowPool(StaticTreeCache):
+    """Keys and values of many texts in pages of one memory, which is one row of all pages.
 
     Page 0 is for nodes of no text.
 
@@ -46,34 +46,29 @@ class RowPool:
         device: Where it is.
 
     Attributes:
-        cache: The memory, as one row of all pages.
         block: As above.
+        free: Pages that no text has.
     """
 
     def __init__(self, shapes: Sequence[LayerShape | None], tokens: int, block: int, device: torch.device) -> None:
         pages = 1 + -(-tokens // block)
+        super().__init__(shapes, 1, pages * block, device)
         self.block = block
-        self.cache = StaticTreeCache(shapes, 1, pages * block, device)
-        self.cache.fill()
-        self._free = list(range(pages - 1, 0, -1))
+        self.free = list(range(pages - 1, 0, -1))
+
+    def grow(self, capacity: int) -> None:
+        """See `StaticTreeCache.grow`. All columns count as text: whoever writes to some knows which are."""
+        super().grow(capacity)
+        self._set_lengths([capacity])
 
     def take(self, count: int) -> list[int]:
         """Take so many pages."""
-        if count > len(self._free):
-            before = self.cache.capacity // self.block
-            pages = before + max(count - len(self._free), before // 2)
-            self.cache.grow(pages * self.block)
-            self.cache.fill()
-            self._free[:0] = range(pages - 1, before - 1, -1)
-        return [self._free.pop() for _ in range(count)]
-
-    def give_back(self, pages: Sequence[int]) -> None:
-        """Take pages back."""
-        self._free.extend(pages)
-
-    def move(self, sources: Integers, targets: Integers) -> None:
-        """Copy the states in some columns to others."""
-        self.cache.move(np.zeros_like(sources), sources, targets)
+        if count > len(self.free):
+            before = self.capacity // self.block
+            pages = before + max(count - len(self.free), before // 2)
+            self.grow(pages * self.block)
+            self.free[:0] = range(pages - 1, before - 1, -1)
+        return [self.free.pop() for _ in range(count)]
 
 
 class PooledRow(TextRow):
@@ -93,7 +88,7 @@ class PooledRow(TextRow):
         self.length = 0
 
     def __del__(self) -> None:
-        self._pool.give_back(self.pages.tolist())
+        self._pool.free.extend(self.pages.tolist())
 
     @property
     def capacity(self) -> int:
@@ -115,7 +110,7 @@ class PooledRow(TextRow):
         """Begin with the first `tokens` tokens of another row, which has them."""
         self.reserve(tokens)
         places = np.arange(tokens)
-        self._pool.move(other.columns(places), self.columns(places))
+        self._pool.move(np.zeros_like(places), other.columns(places), self.columns(places))
         self.length = tokens
 
     def crop(self, tokens: int) -> None:
@@ -123,10 +118,10 @@ class PooledRow(TextRow):
         self.length = min(self.length, tokens)
 
     def adopt(self, text: Row) -> None:
-        """Begin with what a row of a cache of its own holds."""
+        """Begin with all that a row with a cache of its own has."""
         self.reserve(text.length)
-        columns = upload(self._pool.cache.buffers[0].device, self.columns(np.arange(text.length)))[0]
-        for layer, own in zip(text.cache.layers, self._pool.cache.layers, strict=False):
+        columns = upload(self._pool.buffers[0].device, self.columns(np.arange(text.length)))[0]
+        for layer, own in zip(text.cache.layers, self._pool.layers, strict=False):
             if layer.is_initialized:
                 count = text.length - layer.dropped
                 own.keys.index_copy_(2, columns[layer.dropped :], layer.keys.narrow(2, 0, count))
@@ -238,7 +233,6 @@ class PooledRunner(RowsRunner):
         self._records = recorder is not None
         self.engine = "static" if self._records else "dynamic"
         self._recorder, self._clock = recorder or NoRecorder(), clock
-        self._inputs: dict[int, PooledInputs] = {}
         self._sizes: tuple[int, ...] = ()
         self._texts = self._width = 0
         self._made_for = (0, 0, 0)  # texts, pages of each, and tokens of the memory
@@ -249,8 +243,8 @@ class PooledRunner(RowsRunner):
         rows passes are recorded anew."""
         first = min(rows * FIRST_TOKENS, free_bytes(self._device) // 2 // self.token_bytes())
         self._pool = RowPool(self._shapes, first if tokens is None else tokens, block, self._device)
-        self._recordings = Recordings(self.model, self._pool.cache, self._recorder, self._clock, LISTED)
-        self.recorded = self._recordings.recorded
+        self._passes = FixedPasses(self.model, self._pool, self._new_inputs, self._recorder, self._clock, LISTED)
+        self.recorded = self._passes.recorded
         self._sizes = pass_sizes(max(rows, min(rows * nodes, MOST_RECORDED))) if self._records else ()
         self._texts = rows
         self._make_room(0)
@@ -266,76 +260,58 @@ class PooledRunner(RowsRunner):
         shapes = [shape for shape in self._shapes if shape is not None]
         return sum(shape.heads * (shape.key_size + shape.value_size) * shape.dtype.itemsize for shape in shapes)
 
-    @torch.no_grad()
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
-        """See `Runner`."""
-        self._layouts = [lay_out(tree) for tree in trees]
-        rows: Any = self.rows
-        step = self._step(range(len(trees)), trees)
+    def _pass(self, places: Sequence[int], trees: Sequence[TokenTree], top_k: int) -> Sequence[ForwardResult]:
+        rows, step = cast(list[PooledRow], self.rows), self._step(places, trees)
         for row, count in zip(rows, step.counts, strict=True):
             row.reserve(row.length + count)
         self._make_room(max(len(row.pages) for row in rows))
         nodes, firsts = sum(step.counts), np.cumsum([0, *step.counts])
-        reads = [layout.read_slots for layout in step.layouts]
-        places = [first + read_slots for first, read_slots in zip(firsts, reads, strict=False)]
-        nodes_read = [layout.order[read_slots] for layout, read_slots in zip(step.layouts, reads, strict=True)]
+        reads = [first + layout.read_slots for first, layout in zip(firsts, step.layouts, strict=False)]
         size = next((size for size in self._sizes if size >= nodes), None)
         if size is None:
-            logits = self._run_once(nodes, np.concatenate(places), step)
-            return forward_results(step.counts, nodes_read, logits, top_k)
+            logits = self._run_once(nodes, np.concatenate(reads), step)
+            return forward_results(step.counts, step.nodes_read, logits, top_k)
         logits, listed = self._replay(size, rows, step, top_k)
-        return forward_results(step.counts, nodes_read, logits, top_k, places, borrowed=True, listed=listed)
+        return forward_results(step.counts, step.nodes_read, logits, top_k, reads, borrowed=True, listed=listed)
 
     def _make_room(self, pages: int) -> None:
         """See that inputs are large enough for the rows of the step; what was recorded of other ones is forgotten."""
         self._texts = max(self._texts, len(self.rows))
         if pages > self._width or not self._width:
             self._width = rounded(max(pages * self._pool.block, FIRST_TOKENS)) // self._pool.block
-        made_for = self._texts, self._width, self._pool.cache.capacity
+        made_for = self._texts, self._width, self._pool.capacity
         if made_for != self._made_for:
-            self._inputs.clear()
-            self._recordings.forget()
+            self._passes.forget()
             self._made_for = made_for
 
     def _replay(self, size: int, rows: Sequence[PooledRow], step: Step, top_k: int) -> Outputs:
         """Run a pass of a recorded size."""
-        if size not in self._inputs:
-            self._inputs[size] = self._new_inputs(size)
-        inputs = self._inputs[size]
-        inputs.stage(rows, step)
-        return self._recordings.run(inputs, top_k)
+        self._passes.inputs_of(size).stage(rows, step)
+        return self._passes.run(size, top_k)
 
     def _new_inputs(self, nodes: int) -> PooledInputs:
         return PooledInputs(self._masks, nodes, self._texts, self._width, self._pool.block, self._device)
 
     def _run_once(self, nodes: int, keep: Integers, step: Step) -> torch.Tensor:
         """Logits of a pass with more nodes than those that are recorded, of the nodes `keep` alone, float32."""
-        inputs, rows = self._new_inputs(nodes), cast(list[PooledRow], self.rows)
-        inputs.stage(rows, step)
+        inputs = self._new_inputs(nodes)
+        inputs.stage(cast(list[PooledRow], self.rows), step)
         (kept,) = upload(self._device, keep)
         arguments = {"logits_to_keep": kept} if self._layout.keeps_logits else {}
-        with self._pool.cache.written_at(inputs.columns.long()):
-            arguments |= inputs.arguments(self.model, self._pool.cache)
-            given = self.model(**arguments, past_key_values=self._pool.cache, use_cache=True, return_dict=True)
+        with self._pool.written_at(inputs.columns.long()):
+            arguments |= inputs.arguments(self.model, self._pool)
+            given = self.model(**arguments, past_key_values=self._pool, use_cache=True, return_dict=True)
         logits: torch.Tensor = given.logits[0] if "logits_to_keep" in arguments else given.logits[0, kept]
         return logits.float()
 
-    def _begin(self, texts: Sequence[Row]) -> None:
-        rows: Any = self.rows
-        for row, text in zip(rows, texts, strict=True):
-            row.adopt(text)
-
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """See `Runner`."""
-        rows: Any = self.rows
-        sources, targets, slots = [], [], self._slots_of(kept)
-        for row, row_slots in zip(rows, slots, strict=True):
-            moved = [(slot, target) for target, slot in enumerate(row_slots) if slot != target]
-            if moved:
-                places = row.columns(row.length + np.array(moved))
-                sources.append(places[:, 0])
-                targets.append(places[:, 1])
-        if sources:
-            self._pool.move(np.concatenate(sources), np.concatenate(targets))
-        for row, row_slots in zip(rows, slots, strict=True):
-            row.length += len(row_slots)
+        rows, moves = list(zip(cast(list[PooledRow], self.rows), self._slots_of(kept), strict=True)), []
+        for row, slots in rows:
+            if misplaced := [(slot, target) for target, slot in enumerate(slots) if slot != target]:
+                moves.append(row.columns(row.length + np.array(misplaced)))
+        if moves:
+            sources, targets = np.concatenate(moves).T
+            self._pool.move(np.zeros_like(sources), sources, targets)
+        for row, slots in rows:
+            row.length += len(slots)

@@ -105,10 +105,6 @@ class StaticTreeCache(TreeCache):
                 self.buffers.append(buffer)
         self.capacity = capacity
 
-    def fill(self) -> None:
-        """Count all columns as those of a text: whoever writes to `columns` knows which are."""
-        self._set_lengths([self.capacity] * len(self.lengths))
-
     @contextmanager
     def written_at(self, columns: torch.Tensor) -> Iterator[None]:
         """For a static pass, which writes to these columns."""

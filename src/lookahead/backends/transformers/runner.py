@@ -89,8 +89,7 @@ class TransformersRunner(Runner):
             logits = logits[:, upload(logits.device, inputs.keep.copy())[0]]
         # transformers chooses tokens from float32 logits whatever the model's own type
         logits = (logits[0] if len(logits) == 1 else logits.flatten(0, 1)).float()
-        nodes = [layout.order[layout.read_slots] for layout in step.layouts]
-        return forward_results(step.counts, nodes, logits, top_k, inputs.rows)
+        return forward_results(step.counts, step.nodes_read, logits, top_k, inputs.rows)
 
     def _call(self, model: PreTrainedModel, inputs: Inputs, cache: dict[str, Any]) -> Any:
         """What `model` gives."""
@@ -259,7 +258,7 @@ class RowsRunner(TransformersRunner):
     def _begin(self, texts: Sequence[Row]) -> None:
         """Go on from what these rows hold."""
         for row, text in zip(self.rows, texts, strict=True):
-            row.copy_start(text, text.length)
+            row.adopt(text)
 
 
 class ModelRunner(RowsRunner):
@@ -338,16 +337,12 @@ class ModelRunner(RowsRunner):
         start = max(row.length for row in self.rows)
         return tree.root < LONGEST_DRAFTED_PREFILL and self._limits.allows(start, tree.root + self._drafted)
 
-    def forward(self, trees: Sequence[TokenTree], top_k: int = 0) -> Sequence[ForwardResult]:
-        """See `Runner`; in a static pass, if there is one of that size."""
-        if self._steps is not None:
-            self._layouts = [lay_out(tree) for tree in trees]
-            results = self._steps.forward(self._step(range(len(trees)), trees), top_k)
-            if results is not None:
-                return results
-        return super().forward(trees, top_k)
-
     _groups = TransformersRunner._groups  # however large they are
+
+    def _pass(self, places: Sequence[int], trees: Sequence[TokenTree], top_k: int) -> Sequence[ForwardResult]:
+        """A static pass, if there is one of that size."""
+        results = None if self._steps is None else self._steps.forward(self._step(places, trees), top_k)
+        return super()._pass(places, trees, top_k) if results is None else results
 
     def _step(self, places: Sequence[int], trees: Sequence[TokenTree]) -> Step:
         step = super()._step(places, trees)

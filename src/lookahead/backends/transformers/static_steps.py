@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.forward_result import ForwardResult, forward_results
 from lookahead.backends.machine import PausingClock, Staged
-from lookahead.backends.transformers.graph_recorder import Outputs, Recorder, Recordings
+from lookahead.backends.transformers.graph_recorder import FixedPasses, Outputs, Recorder
 from lookahead.backends.transformers.layouts import Step, ancestors, padded
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.model_state import Setting
@@ -152,9 +152,8 @@ class StaticSteps:
         self.last: int | None = None
         self.made_for: Setting = ()
         self.clock = PausingClock(model.device)
-        self._passes = Recordings(model, cache, recorder, self.clock, compiler=compiler)
+        self._passes = FixedPasses(model, cache, self._new_inputs, recorder, self.clock, compiler=compiler)
         self._masks, self._device = MaskBuilder(model.config), model.device
-        self._inputs: dict[int, StaticInputs] = {}
 
     @property
     def recordings(self) -> int:
@@ -189,30 +188,28 @@ class StaticSteps:
             return None
         if parts > 1 and self._most is not None and nodes > self._most:
             self._most = nodes
-            self._inputs.clear()
             self._passes.forget()
         is_new = self._passes.listing(size, top_k) is None
         if is_new and self.last is not None and self.last - self.cache.longest < PAYS_FROM:
             return None
-        if size not in self._inputs:
-            self._inputs[size] = StaticInputs(self._masks, self.cache.rows, size, self._device, self._most)
         logits, listed = self._run(size, parts, step, top_k)
-        reads = [layout.read_slots for layout in step.layouts]
-        nodes_read = [layout.order[read_slots] for layout, read_slots in zip(step.layouts, reads, strict=True)]
-        rows = [row * parts * size + read_slots for row, read_slots in enumerate(reads)]
-        return forward_results(step.counts, nodes_read, logits, top_k, rows, borrowed=True, listed=listed)
+        rows = [row * parts * size + layout.read_slots for row, layout in enumerate(step.layouts)]
+        return forward_results(step.counts, step.nodes_read, logits, top_k, rows, borrowed=True, listed=listed)
 
     def _run(self, size: int, parts: int, step: Step, top_k: int) -> Outputs:
         """Run the trees in parts of `size` nodes; see `run_pass`."""
-        inputs, given = self._inputs[size], []
+        given = []
         for part in range(parts):
-            inputs.stage(step, part)
-            outputs = self._passes.run(inputs, top_k)
+            self._passes.inputs_of(size).stage(step, part)
+            outputs = self._passes.run(size, top_k)
             if parts == 1:
                 return outputs
             given.append([states.view(self.cache.rows, size, -1).clone() for states in outputs])  # the next overwrites
         logits, listed = (torch.cat(pieces, dim=1).flatten(0, 1) for pieces in zip(*given, strict=True))
         return logits, listed
+
+    def _new_inputs(self, size: int) -> StaticInputs:
+        return StaticInputs(self._masks, self.cache.rows, size, self._device, self._most)
 
     def _grow(self, needed: int) -> None:
         """Grow by half at least, since graphs must be captured again."""

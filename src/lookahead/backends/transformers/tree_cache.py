@@ -334,6 +334,10 @@ class Row(TextRow):
         """Forget all behind the first `tokens` tokens."""
         self.cache.crop(tokens, self.place)
 
+    def adopt(self, text: Row) -> None:
+        """Begin with all that another row has."""
+        self.cache.adopt([text])
+
 
 _BLANK = 2.0**-7
 """What fills the columns of hidden tokens: finite, as attention multiplies it by 0, and known again by its looks."""
