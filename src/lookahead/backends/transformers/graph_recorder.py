@@ -133,7 +133,6 @@ class FixedPasses:
     Args:
         model: The model.
         cache: Its cache.
-        make_inputs: Makes the inputs of passes of so many nodes.
         recorder: Records passes.
         clock: Stands still meanwhile.
         lists: How many tokens passes list at least.
@@ -148,7 +147,6 @@ class FixedPasses:
         self,
         model: PreTrainedModel,
         cache: StaticTreeCache,
-        make_inputs: Callable[[int], Any],
         recorder: Recorder,
         clock: PausingClock,
         lists: int = 0,
@@ -158,14 +156,13 @@ class FixedPasses:
         self._cache, self._recorder, self._clock = cache, recorder, clock
         self._lists, self._compiler = lists, compiler
         self._passes: dict[tuple[int, int], Pass] = {}
-        self._make_inputs = make_inputs
         self.inputs: dict[int, Any] = {}
         self.recorded = Recorded()
 
-    def inputs_of(self, size: int) -> Any:
-        """The inputs of passes of so many nodes."""
+    def inputs_of(self, size: int, make: Callable[[int], Any]) -> Any:
+        """The inputs of passes of so many nodes, which `make` makes where there are none."""
         if size not in self.inputs:
-            self.inputs[size] = self._make_inputs(size)
+            self.inputs[size] = make(size)
         return self.inputs[size]
 
     def listing(self, size: int, top_k: int) -> int | None:
@@ -179,7 +176,7 @@ class FixedPasses:
         if key not in self._passes:
             start, free = perf_counter(), self._free
             with self._clock.paused():
-                self._passes[key] = self._recorder.record(self._work(self.inputs_of(size), key[1]))
+                self._passes[key] = self._recorder.record(self._work(self.inputs[size], key[1]))
             self.recorded.count += 1
             self.recorded.seconds += perf_counter() - start
             self.recorded.bytes += max(free - self._free, 0)

@@ -243,7 +243,7 @@ class PooledRunner(RowsRunner):
         rows passes are recorded anew."""
         first = min(rows * FIRST_TOKENS, free_bytes(self._device) // 2 // self.token_bytes())
         self._pool = RowPool(self._shapes, first if tokens is None else tokens, block, self._device)
-        self._passes = FixedPasses(self.model, self._pool, self._new_inputs, self._recorder, self._clock, LISTED)
+        self._passes = FixedPasses(self.model, self._pool, self._recorder, self._clock, LISTED)
         self.recorded = self._passes.recorded
         self._sizes = pass_sizes(max(rows, min(rows * nodes, MOST_RECORDED))) if self._records else ()
         self._texts = rows
@@ -286,7 +286,7 @@ class PooledRunner(RowsRunner):
 
     def _replay(self, size: int, rows: Sequence[PooledRow], step: Step, top_k: int) -> Outputs:
         """Run a pass of a recorded size."""
-        self._passes.inputs_of(size).stage(rows, step)
+        self._passes.inputs_of(size, self._new_inputs).stage(rows, step)
         return self._passes.run(size, top_k)
 
     def _new_inputs(self, nodes: int) -> PooledInputs:

@@ -152,7 +152,7 @@ class StaticSteps:
         self.last: int | None = None
         self.made_for: Setting = ()
         self.clock = PausingClock(model.device)
-        self._passes = FixedPasses(model, cache, self._new_inputs, recorder, self.clock, compiler=compiler)
+        self._passes = FixedPasses(model, cache, recorder, self.clock, compiler=compiler)
         self._masks, self._device = MaskBuilder(model.config), model.device
 
     @property
@@ -200,7 +200,7 @@ class StaticSteps:
         """Run the trees in parts of `size` nodes; see `run_pass`."""
         given = []
         for part in range(parts):
-            self._passes.inputs_of(size).stage(step, part)
+            self._passes.inputs_of(size, self._new_inputs).stage(step, part)
             outputs = self._passes.run(size, top_k)
             if parts == 1:
                 return outputs
