@@ -82,11 +82,8 @@ class MaskBuilder:
             A mask `[batch, 1, nodes, keys]`, or a dict of one for each kind of layer: behind the longest text lie the
             nodes.
         """
-        masks = {}
-        for kind in self.kinds:
-            first = 0 if kind in (FULL, INDEXED) else dropped
-            masks[kind] = self.additive(kind, ancestors, lengths, positions, dtype, device, first)
-        return self.arrange(masks)
+        about = ancestors, lengths, positions, dtype, device, dropped
+        return self.arrange({kind: self.additive(kind, *about) for kind in self.kinds})
 
     def additive(
         self,
@@ -100,9 +97,9 @@ class MaskBuilder:
     ) -> torch.Tensor:
         """The mask of layers of a kind, `[batch, 1, nodes, keys]`; arguments as for `dense`."""
         nodes, longest = positions.shape[1], max(lengths)
-        window, chunk = self.reach(kind)
-        sees_all = window is None and chunk is None
-        first = None if sees_all else first_position(positions, window, chunk)[:, :, None]
+        sees_all = kind in (FULL, INDEXED)
+        dropped = 0 if sees_all else dropped
+        first = None if sees_all else first_position(positions, *self.reach(kind))[:, :, None]
         # A node and its ancestors are as far apart as their positions say. A padding node sees itself alone, so that
         # no row of the softmax is empty.
         hidden = ~ancestors if first is None else ~ancestors | (positions[:, None, :] < first)
