@@ -75,7 +75,7 @@ def make_output(
 def stack_texts(sequences: Sequence[TextSequence], pad_token: int | None) -> torch.Tensor:
     """Stack the texts into one tensor `[batch, tokens]`, padded on the right with `pad_token`."""
     if len(sequences) == 1:
-        return sequences[0].copy_ids()
+        return sequences[0].ids.clone()
     texts = [sequence.ids[0] for sequence in sequences]
     longest = max(len(text) for text in texts)
     if all(len(text) == longest for text in texts):

@@ -160,16 +160,10 @@ class SavedState:
                 self._copy(value)
             elif not value.is_inference():
                 self._versions.append((value, value._version))
-        elif isinstance(value, dict):
-            self._containers.append((value, dict(value)))
-            for item in value.values():
-                self._visit(item, copies)
-        elif isinstance(value, list):
-            self._containers.append((value, list(value)))
-            for item in value:
-                self._visit(item, copies)
-        elif isinstance(value, tuple):
-            for item in value:
+        elif isinstance(value, dict | list | tuple):
+            if not isinstance(value, tuple):
+                self._containers.append((value, copy.copy(value)))
+            for item in value.values() if isinstance(value, dict) else value:
                 self._visit(item, copies)
         elif value is not None and (
             opens or isinstance(value, Cache | CacheLayerMixin | LinearAttentionCacheLayerMixin)

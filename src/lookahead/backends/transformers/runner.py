@@ -311,7 +311,7 @@ class ModelRunner(RowsRunner):
     @property
     def texts(self) -> list[Row]:
         """The rows, in memory that no later call uses."""
-        return self.rows if self._steps is None else _together(self.rows)
+        return self.rows if self._steps is None else _gathered(self.rows)
 
     def counts_hidden_after(self, between: bool) -> int | None:
         """Longest text, hidden tokens included, in which the model counts no hidden token; `None` for any.
@@ -353,7 +353,7 @@ class ModelRunner(RowsRunner):
 
     def _cache(self, rows: Sequence[Any], step: Step) -> TreeCache:
         if any(row.cache is not rows[0].cache for row in rows):  # in the first pass
-            for row, place in zip(rows, _together(rows), strict=True):
+            for row, place in zip(rows, _gathered(rows), strict=True):
                 row.cache, row.place = place.cache, place.place
         cache: TreeCache = rows[0].cache
         return cache
@@ -367,7 +367,7 @@ class ModelRunner(RowsRunner):
         return None if texts == 1 and not self.is_invariant else self._chunk
 
 
-def _together(rows: Sequence[Row]) -> list[Row]:
+def _gathered(rows: Sequence[Row]) -> list[Row]:
     """Rows of one new memory that hold what these do."""
     cache = TreeCache(texts=len(rows))
     cache.adopt(rows)

@@ -77,13 +77,6 @@ class TextSequence(SequenceState):
             self._written = self.length
         return self._ids[:, : self.length]
 
-    def copy_ids(self) -> torch.Tensor:
-        """The text so far with its padding, `[1, tokens]` int64, in memory of its own."""
-        if self._written == self.length:
-            return self._ids[:, : self.length].clone()
-        (new,) = upload(self.device, np.array([self.tokens[self._written - self.length :]]))
-        return torch.cat([self._ids[:, : self._written], new], dim=1)
-
     def append(self, token: int) -> bool:
         """Add a token to the text; whether the text is complete with it."""
         self.length += 1
