@@ -121,11 +121,11 @@ class PooledRow(TextRow):
         """Begin with all that a row with a cache of its own has."""
         self.reserve(text.length)
         columns = upload(self._pool.buffers[0].device, self.columns(np.arange(text.length)))[0]
-        for layer, own in zip(text.cache.layers, self._pool.layers, strict=False):
+        for layer, pooled in zip(text.cache.layers, self._pool.layers, strict=False):
             if layer.is_initialized:
                 count = text.length - layer.dropped
-                own.keys.index_copy_(2, columns[layer.dropped :], layer.keys.narrow(2, 0, count))
-                own.values.index_copy_(2, columns[layer.dropped :], layer.values.narrow(2, 0, count))
+                pooled.keys.index_copy_(2, columns[layer.dropped :], layer.keys.narrow(2, 0, count))
+                pooled.values.index_copy_(2, columns[layer.dropped :], layer.values.narrow(2, 0, count))
         self.length = text.length
 
 

@@ -118,8 +118,8 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             self._grow(max(lengths), 0)
         for place, ((layer, row), length) in enumerate(zip(texts, lengths, strict=True)):
             if layer.is_initialized:
-                for mine, theirs in zip(_states(self), _states(layer), strict=True):
-                    mine[place, :, layer.dropped : length] = theirs[row, :, : length - layer.dropped]
+                for held, given in zip(_states(self), _states(layer), strict=True):
+                    held[place, :, layer.dropped : length] = given[row, :, : length - layer.dropped]
         if filled[0].indexer is not None:
             self.indexer = TreeLayer(block=self.block)
             self.indexer.adopt([(layer.indexer or TreeLayer(), row) for layer, row in texts], lengths)
@@ -289,7 +289,9 @@ class TreeCache(Cache):  # type: ignore[misc]
     def crop(self, tokens: int, text: int | None = None) -> None:
         """Forget all behind the first `tokens` tokens, of one text or of all."""
         texts = range(len(self.lengths)) if text is None else [text]
-        self._set_lengths([min(own, tokens) if place in texts else own for place, own in enumerate(self.lengths)])
+        self._set_lengths(
+            [min(length, tokens) if place in texts else length for place, length in enumerate(self.lengths)]
+        )
 
     def _set_lengths(self, lengths: list[int]) -> None:
         self.lengths, longest = lengths, max(lengths)
