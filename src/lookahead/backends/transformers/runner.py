@@ -1,6 +1,6 @@
 """Runs an unmodified transformers model on the trees of some texts: lay out, inputs, pass, results; then commit.
 
-`RowsRunner` runs rows that come and go, each with a cache of its own, `ModelRunner` those of one call, in one cache, and
+`RowsRunner` runs rows that come and go, each with a cache of its own, `ModelRunner` those of one call in one cache, and
 `ChainRunner` those of a model with running states, which cannot take back a token.
 """
 
