@@ -20,7 +20,7 @@ from lookahead.bench.repetition import repeated_cycle_share
 from lookahead.bench.rows import Row
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import PredictedText, build_chain_drafter, build_drafter
-from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
+from lookahead.drafting.text_only import build_text_drafter, text_memory
 from lookahead.errors import InvalidArgumentError
 from probe import Probe, Unit, option
 
@@ -55,9 +55,9 @@ def drafters_of(name: str, nodes: int, branches: bool, across: bool) -> MakeDraf
     if name == "context matches":
         config = LookaheadConfig(preset="context_matches", step_budget=nodes)
         return lambda case: (build_drafter if branches else build_chain_drafter)(config)
-    memory, build = text_memory() if across else None, build_text_drafter if branches else build_text_chain_drafter
-    expects = METHODS[name][1]
-    return lambda case: build(nodes, memory, PredictedText(list(case.expected)) if expects else None)
+    memory, expects = text_memory() if across else None, METHODS[name][1]
+    build = partial(build_text_drafter, nodes, memory, chains=not branches)
+    return lambda case: build(PredictedText(list(case.expected)) if expects else None)
 
 
 def replayed(task: str, cases: Sequence[Case], name: str, across: bool) -> Iterator[Row]:

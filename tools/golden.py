@@ -31,7 +31,7 @@ from lookahead.core.step_costs import StepCosts
 from lookahead.core.step_time import StepTimer
 from lookahead.core.token_tree import NodeKind, TokenTree
 from lookahead.drafting import DraftMemory, PredictedText, TokenPaths, build_chain_drafter, build_drafter
-from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
+from lookahead.drafting.text_only import build_text_drafter, text_memory
 from playback import PlayedBackend, PlayedRow, Script, TextScript, VLLMLoop, played_sequence, vllm_config
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests/golden"
@@ -335,7 +335,7 @@ def _replays(recordings: Recordings) -> Iterator[tuple[str, Scenario]]:
     for nodes in (4, 16):
         yield (
             f"replay, chain of {nodes}",
-            lambda notes, n=nodes: run(texts, partial(build_text_chain_drafter, n), notes),
+            lambda notes, n=nodes: run(texts, partial(build_text_drafter, n, chains=True), notes),
         )
     yield "replay, memory kept", partial(run, texts, partial(build_text_drafter, 32, text_memory()))
     expected = recordings["replay edit"].prompt

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 import numpy as np
 import pytest
 
 from lookahead.drafting import NGramMemory, PredictedText
-from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
+from lookahead.drafting.text_only import build_text_drafter, text_memory
 from ngram_access import insert, lookup
 from playback import play_text
 
@@ -37,7 +38,7 @@ def test_shares_are_running_means_at_each_length(seed: int) -> None:
         assert {token: share for token, share in listed if token >= 0} == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("build", [build_text_drafter, build_text_chain_drafter])
+@pytest.mark.parametrize("build", [build_text_drafter, partial(build_text_drafter, chains=True)])
 def test_what_the_prompt_has_takes_few_steps(build: object) -> None:
     prompt = [1, 2, *LINE, 3]
     assert play_text(prompt, [1, 2, *LINE], build(16)).steps <= 3  # type: ignore[operator]
@@ -63,7 +64,7 @@ def test_the_memory_is_bounded_and_forgets_what_is_oldest() -> None:
 
 def test_the_most_frequent_continuation_is_the_first() -> None:
     prompt = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 9, 7, 1, 2]
-    assert play_text(prompt, [3, 4], build_text_chain_drafter(3)).steps == 1
+    assert play_text(prompt, [3, 4], build_text_drafter(3, chains=True)).steps == 1
 
 
 def test_a_predicted_text_is_drafted_from() -> None:

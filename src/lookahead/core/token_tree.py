@@ -83,7 +83,6 @@ class TokenTree:
         self.certain = 0
         self.foresee: Callable[[int], Noise | None] | None = None
         self._max_depth = sys.maxsize if max_depth is None else max_depth
-        self._candidates: dict[tuple[int, int], int] = {}
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -128,12 +127,11 @@ class TokenTree:
         node = self.root if parent is None else parent
         path = []
         for token in tokens:
-            child = self._candidates.get((node, token))
+            child = self.child(node, token)
             if child is None:
                 if self.depths[node] >= self._max_depth:
                     break
                 child = self._add(token, node, NodeKind.CANDIDATE, needs_logits=True)
-                self._candidates[node, token] = child
             node = child
             path.append(node)
         return path
@@ -159,14 +157,12 @@ class TokenTree:
         self.parents += parents
         self.kinds += [NodeKind.CANDIDATE] * len(tokens)
         self.needs_logits += [True] * len(tokens)
-        self._candidates.update(zip(zip(parents, tokens, strict=True), range(first, len(self.tokens)), strict=True))
 
     def keep_path(self, path: Sequence[int]) -> None:
         """Remove all nodes below the root but those of a path of candidates from there, each the parent of the next."""
         tokens = [self.tokens[node] for node in path]
         for of_nodes in (self.tokens, self.parents, self.kinds, self.depths, self.needs_logits):
             del of_nodes[self.root + 1 :]
-        self._candidates.clear()
         self.add_candidates(tokens)
 
     def add_window_node(self, token: int, parent: int, needs_logits: bool) -> int:
@@ -181,7 +177,12 @@ class TokenTree:
 
     def child(self, node: int, token: int) -> int | None:
         """The candidate under `node` that holds `token`, if there is one."""
-        return self._candidates.get((node, token))
+        child = node
+        while token in self.tokens[child + 1 :]:  # trees are small: an index of them would take longer to make
+            child = self.tokens.index(token, child + 1)
+            if self.parents[child] == node and self.kinds[child] is NodeKind.CANDIDATE:
+                return child
+        return None
 
     def _add(self, token: int, parent: int, kind: NodeKind, needs_logits: bool) -> int:
         self.tokens.append(token)

@@ -35,8 +35,9 @@ def build_text_drafter(
     predicted: PredictedText | None = None,
     sources: Sequence[Source] = (),
     least: float = 0.0,
+    chains: bool = False,
 ) -> AutoDrafter:
-    """A drafter of trees for one sequence.
+    """A drafter for one sequence.
 
     Args:
         nodes: Nodes of a step at most, the root included.
@@ -44,28 +45,9 @@ def build_text_drafter(
         predicted: A text that is expected.
         sources: What else lists paths before each step.
         least: Least probability that a drafted token is accepted. Steps are filled up to `nodes` if not given.
+        chains: Draft single paths, else trees.
     """
-    return _build(FixedBudget(nodes, least), nodes, memory, predicted, sources, chains=False)
-
-
-def build_text_chain_drafter(
-    nodes: int,
-    memory: DraftMemory | None = None,
-    predicted: PredictedText | None = None,
-    sources: Sequence[Source] = (),
-) -> AutoDrafter:
-    """As `build_text_drafter`, of chains that fill a step."""
-    return _build(FixedBudget(nodes), nodes, memory, predicted, sources, chains=True)
-
-
-def _build(
-    budget: FixedBudget,
-    nodes: int,
-    memory: DraftMemory | None,
-    predicted: PredictedText | None,
-    sources: Sequence[Source],
-    chains: bool,
-) -> AutoDrafter:
     listed = [*sources] if predicted is None else [*sources, predicted]
     before = () if predicted is None else predicted.tokens
+    budget = FixedBudget(nodes, least)
     return AutoDrafter(memory or text_memory(), budget, nodes, sources=listed, before=before, chains=chains)

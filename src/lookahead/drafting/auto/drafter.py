@@ -148,7 +148,6 @@ class AutoDrafter:
             return False
         self._late += certain
         self._certain = len(certain)
-        self._join()
         return True
 
     def _join(self) -> DraftBatch:
@@ -259,7 +258,6 @@ class AutoDrafter:
             self._late += result.tokens[result.tree.certain if is_searched else 0 :]
             return False
         self._certain = result.tree.certain
-        self._join()
         return True
 
     def _shown(
@@ -312,11 +310,10 @@ T = TypeVar("T")
 
 def _by_batch(asked: Iterable[tuple[AutoDrafter, T]]) -> Iterator[tuple[DraftBatch, list[tuple[AutoDrafter, T]]]]:
     """Drafters, each with its own, by the batch that their texts are in."""
-    groups: dict[int, tuple[DraftBatch, list[tuple[AutoDrafter, T]]]] = {}
-    for drafter, its_own in asked:
-        batch = drafter._join()
-        groups.setdefault(id(batch), (batch, []))[1].append((drafter, its_own))
-    yield from groups.values()
+    groups: dict[DraftBatch, list[tuple[AutoDrafter, T]]] = {}
+    for row in asked:
+        groups.setdefault(row[0]._join(), []).append(row)
+    yield from groups.items()
 
 
 def _shared_batch(memory: DraftMemory, settings: tuple[int, bool, bool]) -> DraftBatch:
