@@ -123,6 +123,25 @@ def test_a_promising_draft_ends_a_rest_until_promises_are_broken() -> None:
     assert text.lost <= FIXED_LOSS + MOST_CREDIT, "promises are believed that were broken each time"
 
 
+def test_candidates_that_break_their_promises_are_not_sent_until_they_keep_them() -> None:
+    pace = Pace(StepCosts())
+    likely = np.full(12, 0.25)
+    for seconds in (1.0, 1.0):
+        pace.book(StepTime(1, 100, seconds, 1, 1, False))
+
+    def send(kept: int) -> int:
+        sent = pace.choose(likely)
+        pace.book(StepTime(1 + sent, 100, seconds_of("AVX-512", 1 + sent), 1 + min(kept, sent), 1, True))
+        return sent
+
+    assert send(0) == len(likely)
+    while send(2) == len(likely) and pace.costs.times[: len(GRID)].sum() < 12:
+        pass
+    assert send(2) == len(likely)
+    counts = [send(0) for _ in range(40)]
+    assert counts[-1] == 0, "what is promised and not kept is sent all the same"
+
+
 def test_costs_that_jump_are_noticed() -> None:
     text = Text(Pace(StepCosts()))
     text.decode(repeat((3, 1.0)), 2000)

@@ -83,7 +83,7 @@ def test_a_new_load_begins_with_what_its_neighbour_knows() -> None:
 def test_steps_that_carry_prompts_say_nothing() -> None:
     shared = shared_of()
     shared.begin(2)
-    shared.book(StepTime(500, 100, 99.0, 2, 2, drafted=True, prompts=True))
+    shared.book(StepTime(500, 100, 99.0, 2, 2, drafted=True, tells=False))
     assert all(pace.is_new for pace in shared._paces.values())
 
 

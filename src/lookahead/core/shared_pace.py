@@ -57,7 +57,7 @@ class SharedPace:
             self.backs_off = self._nodes <= rows
             return
         self._pace = pace = self._of_load(1 << max(rows - 1, 0).bit_length(), round(2 * temperature) / 2)
-        pace.rows = rows
+        pace.begin(rows)
         self.backs_off, self.least = pace.rests, pace.least(rows) / 2
 
     def _of_load(self, load: int, temperature: float) -> Pace:

@@ -20,7 +20,8 @@ class StepTime:
         tokens: Tokens that it added, over all rows.
         rows: Rows that were not finished.
         drafted: Whether a draft was looked for; without one it was a plain step.
-        prompts: Whether it carried tokens of prompts as well.
+        tells: Whether it says what drafts cost and bring: not if it carried tokens of prompts as well, completed all
+            texts, so that there was nothing to draft, or added to none.
         certain_nodes, certain_tokens: How many of its nodes were sent because one way through them is accepted whatever
             the model says, and how many tokens that way had. They are sent whether or not drafting pays, and say
             nothing of it.
@@ -32,7 +33,7 @@ class StepTime:
     tokens: int
     rows: int
     drafted: bool
-    prompts: bool = False
+    tells: bool = True
     certain_nodes: int = 0
     certain_tokens: int = 0
 
@@ -70,17 +71,11 @@ class StepTimer:
             setattr(self._seconds, part, getattr(self._seconds, part) + now - self._since)
         self._since = now
 
-    def end(self, batch: Batch, done: DoneStep) -> StepTime | None:
-        """Time and tokens of the step; `None` where they say nothing of drafts.
-
-        That is where the step completed all texts, so that nothing was left to draft, added to none, or had rows padded
-        to a prompt.
-        """
+    def end(self, batch: Batch, done: DoneStep) -> StepTime:
+        """Time and tokens of the step."""
         trees, results = done.trees, [result for result in done.results if result is not None]
         steps = zip(batch.sequences, trees, strict=True)
         prompts = any(tree.root > 0 and (self._packed or sequence.steps <= 1) for sequence, tree in steps)
-        if not results or self._completes or (prompts and not self._packed):
-            return None
         seconds = self._clock() - self._start
         return StepTime(
             nodes=sum(map(len, trees)) if self._packed else max(map(len, trees)) * len(trees),
@@ -90,7 +85,7 @@ class StepTimer:
             rows=len(results),
             # A drafter that has lost its trust in predictions wants none listed.
             drafted=done.lists or any(len(tree) > tree.root + 1 + tree.certain for tree in trees),
-            prompts=prompts,
+            tells=bool(results) and not self._completes and not prompts,
             certain_nodes=sum(tree.certain for tree in trees),
             certain_tokens=sum(result.certain_tokens for result in results),
         )

@@ -59,8 +59,8 @@ class Steps:
         try:
             self._timer.begin(batch)
             done = step(self.backend, batch)
-            if pace is not None and (taken := self._timer.end(batch, done)) is not None:
-                pace.book(taken)
+            if pace is not None:
+                pace.book(self._timer.end(batch, done))
         finally:  # an error keeps this object, which is not to keep requests
             batch.sequences = ()
             if self.come_and_go:  # nor rows, whose memory others may take
