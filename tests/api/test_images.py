@@ -249,3 +249,12 @@ def test_an_input_that_counts_at_each_step_is_refused() -> None:
     model = Biased(config).eval()
     with pytest.raises(UnsupportedModelError, match="bias: steps of tokens alone differ"):
         lookahead.generate(model, torch.tensor([TEXT]), bias=torch.randn(96), max_new_tokens=4)
+
+
+def test_what_a_processor_raises_in_the_first_step_ends_the_call() -> None:
+    def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("the first token")
+
+    model = tiny("gemma3")
+    with pytest.raises(ArithmeticError, match="first"):
+        lookahead.generate(model, **image_prompt(model, [TEXT], 0), logits_processor=[fails], max_new_tokens=4)

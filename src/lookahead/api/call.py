@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -153,7 +154,7 @@ class Call:
             runner: Any = self._call.runner
             model = self._arguments.model
             steps.backend = PromptPass(runner, model, prompts.input_ids, prompts.mask, prompts.inputs)
-            steps.run(self._requests, statistics)
+            self._step(self._requests)
             steps.backend = runner
         else:
             start = perf_counter()
@@ -169,12 +170,15 @@ class Call:
             steps.backend.complete(padded_texts([request.sequence for request in self._requests], self._pad_token))
 
     def _run_steps(self) -> None:
-        steps, requests = self._steps, self._requests
-        while left := [request for request in requests if not request.sequence.finished]:
-            steps.run(left if steps.come_and_go else requests, self._statistics)
-            for request in left:
-                if request.sequence.error is not None:
-                    raise request.sequence.error
+        while left := [request for request in self._requests if not request.sequence.finished]:
+            self._step(left if self._steps.come_and_go else self._requests)
+
+    def _step(self, requests: Sequence[Request]) -> None:
+        """One step; what a processor, a criterion or a listener raised in it is raised."""
+        self._steps.run(requests, self._statistics)
+        for request in requests:
+            if request.sequence.error is not None:
+                raise request.sequence.error
 
     def _lengthen(self) -> None:
         """Let rows go on that ended before others: without an end-of-sequence token transformers pads nothing."""
