@@ -25,7 +25,8 @@ import torch
 import lookahead
 from cases import Case, Counts, Encode, encoder_of, generate, now, read_cases
 from lookahead import Engine, LookaheadConfig
-from lookahead.drafting.text_only import build_text_chain_drafter, build_text_drafter, text_memory
+from lookahead.drafting import text_only
+from lookahead.drafting.text_only import build_text_drafter, text_memory
 from lookahead.integrations.vllm import LookaheadProposer
 from models import load_model, load_tokenizer
 
@@ -243,7 +244,9 @@ def quick_lines(models: Models, runner: Runner) -> Iterator[Line]:
 def replay_lines(models: Models, runner: Runner) -> Iterator[Line]:
     """Drafts from texts alone, without a model."""
     cases = [case for file in FORCED for case in models.recorded(file)]
-    for nodes, build in ((16, build_text_chain_drafter), (16, build_text_drafter), (64, build_text_drafter)):
+    # Commits before the option have a function of that name.
+    build_chains = getattr(text_only, "build_text_chain_drafter", partial(build_text_drafter, chains=True))
+    for nodes, build in ((16, build_chains), (16, build_text_drafter), (64, build_text_drafter)):
         name = f"replay, {'tree' if build is build_text_drafter else 'chain'} of {nodes}"
         yield Line(name, cases, len(cases), partial(runner.replay, build, nodes, False))
     across = partial(runner.replay, build_text_drafter, 32, True)
