@@ -18,7 +18,7 @@ from exactness import NEAR_TIE, Case, Outcome, cases, logit_difference, random_c
 from lookahead.backends.transformers import runner
 from lookahead.backends.transformers.masks import MaskBuilder
 from lookahead.backends.transformers.tree_cache import TreeCache
-from lookahead.core.token_tree import Layout, TokenTree, lay_out
+from lookahead.core.token_tree import Layout, NodeKind, TokenTree, lay_out
 from model_zoo import (
     ARCHITECTURES,
     LOGIT_SPREAD,
@@ -171,7 +171,8 @@ def _with_long_run(name: str) -> tuple[Outcome, int]:
 
 def _any_child(self: TokenTree, node: int, token: int) -> int | None:
     """Verification that accepts the first candidate, whatever it holds."""
-    return next((child for (parent, _), child in self._candidates.items() if parent == node), None)
+    candidates = (child for child in range(node + 1, len(self)) if self.kinds[child] is NodeKind.CANDIDATE)
+    return next((child for child in candidates if self.parents[child] == node), None)
 
 
 def _sees_all_before(self: Layout) -> NDArray[np.bool_]:
