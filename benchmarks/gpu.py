@@ -36,7 +36,7 @@ import lookahead
 import same_bits
 from cases import Case, encoder_of, forced, generate, now, read_cases
 from lookahead import Engine, LookaheadConfig
-from lookahead.bench.models import sharing_weights
+from lookahead.backends.session import open_session
 from lookahead.bench.rows import Row
 from lookahead.bench.tuning import StepBench, seconds_of
 from lookahead.errors import InvalidArgumentError
@@ -89,12 +89,12 @@ def model_of(name: str, dtype: str, device: str) -> Any:
 
 def demo_model(device: str, dtype: str = "float32") -> Any:
     """The demo model, with nothing learned."""
-    return sharing_weights(model_of("demo", dtype, device))
+    return open_session(model_of("demo", dtype, device)).sharing_weights()
 
 
 def large_model(options: Options) -> Any:
     """Random weights in bfloat16, made where they stay, with nothing learned."""
-    return sharing_weights(model_of("tiny" if options.tiny else "8b", "bfloat16", options.device))
+    return open_session(model_of("tiny" if options.tiny else "8b", "bfloat16", options.device)).sharing_weights()
 
 
 def kernel_rows(device: str, heads: int, groups: int, size: int) -> Iterator[Row]:

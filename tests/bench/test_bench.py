@@ -29,8 +29,8 @@ from bench_suite import (
     make_model,
     write_prompts,
 )
-from lookahead.bench.measuring import ForwardCounter, MethodRunner, Run
-from lookahead.bench.models import load, sharing_weights
+from lookahead.backends.session import open_session
+from lookahead.bench.measuring import MethodRunner, Run, load, noted_passes, steps_of
 from lookahead.bench.suite import ModelSpec
 from lookahead.cli import main
 from lookahead.errors import InvalidArgumentError
@@ -160,15 +160,16 @@ def test_steps_of_assisted_generation_are_those_of_the_model(model_folder: Path)
     assistant.generation_config.num_assistant_tokens = 5
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.assistant_confidence_threshold = 0.0
-    with ForwardCounter(model, prompt.shape[1]) as counter:
+    with noted_passes(model) as passes:
         output = model.generate(prompt, assistant_model=assistant, **arguments)
     tokens = output.shape[1] - prompt.shape[1]
-    nodes, lengths = counter.steps(tokens)
+    nodes, lengths = steps_of(passes, prompt.shape[1], tokens)
     assert sum(lengths) == tokens == 20
     assert lengths[:3] == [6, 6, 6]
     assert nodes[:3] == [6, 6, 6]
+    count = len(passes)
     model.generate(prompt, **arguments)
-    assert counter.steps(tokens) == (nodes, lengths), "it has ended"
+    assert len(passes) == count, "it has ended"
 
 
 def test_prompts_are_cut_to_leave_room_for_new_tokens(bench: Bench, folder: Path) -> None:
@@ -207,7 +208,7 @@ def test_random_weights_come_from_the_seed(folder: Path) -> None:
 
 
 def test_objects_share_weights(llama: LlamaForCausalLM) -> None:
-    other = sharing_weights(llama)
+    other = open_session(llama).sharing_weights()
     assert other is not llama
     assert other.model.layers[0] is not llama.model.layers[0]
     assert [weight.data_ptr() for weight in other.parameters()] == [weight.data_ptr() for weight in llama.parameters()]

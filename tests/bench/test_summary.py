@@ -11,7 +11,8 @@ import pytest
 
 from command import main
 from lookahead import InvalidArgumentError, LookaheadConfig
-from lookahead.bench.rows import read_files, steps_within
+from lookahead.bench.measuring import steps_within
+from lookahead.bench.rows import read_files
 from lookahead.bench.suite import MethodSpec
 from lookahead.bench.summary import RunSet, differences, first_difference, summarise
 

@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import lookahead
+from lookahead.backends.loading import is_out_of_memory
 from lookahead.cli import main
 from lookahead.cli.compare import parting
-from lookahead.cli.loading import OutOfMemoryError, is_out_of_memory, memory_errors_explained
+from lookahead.cli.loading import OutOfMemoryError, memory_errors_explained
 from lookahead.cli.rendering import StepPrinter
 from lookahead.demo import DEMO_PROMPT, demo_model_path
 from lookahead.drafting import DraftMemory

@@ -22,10 +22,10 @@ import lookahead
 from fuzz import families
 from fuzz.variant import Variant
 from lookahead import InvalidArgumentError, LookaheadConfig
+from lookahead.backends.loading import LoadedModel
 from lookahead.backends.transformers.tree_cache import TreeCache
 from lookahead.cli import main
 from lookahead.cli.conversation import Answer, Conversation, Message, TurnFormat
-from lookahead.cli.loading import LoadedModel
 from lookahead.cli.settings import ChatSettings
 from lookahead.demo import demo_model_path
 from model_zoo import ROPE_CONTEXT, build

@@ -1,76 +1,168 @@
-"""How a benchmark is measured: one method on one prompt, and the order of all that are not done yet."""
+"""How a benchmark is measured: its models, one method on one prompt, and the order of all that are not done yet."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
+from pathlib import Path
 from time import perf_counter, process_time
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from lookahead.api.generation import generate
-from lookahead.bench.models import BenchModel, Prompt, encode, load, load_assistant, read_prompts, sharing_weights
-from lookahead.bench.rows import Request, Row, RowsFile, Run, build_row, check_request
-from lookahead.bench.suite import MethodSpec, ModelSpec, Suite, TaskSpec
+from lookahead.backends.loading import LoadedModel, load_model
+from lookahead.backends.session import open_session
+from lookahead.backends.transformers.findings import model_identity
+from lookahead.bench.prompts import Prompt, encode, read_prompts
+from lookahead.bench.repetition import repeated_cycle_share, tokens_before_cycles
+from lookahead.bench.rows import Key, Row, RowsFile, check_same
+from lookahead.bench.suite import DEMO, MethodSpec, ModelSpec, Suite, TaskSpec
+from lookahead.demo import demo_model_path
 from lookahead.errors import InvalidArgumentError, LookaheadError
 
 
-class ForwardCounter:
-    """Notes, before each forward pass, how many tokens it reads and how many are cached already.
+@dataclass(frozen=True)
+class BenchModel:
+    """A model that was loaded.
 
-    From the two follow the tokens that each step of a drafting method sends and adds, for transformers itself reports
-    neither. A context manager: it is on inside a `with` block.
+    Attributes:
+        spec: What the benchmark says of it.
+        loaded: The model, which stays greedy: whatever it shipped for sampling is gone.
+        identity: A name for its weights.
     """
 
-    def __init__(self, model: PreTrainedModel, prompt_tokens: int) -> None:
-        """Nothing happens yet.
+    spec: ModelSpec
+    loaded: LoadedModel
+    identity: str
 
-        Args:
-            model: The model whose passes count.
-            prompt_tokens: Length of the prompt.
-        """
-        self._model = model
-        self._prompt = prompt_tokens
-        self._passes: list[tuple[int, int]] = []
+    def settings(self) -> dict[str, Any]:
+        """What the measured figures depend on."""
+        return {
+            **self.spec.settings(),
+            "architecture": type(self.loaded.model).__name__,
+            "parameters": open_session(self.loaded.model).parameters,
+            "identity": self.identity,
+        }
 
-    def __enter__(self) -> ForwardCounter:
-        self._hook = self._model.register_forward_pre_hook(self._note, with_kwargs=True)
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._hook.remove()
+def load(spec: ModelSpec, device: torch.device) -> BenchModel:
+    """Load a model, or make the one with random weights.
 
-    def steps(self, tokens: int) -> tuple[list[int], list[int]]:
-        """The nodes that each step sent and the tokens that it added, `tokens` in all.
+    Raises:
+        InvalidArgumentError: It cannot be loaded; the message names the model.
+    """
+    try:
+        tokenizer = None if spec.tokenizer is None else _folder(spec.tokenizer)
+        if spec.path is None:
+            loaded = _random(spec, tokenizer or demo_model_path(), device)
+        else:
+            loaded = _trained(spec.path, spec.dtype, device, tokenizer)
+    except (LookaheadError, OSError, ValueError, TypeError, RuntimeError) as error:
+        raise InvalidArgumentError(f"models: {spec.name!r} cannot be loaded: {error}") from error
+    return BenchModel(spec, loaded, model_identity(loaded.model))
 
-        Before a step all of the text is cached but its last token; before the first one nothing is.
-        """
-        cached = [length for _, length in self._passes[1:]]
-        ends = [length + 1 - self._prompt for length in cached] + [tokens]
-        lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-        nodes = [sent for sent, _ in self._passes]
-        if nodes:
-            nodes[0] -= self._prompt - 1  # its last token is the root
-        return nodes, lengths
 
-    def _note(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+def _folder(path: Path | str) -> Path:
+    return demo_model_path() if path == DEMO else Path(path)
+
+
+def _trained(
+    path: Path | str, dtype: str | torch.dtype, device: torch.device, tokenizer: Path | None = None
+) -> LoadedModel:
+    """A model with trained weights. Only which tokens end a text is taken over; tasks say how tokens are chosen."""
+    loaded = load_model(_folder(path), dtype, device, tokenizer)
+    if loaded.lacks:
+        raise InvalidArgumentError(f"it {loaded.lacks}; copy the model again")
+    if not loaded.is_gguf:
+        shipped = loaded.model.generation_config
+        ends, pad = shipped.eos_token_id, shipped.pad_token_id
+        if pad is None:  # without one every call of `generate` would warn about it
+            pad = ends[0] if isinstance(ends, list) else ends
+        loaded.model.generation_config = GenerationConfig(
+            bos_token_id=shipped.bos_token_id, eos_token_id=ends, pad_token_id=pad
+        )
+    return loaded
+
+
+def _random(spec: ModelSpec, folder: Path, device: torch.device) -> LoadedModel:
+    """A model with random weights, a Llama if not said otherwise, and no token that ends a text."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    sizes = {"vocab_size": len(tokenizer), "model_type": "llama", **spec.random}
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = AutoConfig.for_model(sizes.pop("model_type"), **special | sizes)
+    if config.vocab_size < len(tokenizer):
+        raise ValueError(f"vocab_size={config.vocab_size} is less than the {len(tokenizer)} tokens of the tokenizer")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return LoadedModel(folder, model.to(getattr(torch, spec.dtype)).to(device).eval(), tokenizer)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one call did.
+
+    Attributes:
+        output: The tokens generated.
+        nodes_per_step: Tokens sent in each forward pass that decoded tokens, those of the prompt not counted.
+        accepted_lengths: Tokens that each of them added.
+        cpu_seconds: CPU time of the call, all threads together.
+        wall_seconds: Wall time of the call.
+        seconds: Wall time by part of the step, empty for transformers.
+    """
+
+    output: list[int]
+    nodes_per_step: list[int]
+    accepted_lengths: list[int]
+    cpu_seconds: float
+    wall_seconds: float
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+Pass = tuple[int, int]
+"""How many tokens a forward pass reads, and how many are cached before it."""
+
+
+@contextmanager
+def noted_passes(model: PreTrainedModel) -> Iterator[list[Pass]]:
+    """The forward passes of a model inside a `with` block, for transformers itself reports nothing of its steps."""
+    passes: list[Pass] = []
+
+    def note(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         cache = named.get("past_key_values")
-        self._passes.append((named["input_ids"].shape[1], 0 if cache is None else int(cache.get_seq_length())))
+        passes.append((named["input_ids"].shape[1], 0 if cache is None else int(cache.get_seq_length())))
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield passes
+    finally:
+        hook.remove()
+
+
+def steps_of(passes: Sequence[Pass], prompt_tokens: int, tokens: int) -> tuple[list[int], list[int]]:
+    """The nodes that each step of a drafting method sent and the tokens that it added, `tokens` in all.
+
+    Before a step all of the text is cached but its last token; before the first one nothing is.
+    """
+    ends = [cached + 1 - prompt_tokens for _, cached in passes[1:]] + [tokens]
+    lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    nodes = [sent for sent, _ in passes]
+    if nodes:
+        nodes[0] -= prompt_tokens - 1  # its last token is the root
+    return nodes, lengths
 
 
 WARM_UP_TOKENS = 8
-
-Starting = Callable[[str], None]
-Finished = Callable[[Row | None], None]
 
 
 class MethodRunner:
@@ -78,13 +170,23 @@ class MethodRunner:
 
     It works on a model object of its own, with the same weights. What the library learns from call to call about the
     model (its predictions, the cost of its steps) is then this method's alone.
+
+    Raises:
+        InvalidArgumentError: The model that drafts cannot be loaded.
     """
 
     def __init__(self, bench_model: BenchModel, method: MethodSpec) -> None:
+        model = bench_model.loaded.model
         self.method = method
-        self._assistant = load_assistant(method, bench_model.model)
+        self._model: Any = model if method.lookahead is None else open_session(model).sharing_weights()
+        self._assistant: PreTrainedModel | None = None
+        if method.assistant is not None:
+            try:
+                self._assistant = _trained(method.assistant, model.dtype, model.device).model
+            except (LookaheadError, OSError, ValueError, TypeError, RuntimeError) as error:
+                message = f"methods: the assistant of {method.name!r} cannot be loaded: {error}"
+                raise InvalidArgumentError(message) from error
         self._assistant_config = None if self._assistant is None else self._assistant.generation_config
-        self._model: Any = bench_model.model if method.lookahead is None else sharing_weights(bench_model.model)
 
     def warm_up(self, input_ids: torch.Tensor, task: TaskSpec) -> None:
         """A short call that is not measured: the library tries the model, packs weights, transformers sets things up.
@@ -132,8 +234,7 @@ class MethodRunner:
         call = partial(generate, self._model, lookahead_config=method.lookahead, return_dict_in_generate=True)
         tokens, output, cpu, wall = timed(call, arguments)
         found: Any = output.statistics
-        seconds = asdict(found.seconds)
-        return Run(tokens, found.steps, found.nodes_per_step, found.accepted_lengths, cpu, wall, seconds)
+        return Run(tokens, found.nodes_per_step, found.accepted_lengths, cpu, wall, asdict(found.seconds))
 
     def _with_transformers(self, method: MethodSpec, arguments: dict[str, Any]) -> Run:
         if self._assistant is not None:
@@ -145,10 +246,10 @@ class MethodRunner:
             tokens, _, cpu, wall = timed(call, arguments)
             nodes = lengths = [1] * len(tokens)
         else:
-            with ForwardCounter(self._model, arguments["input_ids"].shape[1]) as counter:
+            with noted_passes(self._model) as passes:
                 tokens, _, cpu, wall = timed(call, arguments)
-            nodes, lengths = counter.steps(len(tokens))
-        return Run(tokens, len(lengths), nodes, lengths, cpu, wall)
+            nodes, lengths = steps_of(passes, arguments["input_ids"].shape[1], len(tokens))
+        return Run(tokens, nodes, lengths, cpu, wall)
 
 
 def timed(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[list[int], Any, float, float]:
@@ -160,6 +261,85 @@ def timed(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[list[int
     output = call(**arguments)
     tokens: list[int] = output.sequences[0, arguments["input_ids"].shape[1] :].tolist()
     return tokens, output, process_time() - cpu, perf_counter() - wall
+
+
+@dataclass(frozen=True)
+class Request:
+    """One run that a benchmark asks for.
+
+    Attributes:
+        model: The model.
+        task: The task.
+        prompt: The prompt.
+        method: The method.
+        order: Its place among the methods, from 0.
+        repeat: Which pass over the prompts, from 0.
+        input_ids: The prompt as it is sent, `[1, S]`.
+    """
+
+    model: BenchModel
+    task: TaskSpec
+    prompt: Prompt
+    method: MethodSpec
+    order: int
+    repeat: int
+    input_ids: torch.Tensor
+
+    @property
+    def key(self) -> Key:
+        """The key of its row."""
+        return (self.model.spec.name, self.task.name, self.method.name, self.prompt.id, self.repeat)
+
+    def settings(self) -> dict[str, Any]:
+        """All settings that its figures depend on, except machine and versions."""
+        prompt = hashlib.sha256(json.dumps(self.input_ids.tolist()).encode()).hexdigest()[:16]
+        return {
+            "model": self.model.settings(),
+            "task": {**self.task.settings(), "input": prompt},
+            "method": self.method.settings(),
+        }
+
+    def row(self, run: Run, circumstances: Row) -> Row:
+        """The row of the run.
+
+        Args:
+            run: What happened.
+            circumstances: Versions and machine.
+        """
+        tokens, lengths = len(run.output), run.accepted_lengths
+        early = steps_within(lengths, tokens_before_cycles(run.output))
+        return {
+            **dict(zip(("model", "task", "method", "prompt", "repeat"), self.key, strict=True)),
+            "order": self.order,
+            "reference": self.method.is_reference,
+            "exact": self.model.spec.exact and self.method.keeps_draws(self.task),
+            "prompt_tokens": self.input_ids.shape[1],
+            "tokens": tokens,
+            "steps": len(lengths),
+            "S": round(tokens / len(lengths), 4) if lengths else 0.0,
+            "cpu_seconds": round(run.cpu_seconds, 6),
+            "wall_seconds": round(run.wall_seconds, 6),
+            "seconds": {part: round(seconds, 6) for part, seconds in run.seconds.items()},
+            "cycle_share": round(repeated_cycle_share(run.output), 4),
+            "tokens_before_cycles": sum(early),
+            "steps_before_cycles": len(early),
+            "S_before_cycles": round(sum(early) / len(early), 4) if early else None,
+            "nodes_per_step": run.nodes_per_step,
+            "accepted_lengths": lengths,
+            "output": run.output,
+            "settings": self.settings(),
+            **circumstances,
+            "date": date.today().isoformat(),
+        }
+
+
+def steps_within(lengths: Sequence[int], tokens: int) -> list[int]:
+    """The lengths of the steps, first ones first, that end within the first so many tokens."""
+    return [length for length, end in zip(lengths, accumulate(lengths), strict=True) if end <= tokens]
+
+
+Starting = Callable[[str], None]
+Finished = Callable[[Row | None], None]
 
 
 class Benchmark:
@@ -218,7 +398,10 @@ class Benchmark:
             for repeat in range(self._suite.repeats)
         ]
         for request in chain(*chain(*passes)):
-            check_request(file, request, circumstances)
+            if request.key in file:
+                row = file[request.key]
+                what = f" {request.method.name!r} on {request.prompt.id!r}"
+                check_same(file.path, {**row, **row["settings"]}, {**request.settings(), **circumstances}, what)
         runners: dict[str, MethodRunner] = {}
         for requests in passes:
             self._forget_unfinished(requests, file)
@@ -232,7 +415,7 @@ class Benchmark:
                     self._prepare(request, runners)
                     ready.add(request.method.name)
                 run = runners[request.method.name].run(request.input_ids, request.task, request.prompt.number)
-                row = build_row(request, run, circumstances)
+                row = request.row(run, circumstances)
                 file.append(row)
                 finished(row)
 
@@ -245,7 +428,8 @@ class Benchmark:
 
     def _requests(self, model: BenchModel, task: TaskSpec, prompt: Prompt, repeat: int) -> list[Request]:
         """All methods on one prompt, in the order in which they take their turns."""
-        input_ids = encode(prompt, task, model.tokenizer, model.context).to(self._device)
+        loaded = model.loaded
+        input_ids = encode(prompt, task, loaded.tokenizer, loaded.context_length).to(self._device)
         first = (prompt.number + repeat) % len(self._suite.methods)
         turns = list(enumerate(self._suite.methods))
         return [

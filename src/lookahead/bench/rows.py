@@ -1,16 +1,12 @@
-"""Rows of results: what a run comes to, and the files of JSON lines that grow run by run."""
+"""Rows of results, and the files of JSON lines that grow run by run."""
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import date
-from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -18,9 +14,6 @@ from typing import Any, TypeVar
 import torch
 
 from lookahead.backends.transformers.findings import device_name
-from lookahead.bench.models import BenchModel, Prompt
-from lookahead.bench.repetition import repeated_cycle_share, tokens_before_cycles
-from lookahead.bench.suite import MethodSpec, TaskSpec
 from lookahead.core.files import replaced
 from lookahead.errors import InvalidArgumentError
 
@@ -34,113 +27,9 @@ Row = dict[str, Any]
 Key = tuple[str, str, str, str, int]
 
 
-@dataclass(frozen=True)
-class Run:
-    """What one call did.
-
-    Attributes:
-        output: The tokens generated.
-        steps: Forward passes that decoded tokens.
-        nodes_per_step: Tokens sent in each of them, those of the prompt not counted.
-        accepted_lengths: Tokens that each of them added.
-        cpu_seconds: CPU time of the call, all threads together.
-        wall_seconds: Wall time of the call.
-        seconds: Wall time by part of the step, empty for transformers.
-    """
-
-    output: list[int]
-    steps: int
-    nodes_per_step: list[int]
-    accepted_lengths: list[int]
-    cpu_seconds: float
-    wall_seconds: float
-    seconds: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Request:
-    """One run that a benchmark asks for.
-
-    Attributes:
-        model: The model.
-        task: The task.
-        prompt: The prompt.
-        method: The method.
-        order: Its place among the methods, from 0.
-        repeat: Which pass over the prompts, from 0.
-        input_ids: The prompt as it is sent, `[1, S]`.
-    """
-
-    model: BenchModel
-    task: TaskSpec
-    prompt: Prompt
-    method: MethodSpec
-    order: int
-    repeat: int
-    input_ids: torch.Tensor
-
-    @property
-    def key(self) -> Key:
-        """The key of its row."""
-        return (self.model.spec.name, self.task.name, self.method.name, self.prompt.id, self.repeat)
-
-    def settings(self) -> dict[str, Any]:
-        """All settings that its figures depend on, except machine and versions."""
-        prompt = hashlib.sha256(json.dumps(self.input_ids.tolist()).encode()).hexdigest()[:16]
-        return {
-            "model": self.model.settings(),
-            "task": {**self.task.settings(), "input": prompt},
-            "method": self.method.settings(),
-        }
-
-
 def key_of(row: Mapping[str, Any]) -> Key:
     """The key of a row."""
     return (row["model"], row["task"], row["method"], row["prompt"], row["repeat"])
-
-
-def build_row(request: Request, run: Run, circumstances: Mapping[str, Any]) -> Row:
-    """The row of a run.
-
-    Args:
-        request: What was asked.
-        run: What happened.
-        circumstances: Versions and machine.
-    """
-    model, task, method, prompt, repeat = request.key
-    early = steps_within(run.accepted_lengths, tokens_before_cycles(run.output))
-    return {
-        "model": model,
-        "task": task,
-        "method": method,
-        "prompt": prompt,
-        "repeat": repeat,
-        "order": request.order,
-        "reference": request.method.is_reference,
-        "exact": request.model.spec.exact and request.method.keeps_draws(request.task),
-        "prompt_tokens": request.input_ids.shape[1],
-        "tokens": len(run.output),
-        "steps": run.steps,
-        "S": round(len(run.output) / run.steps, 4) if run.steps else 0.0,
-        "cpu_seconds": round(run.cpu_seconds, 6),
-        "wall_seconds": round(run.wall_seconds, 6),
-        "seconds": {part: round(seconds, 6) for part, seconds in run.seconds.items()},
-        "cycle_share": round(repeated_cycle_share(run.output), 4),
-        "tokens_before_cycles": sum(early),
-        "steps_before_cycles": len(early),
-        "S_before_cycles": round(sum(early) / len(early), 4) if early else None,
-        "nodes_per_step": run.nodes_per_step,
-        "accepted_lengths": run.accepted_lengths,
-        "output": run.output,
-        "settings": request.settings(),
-        **circumstances,
-        "date": date.today().isoformat(),
-    }
-
-
-def steps_within(lengths: Sequence[int], tokens: int) -> list[int]:
-    """The lengths of the steps, first ones first, that end within the first so many tokens."""
-    return [length for length, end in zip(lengths, accumulate(lengths), strict=True) if end <= tokens]
 
 
 _NEEDED = ("model", "task", "method", "prompt", "repeat", "order", "reference", "output", "settings")
@@ -227,18 +116,6 @@ def open_results(path: Path, *, restart: bool = False) -> RowsFile:
         OSError: It cannot be written.
     """
     return RowsFile(path, _checked(path, kept_lines(path, restart=restart)), key_of)
-
-
-def check_request(file: RowsFile, request: Request, circumstances: Row) -> None:
-    """Refuse to go on where the row of a request was measured in another way.
-
-    Raises:
-        InvalidArgumentError: It was; the message says what is different.
-    """
-    if request.key in file:
-        row = file[request.key]
-        what = f" {request.method.name!r} on {request.prompt.id!r}"
-        check_same(file.path, {**row, **row["settings"]}, {**request.settings(), **circumstances}, what)
 
 
 def check_same(path: Path, then: Row, now: Row, what: str = "") -> None:

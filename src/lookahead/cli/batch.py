@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from lookahead.bench.models import Prompt, read_prompts
+from lookahead.backends.loading import LoadedModel, summary
+from lookahead.bench.prompts import Prompt, read_prompts
 from lookahead.bench.rows import RowsFile, kept_lines
 from lookahead.bench.suite import TaskSpec
 from lookahead.cli import process
 from lookahead.cli.generate import fitted, text_options
-from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries, summary
+from lookahead.cli.loading import load_for_decoding, quiet_libraries
 from lookahead.cli.rendering import Consoles, decode, measuring_progress, print_json
 from lookahead.cli.settings import BatchSettings
 from lookahead.errors import InvalidArgumentError, LookaheadError

@@ -8,13 +8,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lookahead.backends.loading import check_device
 from lookahead.bench.measuring import Benchmark
 from lookahead.bench.rows import Row, RowsFile, describe_machine, open_results, read_files
 from lookahead.bench.scaling_law import law_fit, law_points
 from lookahead.bench.suite import Suite
 from lookahead.bench.summary import Difference, RunSet, differences, summarise
 from lookahead.cli import process
-from lookahead.cli.loading import check_device, compile_drafting, memory_errors_explained, quiet_libraries
+from lookahead.cli.loading import compile_drafting, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress
 from lookahead.cli.settings import BenchSettings, LawSettings
 from lookahead.errors import InvalidArgumentError

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lookahead.backends.loading import LoadedModel
 from lookahead.bench.repetition import repeated_cycle_share
 from lookahead.bench.summary import first_difference
 from lookahead.cli import process
@@ -26,8 +27,7 @@ from lookahead.cli.generate import (
     seed_draws,
     text_options,
 )
-from lookahead.cli.inputs import is_gguf
-from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries
+from lookahead.cli.loading import load_for_decoding, quiet_libraries
 from lookahead.cli.rendering import Consoles, StepPrinter, decode, measuring_progress, print_json, visible
 from lookahead.cli.settings import CompareSettings
 from lookahead.demo import DEMO_PROMPT
@@ -177,6 +177,6 @@ def _difference_line(difference: dict[str, int | None], loaded: LoadedModel) -> 
         f"plain {shown(difference['plain'])}, lookahead {shown(difference['lookahead'])}"
     )
     if loaded.dtype != "float32":
-        exact = "a file of float32 weights" if is_gguf(loaded.path) else "--dtype float32"
+        exact = "a file of float32 weights" if loaded.is_gguf else "--dtype float32"
         line += f"; in {loaded.dtype} rounding can decide between close tokens, compare with {exact}"
     return line

@@ -15,6 +15,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
+from lookahead.backends.loading import LoadedModel, summary
 from lookahead.backends.session import open_session
 from lookahead.cli import process
 from lookahead.cli.chat import Turn
@@ -29,7 +30,7 @@ from lookahead.cli.generate import (
     traced,
 )
 from lookahead.cli.inputs import checked, read_text
-from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries, summary
+from lookahead.cli.loading import load_for_decoding, quiet_libraries
 from lookahead.cli.rendering import Consoles, StepPrinter, counts_line, decode
 from lookahead.cli.settings import ChatSettings
 from lookahead.config import LookaheadConfig

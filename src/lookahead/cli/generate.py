@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 
 from lookahead.api.generation import generate
+from lookahead.backends.loading import LoadedModel
 from lookahead.cli import process
-from lookahead.cli.inputs import is_gguf
-from lookahead.cli.loading import LoadedModel, load_for_decoding, memory_errors_explained, quiet_libraries
+from lookahead.cli.loading import load_for_decoding, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, StepPrinter, counts_line, decode, print_json
 from lookahead.cli.settings import DecodingSettings
 from lookahead.config import LookaheadConfig
@@ -213,7 +213,7 @@ def decode_plainly(loaded: LoadedModel, prompt: Prompt, recording: Recording, **
 
     By transformers alone; by llama.cpp without a draft if the model is a GGUF file, as fast as this library can run it.
     """
-    if is_gguf(loaded.path):
+    if loaded.is_gguf:
         decode_with_lookahead(loaded, prompt, LookaheadConfig(preset="autoregressive"), recording, **options)
         return
 

@@ -115,7 +115,7 @@ def start_ranks(count: int, settings: GenerateSettings) -> int:
     if is_gguf(model_folder(settings.model)):
         raise InvalidArgumentError(f"--parallel {count} is about models of transformers; leave it out for a GGUF file")
     if settings.device not in (None, "cpu"):
-        from lookahead.cli.loading import check_device  # which takes torch to know
+        from lookahead.backends.loading import check_device  # which takes torch to know
 
         check_device(settings.device)
     text = read_prompt(settings)  # once, as there is one standard input

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from pathlib import Path
 
+from lookahead.backends.loading import LoadedModel, with_adapter
 from lookahead.backends.machine import free_bytes
 from lookahead.cli import process
-from lookahead.cli.inputs import adapter_folders, is_gguf, read_api_keys
-from lookahead.cli.loading import LoadedModel, load_for_decoding, quiet_libraries, with_adapter
+from lookahead.cli.inputs import adapter_folders, read_api_keys
+from lookahead.cli.loading import load_for_decoding, quiet_libraries
 from lookahead.cli.rendering import Consoles
 from lookahead.cli.settings import ServeSettings
 from lookahead.config import LookaheadConfig
@@ -47,7 +48,7 @@ def run(settings: ServeSettings) -> int:
             raise InvalidArgumentError(f"--lora {name}={adapters[name]}: the model has this name; choose another one")
         all_loaded = {name: main} | {name: with_adapter(main, path) for name, path in adapters.items()}
         room = settings.kv_bytes
-        if room is None and not is_gguf(main.path):  # llama.cpp takes its room at once, no more than can be used
+        if room is None and not main.is_gguf:  # llama.cpp takes its room at once, no more than can be used
             room = free_bytes(main.model.device) // _SHARE
         room = None if room is None else room // len(all_loaded)
         models = []

@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from lookahead.backends.loading import LoadedModel
 from lookahead.backends.transformers.findings import (
     describe_setting,
     engine_setting,
@@ -19,7 +20,7 @@ from lookahead.backends.transformers.findings import (
 )
 from lookahead.bench.tuning import CONTEXTS, NODE_COUNTS, Measurement, measure, timings
 from lookahead.cli import process
-from lookahead.cli.loading import LoadedModel, load_model, memory_errors_explained, quiet_libraries
+from lookahead.cli.loading import load_model, memory_errors_explained, quiet_libraries
 from lookahead.cli.rendering import Consoles, measuring_progress, print_json
 from lookahead.cli.settings import TuneSettings
 from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig

@@ -1,0 +1,205 @@
+"""Loading a model from a local folder or a GGUF file, never from the network."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lookahead.backends.llama_cpp.model import load_gguf
+from lookahead.backends.session import open_session
+from lookahead.backends.transformers.limits import Limits
+from lookahead.errors import InvalidArgumentError
+
+_SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Settings that a model may ship for sampling; they have no place in greedy decoding."""
+
+# trust_remote_code=False refuses a model that brings its own code instead of asking at the terminal.
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its tokenizer.
+
+    Attributes:
+        path: The folder or the GGUF file it came from.
+        model: The model, set to greedy decoding.
+        tokenizer: Its tokenizer.
+        sampling: What its own generation configuration says about sampling.
+        processor: Makes inputs of images, if the model sees any.
+        lacks: What its files lack, in words; weights that are not there start at random.
+    """
+
+    path: Path
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    sampling: dict[str, Any] = field(default_factory=dict)
+    processor: Any = None
+    lacks: str = ""
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether llama.cpp runs it."""
+        return self.path.is_file()
+
+    @property
+    def context_length(self) -> int | None:
+        """Most positions the model knows, `None` when its configuration names no limit."""
+        return Limits(self.model.config).context
+
+    @property
+    def fixed_positions(self) -> int | None:
+        """Longest text that reads every token as a shorter one did; `None` if no length changes how tokens are read."""
+        return Limits(self.model.config).changes_after
+
+    @property
+    def dtype(self) -> str:
+        """Name of the type the model runs in; of a GGUF file, the types of its weights."""
+        return open_session(self.model).number_type
+
+
+def load_model(
+    path: Path,
+    dtype: str | torch.dtype = "auto",
+    device: torch.device | None = None,
+    tokenizer: Path | None = None,
+    **gguf: Any,
+) -> LoadedModel:
+    """Load a model.
+
+    Args:
+        path: A folder of transformers, or a GGUF file, of which type and device are left to llama.cpp.
+        dtype: Type of the weights; `"auto"` for the one they were saved in.
+        device: Where the model runs, the CPU if not given.
+        tokenizer: Folder of the tokenizer, if not `path`.
+        **gguf: Further arguments of `load_gguf`, for a GGUF file.
+
+    Raises:
+        InvalidArgumentError: It cannot be loaded.
+    """
+    if path.is_file():
+        gguf_model = load_gguf(path, **gguf)
+        return LoadedModel(path, gguf_model, gguf_model.tokenizer)
+    part = "its tokenizer"
+    try:
+        read_tokenizer = AutoTokenizer.from_pretrained(tokenizer or path, **_LOCAL)
+        part = "the model"
+        sees = type(AutoConfig.from_pretrained(path, **_LOCAL)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        processor = AutoProcessor.from_pretrained(path, **_LOCAL) if sees else None
+        model, report = kind.from_pretrained(
+            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **_LOCAL
+        )
+    except Exception as error:  # whatever a broken file makes transformers raise
+        if is_out_of_memory(error):
+            raise
+        raise InvalidArgumentError(
+            f"{part} cannot be loaded ({summary(error)}); copy all of its files into this folder"
+        ) from error
+    _check_shapes(report["mismatched_keys"])
+    _check_token_ids(path, model.generation_config)
+    sampling = _make_greedy(model.generation_config)
+    missing = sorted(report["missing_keys"])
+    more = ", …" if len(missing) > 1 else ""
+    lacks = f"lacks {len(missing)} weights ({missing[0]}{more})" if missing else ""
+    return LoadedModel(path, model.to(device or "cpu"), read_tokenizer, sampling, processor, lacks)
+
+
+def _check_shapes(mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """Refuse weights of other shapes than `config.json` says; transformers would put random ones in their place."""
+    if not mismatched:
+        return
+    name, stored, expected = min(mismatched)
+    more = f", and {len(mismatched) - 1} more tensors" if len(mismatched) > 1 else ""
+    raise InvalidArgumentError(
+        f"config.json does not fit the weights: {name} has the shape {tuple(stored)} in the weights, "
+        f"but {tuple(expected)} by the sizes in config.json{more}; correct the sizes"
+    )
+
+
+def _check_token_ids(path: Path, generation_config: GenerationConfig) -> None:
+    for field_name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(generation_config, field_name)
+        several = field_name == "eos_token_id" and isinstance(value, list)
+        if not all(isinstance(token, int) for token in (value if several else [value]) if token is not None):
+            files = [name for name in ("generation_config.json", "config.json") if (path / name).exists()]
+            what = "a token id or a list of token ids" if field_name == "eos_token_id" else "a token id"
+            raise InvalidArgumentError(f"{files[0]}: {field_name}={value!r} must be {what}")
+
+
+def _make_greedy(generation_config: GenerationConfig) -> dict[str, Any]:
+    """Take out what a model ships for sampling and beam search; returns what it has for sampling."""
+    shipped = {flag: getattr(generation_config, flag, None) for flag in _SAMPLING_FLAGS}
+    for flag in (*_SAMPLING_FLAGS, "num_beams"):
+        setattr(generation_config, flag, None)
+    generation_config.do_sample = False
+    return {flag: value for flag, value in shipped.items() if value is not None}
+
+
+def with_adapter(loaded: LoadedModel, path: Path) -> LoadedModel:
+    """A model with a LoRA adapter: an object of its own that shares the weights of `loaded`.
+
+    Raises:
+        InvalidArgumentError: The adapter cannot be loaded.
+        UnsupportedModelError: The model cannot be run with it.
+    """
+    if find_spec("peft") is None:
+        raise InvalidArgumentError(f"--lora {path} needs peft, which is not installed: pip install peft")
+    if loaded.is_gguf:
+        raise InvalidArgumentError(
+            f"--lora {path} is about models of transformers; --model {loaded.path} is a GGUF file"
+        )
+    model = open_session(loaded.model).sharing_weights()
+    try:
+        model.load_adapter(str(path))
+    except Exception as error:  # whatever a broken or foreign adapter makes peft raise
+        raise InvalidArgumentError(f"--lora {path}: cannot be loaded: {summary(error)}") from error
+    open_session(model).check()
+    return replace(loaded, model=model)
+
+
+def check_device(name: str | None) -> torch.device:
+    """The device called `name`, or the best one there is; refuses what this machine does not have."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.empty(0, device=name).device
+        if device.type != "meta" and torch.device(name).index in (None, device.index):
+            return device
+        missing = f"it is {device}"
+    except (RuntimeError, AssertionError, ImportError) as error:  # no such name or device, or a torch without it
+        missing = summary(error)
+    choices = ["cpu"]
+    if (found := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        choices += [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
+    raise InvalidArgumentError(f"--device {name} is not available here; choose {' or '.join(choices)} ({missing})")
+
+
+def summary(error: Exception) -> str:
+    """An error of another library on one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip(': ')}" if lines else type(error).__name__
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device, or the machine itself, has no memory left; torch has no type of error for some of them."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
