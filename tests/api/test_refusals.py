@@ -274,12 +274,12 @@ def test_chunks_after_a_cache_are_refused_where_transformers_reads_them_wrongly(
     llama: PreTrainedModel, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"max_new_tokens": 4, "do_sample": False, "prefill_chunk_size": 4}
-    monkeypatch.setattr("lookahead.serving.prompts.TRANSFORMERS", (5, 22))
+    monkeypatch.setattr("lookahead.serving.arguments.TRANSFORMERS", (5, 22))
     first = lookahead.generate(
         llama, prompt, return_dict_in_generate=True, **options
     )  # without a cache it reads them well
     text = torch.cat([first.sequences, prompt], dim=1)
     with pytest.raises(LookaheadError, match=r"prefill_chunk_size=4 is not supported with past_key_values"):
         lookahead.generate(llama, text, past_key_values=first.past_key_values, **options)
-    monkeypatch.setattr("lookahead.serving.prompts.TRANSFORMERS", (5, 23))
+    monkeypatch.setattr("lookahead.serving.arguments.TRANSFORMERS", (5, 23))
     lookahead.generate(llama, text, past_key_values=first.past_key_values, **options)

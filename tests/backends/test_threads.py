@@ -18,7 +18,7 @@ from lookahead import LookaheadConfig
 from lookahead.backends.transformers.findings import model_identity
 from lookahead.drafting import DraftMemory
 from lookahead.serving import drafting
-from lookahead.serving.drafting import draft_memory, draft_pace, keep_memory
+from lookahead.serving.drafting import Drafting, draft_memory, draft_pace
 from model_zoo import VOCAB_SIZE, build
 from ngram_access import lookup
 from quick import quickly
@@ -104,11 +104,10 @@ def test_what_is_kept_for_a_model_is_made_once(
 
     monkeypatch.chdir(tmp_path)
     config = LookaheadConfig(memory=scope)
-    draft_memory(model, config)
-    keep_memory(model, config, draft_memory(model, config))  # a file to be read
+    Drafting(model, config).keep()  # a file to be read
     other = copy.deepcopy(model)
     for name in ("load_costs", "DraftMemory", "MemoryFile"):
         monkeypatch.setattr(drafting, name, slow(getattr(drafting, name)))
-    made = in_threads(lambda _: (draft_pace(other, config, 1, 0.0), draft_memory(other, config)), THREADS)
+    made = in_threads(lambda _: (draft_pace(other, config, 1, 0.0), draft_memory(other, config)[0]), THREADS)
     for kind in zip(*made, strict=True):
         assert len({id(kept) for kept in kind}) == 1

@@ -12,21 +12,17 @@ import torch
 
 from lookahead.backends.base import CallSession
 from lookahead.backends.session import open_session
-from lookahead.backends.transformers.checks.kinds import equivalence
-from lookahead.backends.transformers.engine_model import packed_clone
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.prompt_pass import PromptPass
-from lookahead.backends.transformers.runner import RowsRunner
 from lookahead.config import LookaheadConfig
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
 from lookahead.core.statistics import OnStep, Statistics, StepRecord
 from lookahead.drafting import NGramPool
-from lookahead.serving.arguments import check_own_prefill
-from lookahead.serving.drafting import Drafting, draft_pace, shielded
+from lookahead.serving.arguments import Arguments
+from lookahead.serving.drafting import Drafting, Prediction, draft_pace, predicted_texts, shielded
 from lookahead.serving.output import LookaheadOutput, StreamFeeder, make_output, padded_texts
-from lookahead.serving.prepared import Arguments
-from lookahead.serving.prompts import Prediction, predicted_texts
+from lookahead.serving.refusals import check_own_prefill
 from lookahead.serving.request import Request
 from lookahead.serving.steps import Steps
 
@@ -82,7 +78,7 @@ class Call:
         runner = call.runner
         vocabulary = model.get_input_embeddings().num_embeddings if prediction is not None else 0
         predicted = predicted_texts(prediction, config, prompts.rows, vocabulary)
-        packed = _packed_runner(arguments, config) if call.packs else None
+        packed = call.packed
         pace: Pace | SharedPace | None = None
         if config.chooses_nodes and packed is not None:
             pace = SharedPace(partial(draft_pace, packed.model, config))
@@ -174,7 +170,6 @@ class Call:
             self._step(left if self._steps.come_and_go else self._requests)
 
     def _step(self, requests: Sequence[Request]) -> None:
-        """One step; what a processor, a criterion or a listener raised in it is raised."""
         self._steps.run(requests, self._statistics)
         for request in requests:
             if request.sequence.error is not None:
@@ -188,24 +183,3 @@ class Call:
             sequence.stop = lambda sequence: sequence.length >= longest
             sequence.most_tokens = len(sequence.tokens) + longest - sequence.length
             sequence.finished = sequence.stop(sequence)
-
-
-def _packed_runner(arguments: Arguments, config: LookaheadConfig) -> RowsRunner | None:
-    """What runs the rows of a call as an `Engine` runs requests, packed into one row of tokens; `None` where they are
-    padded.
-
-    On a GPU a call for each row takes longer than padding does. Of packed weights there is one copy for a model, which
-    calls of one prompt have.
-    """
-    model, prompts = arguments.model, arguments.prompts
-    if prompts.rows == 1 or prompts.inputs:
-        return None
-    if (
-        config.engine not in ("auto", "dynamic")
-        or config.invariant
-        or config.pack_weights
-        or model.device.type != "cpu"
-    ):
-        return None
-    clone = packed_clone(model, pack_weights=False, invariant=False)
-    return None if isinstance(clone, str) else RowsRunner(clone, equivalence(model).holds("positions_end"))

@@ -14,25 +14,21 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteriaList,
 )
-
-from lookahead.api.call import decode_call
-from lookahead.config import LookaheadConfig
-from lookahead.core.statistics import OnStep
-from lookahead.drafting import NGramPool
-from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError, warn_of_plain
-from lookahead.serving.arguments import check_config, check_pool
-from lookahead.serving.output import LookaheadOutput
-from lookahead.serving.prepared import hand_over, language_model, language_model_or_wrapper, read_arguments
-from lookahead.serving.prompts import Prediction
-
-if TYPE_CHECKING:
-    from lookahead.parallel import ParallelGroup
-
-
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from lookahead.core.statistics import Statistics, StepRecord
+from lookahead.api.call import decode_call
+from lookahead.config import LookaheadConfig
+from lookahead.core.statistics import OnStep, Statistics, StepRecord
+from lookahead.drafting import NGramPool
+from lookahead.errors import UnsupportedArgumentError, UnsupportedModelError, warn_of_plain
+from lookahead.serving.arguments import hand_over, language_model, language_model_or_wrapper, read_arguments
+from lookahead.serving.drafting import Prediction
+from lookahead.serving.output import LookaheadOutput
+from lookahead.serving.refusals import check_config, check_pool
+
+if TYPE_CHECKING:
+    from lookahead.parallel import ParallelGroup
 
 _GENERATE_ARGUMENTS = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
 """Names of what may be passed by position, without self."""
@@ -84,22 +80,26 @@ def generate(
     config = check_config(lookahead_config)
     check_pool(ngram_pool, config)
     falls_back = config.fallback == "plain" and parallel is None  # which other ranks would not know of
-    first = FirstToken(on_step)
-    listener = first if falls_back else on_step
+    written = False  # from then on the call can only go on or fail
+
+    def listen(record: StepRecord) -> None:
+        nonlocal written
+        written = True
+        if on_step is not None:
+            on_step(record)
+
+    listener = listen if falls_back else on_step
     decode = partial(decode_call, config=config, on_step=listener, ngram_pool=ngram_pool, parallel=parallel)
     decode = partial(decode, prediction=prediction, start=start)
-    prepared = input_ids if _is_prepared(kwargs) else None
     try:
-        if prepared is not None:
-            return decode(read_arguments(model, prepared, **kwargs))
+        if input_ids is not None and _is_prepared(kwargs):
+            return decode(read_arguments(model, input_ids, **kwargs))
         return hand_over(model, input_ids, dict(kwargs), decode)  # type: ignore[no-any-return]
     except (UnsupportedModelError, UnsupportedArgumentError) as refusal:
-        if not falls_back or first.came:
+        if not falls_back or written:
             raise
         warn_of_plain(refusal, stacklevel=3)
-    if prepared is not None:
-        return decode_prepared_plainly(model, prepared, kwargs)  # type: ignore[no-any-return]
-    return decode_plainly(model, input_ids, kwargs)  # type: ignore[no-any-return]
+    return _decode_plainly(model, input_ids, kwargs)  # type: ignore[no-any-return]
 
 
 def attach(model: PreTrainedModel, config: LookaheadConfig | None = None) -> None:
@@ -182,53 +182,17 @@ def _is_prepared(kwargs: dict[str, Any]) -> bool:
     )
 
 
-class FirstToken:
-    """Notes that a call has written something: from then on it can only go on or fail.
-
-    Args:
-        on_step: The caller's listener, which is told as before.
-
-    Attributes:
-        came: Whether there was a step.
-    """
-
-    def __init__(self, on_step: OnStep | None) -> None:
-        self._on_step = on_step
-        self.came = False
-
-    def __call__(self, record: StepRecord) -> None:
-        """Listen to a step."""
-        self.came = True
-        if self._on_step is not None:
-            self._on_step(record)
-
-
-def decode_plainly(model: Any, input_ids: torch.Tensor | None, arguments: dict[str, Any]) -> Any:
-    """Decode with transformers' own `generate`; a dict gets statistics that count one step for each token.
-
-    Args:
-        model: The model, or a wrapper.
-        input_ids: The prompts, if they are given by this name.
-        arguments: The other arguments of `model.generate`.
-    """
-    model = language_model(model)[0]
-    if input_ids is None:
-        return _with_statistics(type(model).generate(model, **arguments), arguments.get("inputs"))
-    return _with_statistics(type(model).generate(model, input_ids, **arguments), input_ids)
-
-
-def decode_prepared_plainly(model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
-    """Decode plainly with arguments that transformers has already prepared for a decoding method."""
-    mode = arguments["generation_config"].get_generation_mode()
-    method = getattr(type(model), GENERATION_MODES_MAPPING[mode])
-    return _with_statistics(method(model, input_ids, **arguments), input_ids)
-
-
-def _with_statistics(output: Any, input_ids: torch.Tensor | None) -> Any:
+def _decode_plainly(model: Any, input_ids: torch.Tensor | None, arguments: dict[str, Any]) -> Any:
+    """Decode with transformers' own `generate`; a dict gets statistics that count one step for each token."""
+    model, prompt = language_model(model)[0], () if input_ids is None else (input_ids,)
+    method = "generate"
+    if prompt and _is_prepared(arguments):
+        method = GENERATION_MODES_MAPPING[arguments["generation_config"].get_generation_mode()]
+    output = getattr(type(model), method)(model, *prompt, **arguments)
     if type(output) is not GenerateDecoderOnlyOutput:
         return output
+    prompts = arguments.get("inputs") if input_ids is None else input_ids
     rows, width = output.sequences.shape
-    steps = width - (1 if input_ids is None else input_ids.shape[1])
-    ones = [1] * (rows * steps)
-    statistics = Statistics(steps=steps, tokens=len(ones), nodes_per_step=ones, accepted_lengths=ones.copy())
+    ones = [1] * (rows * (width - (1 if prompts is None else prompts.shape[1])))
+    statistics = Statistics(len(ones) // rows, tokens=len(ones), nodes_per_step=ones, accepted_lengths=ones.copy())
     return LookaheadOutput(**output, statistics=statistics)

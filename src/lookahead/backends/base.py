@@ -211,14 +211,15 @@ class Call:
     Attributes:
         runner: Runs the trees.
         clock: The clock for its steps, in seconds.
-        packs: Whether rows that come and go could run the texts as well.
+        packed: Runs the same rows, packed into one row of tokens as an `Engine` does it, where that is faster.
         keeps_cache: Whether the cache that a call leaves can be handed on.
         invariant_rows: See `Statistics.invariant_rows`.
     """
 
     runner: Runner
     clock: Callable[[], float]
-    packs = keeps_cache = False
+    packed: Runner | None = None
+    keeps_cache = False
     invariant_rows = 0
 
     @property

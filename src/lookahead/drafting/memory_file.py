@@ -36,6 +36,7 @@ class MemoryFile:
         new: Makes a memory where there is no file yet.
 
     Attributes:
+        path: As given.
         memory: What the file held, and what was learned since.
 
     Raises:
@@ -45,7 +46,7 @@ class MemoryFile:
 
     def __init__(self, path: Path, model: str, new: Callable[[], DraftMemory] = DraftMemory) -> None:
         _check_place(path)
-        self._path = path
+        self.path = path
         self._saving = Lock()
         self._read_version = _version(path)  # before it is read, so that what comes in between is read again
         self.memory = new() if self._read_version is None else DraftMemory.load(path, model)
@@ -63,10 +64,10 @@ class MemoryFile:
         """
         learned = self.memory.ngrams.clock
         with self._saving:
-            if learned <= self._saved_clock and _version(self._path) == self._read_version:
+            if learned <= self._saved_clock and _version(self.path) == self._read_version:
                 return  # another thread's save included it
-            _check_kind(self._path)
-            target = Path(os.path.realpath(self._path))
+            _check_kind(self.path)
+            target = Path(os.path.realpath(self.path))
             name = f".lookahead-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}"
             with FileLock(target.with_name(f"{name}.lock"), timeout=_PATIENCE):
                 if (version := _version(target)) not in (None, self._read_version):  # others wrote it meanwhile

@@ -1,338 +1,286 @@
-"""Checks of what a call of `generate` asks for, before anything runs."""
+"""The arguments of a call of `generate`, as transformers checks and prepares them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.integrations.fsdp import is_fsdp_managed_module
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
 
 from lookahead.backends.base import Prompts
-from lookahead.backends.transformers.chain_cache import is_encoder_decoder
-from lookahead.config import LookaheadConfig
-from lookahead.drafting import NGramPool
+from lookahead.backends.session import open_session
+from lookahead.backends.transformers.chain_cache import is_encoder_decoder, source_tokens, take_source
+from lookahead.backends.transformers.checks.models import check_adapters
+from lookahead.backends.transformers.limits import TRANSFORMERS
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
-
-_CONSUMED = (
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "cache_params",
-    "use_cache",
-    "logits_to_keep",
-    "cache_position",
+from lookahead.serving.refusals import (
+    check_call,
+    check_devices,
+    check_mode,
+    check_model_inputs,
+    check_positions,
+    check_prompt_ids,
+    counts_tokens,
+    effective_setting,
+    inputs_beside_tokens,
+    prompt_tokens,
 )
-"""Model inputs that `generate` prepares and the engine makes for itself."""
-
-_NOT_OF_PROMPTS = (
-    *("inputs_embeds", "per_layer_inputs", "encoder_outputs", "encoder_hidden_states", "encoder_attention_mask"),
-    *("labels", "output_router_logits", "return_dict"),
-)
-"""Model inputs that take the place of tokens, are read at each step, or ask for other outputs."""
-
-_OWN_CACHE = "a token tree needs a cache that can take back what was not accepted; leave it unset"
-
-_OTHER_MODES = {
-    "num_beams": "beam search keeps several texts; use num_beams=1",
-    "penalty_alpha": "contrastive search is another way of decoding; leave it unset",
-    "constraints": "constrained search needs beams",
-    "force_words_ids": "forced words need beams",
-    "dola_layers": "DoLa changes the logits; leave it unset",
-    "prompt_lookup_num_tokens": "prompt lookup is another way to draft; leave it unset",
-    "assistant_early_exit": "early exit is another way to draft; leave it unset",
-    "use_mtp": "multi-token prediction is another way to draft",
-    "output_attentions": "a step reads many tokens at once; leave it unset",
-    "output_hidden_states": "a step reads many tokens at once; leave it unset",
-    "cache_implementation": _OWN_CACHE,
-}
-"""Settings of ways of decoding that are neither greedy nor sampling, and of outputs that a tree does not give; unless
-they are `None`, `False` or one of `_HARMLESS`."""
-
-_HARMLESS: dict[str, tuple[object, ...]] = {
-    "num_beams": (0, 1),
-    "penalty_alpha": (0,),
-    "cache_implementation": ("dynamic",),
-}
 
 
-def check_config(config: object) -> LookaheadConfig:
-    """The configuration of a call; the default one for `None`.
+@dataclass(frozen=True)
+class Arguments:
+    """What a call asks for, once transformers has prepared it.
 
-    Raises:
-        InvalidArgumentError: It is no `LookaheadConfig`.
+    Attributes:
+        model: The model.
+        prompts: What the rows begin with.
+        config: The configuration of the call.
+        processors: Change the logits of each token.
+        criteria: End the texts.
+        streamer: Gets the tokens, if there is one.
     """
-    if config is None:
-        return LookaheadConfig()
-    if not isinstance(config, LookaheadConfig):
-        raise InvalidArgumentError(
-            f"lookahead_config={config!r} must be a lookahead.LookaheadConfig, or None for the default one"
-        )
-    return config
+
+    model: PreTrainedModel
+    prompts: Prompts
+    config: GenerationConfig
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    streamer: BaseStreamer | None = None
+
+    @property
+    def temperature(self) -> float:
+        """Of sampling; 0 for the likeliest tokens."""
+        return float(self.config.temperature or 1.0) if self.config.do_sample else 0.0
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a text may come to, padding included."""
+        return int(self.config.max_length)
 
 
-def check_prompt_ids(input_ids: object) -> None:
-    """Refuse prompts that are no token ids, or have none.
-
-    Raises:
-        InvalidArgumentError: `input_ids` is no integer tensor `[batch, tokens]`, or has no rows, tokens or values.
-    """
-    if not isinstance(input_ids, torch.Tensor):
-        raise InvalidArgumentError(
-            f"input_ids={type(input_ids).__name__} must be a tensor of token ids [batch, tokens]; "
-            "tokenizer(text, return_tensors='pt').input_ids makes one"
-        )
-    if input_ids.dim() != 2 or input_ids.is_floating_point():
-        raise InvalidArgumentError(
-            f"input_ids of shape {tuple(input_ids.shape)} and dtype {input_ids.dtype} must be token ids [batch, tokens]"
-        )
-    if input_ids.shape[1] == 0:
-        raise InvalidArgumentError(
-            f"input_ids of shape {tuple(input_ids.shape)} is an empty prompt; give it at least one token, "
-            "the model's bos_token_id for example"
-        )
-    if input_ids.shape[0] == 0:
-        raise InvalidArgumentError(f"input_ids of shape {tuple(input_ids.shape)} has no rows; give at least one prompt")
-    check_values("input_ids", input_ids)
-
-
-def check_values(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor on the device `meta`.
-
-    Raises:
-        InvalidArgumentError: It is one.
-    """
-    if tensor.is_meta:
-        raise InvalidArgumentError(
-            f"{name} is a tensor on the device 'meta', which holds no values; give one on the model's device"
-        )
-
-
-def effective_setting(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:
-    """What a field of the generation configuration is for a call: an argument goes before the call's configuration,
-    and that before the model's."""
-    if name in kwargs:
-        return kwargs[name]
-    given = getattr(kwargs.get("generation_config"), name, None)
-    return getattr(model.generation_config, name, None) if given is None else given
-
-
-def check_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Refuse what transformers would act upon, or drop, before it hands the call over. Takes such arguments out.
-
-    Raises:
-        InvalidArgumentError: `custom_generate` is given, or a tensor without values.
-        UnsupportedArgumentError: Another one is asked for; the message names it.
-    """
-    for name, value in kwargs.items():
-        if isinstance(value, torch.Tensor):
-            check_values(name, value)
-    if kwargs.pop("custom_generate", None) is not None:
-        raise InvalidArgumentError("custom_generate cannot be combined with lookahead.generate; leave it out")
-    if kwargs.pop("assistant_model", None) is not None:
-        raise UnsupportedArgumentError(
-            "assistant_model is another way to draft; leave it out, or use the model's own generate"
-        )
-    if kwargs.pop("synced_gpus", None):
-        raise _synced()
-    if kwargs.get("inputs_embeds") is not None:
-        raise UnsupportedArgumentError("inputs_embeds is not supported by lookahead decoding; give input_ids")
-    if effective_setting(model, kwargs, "token_healing"):
-        raise UnsupportedArgumentError(
-            "token_healing=True is not supported: transformers keeps the tokenizer to itself; heal the prompt first, "
-            "input_ids = model.heal_tokens(input_ids, tokenizer)"
-        )
-    if effective_setting(model, kwargs, "cache_implementation") == "paged":
-        raise _unsupported("cache_implementation", "paged", _OWN_CACHE)
-
-
-def check_devices(model: PreTrainedModel, synced: bool) -> None:
-    """Refuse models whose weights are spread over devices that have to take the same steps.
-
-    Raises:
-        UnsupportedArgumentError: They are, or the call says so.
-    """
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if synced or (several and torch.distributed.get_world_size() > 1 and _is_spread(model)):
-        raise _synced()
-
-
-def _is_spread(model: PreTrainedModel) -> bool:
-    return bool(is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
-
-
-def check_mode(config: GenerationConfig) -> None:
-    """Refuse the ways of decoding that are neither greedy nor sampling, and outputs that a tree does not give.
-
-    Raises:
-        UnsupportedArgumentError: One of them is asked for; the message names the argument.
-    """
-    for name, advice in _OTHER_MODES.items():
-        value = getattr(config, name, None)
-        if value is None or value is False or value in _HARMLESS.get(name, ()):
-            continue
-        if name != "penalty_alpha" or not config.do_sample:  # which goes before it
-            raise _unsupported(name, value, advice)
-    if config.prefill_chunk_size is not None and config.prefill_chunk_size < 1:
-        raise InvalidArgumentError(
-            f"prefill_chunk_size={config.prefill_chunk_size} must be at least 1, or None for no chunks"
-        )
-    if config.prefill_chunk_size is not None and not config.use_cache:
-        raise InvalidArgumentError("use_cache=False leaves nothing for prefill_chunk_size to fill; drop one of them")
-
-
-def check_model_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any], use_cache: bool) -> None:
-    """Refuse inputs of the model that are no part of a prompt.
-
-    Raises:
-        InvalidArgumentError: A cache is given, but is not to be used.
-        UnsupportedArgumentError: There is such an input; the message names it.
-    """
-    cache = model_kwargs.get("cache_params")
-    if getattr(cache, "_is_user_defined", False):
-        raise _unsupported("cache_params", type(cache).__name__, "it says of no text how long it is; give all of it")
-    modalities = model.input_modalities
-    reads_text_alone = modalities == "text" or set(modalities) == {"text"}
-    for name in inputs_beside_tokens(model_kwargs):
-        if reads_text_alone or name in _NOT_OF_PROMPTS or is_encoder_decoder(model):
-            kind = type(model_kwargs[name]).__name__
-            raise _unsupported(name, kind, "steps send the model token ids alone; leave it out")
-        if not use_cache:
-            raise _unsupported("use_cache", False, f"the model would read {name} anew at each step; leave it unset")
-    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False) and not use_cache:
-        raise InvalidArgumentError(
-            "use_cache=False, as given or as the model's generation configuration has it, contradicts past_key_values; "
-            "pass use_cache=True, or leave the cache out"
-        )
-
-
-def check_own_prefill(
-    prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig, refused: str | None
-) -> None:
-    """Refuse what does not go with a prompt that the model's own prefill reads.
+def read_arguments(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    streamer: BaseStreamer | None = None,
+    source_ids: torch.Tensor | None = None,
+    **model_kwargs: Any,
+) -> Arguments:
+    """What transformers hands to any of its decoding methods.
 
     Args:
-        prompts: The prompts, with `inputs`.
-        config: How to draft.
-        generation_config: The configuration of the call.
-        refused: Why it is refused in any case, if it is.
+        source_ids: What the encoder read, if the model has one.
 
     Raises:
-        UnsupportedArgumentError: Something else is asked for; the message names it.
+        InvalidArgumentError: Something cannot work.
+        UnsupportedArgumentError: Something else is asked for than decoding does here; the message names it.
     """
-    names = ", ".join(inputs_beside_tokens(prompts.inputs)) or "positions that follow an image"
-    if refused is not None:
-        reason = refused
-    elif config.invariant:
-        reason = "the model's own prefill reads it, whose bits depend on what is sent together; use invariant=False"
-    elif generation_config.prefill_chunk_size is not None:
-        reason = "it is read in one pass; leave prefill_chunk_size unset"
-    elif prompts.cache is not None and not bool(prompts.mask.all()):
-        reason = "it cannot be read behind past_key_values with hidden tokens; give the whole text without a cache"
-    else:
-        return
-    raise UnsupportedArgumentError(f"a prompt with {names} is not supported here: {reason}")
+    check_devices(model, model_kwargs.pop("synced_gpus", False))
+    check_mode(generation_config)
+    check_prompt_ids(input_ids)
+    source = take_source(model_kwargs) if is_encoder_decoder(model) else {}
+    check_model_inputs(model, model_kwargs, generation_config.use_cache)
+    prompts = read_prompts(model, input_ids, model_kwargs, generation_config)
+    if source:
+        read = source_tokens(model, source, source_ids, prompts.rows)
+        prompts = replace(prompts, source=source, source_tokens=read)
+    return Arguments(model, prompts, generation_config, logits_processor, stopping_criteria, streamer)
 
 
-def counts_tokens(positions: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Whether position ids are the usual ones; arguments as for `check_positions`."""
-    usual = mask.long().cumsum(-1) - 1
-    if positions.shape[-1] != usual.shape[-1]:
-        return False
-    kinds = positions.to(usual.device) if positions.dim() == 3 else positions.to(usual.device)[None]
-    return all(torch.equal(kind.expand_as(usual)[mask], usual[mask]) for kind in kinds)
-
-
-def inputs_beside_tokens(model_kwargs: dict[str, Any]) -> list[str]:
-    """Names of what a model is to read of a prompt beside its tokens, such as images."""
-    return [name for name, value in model_kwargs.items() if name not in _CONSUMED and _given(value)]
-
-
-def check_pool(pool: NGramPool | None, config: LookaheadConfig) -> None:
-    """Refuse a pool that does not go with the configuration.
-
-    Raises:
-        InvalidArgumentError: It is no pool, or was made for n-grams of another size.
-    """
-    if pool is None:
-        return
-    if not isinstance(pool, NGramPool):
-        raise InvalidArgumentError(f"ngram_pool={pool!r} must be a lookahead.NGramPool, or None for a new one")
-    if config.preset != "paper":
-        raise InvalidArgumentError(f"ngram_pool is of no use to preset={config.preset!r}; use it with preset='paper'")
-    if pool.ngram_size != config.ngram_size:
-        raise InvalidArgumentError(
-            f"ngram_pool holds n-grams of {pool.ngram_size} tokens, but lookahead_config.ngram_size={config.ngram_size}"
-        )
-
-
-def prompt_tokens(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
-    """The tokens of each row's prompt that the model reads: those the attention mask does not hide.
+def read_prompts(
+    model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
+) -> Prompts:
+    """The prompts of a call that transformers has prepared.
 
     Args:
-        model: The model, which says how many tokens there are.
+        model: The model.
         input_ids: The prompts, `[batch, tokens]`.
-        mask: Whether each token counts, `[batch, tokens]` bool.
+        model_kwargs: What transformers would hand to the model.
+        config: The configuration of the call.
 
     Raises:
-        InvalidArgumentError: The mask hides the end of a row, or a token id is outside the vocabulary.
+        InvalidArgumentError: Prompts, mask and cache do not fit together.
+        UnsupportedArgumentError: Positions that do not count the tokens.
     """
-    vocabulary = model.get_input_embeddings().num_embeddings
-    if mask.all():
-        rows: list[list[int]] = input_ids.tolist()
-        if all(min(row) >= 0 and max(row) < vocabulary for row in rows):
-            return rows
-    outside = mask & ((input_ids < 0) | (input_ids >= vocabulary))
-    if outside.any():
-        raise InvalidArgumentError(
-            f"input_ids holds the token id {int(input_ids[outside][0])}, but the model's vocabulary has {vocabulary} "
-            "entries; use the tokenizer that belongs to the model"
-        )
-    if not mask[:, -1].all():
-        row = int((~mask[:, -1]).nonzero()[0])
-        raise InvalidArgumentError(
-            f"attention_mask hides the last token of row {row} of input_ids; pad on the left, and leave each row at "
-            "least one token"
-        )
-    return [row[mine].tolist() for row, mine in zip(input_ids, mask, strict=True)]
+    mask = _whole_mask(input_ids, model_kwargs.get("attention_mask"), config)
+    positions = model_kwargs.get("position_ids")
+    own_prefill = bool(inputs_beside_tokens(model_kwargs)) or _follows_image(positions, mask)
+    if not own_prefill:
+        check_positions(positions, mask)
+    tokens = prompt_tokens(model, input_ids, mask[:, -input_ids.shape[1] :])
+    # transformers marks the cache that the caller passed, and makes an empty one where there is none
+    cache: Cache | None = model_kwargs.get("past_key_values")
+    cache = cache if getattr(cache, "_is_user_defined", False) else None
+    _check_chunks(cache, config)
+    inputs = model_kwargs if own_prefill else {}
+    return Prompts(input_ids, mask, tokens, _tokens_before(cache, mask, input_ids), cache, inputs)
 
 
-def check_positions(positions: torch.Tensor | None, mask: torch.Tensor) -> None:
-    """Refuse position ids that are not the usual ones.
-
-    Args:
-        positions: Position ids, `[batch or 1, tokens]`, if any; `[kinds, batch or 1, tokens]` of a model that could see
-            images and counts time, height and width apart, which are the same in text.
-        mask: Whether each token of the whole text counts, `[batch, tokens]` bool.
-
-    Raises:
-        UnsupportedArgumentError: They do not count the tokens of the whole text.
-    """
-    if positions is None or counts_tokens(positions, mask):
+def _check_chunks(cache: Cache | None, config: GenerationConfig) -> None:
+    """Refuse to read a prompt in chunks after cached text, which plain decoding reads wrongly before 5.23."""
+    if TRANSFORMERS >= (5, 23) or config.prefill_chunk_size is None or cache is None or cache.get_seq_length() == 0:
         return
     raise UnsupportedArgumentError(
-        "position_ids that do not count the tokens 0, 1, 2, ... are not supported by lookahead decoding; leave them out"
+        f"prefill_chunk_size={config.prefill_chunk_size} is not supported with past_key_values that holds tokens: "
+        "generate of transformers before 5.23 puts the chunks at the start of the text; leave one of them out"
     )
 
 
-def _given(value: object) -> bool:
-    """Whether there is something. To a class that could see images transformers passes what it encoded of them, even
-    where there are none."""
-    if isinstance(value, Mapping):
-        return any(map(_given, value.values()))
-    return value is not None
+def _follows_image(positions: torch.Tensor | None, mask: torch.Tensor) -> bool:
+    """Whether positions of several kinds say that an image came before the prompt."""
+    return positions is not None and positions.dim() == 3 and not counts_tokens(positions, mask)
 
 
-def _unsupported(name: str, value: object, advice: str) -> UnsupportedArgumentError:
-    return UnsupportedArgumentError(
-        f"{name}={value!r} is not supported by lookahead decoding: {advice}, or use the model's own generate"
-    )
+def _whole_mask(
+    input_ids: torch.Tensor, mask: torch.Tensor | None, generation_config: GenerationConfig
+) -> torch.Tensor:
+    """Which tokens of the whole text count, `[batch, tokens]` bool: of what is cached and left out of the prompt, too.
+
+    Raises:
+        InvalidArgumentError: The mask is shorter than the prompt.
+    """
+    rows, tokens = input_ids.shape
+    if mask is None:
+        # transformers drops a mask of ones, and notes how long it was
+        tokens = getattr(generation_config, "_mask_length", None) or tokens
+        return torch.ones(rows, tokens, dtype=torch.bool, device=input_ids.device)
+    if mask.shape[1] < input_ids.shape[1]:
+        raise InvalidArgumentError(
+            f"attention_mask of shape {tuple(mask.shape)} is shorter than input_ids of shape {tuple(input_ids.shape)}"
+        )
+    return mask.to(input_ids.device).bool()
 
 
-def _synced() -> UnsupportedArgumentError:
-    return UnsupportedArgumentError(
-        "synced_gpus=True is not supported by lookahead decoding: each device would need the same steps; gather the "
-        "model on one device"
-    )
+def _tokens_before(cache: Cache | None, mask: torch.Tensor, input_ids: torch.Tensor) -> list[int]:
+    """How many tokens that count come before each row's prompt: those of the cache, or none if the prompt repeats them.
+
+    As in transformers, an attention mask that is longer than the prompt says that the prompt is new text alone.
+
+    Args:
+        cache: What the caller passed, if anything.
+        mask: Which tokens of the whole text count, `[batch, columns]` bool.
+        input_ids: The prompts with their padding.
+
+    Raises:
+        InvalidArgumentError: The cache does not fit the prompt.
+    """
+    held = 0 if cache is None else cache.get_seq_length()
+    earlier = mask.shape[1] - input_ids.shape[1]
+    if earlier:
+        if earlier != held:
+            raise InvalidArgumentError(
+                f"attention_mask counts {earlier} tokens before input_ids, but past_key_values holds {held}; a mask is "
+                "as long as input_ids, or as the cached text and input_ids together"
+            )
+        return [int(count) for count in mask[:, :earlier].sum(dim=1)]
+    if held >= input_ids.shape[1]:
+        raise InvalidArgumentError(
+            f"past_key_values holds {held} tokens, but input_ids has {input_ids.shape[1]}: give the whole text with at "
+            "least one new token, or new tokens alone with an attention_mask over the whole text"
+        )
+    return [0] * len(input_ids)
+
+
+def hand_over(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor | None,
+    kwargs: dict[str, Any],
+    decode: Callable[[Arguments], Any],
+    checked: bool = False,
+) -> Any:
+    """Have transformers check and prepare a call of `generate`.
+
+    Args:
+        model: The model, or a wrapper.
+        input_ids: The prompts, if they are given by this name.
+        kwargs: The other arguments of the call.
+        decode: Called, inside of transformers' `generate`, with what that made of the arguments.
+        checked: Whether the model has been checked for what runs it.
+
+    Returns:
+        What `decode` returns.
+    """
+    model = language_model(model)[0] if checked else language_model_or_wrapper(model)
+    if "inputs" in kwargs:
+        if input_ids is not None:
+            raise InvalidArgumentError("input_ids and inputs are two names of the same prompt; pass one of them")
+        input_ids = kwargs.pop("inputs")
+    check_call(model, kwargs)
+    if input_ids is not None and not is_encoder_decoder(model):  # an encoder may read something else
+        check_prompt_ids(input_ids)
+    source_ids = input_ids if input_ids is not None else kwargs.get("input_ids")
+    # transformers drops these before it calls a custom generate function, so they are passed around it
+    streamer = kwargs.pop("streamer", None)
+    _take_stop_strings(model, kwargs)
+
+    # Transformers passes the arguments that this signature names; so none of them can be mistyped by a user.
+    def decode_here(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> Any:
+        return decode(read_arguments(model, input_ids, streamer=streamer, source_ids=source_ids, **prepared))
+
+    prompt = () if input_ids is None else (input_ids,)  # which some models call otherwise
+    return type(model).generate(model, *prompt, custom_generate=decode_here, **kwargs)
+
+
+def language_model_or_wrapper(model: Any) -> Any:
+    """What to call `generate` of: `model`, after checking the transformers model in it.
+
+    Raises:
+        InvalidArgumentError: There is no transformers model in it.
+        UnsupportedModelError: The model cannot be run on token trees.
+    """
+    model, inner = language_model(model)
+    check_adapters(model)
+    open_session(inner).check()
+    return model
+
+
+def language_model(model: Any) -> tuple[Any, PreTrainedModel]:
+    """What to call `generate` of, and the transformers model in it.
+
+    Raises:
+        InvalidArgumentError: There is none.
+    """
+    model = getattr(model, "_orig_mod", model)  # transformers, too, generates with the model that was compiled
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, PreTrainedModel) or not hasattr(inner, "generate"):
+        raise InvalidArgumentError(
+            f"model={type(model).__name__} is no transformers language model; load one with "
+            "AutoModelForCausalLM.from_pretrained"
+        )
+    return model, inner
+
+
+def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Turn stop strings and their tokenizer into a criterion, as transformers would if it had the tokenizer here."""
+    tokenizer = kwargs.pop("tokenizer", None)
+    given: GenerationConfig | None = kwargs.get("generation_config")
+    stop_strings = effective_setting(model, kwargs, "stop_strings")
+    if stop_strings is None:
+        return
+    if tokenizer is None:
+        raise InvalidArgumentError(f"stop_strings={stop_strings!r} needs the model's tokenizer: pass tokenizer=...")
+    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+    # As in transformers, one that the caller passed goes before one made of settings.
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):
+        criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
+    kwargs["stopping_criteria"] = criteria
+    kwargs.pop("stop_strings", None)
+    if given is not None and given.stop_strings is not None:
+        kwargs["generation_config"] = copy.deepcopy(given)
+        kwargs["generation_config"].stop_strings = None
+    if model.generation_config.stop_strings is not None:
+        kwargs["stop_strings"] = None  # the model's own would be filled in again

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 
 from lookahead.backends.transformers.findings import describe_setting, engine_setting, load_costs, model_identity
 from lookahead.backends.transformers.model_state import state_of
-from lookahead.config import MAX_NODES_PER_STEP, MEMORY_SCOPES, LookaheadConfig
+from lookahead.config import MAX_NODES_PER_STEP, LookaheadConfig
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace, SharedRow
 from lookahead.core.step_costs import StepCosts
 from lookahead.drafting import Drafter, DraftMemory, NGramPool, PredictedText, build_chain_drafter, build_drafter
 from lookahead.drafting.memory_file import MemoryFile
-from lookahead.errors import InvalidArgumentError, LookaheadWarning
+from lookahead.errors import InvalidArgumentError, LookaheadWarning, UnsupportedArgumentError
+from lookahead.serving.refusals import check_values
 
 MOST_READ = 512
 """Most tokens of a prompt that are read for drafting."""
@@ -65,7 +66,10 @@ class Drafting:
         self.shares = config.preset == "auto" and isinstance(pace, SharedPace)
         self._model, self._pace, self._chains = model, pace, chains
         self._pool = NGramPool(config.ngram_size, config.guess_set_size) if pool is None and config.share_pool else pool
-        self._memory = draft_memory(model, config) if config.preset == "auto" else None
+        self._memory: DraftMemory | None = None
+        self._file: MemoryFile | None = None
+        if config.preset == "auto":
+            self._memory, self._file = draft_memory(model, config)
 
     def drafter(self, prompt: int, predicted: PredictedText | None) -> Drafter:
         """Make the drafter of one text.
@@ -85,14 +89,26 @@ class Drafting:
         return build_drafter(self.config, self._pool, self._memory, pace, read, most, vocabulary, budget, predicted)
 
     def keep(self) -> None:
-        """Save the memory to its file, if it has one."""
-        if self._memory is not None:
-            keep_memory(self._model, self.config, self._memory)
+        """Bring what the memory learned to its file, if it has one.
+
+        A file that cannot be written is a warning: the text is there, and worth more.
+        """
+        if self._file is None:
+            return
+        try:
+            self._file.save(model_identity(self._model))
+        except (OSError, InvalidArgumentError) as error:
+            warnings.warn(
+                f"memory={str(self._file.path)!r} could not be written ({error}); what this process has learned since "
+                "it was last written is lost when it ends",
+                LookaheadWarning,
+                stacklevel=2,
+            )
 
     def release(self) -> None:
-        """Release the memory: no text drafts from it any more."""
-        if self._memory is not None:
-            release_memory(self._model, self.config, self._memory)
+        """Let a later call have the arrays of a memory that no other call shares; no text drafts from it any more."""
+        if self._memory is not None and self.config.memory == "request":
+            state_of(self._model).spare = self._memory.ngrams
 
 
 def draft_pace(
@@ -125,8 +141,8 @@ def _stored_costs(model: PreTrainedModel, config: LookaheadConfig) -> StepCosts:
     return load_costs(describe_setting(model, engine_setting(config))) or StepCosts()
 
 
-def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory:
-    """The memory that a call drafts from and fills: a new one, or that of `config.memory`.
+def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> tuple[DraftMemory, MemoryFile | None]:
+    """The memory that a call drafts from and fills, a new one or that of `config.memory`, and its file, if it has one.
 
     Raises:
         InvalidArgumentError: The file is no memory, or that of another model, or there cannot be one of that name.
@@ -138,41 +154,14 @@ def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> DraftMemory
             spare, state.spare = state.spare, None
             if spare is not None:
                 spare.clear()
-            return DraftMemory(spare)
+            return DraftMemory(spare), None
         if config.memory == "process":
             state.memory = state.memory or DraftMemory()
-            return state.memory
+            return state.memory, None
         path = _path(config)
         if str(path) not in state.files:
             state.files[str(path)] = MemoryFile(path, model_identity(model))
-        return state.files[str(path)].memory
-
-
-def release_memory(model: PreTrainedModel, config: LookaheadConfig, memory: DraftMemory) -> None:
-    """Reuse the arrays of a memory in a later call, unless another call shares them."""
-    if config.memory == "request":
-        state_of(model).spare = memory.ngrams
-
-
-def keep_memory(model: PreTrainedModel, config: LookaheadConfig, memory: DraftMemory) -> None:
-    """Bring what `memory` learned to its file, if it has one.
-
-    A file that cannot be written is a warning: the text is there, and worth more.
-    """
-    if config.memory in MEMORY_SCOPES:
-        return
-    # Not by its path, which a change of the working directory may have changed.
-    for path, file in list(state_of(model).files.items()):
-        if file.memory is memory:
-            try:
-                file.save(model_identity(model))
-            except (OSError, InvalidArgumentError) as error:
-                warnings.warn(
-                    f"memory={path!r} could not be written ({error}); what this process has learned since it was last "
-                    "written is lost when it ends",
-                    LookaheadWarning,
-                    stacklevel=2,
-                )
+        return state.files[str(path)].memory, state.files[str(path)]
 
 
 def _path(config: LookaheadConfig) -> Path:
@@ -206,6 +195,62 @@ def warm_up_tokens(model: PreTrainedModel, prompt: int, time_decides: bool) -> i
         weights = (weight for weight in model.parameters() if weight is not inputs and weight is not outputs)
         state.layer_weights = sum(weight.numel() for weight in weights)
     return min(most, int(_AFFORDED * prompt * state.layer_weights / outputs.numel()))
+
+
+Prediction = torch.Tensor | Sequence[int] | Sequence[Sequence[int] | None]
+"""Token ids of the text that is expected of the one row, or for each row its own, `None` where there is none."""
+
+
+def _token_ids(tokens: Any, vocabulary: int) -> list[int]:
+    """Token ids of a text, given as a list or a tensor.
+
+    Raises:
+        InvalidArgumentError: They are none.
+    """
+    try:
+        ids = torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError):
+        ids = torch.empty(1)
+    check_values("prediction", ids)
+    is_whole = ids.numel() == 0 or not (ids.is_floating_point() or ids.is_complex())
+    if ids.numel() != (ids.shape[-1] if ids.dim() else 0) or not is_whole or ((ids < 0) | (ids >= vocabulary)).any():
+        raise InvalidArgumentError(
+            f"prediction must be the token ids of one text, whole numbers from 0 to {vocabulary - 1}"
+        )
+    return [int(token) for token in ids.flatten().tolist()]
+
+
+def predicted_texts(
+    prediction: Prediction | None, config: LookaheadConfig, rows: int, vocabulary: int
+) -> list[PredictedText | None]:
+    """The predicted text of each row; `None` for an empty one.
+
+    Raises:
+        InvalidArgumentError: `prediction` is not one text for each row.
+        UnsupportedArgumentError: The preset does not draft from it.
+    """
+    if prediction is None:
+        return [None] * rows
+    if config.preset != "auto":
+        raise UnsupportedArgumentError(
+            f"prediction is not supported by preset={config.preset!r}, which drafts from other texts; use preset='auto'"
+        )
+    given: Sequence[Any] = _rows(prediction)
+    if len(given) != rows:
+        raise InvalidArgumentError(
+            f"prediction has {len(given)} texts for {rows} prompts; give a list with one for each, None where nothing "
+            "is expected"
+        )
+    texts = [[] if item is None else _token_ids(item, vocabulary) for item in given]
+    return [PredictedText(text) if text else None for text in texts]
+
+
+def _rows(prediction: Prediction) -> Sequence[Any]:
+    """The text of each row, of which there may be one alone."""
+    if isinstance(prediction, torch.Tensor):
+        return list(prediction) if prediction.dim() == 2 else [prediction]
+    is_nested = any(item is None or isinstance(item, (Sequence, torch.Tensor)) for item in prediction)
+    return prediction if is_nested else [prediction]
 
 
 def shielded(config: LookaheadConfig, device: torch.device) -> LookaheadConfig:

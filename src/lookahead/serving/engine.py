@@ -17,11 +17,11 @@ from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep, Statistics
 from lookahead.errors import InvalidArgumentError, LookaheadError, ModelChangedError
-from lookahead.serving.arguments import check_prompt_ids
+from lookahead.serving.arguments import Arguments, hand_over
+from lookahead.serving.drafting import predicted_texts
 from lookahead.serving.engine_model import EngineModel
 from lookahead.serving.handle import EngineLoad, EngineStatistics, RequestHandle
-from lookahead.serving.prepared import Arguments, hand_over
-from lookahead.serving.prompts import predicted_texts
+from lookahead.serving.refusals import check_prompt_ids
 from lookahead.serving.request import Request, check_request, check_room
 from lookahead.serving.scheduler import Scheduler, urgency
 

@@ -12,9 +12,9 @@ from lookahead.config import LookaheadConfig
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
-from lookahead.serving.arguments import check_config
 from lookahead.serving.drafting import Drafting, draft_pace
 from lookahead.serving.kv_memory import PREFIX_BYTES, KVMemory
+from lookahead.serving.refusals import check_config
 from lookahead.serving.request import Request
 from lookahead.serving.steps import Steps
 

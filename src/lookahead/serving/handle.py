@@ -60,7 +60,6 @@ class RequestHandle:
         self._events: list[TokenEvent] = []
         self._output: Output | None = None
         self._error: BaseException | None = None
-        self._done = False
         self._cancelled = False
         self._listeners: set[Callable[[], None]] = set()
         self._done_callbacks: list[Callable[[], None]] = []
@@ -75,7 +74,7 @@ class RequestHandle:
     @property
     def done(self) -> bool:
         """Whether it is finished, failed or cancelled."""
-        return self._done
+        return self._reason is not None
 
     @property
     def finish_reason(self) -> str | None:
@@ -90,7 +89,7 @@ class RequestHandle:
 
     def cancel(self) -> None:
         """Cancel the request: it takes part in no further step. No effect once it is done."""
-        if not self._done:
+        if not self.done:
             self._engine.check_process()
             self._cancelled = True
             self._engine.wake()
@@ -150,7 +149,7 @@ class RequestHandle:
                 return
 
     async def _read_async(self) -> AsyncIterator[TokenEvent]:
-        if not self._done:
+        if not self.done:
             self._engine.check_process()
         seen, loop, event = 0, asyncio.get_running_loop(), asyncio.Event()
 
@@ -161,7 +160,7 @@ class RequestHandle:
         try:
             while True:
                 event.clear()
-                done, new = self._done, self.events_since(seen)  # in this order, so that no token is missed
+                done, new = self.done, self.events_since(seen)  # in this order, so that no token is missed
                 for event_of_token in new:
                     yield event_of_token
                 seen += len(new)
@@ -179,12 +178,12 @@ class RequestHandle:
 
     def _wait(self, seen: int | None) -> None:
         """Wait for more than `seen` tokens, or for the end."""
-        if self._done:
+        if self.done:
             return
         self._engine.check_process()
         while True:
             with self._changed:
-                if self._done or (seen is not None and len(self._events) > seen):
+                if self.done or (seen is not None and len(self._events) > seen):
                     return
                 if self._engine.started:
                     self._changed.wait()
@@ -219,8 +218,7 @@ class RequestHandle:
         with self._changed:
             self._output = output
             self._error = CancelledError() if output is None and error is None else error
-            self._reason = reason
-            self._done = True
+            self._reason = reason  # from here on it is done
             self._changed.notify_all()
         self._notify()
         while self._done_callbacks:

@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from lookahead.backends.transformers.sampler import TextSequence
 from lookahead.core.statistics import Statistics, StepRecord
-from lookahead.serving.prepared import Arguments
+from lookahead.serving.arguments import Arguments
 
 
 @dataclass

@@ -15,12 +15,12 @@ from lookahead.config import LookaheadConfig
 from lookahead.core.statistics import OnStep, StepRecord
 from lookahead.drafting import PredictedText
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
-from lookahead.serving.arguments import check_own_prefill
+from lookahead.serving.arguments import Arguments
 from lookahead.serving.drafting import Drafting
 from lookahead.serving.handle import RequestHandle, TokenEvent
 from lookahead.serving.kv_memory import KVMemory
 from lookahead.serving.output import StreamFeeder, make_output
-from lookahead.serving.prepared import Arguments
+from lookahead.serving.refusals import check_own_prefill
 from lookahead.serving.selecting import LogprobSampler, StopRule, last_lengths, row_processors
 
 

@@ -15,7 +15,7 @@ from lookahead.backends.transformers.chain_cache import ChainRow, SavedState, ch
 from lookahead.backends.transformers.checks.kinds import equivalence
 from lookahead.backends.transformers.checks.models import runs_on_chains, runs_rows
 from lookahead.backends.transformers.checks.texts import check_texts
-from lookahead.backends.transformers.engine_model import engine_model, rows_runner, runs_static
+from lookahead.backends.transformers.engine_model import engine_model, packed_clone, rows_runner, runs_static
 from lookahead.backends.transformers.invariant.modules import least_rows
 from lookahead.backends.transformers.model_state import state_of
 from lookahead.backends.transformers.runner import ChainRunner, ModelRunner, RowsRunner
@@ -97,7 +97,6 @@ class TreeCall(Call):
     """What a call runs on where the model takes trees. Made and raises as `Session.begin`."""
 
     runner: ModelRunner
-    packs = True
 
     def __init__(
         self, model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig, generation_config: GenerationConfig
@@ -123,6 +122,7 @@ class TreeCall(Call):
             runner.engine = "compiled" if config.engine == "compiled" else "static"
         for row, before, padding in zip(runner.rows, prompts.before, prompts.padding, strict=True):
             row.before, row.padding = before, padding
+        self.packed = _packed_runner(model, prompts, config)
         self._model, self._engine = model, engine
         self.clock = step_clock(model.device) if steps is None else steps.clock
         self.keeps_cache = prompts.all_count or kind.holds("padded_caches")
@@ -138,6 +138,20 @@ class TreeCall(Call):
         if self._steps is not None:  # for the next call; not after one that failed
             state_of(self._engine).static_steps = self._steps
         return cache
+
+
+def _packed_runner(model: PreTrainedModel, prompts: Prompts, config: LookaheadConfig) -> RowsRunner | None:
+    """What packs the rows of a call; `None` where they are padded.
+
+    On a GPU a call for each row takes longer than padding does. Of packed weights there is one copy for a model, which
+    calls of one prompt have.
+    """
+    if prompts.rows == 1 or prompts.inputs or model.device.type != "cpu":
+        return None
+    if config.engine not in ("auto", "dynamic") or config.invariant or config.pack_weights:
+        return None
+    clone = packed_clone(model, pack_weights=False, invariant=False)
+    return None if isinstance(clone, str) else RowsRunner(clone, equivalence(model).holds("positions_end"))
 
 
 def _static_steps(
