@@ -117,7 +117,7 @@ class RequestHandle:
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Have `callback` called once it is done, in the thread that ends it; at once if it is done."""
         with self._changed:
-            if not self._done:
+            if not self.done:
                 self._done_callbacks.append(callback)
                 return
         callback()
