@@ -132,6 +132,9 @@ def test_unsupported_arguments_are_refused() -> None:
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     with pytest.raises(UnsupportedArgumentError, match="past_key_values.*encoder-decoder"):
         lookahead.generate(model, **source(model), past_key_values=cache, max_new_tokens=4)
+    held = model.generate(**source(model), max_new_tokens=4, return_dict_in_generate=True).past_key_values
+    with pytest.raises(UnsupportedArgumentError, match="past_key_values.*encoder-decoder"):
+        lookahead.generate(model, **source(model), past_key_values=held, max_new_tokens=4)
     with pytest.raises(UnsupportedModelError, match="encoder-decoder.*lookahead.generate"):
         Engine(model)
     with pytest.raises(UnsupportedArgumentError, match="inputs_embeds"):

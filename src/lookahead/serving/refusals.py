@@ -188,7 +188,7 @@ def check_model_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any], use
 
     Raises:
         InvalidArgumentError: A cache is given, but is not to be used.
-        UnsupportedArgumentError: There is such an input; the message names it.
+        UnsupportedArgumentError: There is such an input, or a cache beside an encoder; the message names it.
     """
     cache = model_kwargs.get("cache_params")
     if getattr(cache, "_is_user_defined", False):
@@ -201,7 +201,13 @@ def check_model_inputs(model: PreTrainedModel, model_kwargs: dict[str, Any], use
             raise _unsupported(name, kind, "steps send the model token ids alone; leave it out")
         if not use_cache:
             raise _unsupported("use_cache", False, f"the model would read {name} anew at each step; leave it unset")
-    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False) and not use_cache:
+    if not getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
+        return
+    if is_encoder_decoder(model):  # of which it holds what another source gave
+        raise UnsupportedArgumentError(
+            f"past_key_values is not supported for {type(model).__name__}, an encoder-decoder; leave it out"
+        )
+    if not use_cache:
         raise InvalidArgumentError(
             "use_cache=False, as given or as the model's generation configuration has it, contradicts past_key_values; "
             "pass use_cache=True, or leave the cache out"

@@ -318,7 +318,6 @@ def check_states(model: PreTrainedModel, cache: Cache) -> None:
         UnsupportedArgumentError: It has no room for the model's states, or they are elsewhere.
     """
     reasons = {
-        "an encoder-decoder": is_encoder_decoder,
         "whose passes are given the whole text": reads_whole,
         "whose own passes over several tokens forget the state behind them": is_forgetful,
     }
