@@ -1,19 +1,22 @@
-"""The proposer that vLLM asks for drafts after each of its steps."""
+"""The proposer that vLLM asks for drafts after each of its steps: its settings, what it reads of the target model, and
+how it learns and drafts."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lookahead.backends.forward_result import top_predictions
 from lookahead.backends.machine import step_clock
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
@@ -28,12 +31,129 @@ from lookahead.drafting.auto.search import Wanted
 from lookahead.drafting.memory_file import MemoryFile
 from lookahead.drafting.warm_up import compile_loops
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
-from lookahead.integrations.vllm.predictions import Predictions, TargetPredictions
 from lookahead.integrations.vllm.requests import Requests, Rows
-from lookahead.integrations.vllm.settings import Settings
 
 _ORDERS = 8
 """Longest context of the memory. Other texts are searched by it alone, so it is twice that of a single text."""
+
+_MOST_CALLS = 4
+"""Calls of one step that are read: the one before sampling, and those for log-probabilities of a prompt."""
+
+LEARNS = ("logits", "tokens")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to draft.
+
+    Attributes:
+        learn: `"logits"`: from what the model predicts at every position that it computes; `"tokens"`: from prompts and
+            sampled tokens alone.
+        adaptive: Send as many drafted tokens as pay, by the clock, and none while drafting does not pay. Else as many
+            as vLLM allows.
+        memory: A file that the memory is read from and saved to; it lasts as long as the worker if not given.
+        save_seconds: Least time between two savings of the file.
+    """
+
+    learn: str = "logits"
+    adaptive: bool = True
+    memory: str | None = None
+    save_seconds: float = 60.0
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Settings:
+        """What `additional_config={"lookahead": {...}}` says.
+
+        Raises:
+            InvalidArgumentError: It says something unknown, or asks for vLLM's second model runner.
+        """
+        if getattr(vllm_config, "use_v2_model_runner", False):
+            raise InvalidArgumentError(
+                "VLLM_USE_V2_MODEL_RUNNER=1: vLLM's second model runner takes no drafts of a class; unset it or set it "
+                "to 0, or leave speculative_config out"
+            )
+        given = vllm_config.additional_config
+        given = given.get("lookahead", {}) if isinstance(given, Mapping) else {}
+        names = [field.name for field in fields(cls)]
+        if not isinstance(given, Mapping) or not set(given) <= set(names):
+            raise InvalidArgumentError(
+                f"additional_config has lookahead={given!r}; it takes a dictionary of {', '.join(names)}"
+            )
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        if self.learn not in LEARNS:
+            raise InvalidArgumentError(
+                f"lookahead.learn={self.learn!r} is not known; choose one of {', '.join(LEARNS)}"
+            )
+        if not isinstance(self.adaptive, bool):
+            raise InvalidArgumentError(f"lookahead.adaptive={self.adaptive!r} must be true or false")
+        if self.memory is not None and not (isinstance(self.memory, str) and self.memory):
+            raise InvalidArgumentError(f"lookahead.memory={self.memory!r} must be the path of a file")
+        if (
+            isinstance(self.save_seconds, bool)
+            or not isinstance(self.save_seconds, (int, float))
+            or self.save_seconds < 0
+        ):
+            raise InvalidArgumentError(f"lookahead.save_seconds={self.save_seconds!r} must be a number, at least 0")
+        if self.memory is not None and self.learn == "tokens":
+            raise InvalidArgumentError("lookahead.memory is for learn='logits'; a memory of tokens alone is not saved")
+
+
+class Predictions(NamedTuple):
+    """What follows some positions, one row for each.
+
+    Attributes:
+        ids: The likeliest tokens, likeliest first, `[rows, top_k]` int64.
+        probabilities: Their probabilities, likewise, float32.
+    """
+
+    ids: NDArray[np.int64]
+    probabilities: NDArray[np.float32]
+
+
+class TargetPredictions:
+    """Reads along when a model computes logits.
+
+    vLLM gives proposers the target model, and no logits. So the method `compute_logits` of this one object, not of
+    its class, is called through here. The likeliest tokens are listed before vLLM sees the logits: processors, grammars
+    and temperatures change them in place.
+
+    Args:
+        model: The target model.
+        vocabulary: How many tokens it knows; logits may have more columns.
+        top_k: How many tokens are listed for each row.
+        most_rows: Most rows that a step can have; larger calls are about something else.
+    """
+
+    def __init__(self, model: Any, vocabulary: int, top_k: int, most_rows: int) -> None:
+        self._vocabulary = vocabulary
+        self._top_k = top_k
+        self._most_rows = most_rows
+        self._calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._rests = False
+        model.compute_logits = partial(self._read, model.compute_logits)
+
+    def expect(self, reads: bool) -> None:
+        """Forget what was said, and read the step that follows, or do not."""
+        self._calls = []
+        self._rests = not reads
+
+    def _read(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        logits = compute(*args, **kwargs)
+        reads = not self._rests and len(self._calls) < _MOST_CALLS
+        # With several ranks only one of them may have logits.
+        if reads and isinstance(logits, torch.Tensor) and 0 < logits.shape[0] <= self._most_rows:
+            self._calls.append(top_predictions(logits.detach()[:, : self._vocabulary], self._top_k))
+        return logits
+
+    def take(self, rows: int) -> Predictions | None:
+        """What was said since the last time, if it was about so many rows. The first call about as many is the one
+        before sampling."""
+        for ids, probabilities in self._calls:
+            if len(ids) == rows:
+                return Predictions(ids.cpu().numpy(), probabilities.float().cpu().numpy())
+        return None
 
 
 @dataclass
