@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from cases import Case, Counts
-from lookahead.bench.repetition import repeated_cycle_share
 from lookahead.bench.rows import Row
-from lookahead.bench.summary import first_difference
+from lookahead.bench.summary import first_difference, repeated_cycle_share
 from lookahead.errors import LookaheadError
 
 Way = Callable[[Case, int], Counts | None]

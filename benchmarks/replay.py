@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from cases import Case, read_cases, tokenizer_of
-from lookahead.bench.repetition import repeated_cycle_share
 from lookahead.bench.rows import Row
+from lookahead.bench.summary import repeated_cycle_share
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import PredictedText, build_chain_drafter, build_drafter
 from lookahead.drafting.text_only import build_text_drafter, text_memory

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from lookahead.bench.rows import Row, named, read_lines
 from lookahead.bench.scaling_law import law_fit
-from lookahead.bench.summary import MethodSummary, RunSet
+from lookahead.bench.summary import MAX_PERIOD, MethodSummary, RunSet, repeated_cycles, run_of, tokens_before_cycles
 from lookahead.errors import InvalidArgumentError
 
 if sys.version_info >= (3, 11):
@@ -193,8 +193,8 @@ class Figures(string.Formatter):
         if "/" in name:
             return _over(*map(self.value, name.split("/")))
         first, *rest = name.split(".")
-        if self._runs is not None and (first in vars(MethodSummary) or first == "size"):
-            found = getattr(MethodSummary(self._rows, self._runs), first)
+        if self._runs is not None and (hasattr(MethodFigures, first) or first == "size"):
+            found = getattr(MethodFigures(self._rows, self._runs), first)
             return getattr(found, rest[0]) if rest and found is not None else found
         path, _, last = name.rpartition(".")
         values = [
@@ -205,6 +205,52 @@ class Figures(string.Formatter):
         if any(value != values[0] for value in values):
             raise ValueError(f"{name} has several values, such as {values[0]!r} and {values[-1]!r}")
         return values[0] if values else None
+
+
+class MethodFigures(MethodSummary):
+    """Figures of a method that tables alone have."""
+
+    @property
+    def lowest(self) -> float:
+        """S of the run with the lowest."""
+        return min(self._compressions)
+
+    @property
+    def highest(self) -> float:
+        """S of the run with the highest."""
+        return max(self._compressions)
+
+    @property
+    def _compressions(self) -> list[float]:
+        return [row["tokens"] / row["steps"] if row["steps"] else 0.0 for row in self.rows]
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens before the first repeated cycle."""
+        return sum(tokens_before_cycles(row["output"]) for row in self.rows)
+
+    @property
+    def final_cycle_share(self) -> float:
+        """Share of all tokens that lie in a repeated cycle which lasts to the end of the text."""
+        return self.share_of_tokens(final_cycle_share(row["output"]) for row in self.rows)
+
+    @property
+    def time_over_reference(self) -> float | None:
+        """CPU time of all runs over that of plain `model.generate` on the same prompts."""
+        plain = {run_of(row): row["cpu_seconds"] for row in self.runs.by_method.get(self.runs.plain or "", [])}
+        times: list[Any] = [row["cpu_seconds"] for row in self.rows]
+        of_plain: list[Any] = [plain.get(run_of(row)) for row in self.rows]
+        return None if None in times + of_plain else float(sum(times) / sum(of_plain))
+
+
+def final_cycle_share(tokens: Sequence[int], *, max_period: int = MAX_PERIOD) -> float:
+    """Share of the tokens that lie in a repeated cycle which lasts to the end of the text, from 0 to 1.
+
+    This is the trap that greedy decoding does not leave again. Cycles are those of `repeated_cycle_share`; of
+    all that reach the last token, the longest counts.
+    """
+    lengths = [end - start for start, end, _ in repeated_cycles(tokens, max_period) if end == len(tokens)]
+    return max(lengths) / len(tokens) if lengths else 0.0
 
 
 class _MissingError(Exception):

@@ -8,7 +8,7 @@ import pytest
 
 from bench_suite import AUTO, MODEL, PLAIN, SAMPLED, TASK, write_prompts
 from lookahead import InvalidArgumentError, LookaheadConfig
-from lookahead.bench.prompts import read_prompts
+from lookahead.bench.rows import read_prompts
 from lookahead.bench.suite import SamplingSpec, TaskSpec, read_suite
 from lookahead.cli import main
 

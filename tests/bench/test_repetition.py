@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.bench.repetition import final_cycle_share, repeated_cycle_share, tokens_before_cycles
+from lookahead.bench.summary import repeated_cycle_share, tokens_before_cycles
+from tables import final_cycle_share
 
 # Few different tokens, so that runs of all periods are common; and texts made of a block said often.
 NOISE = st.lists(st.integers(0, 2), max_size=40)

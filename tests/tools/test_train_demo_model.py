@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from lookahead.bench.repetition import MIN_REPEATED
+from lookahead.bench.summary import MIN_REPEATED
 
 TOOLS = Path(__file__).parents[2] / "tools"
 STEPS = 8

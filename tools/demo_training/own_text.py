@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 from demo_training.settings import TrainingSettings
-from lookahead.bench.repetition import repeated_cycles
+from lookahead.bench.summary import repeated_cycles
 
 PROMPT_TOKENS = (16, 96)
 """Shortest and longest prompt."""
@@ -64,7 +64,7 @@ def own_text(
 def in_repeated_cycle(text: torch.Tensor) -> torch.Tensor:
     """Which tokens repeat a block before them: [R, T] of ids to [R, T] of bool.
 
-    Cycles are those of `lookahead.bench.repetition`; the first copy of the block, which was new when it was written,
+    Cycles are those of `lookahead.bench.summary`; the first copy of the block, which was new when it was written,
     does not count.
     """
     inside = torch.zeros_like(text, dtype=torch.bool)

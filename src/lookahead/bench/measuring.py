@@ -23,10 +23,9 @@ from lookahead.api.generation import generate
 from lookahead.backends.loading import LoadedModel, load_model
 from lookahead.backends.session import open_session
 from lookahead.backends.transformers.findings import model_identity
-from lookahead.bench.prompts import Prompt, encode, read_prompts
-from lookahead.bench.repetition import repeated_cycle_share, tokens_before_cycles
-from lookahead.bench.rows import Key, Row, RowsFile, check_same
+from lookahead.bench.rows import Key, Prompt, Row, RowsFile, check_same, encode, read_prompts
 from lookahead.bench.suite import DEMO, MethodSpec, ModelSpec, Suite, TaskSpec
+from lookahead.bench.summary import repeated_cycle_share, tokens_before_cycles
 from lookahead.demo import demo_model_path
 from lookahead.errors import InvalidArgumentError, LookaheadError
 

@@ -1,18 +1,82 @@
-"""What many runs come to: whether outputs are those of `model.generate`, and figures of one method."""
+"""What runs come to: whether outputs are those of `model.generate`, how far they repeat themselves, and figures of one
+method.
+
+Greedy text of small models often ends in a cycle: the same line again and again. Inside a cycle every method that
+drafts from n-grams looks excellent, so a measured step compression means little without the share of the text that was
+repeated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from lookahead.bench.repetition import final_cycle_share, tokens_before_cycles
 from lookahead.bench.rows import Row
 from lookahead.config import LookaheadConfig
+
+MAX_PERIOD = 256
+"""Longest cycle that is looked for by default: every cycle that fits twice into 512 tokens."""
+
+MIN_REPEATED = 8
+"""Fewest tokens that must repeat the token one period before them, so that chance does not count."""
+
+
+def repeated_cycle_share(tokens: Sequence[int], *, max_period: int = MAX_PERIOD) -> float:
+    """Share of the tokens that lie inside a repeated cycle, from 0 to 1.
+
+    A *run* of period p is a longest possible stretch of tokens in which each token, but for the first p,
+    equals the one p places before it; that is, a block of p tokens said over and over, where the last copy
+    may be cut short. A run is a repeated cycle when it holds the block at least twice (length >= 2p) and at
+    least `MIN_REPEATED` of its tokens repeat an earlier one (length >= p + 8): so three equal tokens, the
+    spaces of an indentation or a doubled word are no cycle, and a doubled sentence is one. The share is that
+    of the tokens covered by one cycle or several.
+
+    The first copy of the block counts as well. It was new when it was written, but the question is which text
+    is to be kept apart from the rest, and there the strict reading is the safe one: what is left is free of
+    cycles altogether, and a text called "little repeated" is so on any reading.
+
+    Periods up to `max_period` are tried; the time taken is O(len(tokens) * max_period), in numpy.
+
+    Args:
+        tokens: Token ids, of the generated text alone.
+        max_period: Longest block that is looked for. Nothing longer than half of the text can repeat anyway,
+            so this matters only for texts of more than twice this length, where it keeps the time linear.
+    """
+    covered = np.zeros(len(tokens), dtype=bool)
+    for start, end, _ in repeated_cycles(tokens, max_period):
+        covered[start:end] = True
+    return float(covered.mean()) if len(tokens) else 0.0
+
+
+def tokens_before_cycles(tokens: Sequence[int], *, max_period: int = MAX_PERIOD) -> int:
+    """How many tokens come before the first repeated cycle, its first copy counted as part of it.
+
+    Cycles are those of `repeated_cycle_share`; in a text without any, all tokens count.
+    """
+    return min((start for start, _, _ in repeated_cycles(tokens, max_period)), default=len(tokens))
+
+
+def repeated_cycles(tokens: Sequence[int], max_period: int) -> Iterator[tuple[int, int, int]]:
+    """All repeated cycles as (start, end, period), end excluded, from the shortest period to the longest."""
+    ids = np.asarray(tokens, dtype=np.int64)
+    for period in range(1, min(max_period, len(ids) // 2) + 1):
+        starts, ends = _stretches(ids[period:] == ids[:-period])
+        # A stretch of m equal pairs is a run of m + period tokens: 2p and p + 8 ask for m >= p and m >= 8.
+        long_enough = ends - starts >= max(period, MIN_REPEATED)
+        for start, end in zip(starts[long_enough].tolist(), ends[long_enough].tolist(), strict=True):
+            yield start, end + period, period
+
+
+def _stretches(flags: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """Starts and ends (excluded) of the longest stretches of true values."""
+    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False))
+    return edges[::2], edges[1::2]
 
 
 @dataclass(frozen=True)
@@ -119,6 +183,7 @@ class MethodSummary:
 
     Attributes:
         rows: Its runs, one at least.
+        runs: All runs, to compare with.
         method: Its name.
         settings: Its settings.
         preset: The preset of this library, `None` for transformers.
@@ -126,13 +191,7 @@ class MethodSummary:
     """
 
     def __init__(self, rows: Sequence[Row], runs: RunSet) -> None:
-        """Nothing is computed yet.
-
-        Args:
-            rows: Its runs.
-            runs: All runs, to compare with.
-        """
-        self.rows, self.size, self._all = rows, len(rows), runs
+        self.rows, self.size, self.runs = rows, len(rows), runs
         self.method = str(rows[0]["method"])
         self.settings: Mapping[str, Any] = rows[0]["settings"]["method"]
         self.preset: str | None = self.settings.get("lookahead", {}).get("preset")
@@ -143,34 +202,14 @@ class MethodSummary:
         return _compression(self.rows) or 0.0
 
     @property
-    def lowest(self) -> float:
-        """S of the run with the lowest."""
-        return min(_compression([row]) or 0.0 for row in self.rows)
-
-    @property
-    def highest(self) -> float:
-        """S of the run with the highest."""
-        return max(_compression([row]) or 0.0 for row in self.rows)
-
-    @property
     def before_cycles(self) -> float | None:
         """S up to the first repeated cycle of each output."""
         return _compression(self.rows, "_before_cycles")
 
     @property
-    def free_tokens(self) -> int:
-        """Tokens before the first repeated cycle."""
-        return sum(tokens_before_cycles(row["output"]) for row in self.rows)
-
-    @property
     def cycle_share(self) -> float:
         """Share of all tokens that lie in a repeated cycle."""
-        return self._share_of_tokens(row["cycle_share"] for row in self.rows)
-
-    @property
-    def final_cycle_share(self) -> float:
-        """Share of all tokens that lie in a repeated cycle which lasts to the end of the text."""
-        return self._share_of_tokens(final_cycle_share(row["output"]) for row in self.rows)
+        return self.share_of_tokens(row["cycle_share"] for row in self.rows)
 
     @property
     def mean_nodes(self) -> float:
@@ -181,57 +220,50 @@ class MethodSummary:
     @property
     def time_per_token(self) -> float | None:
         """Milliseconds per token by the clock that counts, median of the runs."""
-        times = [seconds for row in self.rows if (seconds := _seconds(row, self._all.clock)) is not None]
+        times = [seconds for row in self.rows if (seconds := _seconds(row, self.runs.clock)) is not None]
         return 1000 * median(times) if times else None
 
     @property
     def over_reference(self) -> Ratio | None:
         """Speed over plain `model.generate`."""
-        return self._over(self._all.plain)
+        return self._over(self.runs.plain)
 
     @property
     def over_plain(self) -> Ratio | None:
         """Speed over plain decoding through the same engine."""
-        return self._over(self._all.engine_base(self.rows[0]))
-
-    @property
-    def time_over_reference(self) -> float | None:
-        """CPU time of all runs over that of plain `model.generate` on the same prompts."""
-        plain = {_run_of(row): row["cpu_seconds"] for row in self._all.by_method.get(self._all.plain or "", [])}
-        times: list[Any] = [row["cpu_seconds"] for row in self.rows]
-        of_plain: list[Any] = [plain.get(_run_of(row)) for row in self.rows]
-        return None if None in times + of_plain else float(sum(times) / sum(of_plain))
+        return self._over(self.runs.engine_base(self.rows[0]))
 
     @property
     def compared(self) -> int:
         """Runs whose output was compared with the reference's."""
-        return len([row for row in self.rows if _prompt_of(row) in self._all.references])
+        return len([row for row in self.rows if _prompt_of(row) in self.runs.references])
 
     @property
     def same(self) -> int:
         """Those of them whose output is the reference's."""
-        return self.compared - len(differences(self.rows, self._all.rows))
+        return self.compared - len(differences(self.rows, self.runs.rows))
 
     @property
     def identical(self) -> str:
         """Whether the outputs are those of the reference, and whether they have to be."""
         if not self.compared or self.same == self.compared:
             return "yes" if self.compared else "not compared"
-        is_error = any(found.is_error for found in differences(self.rows, self._all.rows))
+        is_error = any(found.is_error for found in differences(self.rows, self.runs.rows))
         return "NO, " * is_error + f"{self.same} of {self.compared}"
 
-    def _share_of_tokens(self, shares: Iterable[float]) -> float:
+    def share_of_tokens(self, shares: Iterable[float]) -> float:
+        """The mean of shares of the runs, by their tokens."""
         weighted = (share * row["tokens"] for share, row in zip(shares, self.rows, strict=True))
         return float(sum(weighted)) / (_sum(self.rows, "tokens") or 1)
 
     def _over(self, base: str | None) -> Ratio | None:
         """Times as fast per token as another method, run against run of a prompt and pass; medians of its passes."""
-        at = {_run_of(row): row for row in self._all.by_method.get(base or "", [])}
+        at = {run_of(row): row for row in self.runs.by_method.get(base or "", [])}
         ratios: dict[Any, list[float]] = {}
         for row in self.rows:
-            seconds, base_seconds = (_seconds(one, self._all.clock) for one in (row, at.get(_run_of(row))))
+            seconds, base_seconds = (_seconds(one, self.runs.clock) for one in (row, at.get(run_of(row))))
             if seconds is not None and base_seconds is not None:
-                ratios.setdefault(_run_of(row)[:-1], []).append(base_seconds / seconds)
+                ratios.setdefault(run_of(row)[:-1], []).append(base_seconds / seconds)
         if not ratios:
             return None
         lower, middle, upper = np.percentile([median(values) for values in ratios.values()], [25, 50, 75]).tolist()
@@ -261,7 +293,7 @@ def _prompt_of(row: Row) -> tuple[str, str, str]:
     return (row["model"], row["task"], row["prompt"])
 
 
-def _run_of(row: Row) -> tuple[Any, ...]:
+def run_of(row: Row) -> tuple[Any, ...]:
     """What runs of several methods have in common; the pass is the last of it."""
     return (*_prompt_of(row), row["repeat"])
 

@@ -11,8 +11,7 @@ import torch
 from rich.console import Console
 
 from lookahead.backends.loading import LoadedModel, summary
-from lookahead.bench.prompts import Prompt, read_prompts
-from lookahead.bench.rows import RowsFile, kept_lines
+from lookahead.bench.rows import Prompt, RowsFile, kept_lines, read_prompts
 from lookahead.bench.suite import TaskSpec
 from lookahead.cli import process
 from lookahead.cli.generate import fitted, text_options

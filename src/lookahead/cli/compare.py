@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lookahead.backends.loading import LoadedModel
-from lookahead.bench.repetition import repeated_cycle_share
-from lookahead.bench.summary import first_difference
+from lookahead.bench.summary import first_difference, repeated_cycle_share
 from lookahead.cli import process
 from lookahead.cli.generate import (
     Prompt,

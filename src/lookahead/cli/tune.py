@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -47,16 +46,27 @@ def run(settings: TuneSettings) -> int:
             consoles.notes.print("interrupted; nothing is stored")
             return process.INTERRUPTED
     cost = measured.costs()
+    setting = describe_setting(loaded.model, engine_setting(LookaheadConfig(pack_weights=settings.pack_weights)))
+    stored: Path | None = None
+    if settings.store:
+        details = {"measured": measured.to_dict(), "date": date.today().isoformat()}
+        stored = store_costs(setting, cost, details)
     if settings.json:
-        stored = _store(settings, loaded, measured, cost)
-        print_json(consoles.out, _report(settings, loaded, measured, cost, stored))
-    else:
-        consoles.out.print(measurement_table(measured, cost))
-        for line in fit_lines(measured, cost):
-            consoles.out.print(line)
-        stored = _store(settings, loaded, measured, cost)
-        if stored is not None:
-            consoles.notes.print(f"stored in {stored}")
+        report = {
+            **measured.to_dict(),
+            "cost": cost.to_dict(),
+            "setting": setting,
+            "model": str(loaded.path),
+            "stored": None if stored is None else str(stored),
+            "versions": process.versions(),
+        }
+        print_json(consoles.out, report)
+        return process.OK
+    consoles.out.print(measurement_table(measured, cost))
+    for line in fit_lines(measured, cost):
+        consoles.out.print(line)
+    if stored is not None:
+        consoles.notes.print(f"stored in {stored}")
     return process.OK
 
 
@@ -127,27 +137,3 @@ def fit_lines(measured: Measurement, cost: StepCosts) -> list[str]:
             f"node {1000 * slope:.3f} ms on average; nodes in a step: {most}"
         )
     return lines
-
-
-def _store(settings: TuneSettings, loaded: LoadedModel, measured: Measurement, cost: StepCosts) -> Path | None:
-    if not settings.store:
-        return None
-    details = {"measured": measured.to_dict(), "date": date.today().isoformat()}
-    return store_costs(_setting(settings, loaded), cost, details)
-
-
-def _report(
-    settings: TuneSettings, loaded: LoadedModel, measured: Measurement, cost: StepCosts, stored: Path | None
-) -> dict[str, Any]:
-    return {
-        **measured.to_dict(),
-        "cost": cost.to_dict(),
-        "setting": _setting(settings, loaded),
-        "model": str(loaded.path),
-        "stored": None if stored is None else str(stored),
-        "versions": process.versions(),
-    }
-
-
-def _setting(settings: TuneSettings, loaded: LoadedModel) -> dict[str, Any]:
-    return describe_setting(loaded.model, engine_setting(LookaheadConfig(pack_weights=settings.pack_weights)))
