@@ -12,10 +12,9 @@ import torch
 from fastapi.testclient import TestClient
 from openai import OpenAI
 
-from lookahead import Engine, LookaheadConfig
 from lookahead.server.app import create_app
 from lookahead.server.guard import ServerSettings
-from lookahead.server.served_model import ServedModel
+from server_process import served_model
 
 ARGUMENTS = {
     "type": "object",
@@ -106,7 +105,7 @@ def special(demo: Any) -> Iterator[tuple[TestClient, Any]]:
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     tokenizer.chat_template = TEMPLATE
-    served = ServedModel("x", model, tokenizer, Engine(model, kv_bytes=2**28), LookaheadConfig(), context_length=2048)
+    served = served_model("x", model, tokenizer)
     with TestClient(create_app([served], ServerSettings()), base_url="http://localhost") as made:
         yield made, tokenizer
 
@@ -168,7 +167,7 @@ def test_answers_in_channels(demo: Any) -> None:
     ids = dict(zip(marks, tokenizer.convert_tokens_to_ids(marks), strict=True))
     model.generation_config.eos_token_id = [ids["<|return|>"], ids["<|call|>"]]
     tokenizer.chat_template = CHANNELS
-    served = ServedModel("x", model, tokenizer, Engine(model, kv_bytes=2**28), LookaheadConfig(), context_length=2048)
+    served = served_model("x", model, tokenizer)
     bias = {str(ids["<|channel|>"]): 100, str(ids["<|end|>"]): 20, str(ids["<|return|>"]): 10}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": FORM}}
     with TestClient(create_app([served], ServerSettings()), base_url="http://localhost") as client:

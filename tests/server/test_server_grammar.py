@@ -15,16 +15,16 @@ import torch
 from openai import BadRequestError, OpenAI
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from lookahead import LookaheadConfig
 from lookahead.server.errors import ApiError
 from lookahead.server.grammar import GrammarProcessor, grammar_of, grammar_tokenizer
 from lookahead.server.guard import ServerSettings
 from lookahead.server.plan import TreeWatcher, make_plan
 from lookahead.server.requests import ChatRequest, Message
-from lookahead.server.served_model import Prompt, ServedModel
+from lookahead.server.served_model import Prompt
 from lookahead.server.tools import FORMATS, HARMONY, HERMES, AnswerReader, Thinking, ToolFormat, format_of
 from lookahead.text import TextBuilder
 from random_schemas import random_schema
+from server_process import served_model
 
 TURN = [{"role": "user", "content": "def add(a, b):"}]
 TURN_TEXT = "# user\ndef add(a, b):\n# assistant\n"
@@ -281,7 +281,7 @@ def test_an_answer_does_not_end_where_its_grammar_fails(demo: Any) -> None:
 
 def test_a_draft_at_which_a_grammar_fails_changes_no_answer(demo: Any) -> None:
     _, tokenizer = demo
-    served = ServedModel("x", demo[0], tokenizer, None, LookaheadConfig())  # type: ignore[arg-type]
+    served = served_model("x", demo[0], tokenizer)
     request = chat_request(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": BOOLEAN}})
     plan = make_plan(served, request, Prompt([1, 2]), ServerSettings(), 16)
     (processor,), config = plan.steer(TreeWatcher())
@@ -347,7 +347,7 @@ def test_reasoning_is_separated_from_the_answer() -> None:
 def test_chat_templates_get_earlier_calls_as_objects(demo: Any) -> None:
     model, tokenizer = demo
     template = "{% for each in messages[0].tool_calls %}{{ each.function | tojson }};{% endfor %}{{ tools }}"
-    served = ServedModel("x", model, copy(tokenizer), None, LookaheadConfig())  # type: ignore[arg-type]
+    served = served_model("x", model, copy(tokenizer))
     served.tokenizer.chat_template = template
 
     def turn(*arguments: str) -> Message:

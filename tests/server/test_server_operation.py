@@ -24,7 +24,6 @@ from fastapi.testclient import TestClient
 from openai import AuthenticationError, OpenAI, RateLimitError
 from prometheus_client.parser import text_string_to_metric_families
 
-from lookahead import Engine, LookaheadConfig
 from lookahead.cli import main
 from lookahead.cli.inputs import read_api_keys
 from lookahead.errors import InvalidArgumentError
@@ -33,7 +32,7 @@ from lookahead.server.app import create_app
 from lookahead.server.guard import ServerSettings, write_line
 from lookahead.server.process import Server, warning
 from lookahead.server.served_model import ServedModel
-from server_process import ServerProcess
+from server_process import ServerProcess, served_model
 
 PROMPT = "def add(a, b):"
 LEFT = "lookahead:disconnected_requests_total"
@@ -179,7 +178,7 @@ def test_metrics_and_log_say_what_was_done(server: ServerProcess, client: OpenAI
 
 @pytest.fixture(scope="module")
 def served(demo: Any) -> ServedModel:
-    return ServedModel("demo", *demo, Engine(demo[0], kv_bytes=2**28), LookaheadConfig(), context_length=2048)
+    return served_model("demo", *demo)
 
 
 def test_kv_memory_is_bounded_and_reported(http: httpx.Client) -> None:
@@ -208,7 +207,7 @@ def test_errors_inside_a_stream_are_logged(
     def fail(*arguments: Any, **options: Any) -> str:
         raise RuntimeError("this tokenizer is broken")
 
-    served = ServedModel("demo", *demo, Engine(demo[0], kv_bytes=2**28), LookaheadConfig(), context_length=2048)
+    served = served_model("demo", *demo)
     monkeypatch.setattr(served.tokenizer, "decode", fail)
     with TestClient(create_app([served], ServerSettings()), base_url="http://localhost") as client:
         answer = client.post("/v1/completions", json={"model": "demo", "prompt": "x", "stream": True})
@@ -252,7 +251,7 @@ class Running:
 
 
 def test_the_second_signal_leaves_nobody_without_an_answer(demo: Any) -> None:
-    served = ServedModel("demo", *demo, Engine(demo[0], kv_bytes=2**28), LookaheadConfig(), context_length=2048)
+    served = served_model("demo", *demo)
     running = Running(create_app([served], ServerSettings()))
     asked = LONG | {"model": "demo", "n": 4}
     with ThreadPoolExecutor() as threads, httpx.Client(base_url=running.url, timeout=60) as client:
@@ -276,7 +275,7 @@ def test_the_second_signal_leaves_nobody_without_an_answer(demo: Any) -> None:
 
 
 def test_requests_after_a_stop_get_503(demo: Any) -> None:
-    served = ServedModel("demo", *demo, Engine(demo[0], kv_bytes=2**28), LookaheadConfig(), context_length=2048)
+    served = served_model("demo", *demo)
     app = create_app([served], ServerSettings())
     with TestClient(app, base_url="http://localhost") as client:
         app.state.service.stop()

@@ -1,4 +1,4 @@
-"""`lookahead serve` in a process of its own."""
+"""`lookahead serve` in a process of its own, and models to serve in this one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 from threading import Thread
+from typing import Any
+
+from lookahead import Engine, LookaheadConfig
 
 
 class ServerProcess:
@@ -51,3 +54,12 @@ class ServerProcess:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
+
+
+def served_model(name: str, model: Any, tokenizer: Any) -> Any:
+    """A model that `create_app` serves."""
+    from lookahead.server.served_model import ServedModel  # late: what serves may not be installed
+
+    engine = Engine(model, kv_bytes=2**28)
+    named = {"name": name, "engine": engine, "config": LookaheadConfig(), "max_length": 2048}
+    return ServedModel(Path(name), model, tokenizer, **named)

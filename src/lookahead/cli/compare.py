@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from operator import truediv
 from statistics import median
 from typing import Any
 
@@ -48,12 +49,6 @@ def parting(plain: list[int], lookahead: list[int]) -> dict[str, int | None] | N
     return {"position": position} | {name: next(iter(side[position:]), None) for name, side in sides.items()}
 
 
-def first_parting(rounds: Rounds) -> dict[str, int | None] | None:
-    """The first difference between the sides in any round, `None` if there is none."""
-    found = (parting(plain.tokens, lookahead.tokens) for plain, lookahead in rounds)
-    return next((difference for difference in found if difference is not None), None)
-
-
 def run(settings: CompareSettings, text: str) -> int:
     """Compare on the prompt `text`, which may be the built-in one, print, and return the exit code."""
     repeats, is_demo = settings.repeats, text == DEMO_PROMPT
@@ -66,9 +61,9 @@ def run(settings: CompareSettings, text: str) -> int:
         rounds: Rounds = []
         with suppress(KeyboardInterrupt):
             _run_rounds(loaded, prompt, settings, rounds, consoles.notes)
-    difference, interrupted = first_parting(rounds), len(rounds) < repeats
+    report, interrupted = comparison_report(rounds, loaded.tokenizer), len(rounds) < repeats
     if settings.json:
-        report = comparison_report(rounds, loaded.tokenizer) | request_report(settings, loaded, prompt)
+        report |= request_report(settings, loaded, prompt)
         print_json(consoles.out, report | {"demo_prompt": is_demo, "repeats": repeats, "interrupted": interrupted})
     else:
         if interrupted:
@@ -80,12 +75,12 @@ def run(settings: CompareSettings, text: str) -> int:
                 printer.step(tokens)
             printer.finish()
             consoles.out.print()
-            consoles.out.print(comparison_table(rounds))
-        if difference is not None:
-            consoles.out.print(_difference_line(difference, loaded))
+            consoles.out.print(comparison_table(report))
+        if report["first_difference"] is not None:
+            consoles.out.print(_difference_line(report["first_difference"], loaded))
     if interrupted:
         return process.INTERRUPTED
-    return process.OK if difference is None else process.DIFFERENT
+    return process.OK if report["first_difference"] is None else process.DIFFERENT
 
 
 def _run_rounds(loaded: LoadedModel, prompt: Prompt, settings: CompareSettings, rounds: Rounds, notes: Console) -> None:
@@ -117,49 +112,42 @@ def comparison_report(rounds: Rounds, tokenizer: Tokenizer) -> dict[str, Any]:
     """The comparison as plain numbers and lists; what no finished round has measured is `None`."""
     if not rounds:
         return {"identical": None, "first_difference": None, "plain": None, "lookahead": None}
-    difference = first_parting(rounds)
-    sides = zip(("plain", "lookahead"), zip(*rounds, strict=True), strict=True)
-    report = {"identical": difference is None, "first_difference": difference}
-    return report | {name: _side_report(runs, tokenizer) for name, runs in sides}
+    found = (parting(plain.tokens, lookahead.tokens) for plain, lookahead in rounds)
+    difference = next((parted for parted in found if parted is not None), None)
+    plain, other = (_side_report(side, tokenizer) for side in zip(*rounds, strict=True))
+    return {"identical": difference is None, "first_difference": difference, "plain": plain, "lookahead": other}
 
 
 def _side_report(runs: Sequence[Recording], tokenizer: Tokenizer) -> dict[str, Any]:
-    cpu, wall = _seconds_per_token(runs)
+    cpu, wall = [run.cpu_seconds for run in runs], [run.wall_seconds for run in runs]
+    tokens = [max(1, run.statistics.tokens) for run in runs]
     return run_report(tokenizer, runs[0]) | {
-        "cpu_seconds_per_token": cpu,
-        "wall_seconds_per_token": wall,
+        "cpu_seconds_per_token": median(map(truediv, cpu, tokens)),
+        "wall_seconds_per_token": median(map(truediv, wall, tokens)),
         "repeated_cycle_share": repeated_cycle_share(runs[0].tokens),
-        "cpu_seconds": [run.cpu_seconds for run in runs],
-        "wall_seconds": [run.wall_seconds for run in runs],
+        "cpu_seconds": cpu,
+        "wall_seconds": wall,
     }
 
 
-def _seconds_per_token(runs: Sequence[Recording]) -> tuple[float, float]:
-    """Medians of the CPU time and of the wall time."""
-    cpu = median(run.cpu_seconds / max(1, run.statistics.tokens) for run in runs)
-    wall = median(run.wall_seconds / max(1, run.statistics.tokens) for run in runs)
-    return cpu, wall
-
-
-def comparison_table(rounds: Rounds) -> Table:
+def comparison_table(report: dict[str, Any]) -> Table:
     """The figures of both sides and how they relate."""
-    plain, other = zip(*rounds, strict=True)
-    a, b = plain[0].statistics, other[0].statistics
     table = Table()
     table.add_column()
     for name in ("plain", "lookahead", "plain / lookahead"):
         table.add_column(name, justify="right")
-    table.add_row("tokens", str(a.tokens), str(b.tokens))
-    table.add_row("steps", str(a.steps), str(b.steps), _ratio(a.steps, b.steps))
-    table.add_row("step compression", f"{a.step_compression:.2f}", f"{b.step_compression:.2f}")
-    table.add_row("nodes per step", f"{a.mean_nodes:.1f}", f"{b.mean_nodes:.1f}")
-    for clock, before, after in zip(("CPU", "wall"), _seconds_per_token(plain), _seconds_per_token(other), strict=True):
-        row = (f"{1000 * before:.2f} ms", f"{1000 * after:.2f} ms", _ratio(before, after))
-        table.add_row(f"{clock} time per token", *row)
-    shares = (f"{repeated_cycle_share(side[0].tokens):.0%}" for side in (plain, other))
-    table.add_row("inside a repeated cycle", *shares)
+    sides: list[dict[str, Any]] = [report["plain"], report["lookahead"]]
+    steps = [side["steps"] for side in sides]
+    table.add_row("tokens", *(str(len(side["tokens"])) for side in sides))
+    table.add_row("steps", *map(str, steps), _ratio(*steps))
+    table.add_row("step compression", *(f"{side['step_compression']:.2f}" for side in sides))
+    table.add_row("nodes per step", *(f"{sum(side['nodes_per_step']) / max(1, side['steps']):.1f}" for side in sides))
+    for clock in ("CPU", "wall"):
+        seconds = [side[f"{clock.lower()}_seconds_per_token"] for side in sides]
+        table.add_row(f"{clock} time per token", *(f"{1000 * time:.2f} ms" for time in seconds), _ratio(*seconds))
+    table.add_row("inside a repeated cycle", *(f"{side['repeated_cycle_share']:.0%}" for side in sides))
     table.add_section()
-    table.add_row("outputs identical", "", "yes" if first_parting(rounds) is None else "no")
+    table.add_row("outputs identical", "", "yes" if report["identical"] else "no")
     return table
 
 

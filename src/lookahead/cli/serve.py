@@ -58,11 +58,8 @@ def run(settings: ServeSettings) -> int:
             if (taken := engine.statistics.graphs).count:
                 captured = f"{taken.count} CUDA graphs captured in {taken.seconds:.1f} s, {taken.bytes >> 20} MiB"
                 consoles.notes.print(captured, style="dim")
-            context = min(most for most in (loaded.context_length, _longest_text(engine)) if most is not None)
-            sampling, processor = loaded.sampling, loaded.processor
-            models.append(
-                ServedModel(name, loaded.model, loaded.tokenizer, engine, config, sampling, context, processor)
-            )
+            longest = min(most for most in (loaded.context_length, _longest_text(engine)) if most is not None)
+            models.append(ServedModel(**vars(loaded), name=name, engine=engine, config=config, max_length=longest))
         serve(models, server, listener)
     return process.OK
 

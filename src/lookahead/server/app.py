@@ -163,7 +163,7 @@ def _add_texts(app: FastAPI, service: Service, settings: ServerSettings) -> None
         else:
             images = await _images(served, messages or [], settings)
             tokens = (await service.prepared(lambda: served.encode_chat(messages or [], images=images))).tokens
-        return {"count": len(tokens), "max_model_len": served.context_length, "tokens": tokens}
+        return {"count": len(tokens), "max_model_len": served.max_length, "tokens": tokens}
 
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
@@ -179,7 +179,7 @@ def _card(served: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": served.created,
         "owned_by": "lookahead",
-        "max_model_len": served.context_length,
+        "max_model_len": served.max_length,
     }
 
 

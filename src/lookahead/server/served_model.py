@@ -16,8 +16,8 @@ from urllib.request import HTTPRedirectHandler, build_opener
 import torch
 from llguidance import LLTokenizer
 from PIL import Image
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead.backends.loading import LoadedModel
 from lookahead.config import LookaheadConfig
 from lookahead.server.errors import ApiError, refused
 from lookahead.server.grammar import grammar_tokenizer, token_bytes
@@ -44,30 +44,22 @@ class Prompt:
     inputs: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
-class ServedModel:
+@dataclass(frozen=True, kw_only=True)
+class ServedModel(LoadedModel):
     """A model and its engine.
 
     Attributes:
         name: What clients call it.
-        model: The model.
-        tokenizer: Its tokenizer.
         engine: Runs its requests; started by the server.
         config: How requests draft that say nothing about it.
-        sampling: What the model's own generation configuration says about sampling.
-        context_length: Most tokens of a text, prompt included; any number if `None`.
-        processor: Makes inputs of images, if the model sees any.
+        max_length: Most tokens of a text, prompt included; any number if `None`.
         created: When it was loaded, in seconds since 1970.
     """
 
     name: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
     engine: Engine
     config: LookaheadConfig
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    context_length: int | None = None
-    processor: Any = None
+    max_length: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -141,10 +133,10 @@ class ServedModel:
         return ids
 
     def _check_length(self, text: str, field: str) -> None:
-        if self.context_length is not None and len(text) > self.context_length * self.longest_token:
+        if self.max_length is not None and len(text) > self.max_length * self.longest_token:
             raise ApiError(
                 400,
-                f"{field} has {len(text)} characters, more than the {self.context_length} tokens of this model's "
+                f"{field} has {len(text)} characters, more than the {self.max_length} tokens of this model's "
                 "context can have",
                 field,
                 code="context_length_exceeded",
@@ -252,7 +244,7 @@ def prompt_room(served: ServedModel, prompt: Sequence[int], most: int | None, fi
     Raises:
         ApiError: The prompt is too long.
     """
-    limits = [limit for limit in (served.context_length, most and most + 1) if limit is not None]
+    limits = [limit for limit in (served.max_length, most and most + 1) if limit is not None]
     if not prompt:
         raise ApiError(400, f"{field} has no tokens; write more", field, "invalid_value")
     if limits and len(prompt) >= min(limits):
@@ -263,7 +255,7 @@ def prompt_room(served: ServedModel, prompt: Sequence[int], most: int | None, fi
             "context_length_exceeded",
         )
     served.check_tokens(prompt, field)
-    return None if served.context_length is None else served.context_length - len(prompt)
+    return None if served.max_length is None else served.max_length - len(prompt)
 
 
 MOST_IMAGES = 16
