@@ -125,7 +125,7 @@ def test_streamers_get_every_value_once(monkeypatch: pytest.MonkeyPatch) -> None
         raise UnsupportedModelError("model=Llama cannot be run on this prompt")
 
     expected = model.generate(ids(), max_new_tokens=9, do_sample=False, streamer=plain)
-    monkeypatch.setattr("lookahead.serving.steps.Steps.prefill", refuse)
+    monkeypatch.setattr("lookahead.serving.request.Steps.prefill", refuse)
     with pytest.warns(LookaheadWarning, match="this prompt"):
         found = lookahead.generate(
             model, ids(), lookahead_config=PLAIN, max_new_tokens=9, do_sample=False, streamer=ours

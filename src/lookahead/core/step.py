@@ -66,12 +66,6 @@ class Batch:
         """Whether all texts are complete."""
         return all(sequence.finished for sequence in self.sequences)
 
-    def raise_error(self) -> None:
-        """Raise what ended a sequence, if anything did."""
-        for sequence in self.sequences:
-            if sequence.error is not None:
-                raise sequence.error
-
 
 class DoneStep(NamedTuple):
     """What a step did.
@@ -95,7 +89,14 @@ def decode(backend: Backend, batch: Batch) -> None:
     """
     while not batch.finished:
         step(backend, batch)
-        batch.raise_error()
+        raise_error(batch.sequences)
+
+
+def raise_error(sequences: Sequence[SequenceState]) -> None:
+    """Raise what ended one of these, if anything did."""
+    for sequence in sequences:
+        if sequence.error is not None:
+            raise sequence.error
 
 
 def step(backend: Backend, batch: Batch) -> DoneStep:

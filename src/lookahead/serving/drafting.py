@@ -221,7 +221,7 @@ def _token_ids(tokens: Any, vocabulary: int) -> list[int]:
 
 
 def predicted_texts(
-    prediction: Prediction | None, config: LookaheadConfig, rows: int, vocabulary: int
+    prediction: Prediction | None, config: LookaheadConfig, rows: int, model: PreTrainedModel
 ) -> list[PredictedText | None]:
     """The predicted text of each row; `None` for an empty one.
 
@@ -241,6 +241,7 @@ def predicted_texts(
             f"prediction has {len(given)} texts for {rows} prompts; give a list with one for each, None where nothing "
             "is expected"
         )
+    vocabulary = model.get_input_embeddings().num_embeddings
     texts = [[] if item is None else _token_ids(item, vocabulary) for item in given]
     return [PredictedText(text) if text else None for text in texts]
 

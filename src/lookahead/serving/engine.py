@@ -22,7 +22,7 @@ from lookahead.serving.drafting import predicted_texts
 from lookahead.serving.engine_model import EngineModel
 from lookahead.serving.handle import EngineLoad, EngineStatistics, RequestHandle
 from lookahead.serving.refusals import check_prompt_ids
-from lookahead.serving.request import Request, check_request, check_room
+from lookahead.serving.request import Request
 from lookahead.serving.scheduler import Scheduler, urgency
 
 
@@ -130,10 +130,9 @@ class Engine:
         ids = ids[None] if ids.dim() == 1 else ids
         check_prompt_ids(ids)
         arguments: Arguments = hand_over(model, ids.to(model.device), kwargs, lambda read: read, checked=True)
-        check_request(arguments, self._model.config, self._model.session, runner)
+        self._model.check(arguments, config)
         drafting = self._model.drafting(config)
-        check_room(arguments, runner, self._memory, drafting.most_nodes)
-        expected = predicted_texts(prediction, config, 1, model.get_input_embeddings().num_embeddings)[0]
+        expected = predicted_texts(prediction, config, 1, model)[0]
         seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
         noise = SamplingNoise(generator=torch.Generator(model.device).manual_seed(seed))
         request = Request(arguments, drafting, noise, runner.last_length, predicted=expected, logprobs=logprobs)
@@ -286,8 +285,7 @@ class Engine:
             for request in requests:
                 request.handle.serve()
             counts = Statistics()
-            self._model.steps.run(requests, counts)
-            self._model.settle()
+            self._model.run(requests, counts)
             self.statistics.count(len(requests), sum(counts.nodes_per_step), counts.tokens)
         except BaseException as error:
             self._leave_all(requests, error)

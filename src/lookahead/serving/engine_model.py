@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from lookahead.backends.session import open_session
+from lookahead.backends.transformers.checks.texts import check_length
 from lookahead.backends.transformers.prompt_pass import PromptPass
 from lookahead.config import LookaheadConfig
 from lookahead.core.pace import Pace
 from lookahead.core.shared_pace import SharedPace
+from lookahead.core.statistics import Statistics
 from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
+from lookahead.serving.arguments import Arguments
 from lookahead.serving.drafting import Drafting, draft_pace
 from lookahead.serving.kv_memory import PREFIX_BYTES, KVMemory
-from lookahead.serving.refusals import check_config
-from lookahead.serving.request import Request
-from lookahead.serving.steps import Steps
+from lookahead.serving.refusals import check_config, check_own_prefill
+from lookahead.serving.request import Request, Steps
 
 
 class EngineModel:
@@ -33,7 +36,6 @@ class EngineModel:
         session: How it is run.
         runner: What runs its rows.
         memory: Where their keys and values are.
-        steps: Makes steps of requests.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class EngineModel:
         reuses = prefix_cache and self.runner.shares_beginnings
         self._compares_bits = reuses or bool(config.pack_weights)
         self.memory = KVMemory(self.runner, kv_bytes, prefix_bytes if reuses else None)
-        self.steps = Steps(self.runner, self.session.clock, self._shared)
+        self._steps = Steps(self.runner, self.session.clock, self._shared)
         self._begin()
 
     def reopen(self) -> None:
@@ -68,7 +70,7 @@ class EngineModel:
         Raises:
             LookaheadError: It cannot be run.
         """
-        self.runner = self.memory.runner = self.steps.backend = self.session.open_rows(*self._rows)[0]
+        self.runner = self.memory.runner = self._steps.backend = self.session.open_rows(*self._rows)[0]
         self._begin()
 
     def _begin(self) -> None:
@@ -91,6 +93,50 @@ class EngineModel:
             )
         return config
 
+    def check(self, arguments: Arguments, config: LookaheadConfig) -> None:
+        """Refuse a request that an engine does not run, or has no room for.
+
+        Args:
+            arguments: What is asked for.
+            config: How it drafts.
+
+        Raises:
+            InvalidArgumentError: It may need more memory, or more positions, than there are.
+            UnsupportedArgumentError: It is of a kind that an engine does not run, or may come to where its text is read
+                otherwise beside others.
+        """
+        prompts, runner, memory, longest = arguments.prompts, self.runner, self.memory, arguments.longest
+        if prompts.inputs:
+            refused = self.session.refuses_inputs
+            if runner.chains:
+                refused = "an Engine reads such prompts of models without a running state alone; use lookahead.generate"
+            check_own_prefill(prompts, self.config, arguments.config, refused)
+        if prompts.rows != 1:
+            raise UnsupportedArgumentError(
+                f"input_ids and num_return_sequences make {prompts.rows} rows, but a request has one; submit each by "
+                "itself"
+            )
+        if prompts.cache is not None:
+            raise UnsupportedArgumentError("past_key_values is not supported by an Engine; give the whole text")
+        if not prompts.all_count:
+            raise UnsupportedArgumentError(
+                "attention_mask hides tokens of input_ids, which an Engine does not support; leave them out. Without "
+                "an attention_mask, transformers hides those that are the pad_token_id"
+            )
+        check_length(runner, type(self.model).__name__, prompts, longest - prompts.width)
+        nodes = min(config.max_nodes, runner.most_nodes)
+        if memory.tokens is not None and memory.reserved(longest + nodes) > memory.tokens:
+            raise InvalidArgumentError(
+                f"input_ids and max_new_tokens may come to {longest} tokens, and a step to {nodes} more, but kv_bytes "
+                f"has room for {memory.tokens} tokens; choose a smaller max_new_tokens, or an Engine with more kv_bytes"
+            )
+        if runner.changes_after is not None and longest - 1 > runner.changes_after:
+            raise UnsupportedArgumentError(
+                f"input_ids and max_new_tokens may come to {longest} tokens: beyond {runner.changes_after} the "
+                "positions of this model depend on the longest text of a pass; use lookahead.generate, or a smaller "
+                "max_new_tokens"
+            )
+
     def drafting(self, config: LookaheadConfig) -> Drafting:
         """Makes the drafter of a request."""
         runner = self.runner
@@ -112,8 +158,9 @@ class EngineModel:
         PromptPass(runner, self.model, prompts.input_ids, prompts.mask, prompts.inputs).read()
         request.row.crop(request.cached - 1)
 
-    def settle(self) -> None:
-        """Clean up after a step."""
+    def run(self, requests: Sequence[Request], counts: Statistics) -> None:
+        """Make one step of `requests`; see `Steps.run`."""
+        self._steps.run(requests, counts)
         if self._watch is not None:
             self._watch.settle()
 

@@ -28,8 +28,26 @@ PREFIX_BYTES = 1 << 30
 """Bytes of finished texts that are kept where nothing is said about it and memory is not limited."""
 
 
+LEAST = 16
+"""Tokens that two texts must begin with in common, or nothing is reused."""
+
+
+@dataclass(eq=False)
+class Prefix:
+    """A finished text that is kept.
+
+    Attributes:
+        tokens: Its token ids.
+        row: Their keys and values.
+    """
+
+    tokens: NDArray[np.int64]
+    row: TextRow
+
+
 class KVMemory:
-    """Room for keys and values, in tokens.
+    """Room for keys and values, in tokens: those of running requests, and of finished texts, the least recently used
+    first, which requests that begin alike copy from.
 
     Args:
         runner: What runs the rows. Where it `keeps_apart`, finished texts come on top of `kv_bytes`; else they take
@@ -54,7 +72,8 @@ class KVMemory:
                 f"kv_bytes={kv_bytes} is too small: keys and values of one token take {token_bytes} bytes"
             )
         self.block = BLOCK if self.tokens is None else min(max(self.tokens // FEWEST_BLOCKS, 1), BLOCK)
-        self._prefixes = None if prefix_bytes is None else PrefixCache()
+        self._reuses = prefix_bytes is not None
+        self._prefixes: list[Prefix] = []
         self._prefix_tokens = (prefix_bytes or 0) // token_bytes
         kept_on_top = self._prefix_tokens if runner.keeps_apart else 0
         self.most_bytes = None if self.tokens is None else (self.tokens + kept_on_top) * token_bytes
@@ -74,26 +93,35 @@ class KVMemory:
 
     @property
     def kept(self) -> int:
-        """Tokens of finished texts."""
-        return 0 if self._prefixes is None else self._prefixes.held
+        """Tokens that the rows of finished texts have room for."""
+        return sum(prefix.row.capacity for prefix in self._prefixes)
 
     def forget(self) -> None:
         """Forget all finished texts."""
-        if self._prefixes is not None:
-            self._prefixes.clear()
+        self._prefixes.clear()
 
     def settle(self, running: Sequence[Request]) -> None:
         """Evict finished texts until running requests have room."""
-        if self._prefixes is not None:
-            self._prefixes.shrink(self._room(running))
+        self._evict(self._room(running))
 
     def keep(self, request: Request, running: Sequence[Request]) -> None:
-        """Keep the text of a request that has ended."""
-        if self._prefixes is not None and not request.reads_inputs:
-            self._prefixes.keep(request.sequence.tokens, request.row, self._room(running))
+        """Keep the text of a request that has ended, as long as there is room beside those that are running."""
+        row, room = request.row, self._room(running)
+        tokens = np.array(request.sequence.tokens[: row.length], dtype=np.int64)
+        if not self._reuses or request.reads_inputs or len(tokens) < LEAST or row.capacity > room:
+            return
+        for prefix in list(self._prefixes):
+            common = common_start(tokens, prefix.tokens)
+            if common == len(tokens):
+                return  # it has all of this one
+            if common == len(prefix.tokens):
+                self._prefixes.remove(prefix)  # this one has all of it
+        row.set_apart()
+        self._prefixes.append(Prefix(tokens, row))
+        self._evict(room)
 
     def begin(self, request: Request, running: Sequence[Request]) -> bool:
-        """Start a request from the keys and values of the text with the longest common prefix.
+        """Start a request from the keys and values of the text, finished or running, with the longest common prefix.
 
         Args:
             request: One of `running`.
@@ -102,60 +130,65 @@ class KVMemory:
         Returns:
             Whether it takes part in the coming step; else a more urgent one is about to compute what it can use.
         """
+        if not self._reuses or request.reads_inputs:
+            return True
         text = request.sequence.tokens
-        if self._prefixes is not None and not request.reads_inputs:
-            prefix, common = self._prefixes.find(text)
-            row = None if prefix is None else prefix.row
-            ahead = True
-            for other in running:
-                ahead = ahead and other is not request
-                if other is request or other.reads_inputs:
-                    continue
-                shared = common_start(text, other.sequence.tokens)
-                ready = min(shared, other.cached)
-                if ahead and shared > max(ready, common) + LEAST:
-                    return False
-                if ready > common:
-                    prefix, row, common = None, other.row, ready
-            common = min(common, len(text) - 1)
-            if row is not None and common >= LEAST:
-                room = self._room(running)
-                self._prefixes.shrink(room, but=prefix)
-                if self._prefixes.held <= room:
-                    request.row.copy_start(row, common)
-                elif prefix is not None:  # there is room for one of them alone
-                    self._prefixes.remove(prefix)
-                    if row.capacity <= self.reserved(request.reach):
-                        row.crop(common)
-                        request.row = row
+        prefix, common = self._longest(text)
+        row = None if prefix is None else prefix.row
+        ahead = True
+        for other in running:
+            ahead = ahead and other is not request
+            if other is request or other.reads_inputs:
+                continue
+            shared = common_start(text, other.sequence.tokens)
+            ready = min(shared, other.cached)
+            if ahead and shared > max(ready, common) + LEAST:
+                return False
+            if ready > common:
+                prefix, row, common = None, other.row, ready
+        common = min(common, len(text) - 1)
+        if row is not None and common >= LEAST:
+            self._start(request, row, common, prefix, self._room(running))
         return True
+
+    def _start(self, request: Request, row: TextRow, common: int, prefix: Prefix | None, room: int) -> None:
+        """Start a request from the first `common` tokens of `row`, that of `prefix` unless its text runs."""
+        self._evict(room, but=prefix)
+        if self.kept <= room:
+            request.row.copy_start(row, common)
+        elif prefix is not None:  # there is room for one of them alone
+            self._prefixes.remove(prefix)
+            if row.capacity <= self.reserved(request.reach):
+                row.crop(common)
+                request.row = row
+
+    def _longest(self, text: Sequence[int]) -> tuple[Prefix | None, int]:
+        """The finished text with the longest common prefix with `text`, now used last, and the length of that."""
+        best, most = None, 0
+        for prefix in self._prefixes:
+            common = common_start(text, prefix.tokens)
+            if common >= most and common:
+                best, most = prefix, common
+        if best is not None:
+            self._prefixes.remove(best)
+            self._prefixes.append(best)
+        return best, most
+
+    def _evict(self, room: int, but: Prefix | None = None) -> None:
+        """Evict the least recently used finished texts, except `but`, until they hold at most `room` tokens."""
+        excess = self.kept - room
+        for prefix in list(self._prefixes):
+            if excess <= 0:
+                return
+            if prefix is not but:
+                self._prefixes.remove(prefix)
+                excess -= prefix.row.capacity
 
     def _room(self, running: Sequence[Request]) -> int:
         """Tokens of finished texts that there is room for."""
         if self.tokens is None or self.runner.keeps_apart:
             return self._prefix_tokens
         return min(self.tokens - sum(self.reserved(request.reach) for request in running), self._prefix_tokens)
-
-
-LEAST = 16
-"""Tokens that two texts must begin with in common, or nothing is reused."""
-
-
-@dataclass(eq=False)
-class Prefix:
-    """A text that is kept.
-
-    Attributes:
-        tokens: Its token ids.
-        row: Their keys and values.
-        size: Tokens that there is room for.
-        start: The first `LEAST` of the tokens: most texts differ there already.
-    """
-
-    tokens: NDArray[np.int64]
-    row: TextRow
-    size: int
-    start: list[int]
 
 
 Text = Sequence[int] | NDArray[np.int64]
@@ -168,81 +201,3 @@ def common_start(text: Text, other: Text) -> int:
     size = min(len(text), len(other))
     differ = np.flatnonzero(np.asarray(text[:size]) != np.asarray(other[:size]))
     return int(differ[0]) if len(differ) else size
-
-
-class PrefixCache:
-    """Finished texts with their keys and values, the least recently used first.
-
-    A request that begins like one of them copies what they have in common. So do requests that begin like one that
-    runs; that is for the caller to look up.
-
-    Attributes:
-        held: Tokens that the rows in here have room for.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[Prefix] = []
-        self.held = 0
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def find(self, text: Sequence[int]) -> tuple[Prefix | None, int]:
-        """The stored text with the longest common prefix with `text`, and the length of that prefix."""
-        best, most = None, 0
-        for prefix in self._alike(text):
-            common = common_start(text, prefix.tokens)
-            if common >= most and common:
-                best, most = prefix, common
-        if best is not None:  # the one used last goes last
-            self._kept.remove(best)
-            self._kept.append(best)
-        return best, most
-
-    def keep(self, text: Sequence[int], row: TextRow, room: int) -> None:
-        """Keep the keys and values of a text that is finished, as long as there is room.
-
-        Args:
-            text: Its tokens; those behind the end of the row have none.
-            row: Its keys and values.
-            room: Most tokens to hold from now on.
-        """
-        tokens = np.array(text[: row.length], dtype=np.int64)
-        if len(tokens) < LEAST or row.capacity > room:
-            return
-        for prefix in self._alike(text):
-            common = common_start(tokens, prefix.tokens)
-            if common == len(tokens):
-                return  # it has all of this one
-            if common == len(prefix.tokens):
-                self.remove(prefix)  # this one has all of it
-        row.set_apart()
-        self._kept.append(Prefix(tokens, row, row.capacity, tokens[:LEAST].tolist()))
-        self.held += row.capacity
-        self.shrink(room)
-
-    def clear(self) -> None:
-        """Forget all of them."""
-        self._kept.clear()
-        self.held = 0
-
-    def shrink(self, room: int, but: Prefix | None = None) -> None:
-        """Evict the least recently used texts, except `but`, until at most `room` tokens are held."""
-        if self.held <= room:
-            return
-        for prefix in list(self._kept):
-            if prefix is not but:
-                self.remove(prefix)
-            if self.held <= room:
-                return
-
-    def remove(self, prefix: Prefix) -> None:
-        """Forget one, if it is still there."""
-        if prefix in self._kept:
-            self._kept.remove(prefix)
-            self.held -= prefix.size
-
-    def _alike(self, text: Sequence[int]) -> list[Prefix]:
-        """Those that begin as `text` does."""
-        start = list(text[:LEAST])
-        return [prefix for prefix in self._kept if prefix.start == start]

@@ -1,26 +1,28 @@
-"""One request: its text, who drafts and selects its tokens, where it ends, and who hears of it."""
+"""One request: its text, who drafts and selects its tokens, where it ends, and who hears of it. And the steps that
+requests make together, those of one call of `generate` or those that an engine serves."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from time import perf_counter
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
-from lookahead.backends.base import Runner, Session, TextRow
-from lookahead.backends.transformers.checks.texts import check_length
+from lookahead.backends.base import TextRow
 from lookahead.backends.transformers.noise import SamplingNoise
 from lookahead.backends.transformers.sampler import TextSampler, TextSequence
-from lookahead.config import LookaheadConfig
-from lookahead.core.statistics import OnStep, StepRecord
+from lookahead.core.pace import Pace
+from lookahead.core.shared_pace import SharedPace
+from lookahead.core.statistics import OnStep, Statistics, StepRecord
+from lookahead.core.step import Batch, step
+from lookahead.core.step_time import StepTimer
 from lookahead.drafting import PredictedText
-from lookahead.errors import InvalidArgumentError, UnsupportedArgumentError
 from lookahead.serving.arguments import Arguments
 from lookahead.serving.drafting import Drafting
 from lookahead.serving.handle import RequestHandle, TokenEvent
-from lookahead.serving.kv_memory import KVMemory
 from lookahead.serving.output import StreamFeeder, make_output
-from lookahead.serving.refusals import check_own_prefill
 from lookahead.serving.selecting import LogprobSampler, StopRule, last_lengths, row_processors
 
 
@@ -155,58 +157,6 @@ class Request:
         self.handle.end(output, error, reason)
 
 
-def check_request(arguments: Arguments, config: LookaheadConfig, session: Session, runner: Runner) -> None:
-    """Refuse what an engine does not run.
-
-    Args:
-        arguments: What is asked for.
-        config: How the engine drafts.
-        session: How it runs the model.
-        runner: What runs its rows.
-
-    Raises:
-        UnsupportedArgumentError: It is asked for.
-    """
-    prompts = arguments.prompts
-    if prompts.inputs:
-        refused = session.refuses_inputs
-        if runner.chains:
-            refused = "an Engine reads such prompts of models without a running state alone; use lookahead.generate"
-        check_own_prefill(prompts, config, arguments.config, refused)
-    if prompts.rows != 1:
-        raise UnsupportedArgumentError(
-            f"input_ids and num_return_sequences make {prompts.rows} rows, but a request has one; submit each by itself"
-        )
-    if prompts.cache is not None:
-        raise UnsupportedArgumentError("past_key_values is not supported by an Engine; give the whole text")
-    if not prompts.all_count:
-        raise UnsupportedArgumentError(
-            "attention_mask hides tokens of input_ids, which an Engine does not support; leave them out. Without "
-            "an attention_mask, transformers hides those that are the pad_token_id"
-        )
-
-
-def check_room(arguments: Arguments, runner: Runner, memory: KVMemory, nodes: int) -> None:
-    """Refuse a text for which there is not room enough, or that is read otherwise beside others.
-
-    Raises:
-        InvalidArgumentError: It may need more memory, or more positions, than there are.
-        UnsupportedArgumentError: It may come to where its positions depend on the other rows.
-    """
-    longest, prompts = arguments.longest, arguments.prompts
-    check_length(runner, type(arguments.model).__name__, prompts, longest - prompts.width)
-    if memory.tokens is not None and memory.reserved(longest + nodes) > memory.tokens:
-        raise InvalidArgumentError(
-            f"input_ids and max_new_tokens may come to {longest} tokens, and a step to {nodes} more, but kv_bytes has "
-            f"room for {memory.tokens} tokens; choose a smaller max_new_tokens, or an Engine with more kv_bytes"
-        )
-    if runner.changes_after is not None and longest - 1 > runner.changes_after:
-        raise UnsupportedArgumentError(
-            f"input_ids and max_new_tokens may come to {longest} tokens: beyond {runner.changes_after} the positions "
-            "of this model depend on the longest text of a pass; use lookahead.generate, or a smaller max_new_tokens"
-        )
-
-
 def _forget_locals(error: BaseException) -> None:
     """Clear the variables of all functions that have ended of those that an error came through, and was called from.
 
@@ -218,3 +168,71 @@ def _forget_locals(error: BaseException) -> None:
         with suppress(RuntimeError):  # it runs
             called.clear()
         called = called.f_back
+
+
+class Steps:
+    """Runs requests, step by step, timed for a pace.
+
+    Args:
+        backend: Runs their trees.
+        clock: The clock for its steps, in seconds.
+        pace: Chooses their nodes, if that is to go by the clock: those of each, or of all together.
+        come_and_go: Whether the rows of `backend` do, so that each step has its own; else it has all of a call.
+
+    Attributes:
+        backend: Likewise.
+        come_and_go: Likewise.
+        batch: What is handed to `step`.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        clock: Callable[[], float],
+        pace: Pace | SharedPace | None = None,
+        come_and_go: bool = True,
+    ) -> None:
+        self.backend = backend
+        self.come_and_go = come_and_go
+        self._pace = pace
+        # A thread's own time is a call into the system.
+        self._timer = StepTimer(perf_counter if pace is None else clock, perf_counter, packed=come_and_go)
+        self.batch = Batch((), mark=self._timer.mark)
+
+    def run(self, requests: Sequence[Request], statistics: Statistics) -> None:
+        """Make one step.
+
+        Args:
+            requests: Who takes part. What one of them raises is in `SequenceState.error`.
+            statistics: Counts and times are added to it.
+        """
+        batch = self.batch
+        batch.sequences, batch.statistics = [request.sequence for request in requests], statistics
+        if self.come_and_go:
+            self.backend.rows = [request.row for request in requests]
+        pace = self._pace_of(requests)
+        batch.share_out = pace.share_out if isinstance(pace, SharedPace) else None
+        try:
+            self._timer.begin(batch)
+            done = step(self.backend, batch)
+            if pace is not None:
+                pace.book(self._timer.end(batch, done))
+        finally:  # an error keeps this object, which is not to keep requests
+            batch.sequences = ()
+            if self.come_and_go:  # nor rows, whose memory others may take
+                self.backend.rows = []
+
+    def _pace_of(self, requests: Sequence[Request]) -> Pace | SharedPace | None:
+        """What chooses the nodes of the coming step, by its time; one that is shared is told who shares it."""
+        pace = self._pace
+        if isinstance(pace, SharedPace):
+            if not any(request.drafting.shares for request in requests):
+                return None
+            pace.begin(len(requests), sum(request.arguments.temperature for request in requests) / len(requests))
+        return pace
+
+    def prefill(self, requests: Sequence[Request], chunk_size: int | None) -> int:
+        """Send long texts ahead in parts, so that the first step has few pending tokens; returns how many passes."""
+        if self.come_and_go:
+            self.backend.rows = [request.row for request in requests]
+        return int(self.backend.prefill([request.sequence.tokens for request in requests], chunk_size))
