@@ -29,12 +29,9 @@ from lookahead.serving.refusals import (
     check_devices,
     check_mode,
     check_model_inputs,
-    check_positions,
     check_prompt_ids,
-    counts_tokens,
     effective_setting,
     inputs_beside_tokens,
-    prompt_tokens,
 )
 
 
@@ -118,10 +115,15 @@ def read_prompts(
     """
     mask = _whole_mask(input_ids, model_kwargs.get("attention_mask"), config)
     positions = model_kwargs.get("position_ids")
-    own_prefill = bool(inputs_beside_tokens(model_kwargs)) or _follows_image(positions, mask)
-    if not own_prefill:
-        check_positions(positions, mask)
-    tokens = prompt_tokens(model, input_ids, mask[:, -input_ids.shape[1] :])
+    counts = positions is None or _count_tokens(positions, mask)
+    follows_image = positions is not None and positions.dim() == 3 and not counts
+    own_prefill = bool(inputs_beside_tokens(model_kwargs)) or follows_image
+    if not counts and not own_prefill:
+        raise UnsupportedArgumentError(
+            "position_ids that do not count the tokens 0, 1, 2, ... are not supported by lookahead decoding; leave "
+            "them out"
+        )
+    tokens = _prompt_tokens(model, input_ids, mask[:, -input_ids.shape[1] :])
     # transformers marks the cache that the caller passed, and makes an empty one where there is none
     cache: Cache | None = model_kwargs.get("past_key_values")
     cache = cache if getattr(cache, "_is_user_defined", False) else None
@@ -140,9 +142,42 @@ def _check_chunks(cache: Cache | None, config: GenerationConfig) -> None:
     )
 
 
-def _follows_image(positions: torch.Tensor | None, mask: torch.Tensor) -> bool:
-    """Whether positions of several kinds say that an image came before the prompt."""
-    return positions is not None and positions.dim() == 3 and not counts_tokens(positions, mask)
+def _count_tokens(positions: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether position ids `[batch or 1, tokens]` count the tokens of the whole text, `mask` `[batch, tokens]`.
+
+    A model that could see images has `[kinds, batch or 1, tokens]`: time, height and width, which are the same in text.
+    """
+    usual = mask.long().cumsum(-1) - 1
+    if positions.shape[-1] != usual.shape[-1]:
+        return False
+    kinds = positions.to(usual.device) if positions.dim() == 3 else positions.to(usual.device)[None]
+    return all(torch.equal(kind.expand_as(usual)[mask], usual[mask]) for kind in kinds)
+
+
+def _prompt_tokens(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    """The tokens of each row's prompt that the model reads: those the attention mask does not hide.
+
+    Raises:
+        InvalidArgumentError: The mask hides the end of a row, or a token id is outside the vocabulary.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if mask.all():
+        rows: list[list[int]] = input_ids.tolist()
+        if all(min(row) >= 0 and max(row) < vocabulary for row in rows):
+            return rows
+    outside = mask & ((input_ids < 0) | (input_ids >= vocabulary))
+    if outside.any():
+        raise InvalidArgumentError(
+            f"input_ids holds the token id {int(input_ids[outside][0])}, but the model's vocabulary has {vocabulary} "
+            "entries; use the tokenizer that belongs to the model"
+        )
+    if not mask[:, -1].all():
+        row = int((~mask[:, -1]).nonzero()[0])
+        raise InvalidArgumentError(
+            f"attention_mask hides the last token of row {row} of input_ids; pad on the left, and leave each row at "
+            "least one token"
+        )
+    return [row[mine].tolist() for row, mine in zip(input_ids, mask, strict=True)]
 
 
 def _whole_mask(
@@ -169,11 +204,6 @@ def _tokens_before(cache: Cache | None, mask: torch.Tensor, input_ids: torch.Ten
     """How many tokens that count come before each row's prompt: those of the cache, or none if the prompt repeats them.
 
     As in transformers, an attention mask that is longer than the prompt says that the prompt is new text alone.
-
-    Args:
-        cache: What the caller passed, if anything.
-        mask: Which tokens of the whole text count, `[batch, columns]` bool.
-        input_ids: The prompts with their padding.
 
     Raises:
         InvalidArgumentError: The cache does not fit the prompt.

@@ -130,15 +130,10 @@ def draft_pace(
     state = state_of(model)
     with state.lock:
         if setting not in state.costs:
-            state.costs[setting] = _stored_costs(model, config)
+            state.costs[setting] = load_costs(describe_setting(model, engine_setting(config))) or StepCosts()
         if key not in state.paces:
             state.paces[key] = Pace(state.costs[setting], rows)
         return state.paces[key]
-
-
-def _stored_costs(model: PreTrainedModel, config: LookaheadConfig) -> StepCosts:
-    """What `lookahead tune` measured, else a first guess."""
-    return load_costs(describe_setting(model, engine_setting(config))) or StepCosts()
 
 
 def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> tuple[DraftMemory, MemoryFile | None]:
@@ -158,18 +153,14 @@ def draft_memory(model: PreTrainedModel, config: LookaheadConfig) -> tuple[Draft
         if config.memory == "process":
             state.memory = state.memory or DraftMemory()
             return state.memory, None
-        path = _path(config)
+        try:
+            path = Path(config.memory).expanduser().absolute()
+        except RuntimeError as error:  # there is no such user
+            name = os.fspath(config.memory)
+            raise InvalidArgumentError(f"memory={name!r} cannot be written: {error}; choose another file") from error
         if str(path) not in state.files:
             state.files[str(path)] = MemoryFile(path, model_identity(model))
         return state.files[str(path)].memory, state.files[str(path)]
-
-
-def _path(config: LookaheadConfig) -> Path:
-    path = os.fspath(config.memory)
-    try:
-        return Path(path).expanduser().absolute()
-    except RuntimeError as error:  # there is no such user
-        raise InvalidArgumentError(f"memory={path!r} cannot be written: {error}; choose another file") from error
 
 
 def warm_up_tokens(model: PreTrainedModel, prompt: int, time_decides: bool) -> int:
@@ -267,8 +258,8 @@ def shielded(config: LookaheadConfig, device: torch.device) -> LookaheadConfig:
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
     shield = _Shield(generators)
-    drafter = None if config.drafter is None else partial(_made, config.drafter, shield)
-    return replace(config, drafter=drafter, sources=tuple(partial(_made, make, shield) for make in config.sources))
+    drafter = None if config.drafter is None else partial(_Shielded, config.drafter, shield)
+    return replace(config, drafter=drafter, sources=tuple(partial(_Shielded, make, shield) for make in config.sources))
 
 
 class _Shield:
@@ -276,31 +267,29 @@ class _Shield:
 
     def __init__(self, generators: list[torch.Generator]) -> None:
         self._generators = generators
-        self._inside = self._states()
+        self._inside = [generator.get_state() for generator in generators]
 
     def run(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """What `call` returns. Takes microseconds."""
-        outside = self._states()
-        self._set(self._inside)
+        outside = self._swap(self._inside)
         try:
             return call(*arguments)
         finally:
-            self._inside = self._states()
-            self._set(outside)
+            self._inside = self._swap(outside)
 
-    def _states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
-    def _set(self, states: list[torch.Tensor]) -> None:
+    def _swap(self, states: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Give the generators other states; returns those that they had."""
+        before = [generator.get_state() for generator in self._generators]
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
+        return before
 
 
 class _Shielded:
-    """A drafter or source, whose methods run behind a shield."""
+    """A drafter or source that is made, and whose methods run, behind a shield."""
 
-    def __init__(self, inner: Any, shield: _Shield) -> None:
-        self._inner = inner
+    def __init__(self, make: Callable[[], Any], shield: _Shield) -> None:
+        self._inner = shield.run(make)
         self._shield = shield
 
     def __getattr__(self, name: str) -> Any:
@@ -309,7 +298,3 @@ class _Shielded:
 
     def __repr__(self) -> str:
         return repr(self._inner)
-
-
-def _made(make: Callable[[], Any], shield: _Shield) -> _Shielded:
-    return _Shielded(shield.run(make), shield)

@@ -286,7 +286,10 @@ class Engine:
                 request.handle.serve()
             counts = Statistics()
             self._model.run(requests, counts)
-            self.statistics.count(len(requests), sum(counts.nodes_per_step), counts.tokens)
+            self.statistics.steps += 1
+            self.statistics.rows += len(requests)
+            self.statistics.nodes += sum(counts.nodes_per_step)
+            self.statistics.tokens += counts.tokens
         except BaseException as error:
             self._leave_all(requests, error)
             raise

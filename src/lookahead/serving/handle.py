@@ -274,13 +274,6 @@ class EngineStatistics:
         """Share of prompt tokens that were reused."""
         return self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
-    def count(self, rows: int, nodes: int, tokens: int) -> None:
-        """Count a step."""
-        self.steps += 1
-        self.rows += rows
-        self.nodes += nodes
-        self.tokens += tokens
-
 
 @dataclass(frozen=True)
 class EngineLoad:

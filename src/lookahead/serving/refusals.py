@@ -155,12 +155,10 @@ def check_devices(model: PreTrainedModel, synced: bool) -> None:
         UnsupportedArgumentError: They are, or the call says so.
     """
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if synced or (several and torch.distributed.get_world_size() > 1 and _is_spread(model)):
+    if several and torch.distributed.get_world_size() > 1:
+        synced |= bool(is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
+    if synced:
         raise _synced()
-
-
-def _is_spread(model: PreTrainedModel) -> bool:
-    return bool(is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
 
 
 def check_mode(config: GenerationConfig) -> None:
@@ -242,15 +240,6 @@ def check_own_prefill(
     raise UnsupportedArgumentError(f"a prompt with {names} is not supported here: {reason}")
 
 
-def counts_tokens(positions: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Whether position ids are the usual ones; arguments as for `check_positions`."""
-    usual = mask.long().cumsum(-1) - 1
-    if positions.shape[-1] != usual.shape[-1]:
-        return False
-    kinds = positions.to(usual.device) if positions.dim() == 3 else positions.to(usual.device)[None]
-    return all(torch.equal(kind.expand_as(usual)[mask], usual[mask]) for kind in kinds)
-
-
 def inputs_beside_tokens(model_kwargs: dict[str, Any]) -> list[str]:
     """Names of what a model is to read of a prompt beside its tokens, such as images."""
     return [name for name, value in model_kwargs.items() if name not in _CONSUMED and _given(value)]
@@ -272,55 +261,6 @@ def check_pool(pool: NGramPool | None, config: LookaheadConfig) -> None:
         raise InvalidArgumentError(
             f"ngram_pool holds n-grams of {pool.ngram_size} tokens, but lookahead_config.ngram_size={config.ngram_size}"
         )
-
-
-def prompt_tokens(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
-    """The tokens of each row's prompt that the model reads: those the attention mask does not hide.
-
-    Args:
-        model: The model, which says how many tokens there are.
-        input_ids: The prompts, `[batch, tokens]`.
-        mask: Whether each token counts, `[batch, tokens]` bool.
-
-    Raises:
-        InvalidArgumentError: The mask hides the end of a row, or a token id is outside the vocabulary.
-    """
-    vocabulary = model.get_input_embeddings().num_embeddings
-    if mask.all():
-        rows: list[list[int]] = input_ids.tolist()
-        if all(min(row) >= 0 and max(row) < vocabulary for row in rows):
-            return rows
-    outside = mask & ((input_ids < 0) | (input_ids >= vocabulary))
-    if outside.any():
-        raise InvalidArgumentError(
-            f"input_ids holds the token id {int(input_ids[outside][0])}, but the model's vocabulary has {vocabulary} "
-            "entries; use the tokenizer that belongs to the model"
-        )
-    if not mask[:, -1].all():
-        row = int((~mask[:, -1]).nonzero()[0])
-        raise InvalidArgumentError(
-            f"attention_mask hides the last token of row {row} of input_ids; pad on the left, and leave each row at "
-            "least one token"
-        )
-    return [row[mine].tolist() for row, mine in zip(input_ids, mask, strict=True)]
-
-
-def check_positions(positions: torch.Tensor | None, mask: torch.Tensor) -> None:
-    """Refuse position ids that are not the usual ones.
-
-    Args:
-        positions: Position ids, `[batch or 1, tokens]`, if any; `[kinds, batch or 1, tokens]` of a model that could see
-            images and counts time, height and width apart, which are the same in text.
-        mask: Whether each token of the whole text counts, `[batch, tokens]` bool.
-
-    Raises:
-        UnsupportedArgumentError: They do not count the tokens of the whole text.
-    """
-    if positions is None or counts_tokens(positions, mask):
-        return
-    raise UnsupportedArgumentError(
-        "position_ids that do not count the tokens 0, 1, 2, ... are not supported by lookahead decoding; leave them out"
-    )
 
 
 def _given(value: object) -> bool:
