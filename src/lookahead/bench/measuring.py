@@ -337,10 +337,6 @@ def steps_within(lengths: Sequence[int], tokens: int) -> list[int]:
     return [length for length, end in zip(lengths, accumulate(lengths), strict=True) if end <= tokens]
 
 
-Starting = Callable[[str], None]
-Finished = Callable[[Row | None], None]
-
-
 class Benchmark:
     """A suite on one device, with its prompts read.
 
@@ -371,25 +367,24 @@ class Benchmark:
         prompts = sum(len(self._prompts[task.name]) for task in tasks)
         return prompts * len(self._suite.methods) * self._suite.repeats
 
-    def measure(self, file: RowsFile, circumstances: Row, starting: Starting, finished: Finished) -> None:
-        """Measure what the file lacks.
+    def measure(self, file: RowsFile, circumstances: Row, starting: Callable[[str], None]) -> Iterator[Row | None]:
+        """Measure what the file lacks; yields the row of each run, `None` for one that the file had already.
 
         Args:
             file: The rows there are.
             circumstances: Versions and machine of this run.
             starting: Called with what is done next, in words.
-            finished: Called once for each run, with its row, or with `None` if the file had it already.
 
         Raises:
             InvalidArgumentError: A model cannot be loaded, a method cannot run, or the file has rows of other settings.
         """
         for spec in self._suite.models:
             starting(f"loading {spec.name}")
-            self._measure_model(spec, file, circumstances, starting, finished)
+            yield from self._measure_model(spec, file, circumstances, starting)
 
     def _measure_model(
-        self, spec: ModelSpec, file: RowsFile, circumstances: Row, starting: Starting, finished: Finished
-    ) -> None:
+        self, spec: ModelSpec, file: RowsFile, circumstances: Row, starting: Callable[[str], None]
+    ) -> Iterator[Row | None]:
         model = load(spec, self._device)
         passes = [
             [self._requests(model, task, prompt, repeat) for prompt in self._prompts[task.name]]
@@ -407,7 +402,7 @@ class Benchmark:
             ready: set[str] = set()
             for request in chain(*requests):
                 if request.key in file:
-                    finished(None)
+                    yield None
                     continue
                 starting(f"{spec.name} · {request.task.name} · {request.prompt.id} · {request.method.name}")
                 if request.method.name not in ready:
@@ -416,7 +411,7 @@ class Benchmark:
                 run = runners[request.method.name].run(request.input_ids, request.task, request.prompt.number)
                 row = request.row(run, circumstances)
                 file.append(row)
-                finished(row)
+                yield row
 
     def _prepare(self, request: Request, runners: dict[str, MethodRunner]) -> None:
         """Warm a method up before its first run of a pass; one with a memory begins with an empty one."""

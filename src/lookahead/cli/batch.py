@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from lookahead.backends.loading import LoadedModel, summary
 from lookahead.bench.rows import Prompt, RowsFile, kept_lines, read_prompts
@@ -30,20 +29,25 @@ def run(settings: BatchSettings) -> int:
     consoles = Consoles.create(no_color=settings.no_color)
     prompts = read_prompts(TaskSpec(settings.prompts.stem, settings.prompts), faulty=True)
     asked = {prompt.id: _fingerprint(settings, prompt) for prompt in prompts}
-    kept = _kept(settings, asked)
+    kept, interrupted = _kept(settings, asked), False
     with quiet_libraries():
         loaded = load_for_decoding(settings, consoles.notes)
         with RowsFile(settings.output, kept, lambda row: row["id"]) as file:
             missing = [prompt for prompt in prompts if prompt.id not in file]
-            try:
-                _answer(settings, loaded, file, missing, asked, consoles.notes)
-                interrupted = False
-            except KeyboardInterrupt:
-                interrupted = True
-            rows = file.rows
-    failed = sum("error" in row for row in rows)
-    if settings.json:
-        print_json(consoles.out, _report(settings, len(prompts), rows, failed) | {"interrupted": interrupted})
+            with measuring_progress(consoles.notes, auto_refresh=True) as bar:
+                task = bar.add_task("answers", total=len(missing))
+                try:
+                    for rows in _answers(settings, loaded, missing):
+                        file.append(*({**row, "request": asked[row["id"]]} for row in rows))
+                        bar.update(task, advance=len(rows))
+                except KeyboardInterrupt:
+                    interrupted = True
+            answers = file.rows
+    failed = sum("error" in row for row in answers)
+    if settings.json:  # counts are over all runs that made the file
+        counts = {"prompts": len(prompts), "answered": len(answers) - failed, "failed": failed}
+        sums = {name: sum(row.get(name, 0) for row in answers) for name in ("prompt_tokens", "tokens", "steps")}
+        print_json(consoles.out, {"output": str(settings.output), **counts, **sums, "interrupted": interrupted})
     elif interrupted:
         consoles.notes.print(f"interrupted; {settings.output} has what was finished, the same command goes on")
     elif failed:
@@ -53,73 +57,46 @@ def run(settings: BatchSettings) -> int:
     return process.DIFFERENT if failed else process.OK
 
 
-def _report(settings: BatchSettings, prompts: int, rows: list[dict[str, Any]], failed: int) -> dict[str, Any]:
-    """What the file of answers holds; counts are over all runs that made it."""
-    counts = {"prompts": prompts, "answered": len(rows) - failed, "failed": failed}
-    sums = {name: sum(row.get(name, 0) for row in rows) for name in ("prompt_tokens", "tokens", "steps")}
-    return {"output": str(settings.output), **counts, **sums}
-
-
-def _answer(
-    settings: BatchSettings,
-    loaded: LoadedModel,
-    file: RowsFile,
-    missing: list[Prompt],
-    asked: dict[str, str],
-    notes: Console,
-) -> None:
-    """Answer prompts; a line is written as soon as an answer is complete."""
+def _answers(settings: BatchSettings, loaded: LoadedModel, prompts: list[Prompt]) -> Iterator[list[dict[str, Any]]]:
+    """After each step the lines of what is done with it; a prompt that cannot be answered has a line that says why."""
     engine = Engine(loaded.model, settings.config, max_rows=settings.max_rows, kv_bytes=settings.kv_bytes)
-    options = text_options(loaded, settings) | {"seed": settings.sampling_seed}
-    options |= {"tokenizer": loaded.tokenizer} if settings.stop else {}
-    left, open_requests = iter(missing), dict[str, RequestHandle]()
-
-    def submit() -> Iterator[dict[str, Any]]:
-        while len(open_requests) < (1 + AHEAD) * settings.max_rows and (prompt := next(left, None)) is not None:
+    left, running = iter(prompts), dict[str, RequestHandle]()
+    while True:
+        rows: list[dict[str, Any]] = []
+        while len(running) < (1 + AHEAD) * settings.max_rows and (prompt := next(left, None)) is not None:
             try:
-                open_requests[prompt.id] = _submit(settings, loaded, engine, prompt, **options)
+                running[prompt.id] = _submit(settings, loaded, engine, prompt)
             except Exception as error:  # whatever one prompt makes a tokenizer raise, the others are answered
-                message = str(error) if isinstance(error, LookaheadError) else summary(error)
-                yield {"id": prompt.id, "error": message, "request": asked[prompt.id]}
-
-    with measuring_progress(notes, auto_refresh=True) as bar:
-        task = bar.add_task("answers", total=len(missing))
-        while True:
-            rows = [*submit(), *_finished(loaded, open_requests, asked)]
-            file.append(*rows)
-            bar.update(task, advance=len(rows))
-            if not open_requests and not rows:
-                return
-            engine.step()
+                rows.append(
+                    {"id": prompt.id, "error": str(error) if isinstance(error, LookaheadError) else summary(error)}
+                )
+        done = [name for name, handle in running.items() if handle.done]
+        rows += [_row(loaded, name, running.pop(name)) for name in done]
+        if not running and not rows:
+            return
+        yield rows
+        engine.step()
 
 
-def _submit(
-    settings: BatchSettings, loaded: LoadedModel, engine: Engine, prompt: Prompt, **options: Any
-) -> RequestHandle:
+def _submit(settings: BatchSettings, loaded: LoadedModel, engine: Engine, prompt: Prompt) -> RequestHandle:
     if prompt.fault:
         raise InvalidArgumentError(prompt.fault)
     ids = loaded.tokenizer(prompt.text, return_tensors="pt", verbose=False).input_ids
-    text = fitted(loaded, prompt.text, ids, settings.max_new_tokens)
-    mask = torch.ones_like(ids)
-    return engine.submit(ids, max_new_tokens=text.max_new_tokens, attention_mask=mask, **options)
+    options = text_options(loaded, settings) | {"seed": settings.sampling_seed}
+    options |= {"tokenizer": loaded.tokenizer} if settings.stop else {}
+    options["max_new_tokens"] = fitted(loaded, prompt.text, ids, settings.max_new_tokens).max_new_tokens
+    return engine.submit(ids, attention_mask=torch.ones_like(ids), **options)
 
 
-def _finished(
-    loaded: LoadedModel, open_requests: dict[str, RequestHandle], asked: dict[str, str]
-) -> Iterator[dict[str, Any]]:
-    """The lines of requests that are done, which leave."""
-    for name in [name for name, handle in open_requests.items() if handle.done]:
-        handle = open_requests.pop(name)
-        row: dict[str, Any] = {"id": name}
-        try:
-            handle.result()
-        except Exception as error:
-            row["error"] = f"{type(error).__name__}: {error}"
-        else:
-            statistics = handle.statistics
-            row |= {"text": decode(loaded.tokenizer, handle.tokens), "finish_reason": handle.finish_reason}
-            row |= {"prompt_tokens": statistics.prompt_tokens, "tokens": statistics.tokens, "steps": statistics.steps}
-        yield {**row, "request": asked[name]}
+def _row(loaded: LoadedModel, name: str, handle: RequestHandle) -> dict[str, Any]:
+    """The line of a request that is done."""
+    try:
+        handle.result()
+    except Exception as error:
+        return {"id": name, "error": f"{type(error).__name__}: {error}"}
+    counts = handle.statistics
+    row = {"id": name, "text": decode(loaded.tokenizer, handle.tokens), "finish_reason": handle.finish_reason}
+    return row | {"prompt_tokens": counts.prompt_tokens, "tokens": counts.tokens, "steps": counts.steps}
 
 
 def _fingerprint(settings: BatchSettings, prompt: Prompt) -> str:

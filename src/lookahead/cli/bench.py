@@ -74,13 +74,10 @@ def _measure(benchmark: Benchmark, file: RowsFile, circumstances: dict[str, Any]
         def starting(what: str) -> None:
             bar.update(task, description=what, refresh=True)
 
-        def finished(row: Row | None) -> None:
+        for row in benchmark.measure(file, circumstances, starting):
             bar.update(task, advance=1, refresh=row is not None)
-            if row is not None:
-                for found in _new_errors(row, file.rows):
-                    notes.print(f"DIFFERENT: {found}")
-
-        benchmark.measure(file, circumstances, starting, finished)
+            for found in [] if row is None else _new_errors(row, file.rows):
+                notes.print(f"DIFFERENT: {found}")
 
 
 def _new_errors(row: Row, rows: list[Row]) -> list[Difference]:

@@ -151,11 +151,7 @@ def joined_ranks() -> Iterator[ParallelGroup | None]:
 
 def stopped_by_parent(group: ParallelGroup | None) -> AbstractContextManager[None]:
     """Let SIGTERM raise `KeyboardInterrupt` on rank 0: so whoever started it passes Ctrl-C on."""
-    return nullcontext() if group is None or group.rank else handling(signal.SIGTERM, _interrupt)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    return nullcontext() if group is None or group.rank else handling(signal.SIGTERM, signal.default_int_handler)
 
 
 def on_own_device(settings: DecodingSettings) -> DecodingSettings:

@@ -41,6 +41,7 @@ class Form:
             "model": served.name,
             "system_fingerprint": f"lookahead-{__version__}",
         }
+        self._prompt_tokens = sum(len(plan.prompt) for plan in plans)
         self._streamed = 0
 
     def whole(self, generation: Generation, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
@@ -72,9 +73,7 @@ class Form:
             chunk["lookahead"] = self._step(piece)
         options = self._request.stream_options
         if options is not None and options.continuous_usage_stats:
-            prompt = sum(len(plan.prompt) for plan in self._plans)
-            counts = {"prompt_tokens": prompt, "completion_tokens": self._streamed}
-            chunk["usage"] = {**counts, "total_tokens": prompt + self._streamed}
+            chunk["usage"] = self._counts(self._streamed)
         return [chunk]
 
     def _step(self, piece: Piece) -> dict[str, Any]:
@@ -103,17 +102,11 @@ class Form:
     def usage(self, generation: Generation) -> dict[str, Any]:
         """Counts of the whole request."""
         counts = [answer.statistics for answer in generation.answers]
-        prompt, completion = sum(len(plan.prompt) for plan in self._plans), sum(count.tokens for count in counts)
+        completion = sum(count.tokens for count in counts)
+        # each prompt counts once, however many answers it gets
+        cached = sum(one.reused_tokens for one in counts[:: self._request.n])
         usage: dict[str, Any] = {
-            "usage": {
-                "prompt_tokens": prompt,
-                "completion_tokens": completion,
-                "total_tokens": prompt + completion,
-                # each prompt counts once, however many answers it gets
-                "prompt_tokens_details": {
-                    "cached_tokens": sum(one.reused_tokens for one in counts[:: self._request.n])
-                },
-            }
+            "usage": self._counts(completion) | {"prompt_tokens_details": {"cached_tokens": cached}}
         }
         steps = [step for count in counts for step in zip(count.nodes_per_step, count.accepted_lengths, strict=True)]
         if drafts := [(nodes - 1, tokens - 1) for nodes, tokens in steps if nodes > 1]:
@@ -140,8 +133,9 @@ class Form:
         """What a chunk says of one answer."""
         raise NotImplementedError
 
-    def _token(self, token: int) -> tuple[str, list[int]]:
-        return self._served.text_of(token), list(self._served.bytes_of(token))
+    def _counts(self, completion: int) -> dict[str, Any]:
+        prompt = self._prompt_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def _speculation(drafts: Sequence[tuple[int, int]]) -> dict[str, Any]:
@@ -202,7 +196,7 @@ class CompletionForm(Form):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _logprobs(self, index: int, entries: Sequence[TokenEvent]) -> dict[str, Any]:
-        texts = [self._token(entry.token)[0] for entry in entries]
+        texts = [self._served.text_of(entry.token) for entry in entries]
         offsets = []
         for text in texts:
             offsets.append(self._offsets.get(index, 0))
@@ -211,7 +205,7 @@ class CompletionForm(Form):
             "tokens": texts,
             "token_logprobs": [entry.logprob for entry in entries],
             "top_logprobs": [
-                {self._token(token)[0]: logprob for token, logprob in reversed(entry.top)} for entry in entries
+                {self._served.text_of(token): logprob for token, logprob in reversed(entry.top)} for entry in entries
             ],
             "text_offset": offsets,
         }
@@ -280,8 +274,8 @@ class ChatForm(Form):
             return None
 
         def token_logprob(token: int, logprob: float | None) -> dict[str, Any]:
-            text, data = self._token(token)
-            return {"token": text, "logprob": logprob, "bytes": data}
+            served = self._served
+            return {"token": served.text_of(token), "logprob": logprob, "bytes": list(served.bytes_of(token))}
 
         rivals = self._request.top_logprobs or 0
         content = [
