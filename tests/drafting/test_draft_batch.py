@@ -13,9 +13,9 @@ from lookahead.core.token_tree import TokenTree
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.draft_memory import DraftMemory
 from lookahead.drafting.auto.drafter import AutoDrafter
-from lookahead.drafting.auto.learning import Step
+from lookahead.drafting.auto.learning import SHOWN, Step
 from lookahead.drafting.auto.ngrams import NGramMemory
-from lookahead.drafting.auto.search import Wanted
+from lookahead.drafting.auto.search import WANTED
 from lookahead.drafting.text_only import text_memory
 from ngram_access import insert, lookup
 
@@ -64,9 +64,8 @@ class Texts:
             self.batch.begin(place, text)
 
     def propose(self, least: float = 0.0, room: int = ROOM) -> list[list[int]]:
-        levels = np.array([max(room - len(text) - 1, 0) for text in self.texts])
-        rows = len(self.texts)
-        self.batch.find(Wanted(self.places, np.full(rows, LONGEST), levels, np.full(rows, least)))
+        rows = [(place, LONGEST, room - len(text) - 1, least) for place, text in enumerate(self.texts)]
+        self.batch.find(np.array(rows, dtype=WANTED))
         counts = self.batch.counts.tolist()
         return [self.batch.nodes["token"][place, 1 : 1 + count].tolist() for place, count in enumerate(counts)]
 
@@ -81,16 +80,9 @@ class Texts:
             if each is not None:
                 ids[end - count : end], shares[end - count : end] = each
         added, tokens = np.array([len(new) for new in selected]), np.array([token for new in selected for token in new])
-        step = Step(
-            self.places,
-            np.zeros_like(counts),
-            np.cumsum(counts),
-            added,
-            tokens,
-            ids,
-            shares,
-            np.empty(len(ids), dtype=np.int64),
-        )
+        rows = np.zeros(len(counts), dtype=SHOWN)
+        rows["place"], rows["nodes"], rows["added"] = self.places, counts, added
+        step = Step(rows, tokens, ids, shares, np.empty(len(ids), dtype=np.int64))
         return self.batch.learn(step)
 
     def step(self, model: Model) -> int:
@@ -141,19 +133,23 @@ def test_rows_that_draft_together_draft_as_they_do_apart() -> None:
     together, apart = drafters_of([memory] * 3), drafters_of([small_memory(4096) for _ in texts])
     for step in range(4):
         trees, alone = ([TokenTree([text[-1]]) for text in texts] for _ in range(2))
-        AutoDrafter.propose_rows(together, trees)
+        if step == 0:  # they have no places yet
+            for drafter, tree in zip(together, trees, strict=True):
+                drafter.propose(tree)
+        else:
+            together[0].together.propose_rows(together, trees)
         for drafter, tree in zip(apart, alone, strict=True):
             drafter.propose(tree)
         if step == 0:  # from then on each knows what the others have learned
             assert [(tree.tokens, tree.parents) for tree in trees] == [(tree.tokens, tree.parents) for tree in alone]
         results = results_of(trees)
-        AutoDrafter.observe_rows(together, results)
+        together[0].together.observe_rows(together, results)
         for drafter, result in zip(apart, results, strict=True):
             drafter._tree = result.tree
             drafter.observe(result)
         for text, result in zip(texts, results, strict=True):
             text += result.tokens
-    assert len({id(drafter._batch) for drafter in together}) == 1
+    assert len({id(drafter.together) for drafter in together}) == 1
     assert memory.ngrams.clock == 4, "one call for all rows"
 
 

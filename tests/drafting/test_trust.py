@@ -16,7 +16,7 @@ from lookahead.core.token_tree import TokenTree
 from lookahead.core.walk import follow
 from lookahead.drafting import AutoDrafter, DraftMemory, NGramMemory, TokenPaths
 from lookahead.drafting.auto.batch import DraftBatch
-from lookahead.drafting.auto.learning import UNTRUSTED, Step
+from lookahead.drafting.auto.learning import SHOWN, UNTRUSTED, Step
 from lookahead.drafting.auto.sources import CheckedSource
 from model_zoo import VOCAB_SIZE, build
 
@@ -117,8 +117,8 @@ def shares_of(tokens: Sequence[int], predicted: Sequence[int]) -> list[float]:
     shares = []
     for token, first in zip(tokens, predicted, strict=True):
         ids, likely = np.array([[first, 9, 8]]), np.array([[0.5, 0.3, 0.1]], dtype=np.float32)
-        one, zero = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-        batch.learn(Step(zero, zero, one, one, np.array([token]), ids, likely, np.empty(1, dtype=np.int64)))
+        rows = np.array([(0, 0, 1, 1)], dtype=SHOWN)
+        batch.learn(Step(rows, np.array([token]), ids, likely, np.empty(1, dtype=np.int64)))
         shares.append(float(batch.heard["share"][0]))
     return shares
 

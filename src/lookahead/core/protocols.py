@@ -146,20 +146,15 @@ class Drafter(Protocol):
         """Sizes and hit counts of what the drafter holds, as plain numbers and lists."""
 
 
-class RowsDrafter(Drafter, Protocol):
-    """A drafter that drafts and learns for several sequences in one call, each of which has a drafter of its own."""
+class RowsDrafter(Protocol):
+    """Drafts and learns for several sequences in one call, each of which has a drafter of its own, where it is the
+    attribute `together`; `None` where one drafts alone. What is raised ends the drafts of all sequences of the call."""
 
-    @property
-    def drafts_together(self) -> bool:
-        """Whether it does so now. What is raised then ends the drafts of all sequences of the call."""
+    def propose_rows(self, drafters: Sequence[Any], trees: Sequence[TokenTree]) -> None:
+        """`propose` of several drafters."""
 
-    @classmethod
-    def propose_rows(cls, drafters: Sequence[Any], trees: Sequence[TokenTree]) -> None:
-        """`propose` of several drafters of this class."""
-
-    @classmethod
-    def observe_rows(cls, drafters: Sequence[Any], results: Sequence[StepResult]) -> None:
-        """`observe` of several drafters of this class."""
+    def observe_rows(self, drafters: Sequence[Any], results: Sequence[StepResult]) -> None:
+        """`observe` of several drafters."""
 
 
 class NoDrafter:

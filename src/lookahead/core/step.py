@@ -147,7 +147,7 @@ def _draft(backend: Backend, batch: Batch) -> list[TokenTree]:
     stopped = ask_drafters(
         [(sequence, tree) for _, sequence, tree in asked],
         lambda drafter, tree: drafter.propose(tree),
-        lambda kind, drafters, group: kind.propose_rows(drafters, group),
+        lambda rows, drafters, group: rows.propose_rows(drafters, group),
     )
     for (row, _, tree), has_stopped in zip(asked, stopped, strict=True):
         if has_stopped:
@@ -158,7 +158,7 @@ def _draft(backend: Backend, batch: Batch) -> list[TokenTree]:
 def ask_drafters(
     asked: Sequence[tuple[SequenceState, T]],
     ask: Callable[[Drafter, T], None],
-    ask_rows: Callable[[type[RowsDrafter], Sequence[Any], Sequence[T]], None],
+    ask_rows: Callable[[RowsDrafter, Sequence[Any], Sequence[T]], None],
 ) -> list[bool]:
     """Ask the drafters of some sequences about something each, those that draft together in one call.
 
@@ -166,23 +166,23 @@ def ask_drafters(
         Of each whether its drafter raised, and drafting stopped.
     """
     stopped = [False] * len(asked)
-    together: dict[type[Any], list[int]] = {}
+    together: dict[RowsDrafter, list[int]] = {}
     for place, (sequence, argument) in enumerate(asked):
-        drafter = sequence.drafter
-        if len(asked) > 1 and getattr(drafter, "drafts_together", False):
-            together.setdefault(type(drafter), []).append(place)
+        rows = getattr(sequence.drafter, "together", None) if len(asked) > 1 else None
+        if rows is not None:
+            together.setdefault(rows, []).append(place)
         else:
             try:
-                ask(drafter, argument)
+                ask(sequence.drafter, argument)
             except Exception as error:
                 sequence.stop_drafting(error)
                 stopped[place] = True
-    for kind, places in together.items():
-        rows = [asked[place] for place in places]
+    for rows, places in together.items():
+        group = [asked[place] for place in places]
         try:
-            ask_rows(kind, [sequence.drafter for sequence, _ in rows], [argument for _, argument in rows])
+            ask_rows(rows, [sequence.drafter for sequence, _ in group], [argument for _, argument in group])
         except Exception as error:  # it is no matter of one row
-            for place, (sequence, _) in zip(places, rows, strict=True):
+            for place, (sequence, _) in zip(places, group, strict=True):
                 sequence.stop_drafting(error)
                 stopped[place] = True
     return stopped
@@ -241,7 +241,7 @@ def _learn(sequences: Sequence[SequenceState], results: Sequence[StepResult | No
     ask_drafters(
         [(sequence, result) for sequence, result in zip(sequences, results, strict=True) if result is not None],
         lambda drafter, result: drafter.observe(result),
-        lambda kind, drafters, group: kind.observe_rows(drafters, group),
+        lambda rows, drafters, group: rows.observe_rows(drafters, group),
     )
 
 

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.core.compiled import TypedLoop
+from lookahead.core.protocols import StepResult
+from lookahead.core.token_tree import Noise, TokenTree
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.learning import (
-    HEARD,
-    SETTINGS,
-    UNTRUSTED,
-    BatchState,
-    Desk,
-    Step,
-    learn,
-)
-from lookahead.drafting.auto.search import NODE, Room, Wanted, find
+from lookahead.drafting.auto.learning import HEARD, SETTINGS, SHOWN, UNTRUSTED, BatchState, Desk, Step, learn
+from lookahead.drafting.auto.search import NO_NOISE, NODE, WANTED, Room, find
 from lookahead.drafting.auto.sources import MOST_LISTED, PRIOR, TokenPaths, allocate_listed, with_paths
 from lookahead.drafting.auto.texts import BUCKETS, LONGEST, OCCURRENCE, SEARCHED, allocate_texts, with_room
+
+if TYPE_CHECKING:
+    from lookahead.drafting.auto.drafter import AutoDrafter
+
+Wanted = tuple[int, int, int, float]
+"""What is looked for after a text: a `WANTED`."""
+
+Shown = tuple[tuple[int, int, int, int], list[int], NDArray[np.int64], NDArray[np.float32]]
+"""What a step showed of a text: a `SHOWN`, the tokens added, and what was predicted after each node; see `Step`."""
 
 
 class DraftBatch:
@@ -137,14 +141,61 @@ class DraftBatch:
         """Search what the sources of the text list now."""
         self.listed = with_paths(self.listed, paths)
 
-    def find(self, wanted: Wanted) -> None:
-        """Draft after some texts, into `nodes` and `counts`."""
-        self._find(wanted, self._state, self.room)
+    def propose_rows(self, drafters: Sequence[AutoDrafter], trees: Sequence[TokenTree]) -> None:
+        """See `RowsDrafter`."""
+        self.draft([(drafter, tree) for drafter, tree in zip(drafters, trees, strict=True) if drafter.begins(tree)])
+
+    def draft(self, asked: Sequence[tuple[AutoDrafter, TokenTree]]) -> None:
+        """Draft for some texts, and have their budgets choose what is added to their trees."""
+        if not asked:
+            return
+        with self.memory.lock:
+            wanted = [drafter.wanted(self, tree) for drafter, tree in asked]
+            self.search(asked, wanted)
+            for drafter, tree in asked:
+                drafter.forbid(self, tree)
+            places = [row[0] for row in wanted]
+            counts = self.counts[places].tolist()
+            nodes = self.nodes[places, 1 : max(counts) + 1]  # copied: others may search before this is sent
+        likely = np.ascontiguousarray(nodes["probability"])
+        found = zip(counts, nodes["token"].tolist(), nodes["parent"].tolist(), likely, strict=True)
+        for (drafter, tree), of_text in zip(asked, found, strict=True):
+            drafter.offer(tree, *of_text)
+
+    def search(self, asked: Sequence[tuple[AutoDrafter, TokenTree]], wanted: Sequence[Wanted]) -> None:
+        """Find what is wanted after some texts: in one call, but where noise is known, as each text has its own."""
+        others = []
+        for (drafter, tree), row in zip(asked, wanted, strict=True):
+            noise = drafter.foresee(tree)
+            if noise is None:
+                others.append(row)
+            else:
+                self.find(np.array([row], dtype=WANTED), noise)
+        if others:
+            self.find(np.array(others, dtype=WANTED))
+
+    def find(self, wanted: NDArray[Any], noise: Noise = NO_NOISE) -> None:
+        """Draft after some texts, into `nodes` and `counts`; see `search.find`."""
+        self._find(wanted, noise, self._state, self.room)
 
     @property
     def _state(self) -> BatchState:
         places = self.texts, self.heard, self._recent, self.listed, self.nodes, self.counts
         return BatchState(self.memory.ngrams.entries, *places, self._weights, self._settings)
+
+    def observe_rows(self, drafters: Sequence[AutoDrafter], results: Sequence[StepResult]) -> None:
+        """See `RowsDrafter`."""
+        self.learn_rows([pair for pair in zip(drafters, results, strict=True) if pair[0].ends(pair[1])])
+
+    def learn_rows(self, asked: Sequence[tuple[AutoDrafter, StepResult]]) -> None:
+        """Learn what a step showed of some texts."""
+        if not asked:
+            return
+        with self.memory.lock:
+            rows, tokens, ids, likely = zip(*(drafter.shown(self, result) for drafter, result in asked), strict=True)
+            said = np.concatenate(ids), np.concatenate(likely)  # copied: they are written over
+            added = np.array([*chain.from_iterable(tokens)], dtype=np.int64)
+            self.learn(Step(np.array([*rows], dtype=SHOWN), added, *said, np.empty(len(said[0]), dtype=np.int64)))
 
     def learn(self, step: Step) -> int:
         """Learn from a step: its tokens are of the texts then, and their drafts are done with.
@@ -156,8 +207,8 @@ class DraftBatch:
         clock = self.memory.ngrams.tick() if len(step.ids) else 0
         accepted, lost = self._learn(step, clock, self._state, self._desk)
         if lost:  # what is predicted in these texts is not what is selected
-            for place in step.places[step.places >= 0].tolist():
-                if self.heard["share"][place] < UNTRUSTED and not self.heard["recalled"][place]:
+            for place in step.rows["place"].tolist():
+                if place >= 0 and self.heard["share"][place] < UNTRUSTED and not self.heard["recalled"][place]:
                     self.heard["recalled"][place] = 1
                     self._learn_text(place, self.memory.ngrams.capacity)
         return int(accepted)
@@ -167,12 +218,21 @@ class DraftBatch:
         longest, reach = int(self.texts.lengths.max()) + len(step.tokens), self.texts.reach
         self.texts = with_room(self.texts, 0, longest)
         if longest > 2 * reach:
-            for place, added in zip(step.places.tolist(), step.added.tolist(), strict=True):
+            for place, _, _, added in step.rows.tolist():
                 length = int(self.texts.lengths[place])
                 if place >= 0 and length + added > 2 * reach:
                     surplus = length - max(reach - added, 0)
                     kept = self.texts.tokens[place, surplus:length].copy()
                     self._begin(place, kept, int(self.texts.dropped[place]) + surplus)
+
+
+def shared_batch(memory: DraftMemory, settings: tuple[int, bool, bool]) -> DraftBatch:
+    """The batch of all drafters without sources that have this memory and these settings."""
+    with memory.lock:
+        batch: DraftBatch | None = memory.batches.get(settings)
+        if batch is None:
+            memory.batches[settings] = batch = DraftBatch(memory, *settings)
+        return batch
 
 
 def _grown(array: NDArray[Any], places: int) -> NDArray[Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from itertools import accumulate, chain
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +13,12 @@ from lookahead.core.budget import FixedBudget, StepBudget
 from lookahead.core.protocols import StepResult
 from lookahead.core.token_tree import Noise, TokenTree
 from lookahead.core.watching import CERTAIN, Explanation, Origin
-from lookahead.drafting.auto.batch import DraftBatch
+from lookahead.drafting.auto.batch import DraftBatch, Shown, Wanted, shared_batch
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.learning import UNTRUSTED, Step
+from lookahead.drafting.auto.learning import UNTRUSTED
 from lookahead.drafting.auto.ngrams import NGramMemory
 from lookahead.drafting.auto.origins import origins_of
-from lookahead.drafting.auto.search import FORESEEN, Wanted
+from lookahead.drafting.auto.search import FORESEEN, NO_NOISE
 from lookahead.drafting.auto.sources import Source, permitted
 from lookahead.drafting.best_first import first_path
 
@@ -85,9 +83,10 @@ class AutoDrafter:
         self._sent = 0  # how many of the nodes found it has: the first ones
 
     @property
-    def drafts_together(self) -> bool:
-        """Whether others may draft in the same call: what a source raises is a matter of its own text."""
-        return not self._sources
+    def together(self) -> DraftBatch | None:
+        """What drafts for it and others in one call, if anything does: what a source raises is a matter of its own
+        text."""
+        return None if self._sources else self._batch
 
     @property
     def top_k(self) -> int:
@@ -112,35 +111,13 @@ class AutoDrafter:
 
     def propose(self, tree: TokenTree) -> None:
         """Add the certain tokens, and the likeliest paths after them, the likeliest node first."""
-        self.propose_rows([self], [tree])
+        if self.begins(tree):
+            self._join().draft([(self, tree)])
 
-    @classmethod
-    def propose_rows(cls, drafters: Sequence[AutoDrafter], trees: Sequence[TokenTree]) -> None:
-        """`propose` for several texts, whose drafts are found in one call."""
-        asked = [(drafter, tree) for drafter, tree in zip(drafters, trees, strict=True) if drafter._begins(tree)]
-        for batch, group in _by_batch(asked):
-            places = [drafter._place for drafter, _ in group]
-            with batch.memory.lock:
-                for drafter, tree in group:
-                    drafter._prepare(batch, tree)
-                _find(batch, group, [min(drafter.budget.most, drafter._settings[0]) for drafter, _ in group])
-                for drafter, tree in group:
-                    if drafter._forbids:
-                        drafter._forbid(batch, tree)
-                nodes, counts = batch.nodes[places], batch.counts[places].tolist()
-            likely = np.ascontiguousarray(nodes["probability"])
-            found = zip(nodes["token"].tolist(), nodes["parent"].tolist(), likely, counts, strict=True)
-            for (drafter, tree), of_row in zip(group, found, strict=True):
-                drafter._offer(tree, *of_row)
-
-    def _begins(self, tree: TokenTree) -> bool:
-        """Add what is certain; whether there is something to search behind it."""
+    def begins(self, tree: TokenTree) -> bool:
+        """Begin a step, and add what is certain; whether there is something to search behind it."""
         self.budget.begin()
-        certain: list[int] = []
-        for source in self._sources:
-            if getattr(source, "certain", None) is not None:
-                certain = source.certain()  # type: ignore[attr-defined]
-                break
+        certain = self._certain_tokens() if self._sources else []
         if certain:
             tree.add_certain(certain[: self._most])
         self._certain = 0
@@ -150,13 +127,19 @@ class AutoDrafter:
         self._certain = len(certain)
         return True
 
+    def _certain_tokens(self) -> list[int]:
+        for source in self._sources:
+            if getattr(source, "certain", None) is not None:
+                return source.certain()  # type: ignore[attr-defined, no-any-return]
+        return []
+
     def _join(self) -> DraftBatch:
         """The batch in which the text has a place."""
         if self._batch is None:
             if self._sources:
                 self._batch = DraftBatch(self.memory, *self._settings, len(self._sources))
             else:
-                self._batch = _shared_batch(self.memory, self._settings)
+                self._batch = shared_batch(self.memory, self._settings)
             self._place = self._batch.take_place(self)
             self._begin(self._batch)
         return self._batch
@@ -166,24 +149,34 @@ class AutoDrafter:
         text, self._late = self._late, []
         batch.begin(self._place, text, self._before)
 
-    def _prepare(self, batch: DraftBatch, tree: TokenTree) -> None:
-        """Make ready for a search."""
-        self._catch_up(batch)
-        if self._read_prompt and not self._is_read and self.budget.reads_prompts:
+    def wanted(self, batch: DraftBatch, tree: TokenTree) -> Wanted:
+        """Make ready for a search, and say what is looked for."""
+        if self._late:
+            self._catch_up(batch)
+        if not self._is_read and self._read_prompt and self.budget.reads_prompts:
             for node in range(max(0, tree.root - self._read_prompt), tree.root):
                 tree.needs_logits[node] = True
         if self._sources:
             batch.list_paths([source.propose() for source in self._sources])
+        return self._wanted(tree, min(self.budget.most, self._settings[0]))
 
-    def _foresee(self, tree: TokenTree) -> Noise | None:
+    def _wanted(self, tree: TokenTree, nodes: int) -> Wanted:
+        return self._place, nodes, tree.room - self._certain, self.budget.least
+
+    def foresee(self, tree: TokenTree) -> Noise | None:
         """What the tokens below the root are sampled with, if that is known, and says something: it says which of the
         model's predictions is selected."""
         if tree.foresee is None or self._is_lost:
             return None
-        return tree.foresee(min(self._certain + FORESEEN, tree.room))
+        noise = tree.foresee(min(self._certain + FORESEEN, tree.room))
+        if noise is None:
+            return None
+        return Noise((*noise.places[self._certain :], *NO_NOISE.places)[:FORESEEN], noise.temperature)
 
-    def _forbid(self, batch: DraftBatch, tree: TokenTree) -> None:
-        """Leave the nodes found that can come true; more are searched where they are too few."""
+    def forbid(self, batch: DraftBatch, tree: TokenTree) -> None:
+        """Leave the nodes found that can come true, if sources know; more are searched where they are too few."""
+        if not self._forbids:
+            return
         most, limit = min(self.budget.most, self._most - self._certain), min(self.budget.most, self._settings[0])
         while True:
             count, nodes = int(batch.counts[self._place]), batch.nodes[self._place]
@@ -193,28 +186,26 @@ class AutoDrafter:
             if len(rows) > most or limit == self._settings[0] or count < limit:
                 break
             limit = min(2 * limit, self._settings[0])
-            _find(batch, [(self, tree)], [limit])
+            batch.search([(self, tree)], [self._wanted(tree, limit)])
         numbers = np.zeros(count + 1, dtype=np.int64)
         numbers[rows] = np.arange(len(rows))
         nodes[: len(rows)] = nodes[rows]
         nodes["parent"][: len(rows)] = numbers[nodes["parent"][: len(rows)]]
         batch.counts[self._place] = len(rows) - 1
 
-    def _offer(
-        self, tree: TokenTree, tokens: list[int], parents: list[int], likely: NDArray[np.float64], count: int
+    def offer(
+        self, tree: TokenTree, count: int, tokens: list[int], parents: list[int], likely: NDArray[np.float64]
     ) -> None:
-        """Have the budget choose among the nodes found, of which there are `count` behind the root."""
-        most = min(self.budget.most, self._most - self._certain, count)
-        pending = tree.root + 1 if self._chains else 1
+        """Have the budget choose among the nodes found, of which there are `count`."""
+        first = tree.root + self._certain
         self._tree, self._sent = tree, 0
-        self.budget.offer(likely[1 : most + 1], partial(self._send, tree, tokens, parents), pending)
 
-    def _send(self, tree: TokenTree, tokens: list[int], parents: list[int], chosen: int) -> None:
-        """Add the first nodes found to a tree."""
-        self._sent = chosen
-        grown = tree.beyond(self._certain)
-        root = grown.root
-        grown.add_new_candidates(tokens[1 : chosen + 1], [root + parent for parent in parents[1 : chosen + 1]])
+        def send(chosen: int) -> None:
+            self._sent = chosen
+            tree.add_new_candidates(tokens[:chosen], [first + parent for parent in parents[:chosen]])
+
+        most = min(self.budget.most, self._most - self._certain, count)
+        self.budget.offer(likely[:most], send, tree.root + 1 if self._chains else 1)
 
     def explain(self, tree: TokenTree) -> Explanation:
         """Which sources named each node, and how likely it was taken to be."""
@@ -228,23 +219,10 @@ class AutoDrafter:
 
     def observe(self, result: StepResult) -> None:
         """Learn from the predictions after every node, and add the new tokens to the text."""
-        self.observe_rows([self], [result])
+        if self.ends(result):
+            self._join().learn_rows([(self, result)])
 
-    @classmethod
-    def observe_rows(cls, drafters: Sequence[AutoDrafter], results: Sequence[StepResult]) -> None:
-        """`observe` for several texts, which learn in one call."""
-        asked = [(drafter, result) for drafter, result in zip(drafters, results, strict=True) if drafter._ends(result)]
-        for batch, group in _by_batch(asked):
-            with batch.memory.lock:
-                rows = [drafter._shown(batch, result) for drafter, result in group]
-                places, roots, sizes, tokens, ids, probabilities = zip(*rows, strict=True)
-                numbers = np.array((places, roots, [*accumulate(sizes)], [*map(len, tokens)]), dtype=np.int64)
-                added = np.array([*chain.from_iterable(tokens)], dtype=np.int64)
-                selected = np.empty(sum(sizes), dtype=np.int64)
-                said = np.concatenate(ids), np.concatenate(probabilities)  # copied: they are written over
-                batch.learn(Step(numbers[0], numbers[1], numbers[2], numbers[3], added, *said, selected))
-
-    def _ends(self, result: StepResult) -> bool:
+    def ends(self, result: StepResult) -> bool:
         """Note what became of a draft. Whether there is something to learn; if not, the tokens are kept for later."""
         for source in self._sources:
             source.observe(result)
@@ -252,20 +230,18 @@ class AutoDrafter:
             self._sent = 0
         self._tree, self._is_read = None, True
         # A resting drafter does nothing that can wait.
-        is_searched = not self.budget.backs_off and result.tree.certain <= self._certain
-        is_shown = result.top_ids.shape[1] > 0 or self._is_lost or self.memory.ngrams.observed
-        if not (is_searched and is_shown and self._learns):
-            self._late += result.tokens[result.tree.certain if is_searched else 0 :]
-            return False
-        self._certain = result.tree.certain
-        return True
+        certain = result.tree.certain
+        is_searched = not self.budget.backs_off and certain <= self._certain
+        if is_searched and self._learns and (result.top_ids.shape[1] or self.memory.ngrams.observed or self._is_lost):
+            self._certain = certain
+            return True
+        self._late += result.tokens[certain if is_searched else 0 :]
+        return False
 
-    def _shown(
-        self, batch: DraftBatch, result: StepResult
-    ) -> tuple[int, int, int, list[int], NDArray[np.int64], NDArray[np.float32]]:
-        """What a step showed of one text: its place, the root's node, how many nodes there are, the tokens that were
-        selected, and what was predicted after each node; see `Step`."""
-        self._catch_up(batch)
+    def shown(self, batch: DraftBatch, result: StepResult) -> Shown:
+        """What a step showed."""
+        if self._late:
+            self._catch_up(batch)
         result = result.beyond(self._certain)
         root = result.tree.root
         count = root + 1 + self._sent
@@ -274,7 +250,7 @@ class AutoDrafter:
         else:
             ids = result.predictions[:count, None] if batch.reads else np.full((count, 1), -1, dtype=np.int64)
             probabilities = np.ones(ids.shape, dtype=np.float32)
-        return self._place, root, count, result.tokens, ids, probabilities
+        return (self._place, root, count, len(result.tokens)), result.tokens, ids, probabilities
 
     def statistics(self) -> dict[str, Any]:
         """Of the n-gram memory; see `NGramMemory.statistics`."""
@@ -282,44 +258,5 @@ class AutoDrafter:
 
     def _catch_up(self, batch: DraftBatch) -> None:
         """Add the tokens to the text that were not added yet."""
-        if self._late:
-            batch.extend(self._place, self._late)
-            self._late = []
-
-
-def _find(batch: DraftBatch, group: Sequence[tuple[AutoDrafter, TokenTree]], limits: Sequence[int]) -> None:
-    """Find the nodes of some trees, so many: in one call, but for those whose noise is known, as each has its own."""
-    rows = [
-        (one._place, limit, max(tree.room - one._certain, 0)) for (one, tree), limit in zip(group, limits, strict=True)
-    ]
-    places, most, levels = np.array(rows, dtype=np.int64).T.copy()
-    wanted = Wanted(places, most, levels, np.array([one.budget.least for one, _ in group], dtype=np.float64))
-    left = len(group)
-    for row, (drafter, tree) in enumerate(group):
-        noise = drafter._foresee(tree)
-        if noise is not None:
-            batch.find(wanted.alone(row, noise, drafter._certain))
-            places[row] = -1
-            left -= 1
-    if left:
-        batch.find(wanted)
-
-
-T = TypeVar("T")
-
-
-def _by_batch(asked: Iterable[tuple[AutoDrafter, T]]) -> Iterator[tuple[DraftBatch, list[tuple[AutoDrafter, T]]]]:
-    """Drafters, each with its own, by the batch that their texts are in."""
-    groups: dict[DraftBatch, list[tuple[AutoDrafter, T]]] = {}
-    for row in asked:
-        groups.setdefault(row[0]._join(), []).append(row)
-    yield from groups.items()
-
-
-def _shared_batch(memory: DraftMemory, settings: tuple[int, bool, bool]) -> DraftBatch:
-    """The batch of all drafters with this memory and these settings."""
-    with memory.lock:
-        batch: DraftBatch | None = memory.batches.get(settings)
-        if batch is None:
-            memory.batches[settings] = batch = DraftBatch(memory, *settings)
-        return batch
+        batch.extend(self._place, self._late)
+        self._late = []

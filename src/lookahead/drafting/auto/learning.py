@@ -73,30 +73,35 @@ class BatchState(NamedTuple):
     settings: Any
 
 
-class Step(NamedTuple):
-    """What a step showed, a row for each text, and one row's nodes after another's.
+SHOWN = np.dtype(
+    [
+        ("place", np.int64),  # of the text; -1 where the step added nothing
+        ("root", np.int64),  # how many nodes are tokens of the text before its last one
+        ("nodes", np.int64),  # how many there are: these, the last one, which is the root, and the first of its draft
+        ("added", np.int64),  # how many tokens the step added to the text
+    ]
+)
+"""What a step showed of one text.
 
-    A row without nodes is a text that goes on without predictions. One that adds no tokens has the text itself learned:
-    its nodes are the last tokens of the text, the root the very last.
+One without nodes is a text that goes on without predictions. One that adds no tokens has the text itself learned: its
+nodes are the last tokens of the text, the root the very last.
+"""
+
+
+class Step(NamedTuple):
+    """What a step showed.
 
     Attributes:
-        places: The place of each text, `[rows]`; -1 where the step added nothing.
-        roots: How many of its nodes are tokens of each text before the last one, `[rows]`; they come first. The last
-            one, the root, and the first nodes of its draft follow.
-        ends: Where the nodes of each row end, `[rows]`.
-        added: How many tokens the step added to each text, `[rows]`.
-        tokens: These tokens, row after row.
-        ids: The likeliest tokens after each, likeliest first, `[nodes, listed]`; -1 where nothing was read. They are
-            written over.
+        rows: `SHOWN`s, `[rows]`.
+        tokens: The tokens that were added, row after row.
+        ids: The likeliest tokens after each node, row after row, likeliest first, `[nodes, listed]`; -1 where nothing
+            was read. They are written over.
         probabilities: Their probabilities, likewise.
         selected: Gets the token that was selected after each node, -1 for those that are not of the text now,
             `[nodes]`.
     """
 
-    places: NDArray[np.int64]
-    roots: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    added: NDArray[np.int64]
+    rows: NDArray[Any]
     tokens: NDArray[np.int64]
     ids: NDArray[np.int64]
     probabilities: NDArray[np.float32]
@@ -105,9 +110,9 @@ class Step(NamedTuple):
     @classmethod
     def of_text(cls, place: int, tokens: NDArray[np.int64], taught: int) -> Step:
         """The text in a place goes on with these tokens; if there are none, so many of its last ones are learned."""
-        numbers = np.array([[place], [max(taught - 1, 0)], [taught], [len(tokens)]], dtype=np.int64)
+        rows = np.array([(place, max(taught - 1, 0), taught, len(tokens))], dtype=SHOWN)
         ids, probabilities = np.full((taught, 1), -1, dtype=np.int64), np.zeros((taught, 1), dtype=np.float32)
-        return cls(numbers[0], numbers[1], numbers[2], numbers[3], tokens, ids, probabilities, ids[:, 0].copy())
+        return cls(rows, tokens, ids, probabilities, ids[:, 0].copy())
 
 
 class Desk(NamedTuple):
@@ -139,8 +144,9 @@ def learn(step: Step, clock: int, state: BatchState, desk: Desk) -> tuple[int, i
     """
     entries, texts, heard, recent, listed, trees, counts, _, settings = state
     accepted, lost, begin, first = 0, 0, FIRST, FIRST
-    for row in range(len(step.places)):
-        place, root, end, last = step.places[row], step.roots[row], step.ends[row], first + step.added[row]
+    for row in range(len(step.rows)):
+        shown = step.rows[row]
+        place, root, end, last = shown["place"], shown["root"], begin + shown["nodes"], first + shown["added"]
         if place >= 0:
             nodes, of_text, tokens = trees[place], heard[place], step.tokens[first:last]
             said, likely, selected = step.ids[begin:end], step.probabilities[begin:end], step.selected[begin:end]

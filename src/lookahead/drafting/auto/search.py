@@ -44,30 +44,18 @@ FORESEEN = 8
 """Tokens whose noise is foreseen, at most: it is drawn before they are come to."""
 
 
-class Wanted(NamedTuple):
-    """Which nodes are wanted, a row for each text.
+NO_NOISE = Noise((np.zeros(0, dtype=np.float32),) * FORESEEN, 0.0)
+"""Of tokens that are not sampled, or with what nobody knows."""
 
-    Attributes:
-        places: The place of each text, `[rows]`; -1 where nothing is wanted.
-        nodes: Most nodes below its last token, `[rows]`.
-        levels: Most levels of them, `[rows]`.
-        least: How probable the path to a node must be, `[rows]`.
-        noise: What tokens on each level are sampled with, `[vocabulary]` each, or nothing; see `Noise`.
-        temperature: Divides what the model says; 0 where the likeliest token is selected.
-    """
-
-    places: NDArray[np.int64]
-    nodes: NDArray[np.int64]
-    levels: NDArray[np.int64]
-    least: NDArray[np.float64]
-    noise: tuple[NDArray[np.float32], ...] = (np.zeros(0, dtype=np.float32),) * FORESEEN
-    temperature: float = 0.0
-
-    def alone(self, row: int, noise: Noise, first: int) -> Wanted:
-        """One row, the tokens of whose text are sampled with this noise after the `first` ones; no noise was known."""
-        later = (*noise.places[first:], *self.noise)
-        places, nodes, levels, least = (values[row : row + 1].copy() for values in self[:4])
-        return Wanted(places, nodes, levels, least, later[:FORESEEN], noise.temperature)
+WANTED = np.dtype(
+    [
+        ("place", np.int64),  # of the text; -1 where nothing is wanted
+        ("nodes", np.int64),  # most nodes below its last token
+        ("levels", np.int64),  # most levels of them
+        ("least", np.float64),  # how probable the path to a node must be
+    ]
+)
+"""Which nodes are wanted after a text."""
 
 
 class Room(NamedTuple):
@@ -89,16 +77,23 @@ class Room(NamedTuple):
 
 
 @compiled
-def find(wanted: Wanted, state: BatchState, room: Room) -> None:
+def find(wanted: NDArray[Any], noise: Noise, state: BatchState, room: Room) -> None:
     """Draft after some texts: add the most probable unexplored continuation again and again, until there are enough.
 
     Args:
-        wanted, room: See there.
+        wanted: `WANTED`s, `[rows]`.
+        noise: What tokens on each of `FORESEEN` levels are sampled with; arrays may be empty.
         state: See there. Gets the trees, and their numbers of nodes below the root.
+        room: See there.
     """
     chains, explores = state.settings["chains"], state.settings["explores"]
-    for row in range(len(wanted.places)):
-        place, most, least = wanted.places[row], wanted.nodes[row], wanted.least[row]
+    for row in range(len(wanted)):
+        place, most, levels, least = (
+            wanted[row]["place"],
+            wanted[row]["nodes"],
+            wanted[row]["levels"],
+            wanted[row]["least"],
+        )
         if place < 0:
             continue
         nodes = state.trees[place]
@@ -108,12 +103,12 @@ def find(wanted: Wanted, state: BatchState, room: Room) -> None:
             begin = end
             if chains:  # one node is added at each level
                 waiting = node
-            if nodes[node]["depth"] < wanted.levels[row]:
-                end = _propose(place, node, begin, wanted, state, room, nodes)
+            if nodes[node]["depth"] < levels:
+                end = _propose(place, node, begin, noise, state, room, nodes)
                 for candidate in range(begin, end):
                     waiting = _wait(candidate, least, waiting, node + 1 if chains else most, room)
                 if node == 0 and explores and state.heard[place]["share"] >= UNTRUSTED:
-                    end, waiting = _try_recent(end, waiting, most, row, wanted, state, room)
+                    end, waiting = _try_recent(end, waiting, wanted[row], noise, state, room)
             if node == waiting:
                 break
             nodes[node + 1] = room.candidates[room.queue[node]]
@@ -126,7 +121,7 @@ def _propose(
     place: int,
     node: int,
     begin: int,
-    wanted: Wanted,
+    noise: Noise,
     state: BatchState,
     room: Room,
     nodes: NDArray[Any],
@@ -171,7 +166,7 @@ def _propose(
                 likely = min(new["probability"] * record[0] / record[1], 1.0)
                 if likely > candidates[row]["listed"]:
                     candidates[row]["listed"], candidates[row]["source"] = likely, source
-    _weigh(node, nodes, wanted, of_known, entries.evidence, candidates[begin:end])
+    _weigh(node, nodes, noise, of_known, entries.evidence, candidates[begin:end])
     return end
 
 
@@ -191,7 +186,7 @@ def _candidate_of(token: int, begin: int, end: int, score: float, candidates: ND
 def _weigh(
     node: int,
     nodes: NDArray[Any],
-    wanted: Wanted,
+    noise: Noise,
     weights: NDArray[np.float64],
     evidence: NDArray[np.float64],
     candidates: NDArray[Any],
@@ -205,7 +200,7 @@ def _weigh(
     classes = evidence.shape[1]  # the weights of matches stand behind those of contexts
     for row in range(len(candidates)):
         candidate = candidates[row]
-        score = candidate["probability"] + _foreseen(candidate["token"], parent["depth"], wanted)
+        score = candidate["probability"] + _foreseen(candidate["token"], parent["depth"], noise)
         if candidate["match"] >= 0:
             score += weights[classes + candidate["match"]]
         candidate["probability"] = exp(score) if candidate["match"] >= 0 or candidate["order"] > 0 else 0.0
@@ -221,12 +216,12 @@ def _weigh(
 
 
 @inner
-def _foreseen(token: int, level: int, wanted: Wanted) -> float:
+def _foreseen(token: int, level: int, noise: Noise) -> float:
     """What speaks for a token on a level in the noise: selected is the largest log p - temperature * log q, and scores
     are estimates of log p."""
-    if level >= FORESEEN or token >= len(wanted.noise[level]):
+    if level >= FORESEEN or token >= len(noise.places[level]):
         return 0.0
-    return -wanted.temperature * log(float(wanted.noise[level][token]))
+    return -noise.temperature * log(float(noise.places[level][token]))
 
 
 @inner
@@ -244,21 +239,19 @@ def _wait(row: int, least: float, waiting: int, most: int, room: Room) -> int:
 
 
 @inner
-def _try_recent(
-    end: int, waiting: int, most: int, row: int, wanted: Wanted, state: BatchState, room: Room
-) -> tuple[int, int]:
-    """Queue recent predictions after the root of a row, behind all that is better; returns where candidates end, and
+def _try_recent(end: int, waiting: int, wanted: Any, noise: Noise, state: BatchState, room: Room) -> tuple[int, int]:
+    """Queue recent predictions after the root of a text, behind all that is better; returns where candidates end, and
     how many wait."""
-    place = wanted.places[row]
+    place = wanted["place"]
     for index in range(state.heard[place]["count"]):
         token = state.recent[place, index]
-        probability = 0.001 / (4.0 + index) * exp(_foreseen(token, 0, wanted))
+        probability = 0.001 / (4.0 + index) * exp(_foreseen(token, 0, noise))
         at = _candidate_of(token, FIRST, end, min(probability, 1.0), room.candidates)
         if at == end:
             new = room.candidates[at]
             new["parent"], new["depth"], new["weighed"] = 0, 1, 0
             before, end = waiting, end + 1
-            waiting = _wait(at, wanted.least[row], waiting, most, room)
-            if waiting == before and wanted.temperature == 0.0:
+            waiting = _wait(at, wanted["least"], waiting, wanted["nodes"], room)
+            if waiting == before and noise.temperature == 0.0:
                 break  # there are enough that are better
     return end, waiting

@@ -25,9 +25,9 @@ from lookahead.core.step_time import StepTime
 from lookahead.drafting import text_only
 from lookahead.drafting.auto.batch import DraftBatch
 from lookahead.drafting.auto.draft_memory import DraftMemory
-from lookahead.drafting.auto.learning import Step
+from lookahead.drafting.auto.learning import SHOWN, Step
 from lookahead.drafting.auto.ngrams import NGramMemory
-from lookahead.drafting.auto.search import Wanted
+from lookahead.drafting.auto.search import WANTED
 from lookahead.drafting.memory_file import MemoryFile
 from lookahead.drafting.warm_up import compile_loops
 from lookahead.errors import InvalidArgumentError, LookaheadWarning
@@ -293,7 +293,6 @@ class LookaheadProposer:
             else:
                 batch.extend(place, tokens[row, batch.texts.dropped[place] + batch.texts.lengths[place] : before])
         self.statistics.requests += int(np.count_nonzero(rows.begun))
-        ends = np.cumsum(counts)
         count = int(counts.sum())
         predictions = None if self._target is None else self._target.take(count)
         self.statistics.unread += self._target is not None and not self._rests and predictions is None
@@ -303,10 +302,12 @@ class LookaheadProposer:
         sizes = zip(lengths.tolist(), added.tolist(), strict=True)
         new = [tokens[row, length - count : length] for row, (length, count) in enumerate(sizes)]
         selected = np.concatenate(new, dtype=np.int64) if new else np.empty(0, dtype=np.int64)
-        room = np.empty(count, dtype=np.int64)
-        step = Step(rows.places, np.zeros_like(ends), ends, added, selected, *predictions, room)
+        shown = np.zeros(len(added), dtype=SHOWN)
+        shown["place"], shown["nodes"], shown["added"] = rows.places, counts, added
         with batch.memory.lock:
-            self.statistics.accepted += batch.learn(step)
+            self.statistics.accepted += batch.learn(
+                Step(shown, selected, *predictions, np.empty(count, dtype=np.int64))
+            )
 
     def _draft(self, rows: Rows) -> NDArray[np.int64]:
         """Find a draft for each request; returns the place of each, -1 where there is none."""
@@ -314,11 +315,12 @@ class LookaheadProposer:
         if pace is not None and len(drafting):
             pace.begin(len(drafting))
         places = np.full_like(rows.places, -1) if self._rests else rows.places
-        levels = self._most_tokens - batch.texts.dropped[places] - batch.texts.lengths[places] - 1
-        most = np.full_like(places, self._most_drafted)
-        least = np.full(len(places), 0.0 if pace is None else pace.least)
+        wanted = np.empty(len(places), dtype=WANTED)
+        wanted["place"], wanted["nodes"] = places, self._most_drafted
+        wanted["levels"] = self._most_tokens - batch.texts.dropped[places] - batch.texts.lengths[places] - 1
+        wanted["least"] = 0.0 if pace is None else pace.least
         with batch.memory.lock:
-            batch.find(Wanted(places, most, np.maximum(levels, 0), least))
+            batch.find(wanted)
         if pace is not None and not self._rests:
             found = rows.places[drafting]
             offers = [batch.nodes["probability"][place, 1 : 1 + batch.counts[place]] for place in found]
